@@ -1,0 +1,5 @@
+"""Runs the command line as `python -m halfstep`."""
+
+from halfstep.cli import main
+
+main()

@@ -1,0 +1,65 @@
+"""The `halfstep` command: one small file per subcommand, loaded only when it is called.
+
+A command parses its arguments, calls the library and hands the result to `halfstep.report`. Errors that
+Halfstep raises on purpose become one message on stderr and exit code 1; bad usage is 2; findings or a
+failed gate are 3; a run stopped by a signal is 128 plus the signal.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from halfstep import __version__
+from halfstep.errors import HalfstepError, nearest
+
+__all__ = ["main"]
+
+# name -> one line for `halfstep --help`, so that the help page imports no command.
+_COMMANDS = {
+    "explain": "Explain an idea of mixed precision, with its numbers.",
+    "probe": "Show what this machine (or a named GPU) runs natively, and which precision to use.",
+}
+
+
+class _Lazy(click.Group):
+    """A group that imports a subcommand when it is asked for, not before."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"halfstep.cli.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            close = nearest(args[0], _COMMANDS)
+            hint = f" Did you mean {close!r}?" if close else ""
+            ctx.fail(f"No such command {args[0]!r}.{hint} Known: {', '.join(sorted(_COMMANDS))}.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(_COMMANDS.items()))
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="halfstep")
+def cli() -> None:
+    """Mixed-precision training for PyTorch that tells you the truth."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    try:
+        cli.main(args=args, prog_name="halfstep")
+    except HalfstepError as error:
+        sys.stderr.write(f"halfstep: {error}\n")
+        sys.exit(1)

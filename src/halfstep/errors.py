@@ -1,0 +1,49 @@
+"""Errors that say what happened, which values were seen, and what to do.
+
+    HalfstepError
+    |-- SettingError    (also a ValueError)    a setting, name or file that cannot be used
+    |-- MissingError    (also an ImportError)  something that has to be installed first
+    `-- OverflowStop    (also a RuntimeError)  training stopped: no usable gradient for many steps
+
+Commands turn any of them into one message on stderr and an exit code; a traceback at the command
+line means a bug in Halfstep.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["HalfstepError", "MissingError", "OverflowStop", "SettingError", "nearest", "unknown"]
+
+
+class HalfstepError(Exception):
+    """Anything Halfstep refuses, with the way out in its message."""
+
+
+class SettingError(HalfstepError, ValueError):
+    """A setting, a name or a file that cannot be used as given."""
+
+
+class MissingError(HalfstepError, ImportError):
+    """Something this feature needs is not installed."""
+
+
+class OverflowStop(HalfstepError, RuntimeError):
+    """Training stopped because too many steps in a row had no usable gradient."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name a person most likely meant, or None when nothing is close."""
+    folded = {k.casefold(): k for k in known}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)
+    return folded[close[0]] if close else None
+
+
+def unknown(kind: str, name: object, known: Iterable[str], advice: str = "") -> SettingError:
+    """The error for an unknown name: what was seen, the nearest known name, the list of known ones."""
+    known = list(known)
+    close = nearest(str(name), known)
+    hint = f" Did you mean {close!r}?" if close else ""
+    tail = f" {advice}" if advice else ""
+    return SettingError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{tail}")

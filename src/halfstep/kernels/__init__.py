@@ -1,0 +1,1 @@
+"""The arithmetic of a step: a readable torch reference first, Triton beside it."""

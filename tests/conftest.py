@@ -1,0 +1,32 @@
+"""Guards every test shares: one way to state needs, and no leaks from one test to the next."""
+
+import os
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    """GPU tests skip with their reason where there is no CUDA device."""
+    if any("gpu" in item.keywords for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            skip = pytest.mark.skip(reason="Requires: [a CUDA device]")
+            for item in items:
+                if "gpu" in item.keywords:
+                    item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_environment_leaks():
+    """A test that changes an environment variable and leaves it changed fails."""
+    before = dict(os.environ)
+    yield
+    ignored = {"PYTEST_CURRENT_TEST"}
+    changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)} - ignored
+    for key in changed:
+        if key in before:
+            os.environ[key] = before[key]
+        else:
+            del os.environ[key]
+    assert not changed, f"environment changed: {sorted(changed)}"
