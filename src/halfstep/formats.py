@@ -10,7 +10,7 @@ bytes it takes in memory. Everything else follows from those, so everything else
 
 Two facts decide mixed precision. fp16 has 10 fraction bits but reaches only 65504 and 2^-24, so its
 gradients need a loss scale. bf16 has fp32's exponent and needs none, but has 7 fraction bits: an update
-smaller than half an ulp of its weight (2^-9 of it) is lost, so it needs an fp32 master.
+smaller than half an ulp of its weight (2^-9 to 2^-8 of it) is lost, so it needs an fp32 master.
 
 The 8-bit block format is not a float: a block of values shares one fp32 scale (its largest magnitude)
 and each value is a code c on a companded grid, value = scale * (c / levels)^2. The square makes the grid

@@ -117,7 +117,8 @@ class LossScale:
         if self.mode == "none":
             return "none"
         if self.mode == "static":
-            return f"{self.init_scale:.9g}"
+            whole = float(self.init_scale).is_integer() and self.init_scale < 1e16
+            return str(int(self.init_scale)) if whole else repr(self.init_scale)
         usual = LossScale.dynamic(semantics=self.semantics)
         changed = [
             f"{name}={_show(getattr(self, name))}"

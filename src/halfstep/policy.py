@@ -124,7 +124,8 @@ class Policy:
 
     def __str__(self) -> str:
         texts = [[name, *_differences(self, preset)] for name, preset in PRESETS.items()]
-        return ",".join(min(texts, key=lambda items: len(items)))
+        shortest = min(texts, key=len)
+        return ",".join(shortest)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,49 @@
+# Two commands on a fresh clone: `make demo` and `make test`. Both set up .venv by themselves, once.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The first Python of at least 3.11 that is installed; override with PYTHON=...
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo test test-all coverage lint type format check clean
+
+demo: $(VENV)/.base  ## the main job on this machine
+	$(BIN)/halfstep probe
+
+test: $(VENV)/.dev  ## the whole suite but the slow tests, with the coverage gate
+	$(PYTEST) -m "not slow" --cov --cov-report=term --cov-fail-under=90
+
+test-all: $(VENV)/.dev  ## every test
+	$(PYTEST)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(VENV)/.dev
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: lint type test
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+
+# Stamps: a second call installs nothing unless what is to be installed has changed.
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Halfstep needs Python 3.11 or later; none was found. Set PYTHON=/path/to/python3."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -e ".[torch]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP_INSTALL) -e ".[torch,dev]"
+	@touch $@

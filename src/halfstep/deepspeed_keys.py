@@ -1,0 +1,211 @@
+"""The keys of a DeepSpeed configuration: which exist, what Halfstep does with each, and how to read one.
+
+DeepSpeed ignores a top-level key it does not know, so a misspelt `gradient_cliping` trains without
+clipping and says nothing. Here every key has one of three fates, and these tables are the whole list:
+
+    read        it is about precision, clipping or accumulation: `READ` and `BLOCKS`
+    set aside   it is about something else: `NOT_READ` says who does that in Halfstep
+    refused     it asks for numbers that Halfstep has no format for, or is no key at all: `REFUSED`
+
+The lists hold the keys of DeepSpeed 0.19.8 and those that releases before it removed.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.errors import SettingError, unknown
+
+__all__ = ["BLOCKS", "NOT_READ", "READ", "REFUSED", "Block", "refuse"]
+
+# Blocks about precision, with every key they may hold.
+BLOCKS: dict[str, tuple[str, ...]] = {
+    "fp16": (
+        "enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+        "consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads",
+    ),
+    "bf16": (
+        "enabled", "immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads",
+        "bf16_optimizer_states",
+    ),
+    "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
+    # Everything but `enabled` went to apex.amp.initialize.
+    "amp": (
+        "enabled", "opt_level", "loss_scale", "min_loss_scale", "max_loss_scale", "cast_model_type",
+        "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs", "num_losses", "verbosity",
+    ),
+    "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
+    "optimizer": ("type", "params", "legacy_fusion"),
+}  # fmt: skip
+BLOCKS["bfloat16"] = BLOCKS["bf16"]
+
+READ = (
+    *BLOCKS, "zero_optimization", "communication_data_type", "gradient_clipping", "gradient_accumulation_steps",
+    "gradient_allreduce_op",
+)  # fmt: skip
+
+_DATA = "batches are your data loader's; pass the same sizes there"
+_RUN_FILE = "Halfstep logs and profiles in its own way, in its run file"
+_RANKS = "how ranks share the work is the backend's, not the policy's"
+_CHECKPOINT = "Halfstep writes its own checkpoints"
+_DIVISION = (
+    "Halfstep averages gradients in the `reduce` format after summing them; dividing before only guards a 16-bit sum"
+)
+_OFFLOAD = "Halfstep does not offload"
+_MODEL = "do it in the model or the data; Halfstep changes neither"
+
+# key -> who does that instead. Said only where the key asks for something.
+NOT_READ: dict[str, str] = {
+    "train_batch_size": _DATA,
+    "train_micro_batch_size_per_gpu": _DATA,
+    "dataloader_drop_last": _DATA,
+    "data_efficiency": _MODEL,
+    "curriculum_learning": _MODEL,
+    "progressive_layer_drop": _MODEL,
+    "sparse_attention": _MODEL,
+    "activation_checkpointing": _MODEL,
+    "scheduler": "give the Engine a torch scheduler: Engine(scheduler=...)",
+    "managed_gradient_accumulation": "the Engine counts micro-batches itself: Engine(accumulate=...)",
+    "compile": "use Engine(compile=...)",
+    "graph_harvesting": "use Engine(compile=...)",
+    "zero_allow_untested_optimizer": "Halfstep's lean presets take Adam, AdamW and SGD, the others any optimizer",
+    "zero_force_ds_cpu_optimizer": _OFFLOAD,
+    "aio": _OFFLOAD,
+    "seq_parallel_communication_data_type": _RANKS,
+    "sequence_parallel_size": _RANKS,
+    "tensor_parallel": _RANKS,
+    "expert_parallel": _RANKS,
+    "pipeline": _RANKS,
+    "elasticity": _RANKS,
+    "use_data_before_expert_parallelism": _RANKS,
+    "disable_allgather": _RANKS,
+    "hybrid_engine": _RANKS,
+    "sparse_gradients": "Halfstep reduces the gradients autograd makes: sparse ones only from embeddings built with sparse=True",
+    "prescale_gradients": _DIVISION,
+    "gradient_predivide_factor": _DIVISION,
+    "checkpoint": _CHECKPOINT,
+    "nebula": _CHECKPOINT,
+    "datastates": _CHECKPOINT,
+    "steps_per_print": _RUN_FILE,
+    "wall_clock_breakdown": _RUN_FILE,
+    "memory_breakdown": _RUN_FILE,
+    "dump_state": _RUN_FILE,
+    "log_level": _RUN_FILE,
+    "timers": _RUN_FILE,
+    "flops_profiler": _RUN_FILE,
+    "comms_logger": _RUN_FILE,
+    "tensorboard": _RUN_FILE,
+    "wandb": _RUN_FILE,
+    "comet": _RUN_FILE,
+    "csv_monitor": _RUN_FILE,
+    "eigenvalue": _RUN_FILE,
+    "autotuning": "`halfstep plan` finds a batch size",
+    "vocabulary_size": "DeepSpeed only warns when it is no multiple of 8",
+    "disable_python_gc": "call gc.disable() yourself",
+}
+
+_QUANTISED = "it trains in formats that a policy has no word for; remove it, or keep training with DeepSpeed"
+REFUSED: dict[str, str] = {
+    "compression_training": _QUANTISED,
+    "quantize_training": _QUANTISED,
+    "weight_quantization": _QUANTISED,
+    "fp32_allreduce": 'DeepSpeed replaced it and now ignores it; write "communication_data_type": "fp32"',
+}
+
+_DTYPES = {
+    "fp32": "fp32", "float32": "fp32", "float": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "bf16": "bf16", "bfloat16": "bf16",
+}  # fmt: skip
+
+
+def refuse(path: str, value: object, reason: str) -> SettingError:
+    """The error for one key of a DeepSpeed configuration, with its path and the value seen."""
+    return SettingError(f"DeepSpeed key {path}={reprlib.repr(value)}: {reason}.")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a configuration, read key by key with checks; a null counts as absent, "auto" is refused."""
+
+    path: str  # "fp16", or "" for the configuration itself
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], name: str) -> Block:
+        """The block called `name`, empty where it is absent; its key names are checked."""
+        values = config.get(name)
+        if values is None:
+            values = {}
+        if not isinstance(values, Mapping):
+            raise refuse(name, values, f'it must be a block, such as {{"{BLOCKS[name][0]}": ...}}')
+        for key in values:
+            if key not in BLOCKS[name]:
+                raise unknown(f"key in the DeepSpeed block {name}", key, BLOCKS[name])
+        return cls(name, values)
+
+    def where(self, key: str) -> str:
+        """The path of a key, as notes and errors name it."""
+        return f"{self.path}.{key}" if self.path else key
+
+    def get(self, key: str) -> Any:
+        """The value of a key, or None where it is absent."""
+        value = self.values.get(key)
+        if isinstance(value, str) and value.strip().casefold() == "auto":
+            raise refuse(
+                self.where(key),
+                value,
+                "Hugging Face's Trainer fills in 'auto' from its own arguments, and DeepSpeed alone takes its default "
+                "instead; write the value",
+            )
+        return value
+
+    def given(self, *keys: str) -> list[str]:
+        """The paths of those keys that are present."""
+        return [self.where(key) for key in keys if self.values.get(key) is not None]
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """A true or false."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise refuse(self.where(key), value, "it must be true or false")
+        return value
+
+    def number(self, key: str) -> float | None:
+        """A finite number that is not negative."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise refuse(self.where(key), value, "it must be a number")
+        if isinstance(value, int) and abs(value) > 2**128:  # past fp32, and float() raises further on
+            raise refuse(self.where(key), value, "it does not fit in fp32")
+        if not math.isfinite(value) or value < 0:
+            raise refuse(self.where(key), value, "it must be finite and not negative")
+        return float(value)
+
+    def whole(self, key: str) -> int | None:
+        """A whole number that is not negative."""
+        value = self.number(key)
+        if value is None:
+            return None
+        if value != int(value):
+            raise refuse(self.where(key), self.values[key], "it must be a whole number")
+        return int(value)
+
+    def dtype(self, key: str) -> str | None:
+        """A number format, in Halfstep's spelling."""
+        value = self.get(key)
+        if value is None:
+            return None
+        text = str(value).strip().casefold().removeprefix("torch.")
+        if text not in _DTYPES:
+            raise unknown(
+                f"dtype for the DeepSpeed key {self.where(key)}", reprlib.repr(value), ("fp32", "bf16", "fp16")
+            )
+        return _DTYPES[text]

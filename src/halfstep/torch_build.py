@@ -1,0 +1,46 @@
+"""Whether torch is here, and what to do when it is not.
+
+Torch is an extra of Halfstep, because people who train already have the build their hardware needs and pip
+must not replace it. Whatever needs torch asks for it here, so that there is one message about its absence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+from halfstep.errors import MissingError
+
+__all__ = ["require_torch", "torch_version"]
+
+_INSTALL = (
+    'Install the build for your hardware as torch\'s own site describes, or take the default one: pip install "halfstep[torch]"'
+)
+
+
+def require_torch(feature: str) -> Any:
+    """The torch module, or an error that says which feature needs it and how to install it."""
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise MissingError(_broken(feature, error)) from error
+        raise MissingError(f"{feature} needs torch, which is not installed. {_INSTALL}.") from error
+    except (ImportError, OSError) as error:  # OSError: a shared library of the build is missing
+        raise MissingError(_broken(feature, error)) from error
+
+
+def torch_version() -> str | None:
+    """The version of the installed torch, such as "2.13.0+cpu", or None; torch itself is not imported."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _broken(feature: str, error: Exception) -> str:
+    return (
+        f"{feature} needs torch, which is installed (version {torch_version() or 'unknown'}) but cannot be imported: "
+        f"{error}. Reinstall it. {_INSTALL}."
+    )
