@@ -3,6 +3,11 @@
 import os
 
 import pytest
+from hypothesis import settings
+
+# Two cores run two workers: a deadline in milliseconds would measure the neighbour.
+settings.register_profile("halfstep", deadline=None)
+settings.load_profile("halfstep")
 
 
 def pytest_collection_modifyitems(items):

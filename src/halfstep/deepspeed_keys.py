@@ -20,7 +20,7 @@ from typing import Any
 
 from halfstep.errors import SettingError, unknown
 
-__all__ = ["BLOCKS", "NOT_READ", "READ", "REFUSED", "Block", "refuse"]
+__all__ = ["BLOCKS", "NOT_READ", "READ", "REFUSED", "Block", "asks", "refuse"]
 
 # Blocks about precision, with every key they may hold.
 BLOCKS: dict[str, tuple[str, ...]] = {
@@ -36,7 +36,8 @@ BLOCKS: dict[str, tuple[str, ...]] = {
     # Everything but `enabled` went to apex.amp.initialize.
     "amp": (
         "enabled", "opt_level", "loss_scale", "min_loss_scale", "max_loss_scale", "cast_model_type",
-        "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs", "num_losses", "verbosity",
+        "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs", "num_losses",
+        "verbosity",
     ),
     "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
     "optimizer": ("type", "params", "legacy_fusion"),
@@ -84,7 +85,7 @@ NOT_READ: dict[str, str] = {
     "use_data_before_expert_parallelism": _RANKS,
     "disable_allgather": _RANKS,
     "hybrid_engine": _RANKS,
-    "sparse_gradients": "Halfstep reduces the gradients autograd makes: sparse ones only from embeddings built with sparse=True",
+    "sparse_gradients": "gradients are reduced as autograd makes them: sparse only from embeddings with sparse=True",
     "prescale_gradients": _DIVISION,
     "gradient_predivide_factor": _DIVISION,
     "checkpoint": _CHECKPOINT,
@@ -108,6 +109,14 @@ NOT_READ: dict[str, str] = {
     "disable_python_gc": "call gc.disable() yourself",
 }
 
+# Values that ask for nothing: each is DeepSpeed's default.
+_NEUTRAL: dict[str, object] = {
+    "gradient_predivide_factor": 1,
+    "managed_gradient_accumulation": True,
+    "sequence_parallel_size": 1,
+    "zero_force_ds_cpu_optimizer": True,
+}
+
 _QUANTISED = "it trains in formats that a policy has no word for; remove it, or keep training with DeepSpeed"
 REFUSED: dict[str, str] = {
     "compression_training": _QUANTISED,
@@ -120,6 +129,13 @@ _DTYPES = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "bf16": "bf16", "bfloat16": "bf16",
 }  # fmt: skip
+
+
+def asks(key: str, value: object) -> bool:
+    """Whether a key that Halfstep does not read asks for anything."""
+    if isinstance(value, Mapping):
+        return bool(value) and value.get("enabled", True) is not False
+    return value is not None and value is not False and value != _NEUTRAL.get(key)
 
 
 def refuse(path: str, value: object, reason: str) -> SettingError:

@@ -13,11 +13,25 @@ No speeds are written here: `halfstep.measure` measures them. Memory sizes are t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-__all__ = ["ARCHITECTURES", "DEVICES", "FORMAT_NAMES", "UNKNOWN", "Architecture", "Device", "Fact", "Facts", "Support"]
+__all__ = [
+    "ARCHITECTURES",
+    "DEVICES",
+    "FORMAT_NAMES",
+    "UNKNOWN",
+    "Architecture",
+    "Device",
+    "Fact",
+    "Facts",
+    "Name",
+    "Support",
+    "find_devices",
+    "parse_name",
+]
 
 Support = Literal["native", "slow", "emulated", "none"]
 
@@ -36,7 +50,7 @@ _NO_TF32 = Fact("none", "TF32 came with NVIDIA's Ampere (sm80)")
 _NO_FP8 = Fact("none", "no fp8 units")
 _FP8_OCP = Fact("native", "fp8 tensor cores, e4m3fn and e5m2")
 _BEFORE_AMPERE = (
-    "no bf16 arithmetic before Ampere (sm80): computed in fp32 with conversions, although "
+    "no bf16 arithmetic before Ampere (sm80), so it is computed in fp32 with conversions, although "
     "torch.cuda.is_bf16_supported() answers True"
 )
 
@@ -96,12 +110,32 @@ class Device:
     aliases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def spellings(self) -> tuple[Name, ...]:
+        """Its names, taken apart."""
+        return tuple(parse_name(text) for text in (self.name, *self.aliases))
+
+    @property
+    def sizes_gb(self) -> frozenset[int | None]:
+        """The memory sizes that a name of this device may carry."""
+        return frozenset({self.memory_gb, *(name.memory_gb for name in self.spellings)})
+
+
+@dataclass(frozen=True)
+class Name:
+    """A device name taken apart: the product, its form, its memory."""
+
+    core: str
+    form: str  # sxm, pcie, nvl or nothing
+    memory_gb: int | None
+    laptop: bool
+
 
 UNKNOWN = Facts(
-    tf32=Fact("none", "not known to Halfstep for this hardware"),
-    bf16=Fact("none", "not known to Halfstep for this hardware"),
-    fp16=Fact("none", "not known to Halfstep for this hardware"),
-    fp8=Fact("none", "not known to Halfstep for this hardware"),
+    tf32=Fact("none", "Halfstep has no facts about it on this hardware"),
+    bf16=Fact("none", "Halfstep has no facts about it on this hardware"),
+    fp16=Fact("none", "Halfstep has no facts about it on this hardware"),
+    fp8=Fact("none", "Halfstep has no facts about it on this hardware"),
 )
 
 
@@ -150,20 +184,22 @@ _MATRIX = Fact("native", "runs on the matrix cores")
 _CDNA_NO_TF32 = Fact("none", "no TF32 (XF32) units")
 _XMX = Fact("native", "runs on the XMX matrix engines")
 _NO_XMX = Fact("slow", "no XMX matrix engines, so 16 bits are no faster")
-_APPLE_EMULATED = Fact("emulated", "the GPU has no bf16 arithmetic: Metal computes it in fp32 (macOS 14 and later)")
+_APPLE_EMULATED = Fact("emulated", "no bf16 arithmetic in the GPU, so Metal computes it in fp32 (macOS 14 and later)")
 _APPLE_BF16 = Fact("slow", "no matrix units that run 16 bits faster; it saves memory only (macOS 14 and later)")
-_NO_X86_BF16 = Fact("emulated", "neither AVX512-BF16 nor AMX-BF16: computed in fp32 with conversions")
-_NO_X86_FP16 = Fact("emulated", "neither AVX512-FP16 nor AMX-FP16: computed in fp32 with conversions")
+_NO_X86_BF16 = Fact("emulated", "neither AVX512-BF16 nor AMX-BF16, so it is computed in fp32 with conversions")
+_NO_X86_FP16 = Fact("emulated", "neither AVX512-FP16 nor AMX-FP16, so it is computed in fp32 with conversions")
 _AVX_BF16 = Fact("native", "AVX512-BF16 dot products")
 _AMX_BF16 = Fact("native", "AMX-BF16 tiles")
 # Measured on a Xeon with AVX512-FP16 and AMX-BF16, torch 2.13: fp16 matrix products as fast as fp32's, bf16 3 to 7 times.
-_AVX_FP16 = Fact("slow", "AVX512-FP16 without AMX-FP16: matrix products were measured no faster than fp32's")
+_AVX_FP16 = Fact("slow", "AVX512-FP16 without AMX-FP16, whose matrix products were measured no faster than fp32's")
 _AMX_FP16 = Fact("native", "AMX-FP16 tiles")
 # Measured on the same Xeon: torch's fp8 product ran at about 0.1 GFLOP/s.
 _CPU_FP8 = Fact("emulated", "torch converts every value on the way; far slower than fp32")
 _ARM_BF16 = Fact("native", "the CPU's bf16 matrix instructions")
 # Recorded on an Arm CPU without bf16, torch 2.13: 16-bit matrix products at 0.2 GFLOP/s.
-_ARM_EMULATED = Fact("emulated", "no such arithmetic: recorded 150 to 350 times slower than fp32 on an Arm CPU, torch 2.13")
+_ARM_EMULATED = Fact(
+    "emulated", "no such arithmetic; recorded 150 to 350 times slower than fp32 on an Arm CPU, torch 2.13"
+)
 _ARM_FP16 = Fact("slow", "fp16 arithmetic, but torch's CPU matrix products do not gain from it")
 
 
@@ -186,7 +222,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         _amd(
             "gfx90a",
             "CDNA 2",
-            Facts(tf32=_CDNA_NO_TF32, bf16=_MATRIX, fp16=_MATRIX, fp8=_NO_FP8),
+            Facts(
+                tf32=_CDNA_NO_TF32,
+                bf16=_MATRIX,
+                fp16=Fact("native", "runs on the matrix cores, which flush its subnormals to zero"),
+                fp8=_NO_FP8,
+            ),
             "Its matrix units flush fp16 and bf16 subnormals to zero, in and out: fp16 values below 2^-14 vanish in "
             "matrix products, so fp16 needs a higher loss scale here than on other GPUs. bf16 has fp32's range.",
         ),
@@ -214,7 +255,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         # Metal's own bf16 arithmetic came with the M3's GPU; the bf16 that M2 added is its CPU's.
         _apple("apple-m1", "M1 family", _APPLE_EMULATED),
         _apple("apple-m2", "M2 family", _APPLE_EMULATED),
-        _apple("apple-m3", "M3 and M4 families", _APPLE_BF16),
+        _apple("apple-m3", "M3 family", _APPLE_BF16),
+        _apple("apple-m4", "M4 family", _APPLE_BF16),
         _intel("xpu-max", "Data Center GPU Max", _XMX),
         _intel("xpu-xmx", "Arc and other GPUs with XMX", _XMX),
         _intel("xpu-plain", "GPUs without XMX", _NO_XMX),
@@ -278,8 +320,44 @@ DEVICES: tuple[Device, ...] = (
     *_rows("gfx1100", ("RX 7900 XT", 20), ("RX 7900 XTX", 24)),
     *_macs("apple-m1", "M1", "M1 Pro", "M1 Max", "M1 Ultra"),
     *_macs("apple-m2", "M2", "M2 Pro", "M2 Max", "M2 Ultra"),
-    *_macs("apple-m3", "M3", "M3 Pro", "M3 Max", "M3 Ultra", "M4", "M4 Pro", "M4 Max"),
+    *_macs("apple-m3", "M3", "M3 Pro", "M3 Max", "M3 Ultra"),
+    *_macs("apple-m4", "M4", "M4 Pro", "M4 Max"),
     Device("Data Center GPU Max 1550", "xpu-max", 128, aliases=("Max 1550",), notes=_TWO_DIES),
     Device("Data Center GPU Max 1100", "xpu-max", 48, aliases=("Max 1100",)),
     *_rows("xpu-xmx", ("Arc A750", 8), ("Arc A770", 16), ("Arc B570", 10), ("Arc B580", 12)),
 )
+
+_FAMILY = re.compile(r"^(rtx|gtx|rx|arc)(?=[a-z]?\d)")
+_FORMS = frozenset({"sxm", "pcie", "nvl"})
+# Words of full device names that do not tell products apart.
+_NOISE = frozenset(
+    {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "intel", "apple", "r", "tm", "corporation"}
+    | {"gpu", "graphics", "hbm2", "hbm2e", "hbm3", "hbm3e", "oam", "fhhl", "dgxs", "workstation", "server", "edition"}
+    | {"generation", "laptop", "mobile"}
+)
+
+
+def parse_name(name: str) -> Name:
+    """Take a device name apart, in any case and with any separators: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80."""
+    text = name.casefold().partition(" mig ")[0].replace("max-q", "")
+    memory = re.search(r"(\d+)\s*gi?b\b", text)
+    if memory:
+        text = text.replace(memory.group(0), " ")
+    words = [re.sub(r"^(sxm)\d$", r"\1", word) for word in re.split(r"[^a-z0-9]+", text) if word]
+    core = "".join(word for word in words if word not in _NOISE | _FORMS)
+    form = next((word for word in words if word in _FORMS), "")
+    return Name(core, form, int(memory.group(1)) if memory else None, laptop=bool({"laptop", "mobile"} & set(words)))
+
+
+def find_devices(name: str) -> tuple[Device, ...]:
+    """The devices a name can mean, most likely first; empty where it is none of the table's."""
+    asked = parse_name(name)
+    # "4090" for "RTX 4090": the letters of the family may be left out.
+    found = [
+        device
+        for device in DEVICES
+        if asked.core in {short for n in device.spellings for short in (n.core, _FAMILY.sub("", n.core))}
+    ]
+    found = [device for device in found if asked.memory_gb in device.sizes_gb] or found
+    found = [device for device in found if asked.form and asked.form == device.spellings[0].form] or found
+    return tuple(found)

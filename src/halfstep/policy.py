@@ -216,9 +216,7 @@ def _canonical_loss_scale(value: object) -> str:
             f"loss_scale={value!r} prints as {text!r}, which leaves some of its settings out, so a policy cannot carry "
             "it. Give those settings to the scaler itself, and the policy a value that its text holds."
         )
-    canonical = str(LossScale.parse(text.strip().casefold()))
-    LossScale.parse(canonical)  # printing rounds, and FP32_MAX rounds up: refuse here what `scaling` could not read
-    return canonical
+    return str(LossScale.parse(text.strip().casefold()))
 
 
 def _canonical_patterns(value: object) -> tuple[str, ...]:

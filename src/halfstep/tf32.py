@@ -11,8 +11,8 @@ They have one hole: switching cuDNN off leaves "none", which a process-wide "tf3
 writes the older record first, then the newer one where that is still needed, and writes nothing that already is
 as asked. mkldnn, which `set_float32_matmul_precision` also changes (and with it the CPU's digits), is left alone.
 
-One limit of restoring: torch's own default for cuDNN is a "tf32" that gives way to a process-wide setting. Once
-anything was written there, torch has no way back to it; the restored "tf32" is an explicit one.
+One limit of restoring: in torch 2.13 the default for cuDNN is a "tf32" that gives way to a process-wide setting.
+Once anything was written there, torch has no way back to it; the restored "tf32" is an explicit one.
 """
 
 from __future__ import annotations
@@ -87,14 +87,17 @@ def tf32_state() -> Tf32State:
     notes = _unreadable(torch)
     override = os.environ.get("NVIDIA_TF32_OVERRIDE")
     if override is not None:
-        notes = (*notes, f"NVIDIA_TF32_OVERRIDE={override} is set, and NVIDIA's libraries obey it over torch's switches.")
+        notes = (
+            *notes,
+            f"NVIDIA_TF32_OVERRIDE={override} is set, and NVIDIA's libraries obey it over torch's switches.",
+        )
     if _has_tree(torch):
         nodes = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
-        on = [node.fp32_precision == "tf32" for node in nodes]
+        matmul, conv, rnn = (node.fp32_precision == "tf32" for node in nodes)
     else:
-        cudnn = bool(torch.backends.cudnn.allow_tf32)
-        on = [bool(torch.backends.cuda.matmul.allow_tf32), cudnn, cudnn]
-    return Tf32State(*on, notes)
+        matmul, conv = bool(torch.backends.cuda.matmul.allow_tf32), bool(torch.backends.cudnn.allow_tf32)
+        rnn = conv
+    return Tf32State(matmul, conv, rnn, notes)
 
 
 @contextmanager
@@ -150,18 +153,18 @@ def _record(torch: Any) -> _Record:
     allowed, cudnn_allowed = _answer(lambda: matmul.allow_tf32), _answer(lambda: cudnn.allow_tf32)
     if not _has_tree(torch):
         return _Record("", "", "", ("", "", ""), torch.get_float32_matmul_precision(), bool(cudnn_allowed), "")
-    values = tuple(node.fp32_precision for node in (matmul, cudnn.conv, cudnn.rnn))
+    values = [str(node.fp32_precision) for node in (matmul, cudnn.conv, cudnn.rnn)]
     # Torch tells a node's value, not whether it is the node's own. Equal to the back end's, it is taken as inherited.
-    own = tuple("none" if value == cudnn.fp32_precision else value for value in values)
+    own = ["none" if value == cudnn.fp32_precision else value for value in values]
     precision = _answer(torch.get_float32_matmul_precision)
     if precision is None:
         # The older flag is hidden, but torch refuses to show it only where it contradicts the newer record.
-        tf32_on = values[0] != "tf32" if allowed is None else allowed
-        precision = "high" if tf32_on else "highest"
+        older = values[0] != "tf32" if allowed is None else allowed
+        precision = "high" if older else "highest"
     if cudnn_allowed is None:
         cudnn_allowed = values[1] != "tf32"
-    mkldnn = torch.backends.mkldnn.matmul.fp32_precision
-    return _Record(*values, (own[0], own[1], own[2]), precision, cudnn_allowed, mkldnn)
+    mkldnn = str(torch.backends.mkldnn.matmul.fp32_precision)
+    return _Record(values[0], values[1], values[2], (own[0], own[1], own[2]), precision, cudnn_allowed, mkldnn)
 
 
 def _restore(torch: Any, before: _Record) -> None:

@@ -14,9 +14,7 @@ from halfstep.errors import MissingError
 
 __all__ = ["require_torch", "torch_version"]
 
-_INSTALL = (
-    'Install the build for your hardware as torch\'s own site describes, or take the default one: pip install "halfstep[torch]"'
-)
+_INSTALL = 'Install the build for your hardware as torch\'s own site describes, or take the default one: pip install "halfstep[torch]"'
 
 
 def require_torch(feature: str) -> Any:

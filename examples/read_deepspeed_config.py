@@ -1,0 +1,34 @@
+"""Read a DeepSpeed configuration as a Halfstep policy, and see what became of every key.
+
+Run it with no arguments: it writes a small configuration to a temporary directory and reads it back.
+"""
+
+import tempfile
+from pathlib import Path
+
+from halfstep.policy import read_deepspeed
+
+CONFIG = """
+{
+  "fp16": {
+    "enabled": true,
+    "initial_scale_power": 32,   // a common value, and one that costs skipped steps
+    "hysteresis": 2,
+  },
+  "zero_optimization": {"stage": 2},
+  "gradient_accumulation_steps": 8,
+  "gradient_clipping": 1.0,
+  "steps_per_print": 100
+}
+"""
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ds_config.json"
+        path.write_text(CONFIG)
+        reading = read_deepspeed(path)
+    print(f"precision   {reading.policy}")
+    print(f"max_norm    {reading.max_norm}")
+    print(f"accumulate  {reading.accumulate}")
+    for note in reading.notes:
+        print(f"- {note}")

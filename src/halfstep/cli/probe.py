@@ -1,0 +1,52 @@
+"""`halfstep probe`: what this machine, or a named GPU, runs natively, and which precision to use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+
+import click
+
+from halfstep.choice import choose
+from halfstep.hardware import find_gpu, probe
+from halfstep.measure import Measured, confirm, measure_matmuls
+from halfstep.report.probe import as_data, as_text
+
+__all__ = ["command"]
+
+
+@click.command("probe")
+@click.option("--gpu", metavar="NAME", help="A GPU by name instead of this machine: A100, 'RTX 4090', sm90.")
+@click.option("--measure", is_flag=True, help="Also time matrix products in each format (about 1.5 seconds).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(gpu: str | None, measure: bool, as_json: bool) -> None:
+    """Show what this machine (or a named GPU) runs natively, and which precision to use.
+
+    Every format that is not chosen comes with the reason.
+
+    \b
+    halfstep probe
+    halfstep probe --gpu T4
+    halfstep probe --measure --json
+    """
+    if gpu is not None and measure:
+        raise click.UsageError(
+            f"--measure times matrix products on this machine, and --gpu {gpu} is not here to be measured. "
+            "Leave one of the two out."
+        )
+    hardware = probe() if gpu is None else find_gpu(gpu)
+    choice = choose(hardware)
+    measured: tuple[Measured, ...] = ()
+    statements: tuple[str, ...] = ()
+    if measure:
+        measured = measure_matmuls()
+        statements = confirm(hardware, measured)
+    if as_json:
+        click.echo(json.dumps(as_data(hardware, choice, measured, statements), indent=2))
+        return
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else 100
+    colour = terminal and not os.environ.get("NO_COLOR")
+    click.echo(as_text(hardware, choice, measured, statements, colour=colour, width=width))

@@ -1,0 +1,63 @@
+"""Adam and AdamW for one tensor, in fp32: the readable reference of the fused step.
+
+    g      = grad / grad_scale                        unscale and clip, folded into one division
+    p      = p (1 - lr wd)                            AdamW; Adam adds wd p to g instead
+    m      = m + (1 - beta1) (g - m)
+    v      = beta2 v + (1 - beta2) g^2
+    p      = p - lr / (1 - beta1^t)  *  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+The corrections for the start are computed in float64: near the first steps 1 - beta2^t is a difference of almost
+equal numbers, and taking it in fp32 is off by about 100 ulp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["AdamSettings", "adamw_update"]
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """The numbers of one Adam step; `lr` may be a tensor."""
+
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool  # AdamW's weight decay, apart from the gradient
+    maximize: bool = False
+    amsgrad: bool = False
+
+
+def adamw_update(
+    master: Tensor,  # fp32
+    grad: Tensor,  # fp32, already divided by the scale
+    exp_avg: Tensor,  # fp32
+    exp_avg_sq: Tensor,  # fp32
+    max_exp_avg_sq: Tensor | None,  # fp32, for amsgrad
+    step: Tensor,  # 0-dim: the number of this step, from 1
+    how: AdamSettings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The new master, first moment, second moment and largest second moment."""
+    beta1, beta2 = how.betas
+    wide = step.double()
+    if how.maximize:
+        grad = -grad
+    if how.weight_decay:
+        if how.decoupled:
+            master = master * (1 - how.lr * how.weight_decay)
+        else:
+            grad = grad + master * how.weight_decay
+    exp_avg = exp_avg + (grad - exp_avg) * (1 - beta1)
+    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * (1 - beta2)
+    second = exp_avg_sq
+    if how.amsgrad and max_exp_avg_sq is not None:
+        second = max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    root = (1 - beta2**wide).sqrt()
+    size = how.lr / (1 - beta1**wide)
+    master = master - exp_avg / (second.sqrt() / root + how.eps) * size
+    return master, exp_avg, exp_avg_sq, max_exp_avg_sq

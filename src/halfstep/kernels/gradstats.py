@@ -1,0 +1,39 @@
+"""What a step must know about its gradients: are they all finite, and how long is the vector.
+
+The norm is taken over the gradients as they are, still multiplied by the loss scale, in fp32 whatever their dtype
+(squares of fp16 values overflow fp16). It is inf or NaN exactly if an element is, or if the sum of squares leaves
+fp32's range, which is as unusable; so one reduction answers both questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["dense_values", "total_norm"]
+
+
+def dense_values(grad: Tensor) -> Tensor:
+    """The real, dense elements behind a gradient; in-place changes to them change the gradient."""
+    if grad.is_sparse:
+        grad = grad._values()  # noqa: SLF001 - the documented values() refuses uncoalesced tensors and autograd's own
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def total_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm over all elements of all gradients, in fp32 on `device` (fp64 gradients: taken in fp64)."""
+    norms: list[Tensor] = []
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        values = dense_values(grad)
+        if values.numel():
+            groups.setdefault((values.device, values.dtype), []).append(values)
+    for (_, dtype), group in groups.items():
+        accumulate = torch.float64 if dtype is torch.float64 else torch.float32
+        parts = torch._foreach_norm(group, 2, dtype=accumulate)  # noqa: SLF001 - what torch's own clip_grad_norm_ calls
+        norms.append(torch.linalg.vector_norm(torch.stack(parts)).to(device, torch.float32, non_blocking=True))
+    if not norms:
+        return torch.zeros((), device=device)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

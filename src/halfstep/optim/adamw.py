@@ -1,0 +1,101 @@
+"""Lean Adam and AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import SettingError
+from halfstep.kernels.adamw import AdamSettings, adamw_update
+from halfstep.optim.lean import ADOPTS, LeanOptimizer
+
+__all__ = ["Adam", "AdamW"]
+
+
+class AdamW(LeanOptimizer):
+    """AdamW for 16-bit weights, with the arguments of torch.optim.AdamW and `master=`, `states=`."""
+
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    decoupled: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        master: str = "policy",
+        states: str = "policy",
+    ) -> None:
+        if not lr >= 0:
+            raise SettingError(f"lr={lr!r} must be 0 or more.")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise SettingError(f"betas={betas!r} must lie in [0, 1).")
+        if not eps >= 0 or not weight_decay >= 0:
+            raise SettingError(f"eps={eps!r} and weight_decay={weight_decay!r} must be 0 or more.")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, master=master, states=states)
+
+    def new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+        """Zero moments in fp32."""
+        names = self.moments if group["amsgrad"] else self.moments[:2]
+        return {name: torch.zeros_like(param, dtype=torch.float32) for name in names}
+
+    def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
+        """One Adam step on fp32 tensors."""
+        how = AdamSettings(
+            group["lr"],
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group.get("decoupled_weight_decay", self.decoupled),
+            group["maximize"],
+            group["amsgrad"],
+        )
+        largest = state.get("max_exp_avg_sq")
+        master, m, v, largest = adamw_update(master, grad, state["exp_avg"], state["exp_avg_sq"], largest, state["step"], how)
+        state["exp_avg"], state["exp_avg_sq"] = m, v
+        if largest is not None:
+            state["max_exp_avg_sq"] = largest
+        return master
+
+
+class Adam(AdamW):
+    """Adam for 16-bit weights, with the arguments of torch.optim.Adam and `master=`, `states=`."""
+
+    decoupled: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        master: str = "policy",
+        states: str = "policy",
+    ) -> None:
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, master=master, states=states
+        )
+
+
+ADOPTS[torch.optim.AdamW] = AdamW
+ADOPTS[torch.optim.Adam] = Adam

@@ -1,0 +1,70 @@
+"""Lean SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import SettingError
+from halfstep.kernels.sgd import SGDSettings, sgd_update
+from halfstep.optim.lean import ADOPTS, LeanOptimizer
+
+__all__ = ["SGD"]
+
+
+class SGD(LeanOptimizer):
+    """SGD for 16-bit weights, with the arguments of torch.optim.SGD and `master=`, `states=`."""
+
+    moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        master: str = "policy",
+        states: str = "policy",
+    ) -> None:
+        if not lr >= 0 or not momentum >= 0 or not weight_decay >= 0:
+            raise SettingError(f"lr={lr!r}, momentum={momentum!r} and weight_decay={weight_decay!r} must be 0 or more.")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise SettingError(f"nesterov needs momentum above 0 and no dampening; seen {momentum!r} and {dampening!r}.")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, master=master, states=states)
+
+    def new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+        """A zero momentum buffer, where there is momentum."""
+        return {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32)} if group["momentum"] else {}
+
+    def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
+        """One SGD step on fp32 tensors."""
+        how = SGDSettings(
+            group["lr"],
+            group["momentum"],
+            group["dampening"],
+            group["weight_decay"],
+            group["nesterov"],
+            group["maximize"],
+        )
+        master, buffer = sgd_update(master, grad, state.get("momentum_buffer"), state["step"], how)
+        if buffer is not None:
+            state["momentum_buffer"] = buffer
+        return master
+
+
+ADOPTS[torch.optim.SGD] = SGD

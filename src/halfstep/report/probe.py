@@ -1,0 +1,118 @@
+"""What a machine runs and which precision it should use, as text and as plain data."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from halfstep.choice import Choice
+from halfstep.devices import FORMAT_NAMES
+from halfstep.hardware import Hardware
+from halfstep.measure import Measured
+from halfstep.torch_build import torch_version
+
+__all__ = ["as_data", "as_text"]
+
+WIDTH = 100
+
+
+def as_data(
+    hardware: Hardware, choice: Choice, measured: Sequence[Measured] = (), statements: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The report as a dictionary that JSON can hold."""
+    return {
+        "hardware": {
+            "name": hardware.name,
+            "kind": hardware.kind,
+            "arch": hardware.arch,
+            "vendor": hardware.vendor,
+            "memory_bytes": hardware.memory_bytes,
+            "count": hardware.count,
+            "known": hardware.known,
+            "support": {n: {"support": hardware.support[n], "why": hardware.support.why(n)} for n in FORMAT_NAMES},
+            "notes": list(hardware.notes),
+        },
+        "choice": {
+            "policy": str(choice.policy),
+            "reasons": list(choice.reasons),
+            "rejected": {rejection.format: rejection.reason for rejection in choice.rejected},
+        },
+        "torch": torch_version(),
+        "measured": [
+            {
+                "format": m.format,
+                "gflops_median": m.gflops_median,
+                "spread": m.spread,
+                "runs": m.runs,
+                "ratio_to_fp32": m.ratio_to_fp32,
+                "size": m.size,
+            }
+            for m in measured
+        ],
+        "statements": list(statements),
+    }
+
+
+def as_text(
+    hardware: Hardware,
+    choice: Choice,
+    measured: Sequence[Measured] = (),
+    statements: Sequence[str] = (),
+    *,
+    colour: bool = False,
+    width: int = WIDTH,
+) -> str:
+    """The report for a person: plain where it is not for a terminal, and never wider than 100 columns."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(file=out, width=min(width, WIDTH), force_terminal=colour, no_color=not colour, highlight=False)
+
+    def say(text: str, indent: int = 0, style: str = "") -> None:
+        console.print(Padding(Text(text, style=style), (0, 0, 0, indent)))
+
+    def table(*headings: str) -> Table:
+        made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for heading in headings:
+            made.add_column(heading)
+        return made
+
+    say(str(hardware), style="bold")
+    for note in hardware.notes:
+        say(note, 2)
+    say("")
+    say(f"Use {choice.policy}", style="bold green")
+    for reason in choice.reasons:
+        say(reason, 2)
+    say("")
+    against = {rejection.format: rejection.reason for rejection in choice.rejected}
+    formats = table("format", "here", "")
+    for name in FORMAT_NAMES:
+        support = hardware.support[name]
+        formats.add_row(name, Text(support, style=_STYLES[support]), Text(_remark(name, support, against)))
+    console.print(formats)
+    if measured:
+        say("")
+        say("Measured now, square matrix products:", style="bold")
+        speeds = table("format", "GFLOP/s", "spread", "runs", "size", "x fp32")
+        for m in measured:
+            speed = f"{m.gflops_median:,.4g}" if m.gflops_median < 1000 else f"{m.gflops_median:,.0f}"
+            speeds.add_row(m.format, speed, f"{m.spread:.0%}", str(m.runs), str(m.size), f"{m.ratio_to_fp32:.2g}")
+        console.print(speeds)
+        for statement in statements:
+            say(statement, 2)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+_STYLES = {"native": "green", "slow": "yellow", "emulated": "yellow", "none": "dim"}
+
+
+def _remark(name: str, support: str, against: dict[str, str]) -> str:
+    """Why a format was not chosen, without the word that the column beside it already has."""
+    if name not in against:
+        return "chosen"
+    return against[name].removeprefix(f"{support}: ").removeprefix("not available: ")
