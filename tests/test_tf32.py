@@ -15,6 +15,7 @@ B = torch.backends
 
 
 def reset():
+    """Torch's defaults."""
     B.fp32_precision = B.cudnn.fp32_precision = B.mkldnn.fp32_precision = "none"
     B.cuda.matmul.allow_tf32 = False
     B.cudnn.allow_tf32 = True
@@ -24,12 +25,14 @@ def reset():
 
 @pytest.fixture(autouse=True)
 def fresh():
+    """Every test starts from torch's defaults."""
     reset()
     yield
     reset()
 
 
 def show(read):
+    """What a reader says, or that it raises."""
     try:
         return read()
     except RuntimeError:
@@ -53,6 +56,7 @@ def everything():
 
 
 def assign(target, name, value):
+    """An assignment, to be made later."""
     return lambda: setattr(target, name, value)
 
 
@@ -75,7 +79,7 @@ PAIRS = [pytest.param(a, b, id=f"{a}+{b}") for a, b in itertools.product(USERS, 
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_context_restores_both_records_exactly(first, second, enabled, caplog):
+def test_context_restores_both_records_exactly(first, second, enabled):
     """After the block torch shows what it showed before, whatever mix of calls the user had made."""
     USERS[first]()
     USERS[second]()
@@ -162,6 +166,7 @@ class OldMatmul:
 
     @property
     def allow_tf32(self):
+        """The switch."""
         return self._allowed
 
     @allow_tf32.setter

@@ -1,5 +1,6 @@
 import importlib
 import importlib.metadata
+import sys
 
 import pytest
 
@@ -10,7 +11,7 @@ from halfstep.torch_build import require_torch, torch_version
 def refuse(monkeypatch, error):
     """Make the import of torch fail with an error."""
 
-    def fail(name):
+    def fail(_name):
         raise error
 
     monkeypatch.setattr(importlib, "import_module", fail)
@@ -26,7 +27,9 @@ def test_torch_is_returned_where_it_is_installed():
 def test_absent_torch_is_named_with_the_feature_and_the_command(monkeypatch):
     """Where torch is not installed, the error says what needs it and how to get it."""
     refuse(monkeypatch, ModuleNotFoundError("No module named 'torch'", name="torch"))
-    with pytest.raises(MissingError, match=r"Training needs torch, which is not installed.*halfstep\[torch\]") as caught:
+    with pytest.raises(
+        MissingError, match=r"Training needs torch, which is not installed.*halfstep\[torch\]"
+    ) as caught:
         require_torch("Training")
     assert isinstance(caught.value, HalfstepError)
     assert isinstance(caught.value, ImportError)
@@ -48,11 +51,19 @@ def test_broken_torch_is_not_called_absent(monkeypatch, error):
         require_torch("Training")
 
 
+def test_version_is_known_before_torch_is_imported(monkeypatch):
+    """The packaged version is given while torch has not been loaded."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} 2.13.0")
+    assert torch_version() == "torch 2.13.0"
+
+
 def test_version_of_absent_torch_is_none(monkeypatch):
     """No torch, no version, and no exception."""
 
     def fail(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", fail)
     assert torch_version() is None

@@ -6,8 +6,8 @@ The rule is short, because the table of facts (`halfstep.devices`) has done the 
     else fp16 native                 -> fp16 with a dynamic loss scale
     else                             -> fp32: 16 bits would be slower here, or no faster
 
-fp8 is never chosen: its preset has a name, and training in it is not built yet. tf32 is not chosen where bf16 or fp16 is
-native, because they are faster and take half the bytes.
+fp8 is never chosen: its preset has a name, and training in it is not built yet. tf32 is not chosen where bf16
+or fp16 is native, because they are faster and take half the bytes.
 """
 
 from __future__ import annotations

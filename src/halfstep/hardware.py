@@ -76,9 +76,8 @@ def from_cuda(name: str, capability: tuple[int, int], memory_bytes: int | None =
         if known:
             notes = (f"{seen} is taken to run what {arch} runs.",)
         else:
-            notes = (
-                f"Halfstep has no facts about {seen}; it is assumed to run what {arch} runs. `halfstep probe --measure` shows it.",
-            )
+            assumed = f"it is assumed to run what {arch} runs. `halfstep probe --measure` shows what it does."
+            notes = (f"Halfstep has no facts about {seen}; {assumed}",)
     facts = ARCHITECTURES[arch]
     where = arch if known and not notes else seen
     return Hardware(
@@ -188,8 +187,8 @@ def probe() -> Hardware:
     unused = _nvidia_smi()
     if unused:
         hardware = hardware.with_notes(
-            f"nvidia-smi sees {unused[0].name}, but torch {torch.__version__} cannot use it: it is a build without CUDA, "
-            "or one that this driver or GPU is too old for. Until that is changed, training runs on the CPU."
+            f"nvidia-smi sees {unused[0].name}, but torch {torch.__version__} cannot use it: it is a build without "
+            "CUDA, or one that this driver or GPU is too old for. Until that is changed, training runs on the CPU."
         )
     return hardware
 
@@ -302,8 +301,9 @@ def _run(program: str, *args: str) -> str:
     path = shutil.which(program)
     if path is None:
         return ""
+    command = [path, *args]
     try:
-        done = subprocess.run([path, *args], capture_output=True, text=True, timeout=2, check=False)  # noqa: S603 - fixed arguments
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)  # noqa: S603 - our own words
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout if done.returncode == 0 else ""
@@ -312,7 +312,10 @@ def _run(program: str, *args: str) -> str:
 def _from_table(name: str, kind: str, arch: str, vendor: str, memory_bytes: int | None, count: int) -> Hardware:
     entry = ARCHITECTURES.get(arch)
     if entry is None:
-        note = "Halfstep has no facts about this hardware, so nothing but fp32 is assumed. `halfstep probe --measure` shows what it does."
+        note = (
+            "Halfstep has no facts about this hardware, so nothing but fp32 is assumed. "
+            "`halfstep probe --measure` shows what it does."
+        )
         return Hardware(name, kind, arch, vendor, UNKNOWN, memory_bytes, (note,), known=False, count=count)
     return Hardware(name, kind, arch, vendor, entry.facts, memory_bytes, entry.caveats, count=count)
 

@@ -31,6 +31,7 @@ SMALLEST = 64  # rows and columns; fp8 products want multiples of 16
 LARGEST = {"cpu": 1024}
 LARGEST_GPU = 4096
 BATCH_SECONDS = 0.002  # products shorter than this are timed several at a time, so that the clock's grain does not show
+TELLING = 256  # below this size a product is mostly overhead, and only a large difference means something
 FASTER, AS_FAST = 1.2, 1.1  # above the first a format is faster than fp32, below the second it is not
 
 
@@ -45,9 +46,14 @@ class Measured:
     ratio_to_fp32: float  # against fp32 at the same size; fp32 itself is 1
     size: int  # rows and columns of the matrices
 
+    @property
+    def speed(self) -> str:
+        """The median in GFLOP/s, as text: whole numbers where it is large, digits where it is small."""
+        return f"{self.gflops_median:,.0f}" if self.gflops_median >= 1000 else f"{self.gflops_median:.3g}"
+
     def __str__(self) -> str:
         return (
-            f"{self.format}: {self.gflops_median:,.4g} GFLOP/s (spread {self.spread:.0%} of {self.runs} runs, "
+            f"{self.format}: {self.speed} GFLOP/s (spread {self.spread:.0%} of {self.runs} runs, "
             f"{self.size} x {self.size}), {self.ratio_to_fp32:.2g} x fp32"
         )
 
@@ -103,7 +109,9 @@ def confirm(hardware: Hardware, measured: Iterable[Measured]) -> tuple[str, ...]
         support = hardware.support[result.format]
         seen = f"{result.format}: {result.ratio_to_fp32:.2g} times fp32's speed measured, {support!r} in the table"
         fast = True if result.ratio_to_fp32 > FASTER else False if result.ratio_to_fp32 < AS_FAST else None
-        if fast is None:
+        if result.size < TELLING and result.ratio_to_fp32 > 0.5:
+            sentences.append(f"{seen}: too small a product to tell; repeat it when the machine is less busy.")
+        elif fast is None:
             sentences.append(f"{seen}: too close to fp32 to tell.")
         elif fast is (support == "native"):
             sentences.append(f"{seen}: they agree.")
@@ -133,13 +141,17 @@ def _tf32(device: str, name: str) -> AbstractContextManager[object]:
 def _measure(torch: Any, device: str, name: str, largest: int, share: float) -> tuple[int, _Timing]:
     """The largest product of a format that fits its share of the time, timed."""
     n = min(SMALLEST, largest)
+    fitting = n, _product(torch, device, name, n)
     while True:
         product = _product(torch, device, name, n)
         _clock(torch, device, product, 1)  # the first call of a size compiles or loads kernels
-        once = _clock(torch, device, product, 1)
-        # A product of twice the size costs up to 8 times as much, and is run about 8 times.
-        if 2 * n > largest or once * 64 > share:
-            return n, _time(torch, device, product, n, share)
+        once = min(_clock(torch, device, product, 1) for _ in range(2))
+        if once * 8 <= share:
+            fitting = n, product
+        # The next size is tried where two products of it, at up to 8 times the cost, take half the share at most. What
+        # they cost is then seen: on a busy machine, time that does not grow with the size would be mistaken for slowness.
+        if 2 * n > largest or once * 8 > share or once * 8 * 2 > share / 2:
+            return fitting[0], _time(torch, device, fitting[1], fitting[0], share)
         n *= 2
 
 
@@ -179,7 +191,8 @@ def _product(torch: Any, device: str, name: str, n: int) -> Callable[[], Any]:
         dtype = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
         a8, b8 = a.to(dtype), b.to(dtype).t()  # the second operand has to be column-major
         one = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)  # noqa: SLF001 - the public one needs torch 2.10
+        multiply = torch._scaled_mm  # noqa: SLF001 - its public successor needs torch 2.10
+        return lambda: multiply(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
     a, b = a.to(dtype), b.to(dtype)
     return lambda: a @ b

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 from typing import Any
 
 from halfstep.errors import MissingError
 
 __all__ = ["require_torch", "torch_version"]
 
-_INSTALL = 'Install the build for your hardware as torch\'s own site describes, or take the default one: pip install "halfstep[torch]"'
+_INSTALL = (
+    "Install the build for your hardware as torch's own site describes, or take the default one: "
+    'pip install "halfstep[torch]"'
+)
 
 
 def require_torch(feature: str) -> Any:
@@ -31,6 +35,8 @@ def require_torch(feature: str) -> Any:
 
 def torch_version() -> str | None:
     """The version of the installed torch, such as "2.13.0+cpu", or None; torch itself is not imported."""
+    if "torch" in sys.modules:  # it knows more: its packaged version may leave out "+cu130"
+        return str(sys.modules["torch"].__version__)
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

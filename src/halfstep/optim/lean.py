@@ -37,6 +37,7 @@ class LeanOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to step()
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    _stock: torch.optim.Optimizer | None = None  # the optimizer this one took over, which shares groups and state
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, master: str = "policy", states: str = "policy"
@@ -129,7 +130,14 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but moments, masters and residuals keep their own dtype instead of the weight's."""
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        for mine, loaded in zip(groups, self.param_groups, strict=True):
+            mine.clear()
+            mine.update(loaded)  # schedulers of an adopted optimizer hold these very dictionaries
+        self.param_groups = groups
+        if self._stock is not None:
+            self._stock.state = self.state
         saved = state_dict["state"]
         order = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -177,7 +185,7 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     lean.param_groups = optimizer.param_groups
     for param, stored in optimizer.state.items():
         lean.state[param] = {k: v.float() if isinstance(v, Tensor) else torch.tensor(float(v)) for k, v in stored.items()}
-    optimizer.state = lean.state
+    lean._stock, optimizer.state = optimizer, lean.state  # noqa: SLF001 - our own class
     _refuse_to_step(optimizer, lean)
     say(f"{type(optimizer).__name__} was adopted as halfstep.optim.{target.__name__} (master={master}, states={states}).")
     return lean

@@ -100,8 +100,7 @@ def as_text(
         say("Measured now, square matrix products:", style="bold")
         speeds = table("format", "GFLOP/s", "spread", "runs", "size", "x fp32")
         for m in measured:
-            speed = f"{m.gflops_median:,.4g}" if m.gflops_median < 1000 else f"{m.gflops_median:,.0f}"
-            speeds.add_row(m.format, speed, f"{m.spread:.0%}", str(m.runs), str(m.size), f"{m.ratio_to_fp32:.2g}")
+            speeds.add_row(m.format, m.speed, f"{m.spread:.0%}", str(m.runs), str(m.size), f"{m.ratio_to_fp32:.2g}")
         console.print(speeds)
         for statement in statements:
             say(statement, 2)

@@ -1,0 +1,137 @@
+"""The model made to fit its policy: which weights are 16-bit, and which modules compute in fp32.
+
+Presets with fp32 weights leave the weights alone. Lean presets round them to 16 bits in place and hand the exact fp32
+values to the caller, which gives them to the optimizer as masters. Parameters stay the same objects, so optimizers,
+schedulers and hooks that hold them keep working. Kept in fp32 are the modules that the policy names, and batch-norm,
+whose running averages move by steps that 16 bits would lose.
+
+A kept module gets its inputs in fp32 and runs with autocast off. In lean models, normalisation layers run in the
+weights' own 16 bits (with fp32 inside, as all their kernels have): CUDA's autocast would cast their inputs to fp32
+and their outputs would drag fp32 through the network.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import SettingError
+from halfstep.kernels.split import split
+from halfstep.policy import Policy
+from halfstep.region import COMPUTE_DTYPES, upcast
+
+__all__ = ["cast_model", "uncast_forwards", "wrap_forwards"]
+
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the public classes' common base
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
+    """Give the model's weights the policy's dtype in place; the fp32 values that were rounded, by parameter."""
+    if policy.params == "fp32":
+        _refuse_16_bit_weights(model, policy)
+        return {}
+    dtype = COMPUTE_DTYPES[policy.params]
+    kept = _kept_parameters(model, policy)
+    masters = {}
+    for name, param in model.named_parameters():
+        if param in kept or not param.is_floating_point() or param.dtype is dtype:
+            continue
+        if param.dtype is not torch.float32:
+            raise SettingError(
+                f"Parameter {name} is {param.dtype}, but the policy {policy} holds {policy.params} weights made from fp32. "
+                "Build the model in fp32 and let the Engine cast it."
+            )
+        master = param.detach().clone()
+        weight, _ = split(master, dtype)
+        if bool((weight.isinf() & master.isfinite()).any()):
+            raise SettingError(
+                f"Parameter {name} holds {master.abs().max().item():.4g}, which {policy.params} cannot; keep its module in fp32 "
+                f"(keep_fp32={name.rpartition('.')[0] or name}) or use a preset with fp32 weights."
+            )
+        param.data = weight
+        masters[param] = master
+    return masters
+
+
+def wrap_forwards(model: nn.Module, policy: Policy) -> None:
+    """Make kept modules compute in fp32, and a lean model's normalisation layers in the weights' dtype."""
+    unused = policy.unused_patterns([name for name, _ in model.named_modules()])
+    if unused:
+        raise SettingError(
+            f"keep_fp32={'|'.join(unused)} matches no module of {type(model).__name__}; known names start with "
+            f"{', '.join(name for name, _ in list(model.named_modules())[1:6])}."
+        )
+    covered: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if covered and name.startswith(covered):
+            continue
+        if policy.keeps_fp32(name):
+            _set_forward(module, _forward_in_fp32)
+            covered += (f"{name}.",)
+        elif policy.params != "fp32" and type(module) in _NORMS:
+            _set_forward(module, _forward_as_it_is)
+
+
+def uncast_forwards(model: nn.Module) -> None:
+    """Undo `wrap_forwards`."""
+    for module in model.modules():
+        if vars(module).pop("_halfstep_wrapped", False):
+            inner = vars(module).pop("_halfstep_inner", None)
+            del module.forward
+            if inner is not None:
+                module.forward = inner
+
+
+def _refuse_16_bit_weights(model: nn.Module, policy: Policy) -> None:
+    half = [name for name, p in model.named_parameters() if p.dtype in {torch.float16, torch.bfloat16}]
+    if half:
+        example = dict(model.named_parameters())[half[0]].dtype
+        lean = "bf16-lean" if example is torch.bfloat16 else "fp16-lean"
+        raise SettingError(
+            f"The model already has 16-bit weights ({len(half)} parameters, e.g. {half[0]} in {example}), but the policy {policy} "
+            f"keeps weights in fp32 and casts while computing. Drop .half() / .bfloat16() / torch_dtype=, or use precision={lean!r}."
+        )
+
+
+def _kept_parameters(model: nn.Module, policy: Policy) -> set[Tensor]:
+    kept: set[Tensor] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, _BATCH_NORMS) or policy.keeps_fp32(name):
+            kept.update(module.parameters())  # a tied weight with one fp32 owner stays fp32
+    return kept
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    if "forward" in vars(module):  # somebody wrapped it before; keep calling theirs
+        module._halfstep_inner = vars(module)["forward"]  # type: ignore[assignment]  # noqa: SLF001
+    module._halfstep_wrapped = True  # type: ignore[assignment]  # noqa: SLF001
+    # A bound method rather than a hook pair: torch.compile can trace a `with` block, and deepcopy rebinds it.
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def _inner(module: nn.Module) -> Callable[..., Any]:
+    own = getattr(module, "_halfstep_inner", None)
+    return own if own is not None else types.MethodType(type(module).forward, module)
+
+
+def _device_type(args: Any, kwargs: Any) -> str:
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    return tensors[0].device.type if tensors else "cpu"
+
+
+def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(_device_type(args, kwargs), enabled=False):
+        return _inner(self)(*upcast(args), **upcast(kwargs))
+
+
+def _forward_as_it_is(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    weight = getattr(self, "weight", None)
+    if weight is None or not args or args[0].dtype is not weight.dtype:
+        return _inner(self)(*args, **kwargs)  # mixed dtypes: let autocast bring them together in fp32
+    with torch.autocast(args[0].device.type, enabled=False):
+        return _inner(self)(*args, **kwargs)

@@ -1,0 +1,147 @@
+"""The manifest of a checkpoint, and every way in which its files can turn out wrong.
+
+The manifest carries the size and SHA-256 of the other files and a checksum of itself: `manifest_sha256` is the
+SHA-256 of the manifest's own bytes with the 64 digits of that field written as zeros. The rule does not depend on
+the rest of the format, so that a later version can still be told from a damaged file. No torch here: a command can
+look at a checkpoint without loading it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import SettingError
+
+__all__ = ["FILES", "FORMAT", "VERSION", "read_manifest", "render_manifest", "require_intact", "require_present"]
+
+FORMAT = "halfstep-checkpoint"
+VERSION = 1
+FILES = ("model.safetensors", "state.safetensors", "state.json", "meta.json")
+_SELF = re.compile(rb'("manifest_sha256": ")([0-9a-f]{64})(")')
+_ZEROS = b"0" * 64
+_PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp", ".tar"}
+_BLOCK = 8 * 2**20
+_AGAIN = "Copy the checkpoint again from where it is whole, or load an earlier one."
+
+
+def render_manifest(files: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The bytes of a manifest for those files (name to `bytes` and `sha256`), its own checksum included."""
+    document = {"format": FORMAT, "version": VERSION, "files": files, "manifest_sha256": _ZEROS.decode()}
+    blank = json.dumps(document, indent=1).encode() + b"\n"
+    return blank.replace(_ZEROS, hashlib.sha256(blank).hexdigest().encode())
+
+
+def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """The files of the checkpoint at `path`, each with its `bytes` and `sha256`; refuses what is no checkpoint."""
+    file = path / "manifest.json"
+    try:
+        if not path.is_dir():
+            raise _not_a_folder(path)
+        if not file.is_file():
+            raise _no_manifest(path)
+        raw = file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    found = _SELF.findall(raw)
+    if (
+        len(found) != 1
+        or hashlib.sha256(_SELF.sub(rb"\g<1>" + _ZEROS + rb"\g<3>", raw)).hexdigest().encode() != found[0][1]
+    ):
+        if FORMAT.encode() not in raw and not any((path / name).exists() for name in FILES):
+            raise SettingError(f"{path} is not a Halfstep checkpoint: its manifest.json was written by something else.")
+        raise SettingError(
+            f"{file} was altered or truncated: its {len(raw)} bytes do not agree with the checksum in it. {_AGAIN}"
+        )
+    document = json.loads(raw)
+    name, version = document.get("format"), document.get("version")
+    if name != FORMAT or not isinstance(version, int):
+        raise SettingError(f"{path} is not a Halfstep checkpoint: its manifest.json is of the format {name!r}.")
+    if version > VERSION:
+        raise SettingError(
+            f"{path} has format version {version}, and this Halfstep reads up to {VERSION}; upgrade halfstep."
+        )
+    files: dict[str, dict[str, Any]] = document["files"]
+    if set(files) != set(FILES):
+        raise SettingError(
+            f"{file} lists the files {sorted(files)} instead of {sorted(FILES)}; save the checkpoint again."
+        )
+    return files
+
+
+def require_present(path: Path, manifest: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a checkpoint that lacks a file or has one of another size than the manifest says."""
+    for name, expected in manifest.items():
+        file = path / name
+        if not file.is_file():
+            raise SettingError(f"{file} is missing: the checkpoint is incomplete. {_AGAIN}")
+        size = file.stat().st_size
+        if size < expected["bytes"]:
+            raise SettingError(f"{file} is truncated: it has {size} bytes of {expected['bytes']}. {_AGAIN}")
+        if size > expected["bytes"]:
+            raise SettingError(
+                f"{file} has grown: it has {size} bytes and was saved with {expected['bytes']}. {_AGAIN}"
+            )
+
+
+def require_intact(path: Path, manifest: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Refuse a checkpoint whose file of that name has other bytes than were saved."""
+    digest = hashlib.sha256()
+    try:
+        with (path / name).open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise _unreadable(path / name, error) from error
+    if digest.hexdigest() != manifest[name]["sha256"]:
+        raise SettingError(
+            f"{path / name} was altered: its SHA-256 is {digest.hexdigest()[:16]}... and the manifest has "
+            f"{manifest[name]['sha256'][:16]}.... {_AGAIN}"
+        )
+
+
+def _unreadable(file: Path, error: OSError) -> SettingError:
+    return SettingError(f"{file} cannot be read: {error.strerror or error}. Check its permissions and the disk.")
+
+
+def _not_a_folder(path: Path) -> SettingError:
+    if not path.exists():
+        return SettingError(f"There is no checkpoint at {path}; check the path, or list its folder.")
+    with path.open("rb") as file:
+        head = file.read(4)
+    if head.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in _PICKLES:
+        return _pickled(path, path.name)
+    advice = "a checkpoint is a directory with a manifest.json in it"
+    if path.name in {*FILES, "manifest.json"}:
+        advice = f"give the directory {path.parent}"
+    elif path.suffix == ".safetensors":
+        advice = "load a single file of weights with safetensors.torch.load_file"
+    return SettingError(f"{path} is a file, not a Halfstep checkpoint; {advice}.")
+
+
+def _no_manifest(path: Path) -> SettingError:
+    names = sorted(entry.name for entry in path.iterdir())
+    if any(name in FILES for name in names):
+        return SettingError(f"{path / 'manifest.json'} is missing: the checkpoint is incomplete. {_AGAIN}")
+    pickled = [name for name in names if Path(name).suffix in _PICKLES or name == ".metadata"]
+    if pickled:
+        return _pickled(path, pickled[0])
+    if within := [name for name in names if (path / name / "manifest.json").is_file()]:
+        return SettingError(
+            f"{path} is a folder of checkpoints, not one: give one of them, such as {path / within[-1]}."
+        )
+    return SettingError(
+        f"{path} is not a Halfstep checkpoint: it has no manifest.json. It holds {names[:5] or 'nothing'}."
+    )
+
+
+def _pickled(path: Path, name: str) -> SettingError:
+    return SettingError(
+        f"{path} is not a Halfstep checkpoint: {name} looks like a pickle, as torch.save and DeepSpeed write them, and a pickle "
+        "runs the code it brings. Halfstep never opens one. If you trust it, load it yourself with "
+        "torch.load(..., weights_only=True) and write it with halfstep's save_checkpoint."
+    )

@@ -1,0 +1,68 @@
+"""An exponential moving average of the masters, advanced only by steps that happened.
+
+    average = average + (1 - decay) (master - average)
+
+The factor is multiplied by the step's flag on the device, so a skipped step leaves the average bit for bit as it was
+and nobody waits. The average is fp32 and follows the fp32 masters, not their 16-bit roundings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import SettingError
+
+__all__ = ["Ema"]
+
+
+class Ema:
+    """The moving average of a set of named parameters."""
+
+    def __init__(self, params: dict[str, Tensor], decay: float, master_of: Callable[[Tensor], Tensor]) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
+            raise SettingError(f"ema={decay!r} must be a decay between 0 and 1, such as 0.999.")
+        self.decay = float(decay)
+        self._params, self._master_of = params, master_of
+        self.averages = {name: master_of(p).detach().clone() for name, p in params.items()}
+
+    @torch.no_grad()
+    def update(self, found_inf: Tensor) -> None:
+        """Follow the masters, unless the flag is set."""
+        for name, param in self._params.items():
+            average, master = self.averages[name], self._master_of(param)
+            gate = (1 - self.decay) * (found_inf.to(master.device, non_blocking=True) == 0)
+            average.add_((master - average) * gate)
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The parameters hold their averages inside this block."""
+        kept = {name: p.detach().clone() for name, p in self._params.items()}
+        self._put(self.averages)
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor]) -> None:
+        for name, param in self._params.items():
+            param.copy_(values[name])
+
+    def state_dict(self) -> dict[str, object]:
+        """Decay and averages."""
+        return {"decay": self.decay, "averages": dict(self.averages)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take over saved averages; the decay stays the one that was asked for."""
+        saved = state["averages"]
+        assert isinstance(saved, dict)
+        if saved.keys() != self.averages.keys():
+            odd = sorted(saved.keys() ^ self.averages.keys())[:4]
+            raise SettingError(f"The saved averages are of other parameters than this model's: {', '.join(odd)}.")
+        for name, value in saved.items():
+            self.averages[name].copy_(value)

@@ -1,0 +1,389 @@
+"""The Engine: mixed-precision training in the right order, for a loop of one's own.
+
+    engine = halfstep.Engine(model, optimizer, precision="auto", max_norm=1.0, accumulate=4, scheduler=scheduler)
+    for x, y in loader:
+        with engine.forward():
+            loss = loss_fn(model(x), y)
+        engine.backward(loss)
+        result = engine.step()
+
+`backward` multiplies by the loss scale. `step` closes a window every `accumulate` calls: it looks at the gradients once,
+unscales, clips and steps, or skips; moves the loss scale; averages; puts buffers back after a skip; advances the
+schedulers only for a step that happened; and clears the gradients.
+
+Nothing in a step waits for the device (with fused optimizers): the outcome is delivered to the host by the next step,
+before it launches its own update. On a CPU it is delivered at once. `evaluate`, `save`, `state_dict` and `close` wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.backends import SingleDevice
+from halfstep.buffers import BufferGuard
+from halfstep.casting import cast_model, uncast_forwards, wrap_forwards
+from halfstep.choice import resolve
+from halfstep.ema import Ema
+from halfstep.engine_checks import GradientWatch, check_loss, check_scaler, check_settings, named_trainables
+from halfstep.engine_state import load_engine, load_engine_from, save_engine, state_of
+from halfstep.errors import SettingError
+from halfstep.events import say
+from halfstep.hardware import Hardware, probe
+from halfstep.kernels.scale_update import COUNTERS
+from halfstep.optim.lean import LeanOptimizer, adopt
+from halfstep.policy import Policy
+from halfstep.readback import Readback
+from halfstep.region import compute_region
+from halfstep.result import StepResult
+from halfstep.scaler import Scaler, make_scaler, stop_if_stuck
+from halfstep.steps import choose_path, coalesce, decide, take_step, unscale_in_place
+from halfstep.tf32 import set_tf32
+from halfstep.truth import Truth, build_truth, census
+
+__all__ = ["Engine"]
+
+_CONSECUTIVE = COUNTERS.index("consecutive_skips")
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class Engine:
+    """Trains one model with one or several optimizers under a precision policy.
+
+    `precision` is a policy, its text, a foreign name, or "auto". `max_norm` clips the true gradients; None does not clip.
+    `ema` is the decay of a moving average of the masters. `compile=True` compiles the model in place. `deterministic=True`
+    asks torch for deterministic algorithms. `scaler` replaces the policy's loss scaler. `on_step(result)` is called when
+    the outcome of a step has arrived. `watch` is an object with `attach(engine)`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        precision: str | Policy = "auto",
+        *,
+        max_norm: float | None = None,
+        accumulate: int = 1,
+        scheduler: Any = None,
+        ema: float | None = None,
+        compile: bool = False,  # noqa: A002 - torch's own word for it
+        deterministic: bool = False,
+        watch: Any = None,
+        backend: SingleDevice | None = None,
+        scaler: Scaler | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> None:
+        given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        schedulers = list(scheduler) if isinstance(scheduler, Sequence) else [] if scheduler is None else [scheduler]
+        check_settings(model, given, schedulers, max_norm, accumulate)
+        self.backend = backend or SingleDevice()
+        self.model = model
+        self._module = self.backend.unwrap(model)
+        self.hardware: Hardware = probe()
+        self.policy, self.notes = resolve(precision, self.hardware)
+        if self.policy.compute == "fp8":
+            raise SettingError("precision fp8 is named but not built yet. Use bf16-lean, which holds weights and masters the same way.")
+        for note in self.notes:
+            say(note)
+        self.max_norm, self.accumulate, self.schedulers = max_norm, accumulate, schedulers
+        self._params = named_trainables(self._module, given)
+        self.device = next(iter(self._params.values())).device
+        self._closers: list[Callable[[], None]] = []
+        self._apply_precision(given)
+        self.optimizers = [path.optimizer for path in self._paths]
+        self.scaler = scaler or make_scaler(self.policy.scaling)
+        check_scaler(self.scaler, self.policy.compute)
+        self.ema = None if ema is None else Ema(self._params, ema, self._master_of)
+        self._buffers = BufferGuard(self._module)
+        self._watch_grads = GradientWatch(self._params)
+        self._readback = Readback()
+        self._on_step = on_step
+        self._region_depth = 0
+        self._closed = False
+        self.attempts = self.micro_batches = 0  # steps tried, micro-batches seen
+        self.applied = 0  # steps whose update happened, as far as delivered
+        self._truth: Truth | None = None
+        self._open_window()
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+            self._closers.append(lambda: torch.use_deterministic_algorithms(False))
+        if compile:
+            self._module.compile()
+        if watch is not None:
+            watch.attach(self)
+
+    def _apply_precision(self, given: list[torch.optim.Optimizer]) -> None:
+        policy = self.policy
+        if policy.compute in {"fp32", "tf32"} and self.device.type == "cuda":
+            set_tf32(policy.compute == "tf32")
+        masters = cast_model(self._module, policy)
+        wrap_forwards(self._module, policy)
+        self._closers.append(lambda: uncast_forwards(self._module))
+        lean = policy.params != "fp32" or policy.states != "fp32"
+        held = [adopt(o, master=policy.master if policy.params != "fp32" else "none", states=policy.states) if lean else o for o in given]
+        for each in held:
+            if isinstance(each, LeanOptimizer):
+                for param in (p for group in each.param_groups for p in group["params"] if p.requires_grad):
+                    each.hold_master(param, masters.get(param))
+        if policy.params != "fp32" and policy.grads_format(self.accumulate) == "fp32":
+            for param in self._params.values():
+                if not hasattr(param, "grad_dtype"):
+                    raise SettingError(
+                        f"Accumulating 16-bit weights' gradients in fp32 needs torch 2.10 or later; this is {torch.__version__}. "
+                        f"Upgrade torch, use accumulate=1, or write grads={policy.params} to insist on 16-bit sums."
+                    )
+                param.grad_dtype = torch.float32
+        self._paths = [choose_path(o, self._module) for o in held]
+
+    # --- regions ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Compute in the policy's precision inside this block."""
+        self._require_open()
+        self._buffers.save()
+        with self._region():
+            yield
+
+    @contextlib.contextmanager
+    def evaluate(self, *, ema: bool = False) -> Iterator[None]:
+        """Validation: eval mode, no gradients, the policy's precision; with `ema=True` on the averaged weights."""
+        self._require_open()
+        self._deliver(wait=True)
+        if ema and self.ema is None:
+            raise SettingError("evaluate(ema=True) needs Engine(ema=DECAY); this engine keeps no average.")
+        training = [m for m in self._module.modules() if m.training]
+        swapped = self.ema.swapped() if ema and self.ema is not None else contextlib.nullcontext()
+        self._module.eval()
+        try:
+            with swapped, torch.no_grad(), self._region():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    @contextlib.contextmanager
+    def _region(self) -> Iterator[None]:
+        self._region_depth += 1
+        try:
+            with compute_region(self.device.type, self.policy.compute):
+                yield
+        finally:
+            self._region_depth -= 1
+
+    # --- one window ---------------------------------------------------------------------------------------------
+
+    def _open_window(self) -> None:
+        self._pending = 0  # micro-batches stepped since the last boundary
+        self._has_backward = False
+        self._weight: float | Tensor = 0.0  # of this window, relative to the first weight in it
+        self._first_weight: float | Tensor | None = None
+        self._added = False  # whether this micro-batch's weight is in already
+        self._unscaled: Tensor | None = None  # the flag found by unscale()
+        self._watch_grads.forget()
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, retain_graph: bool = False) -> None:
+        """Backpropagate the scaled loss; `weight` weighs this micro-batch in its window, e.g. by its tokens.
+
+        May be called for several losses of one micro-batch: their gradients add up, and the first call's weight counts.
+        """
+        self._require_open()
+        check_loss(loss)
+        self._watch_grads.check("backward")
+        if self._unscaled is not None:
+            raise SettingError("backward() after unscale(): these gradients are divided already. Call step() first.")
+        factor = self._weigh(weight)
+        scaled = self.scaler.scale(loss)
+        if not (isinstance(factor, float) and factor == 1.0):
+            scaled = scaled * factor
+        last = self._pending + 1 >= self.accumulate
+        quiet = contextlib.nullcontext() if last else self.backend.no_sync(self.model)
+        with quiet, torch.autocast(self.device.type, enabled=False):
+            scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._has_backward = True
+        self._watch_grads.remember()
+
+    def _weigh(self, weight: float | Tensor | None) -> float | Tensor:
+        """This micro-batch's weight relative to the window's first, so that the scaled loss stays near the scale."""
+        if weight is None:
+            weight = 1.0
+        elif not isinstance(weight, Tensor):
+            weight = float(weight)
+            if not math.isfinite(weight) or weight < 0:
+                raise SettingError(f"weight={weight!r} must be a finite number of 0 or more, such as a count of tokens.")
+        if self._first_weight is None:
+            if isinstance(weight, Tensor):
+                weight = weight.detach().to(torch.float32)
+                self._first_weight = torch.where(weight > 0, weight, torch.ones_like(weight))
+            else:
+                self._first_weight = weight or 1.0
+        factor = weight / self._first_weight
+        if not self._added:
+            self._weight, self._added = self._weight + factor, True
+        return factor
+
+    def unscale(self) -> None:
+        """Divide the gradients now, for people who edit them before `step`; clipping still comes in `step`."""
+        self._require_backward("unscale")
+        self._watch_grads.check("unscale")
+        if self._unscaled is not None:
+            raise SettingError("unscale() was already called in this window; call step() before the next.")
+        grads, divisor = self._gradients(), self._divisor()
+        self._unscaled = decide(grads, divisor, None, self.backend.agree).found_inf
+        unscale_in_place(grads, divisor)
+        self._watch_grads.forget()
+
+    def step(self, *, last: bool = False) -> StepResult:
+        """End this micro-batch; every `accumulate` calls, or with `last=True`, update the weights."""
+        if self._region_depth:
+            raise SettingError("step() was called inside `with engine.forward():`. Leave the block first: cast weights are cached in it.")
+        self._require_backward("step")
+        if self._unscaled is None:
+            self._watch_grads.check("step")
+        self._deliver(wait=True)  # of the step before: its schedulers come first, and its work is long done
+        self._pending += 1
+        self.micro_batches += 1
+        self._added = False
+        lr = float(self.optimizers[0].param_groups[0]["lr"])
+        if self._pending < self.accumulate and not last:
+            return StepResult(self.attempts, boundary=False, lr=lr)
+        return self._close_window(lr)
+
+    def _close_window(self, lr: float) -> StepResult:
+        coalesce(list(self._params.values()))
+        grads = self._gradients()
+        scale = self.scaler.scale_on(self.device).clone()
+        divisor = torch.ones((), device=self.device) if self._unscaled is not None else self._divisor()
+        decision = decide(grads, divisor, self.max_norm, self.backend.agree)
+        if self._unscaled is not None:
+            decision.found_inf.copy_(torch.maximum(decision.found_inf, self._unscaled))
+        divides = self.max_norm is not None or (self._unscaled is None and not self._divisor_is_one())
+        take_step(self._paths, decision, divides=divides)
+        self.scaler.advance(decision.found_inf)
+        self._buffers.restore_if(decision.found_inf)
+        if self.ema is not None:
+            self.ema.update(decision.found_inf)
+        self.attempts += 1
+        result = StepResult(self.attempts, boundary=True, lr=lr, wait=lambda: self._deliver(wait=True))
+        consecutive = self.scaler.counters[_CONSECUTIVE].to(self.device, torch.float32)
+        self._readback.push(torch.stack((decision.found_inf, decision.norm, scale, consecutive)), result)
+        if self._truth is None:
+            self._truth = self._build_truth(census(grads), sum(g.numel() * g.element_size() for g in grads))
+            say(f"truth table\n{self._truth}")
+        self._clear_gradients()
+        self._open_window()
+        if self.device.type == "cpu":
+            self._deliver(wait=True)
+        return result
+
+    def _divisor(self) -> Tensor:
+        return self.scaler.scale_on(self.device) * self._weight
+
+    def _divisor_is_one(self) -> bool:
+        return self.scaler.settings.mode == "none" and isinstance(self._weight, float) and self._weight == 1.0
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._params.values() if p.grad is not None]
+
+    def _clear_gradients(self) -> None:
+        for param in self._module.parameters():
+            param.grad = None
+
+    def _deliver(self, *, wait: bool) -> None:
+        """Hand over the outcomes that have arrived: results, schedulers, hooks, the loud stop."""
+        for result, (found, norm, scale, consecutive) in self._readback.deliver(wait=wait):
+            result.fill(found, norm, scale)
+            if not found:
+                self.applied += 1
+                for scheduler in self.schedulers:
+                    scheduler.step()
+            if self._on_step is not None:
+                self._on_step(result)
+            stop_if_stuck(int(consecutive), self.scaler.settings, self.scaler.get_scale, self._params.items())
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def truth(self) -> Truth:
+        """The truth table of this run; before the first step it shows what is there so far."""
+        return self._truth or self._build_truth({}, 0)
+
+    def _build_truth(self, grads: dict[str, int], grad_bytes: int) -> Truth:
+        return build_truth(
+            policy=self.policy,
+            params=list(self._params.values()),
+            grads=grads,
+            grad_bytes=grad_bytes,
+            states={p: s for o in self.optimizers for p, s in o.state.items()},
+            accumulate=self.accumulate,
+            loss_scale=str(self.scaler.settings),
+            paths=[path.reason for path in self._paths],
+            support=self._support(),
+            reduce_dtype=self.backend.reduce_dtype(),
+            device=self.hardware.name if self.hardware.kind == self.device.type else self.device.type,
+            ema=self.ema is not None,
+        )
+
+    def _support(self) -> str | None:
+        if self.hardware.kind != self.device.type:
+            return None
+        return dict(self.hardware.support).get(self.policy.compute)
+
+    def _master_of(self, param: Tensor) -> Tensor:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, LeanOptimizer) and param in optimizer.state:
+                return optimizer.master_of(param)
+        return param.detach()
+
+    def masters(self) -> dict[str, Tensor]:
+        """The fp32 value of every trainable parameter, by name."""
+        return {name: self._master_of(p).float() for name, p in self._params.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs, apart from the random number generators; only between windows."""
+        return state_of(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; what does not fit is refused before anything is changed."""
+        load_engine(self, state)
+
+    def save(self, path: str | Path, **extra: Any) -> Path:
+        """Write a checkpoint directory: weights under the model's own names, state, random number generators."""
+        return save_engine(self, Path(path), extra)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint directory; returns what `save` was given as extra."""
+        return load_engine_from(self, Path(path))
+
+    def close(self) -> None:
+        """Deliver what is under way and undo what was set up; the model stays as trained."""
+        if not self._closed:
+            self._deliver(wait=True)
+            for closer in reversed(self._closers):
+                closer()
+            self.backend.close()
+            self._closed = True
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise SettingError("This engine is closed; build a new one to go on.")
+
+    def _require_backward(self, what: str) -> None:
+        self._require_open()
+        if not self._has_backward:
+            raise SettingError(
+                f"{what}() without engine.backward(loss) in this window. A bare loss.backward() leaves gradients unscaled; "
+                "write engine.backward(loss)."
+            )

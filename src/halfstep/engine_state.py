@@ -1,0 +1,147 @@
+"""What an Engine saves and restores, so that a resumed run is the run that was never stopped.
+
+Model, optimizers, schedulers, loss scaler, moving average and counters; `save` adds the random number generators. A
+state is taken only between windows: gradients of a half-filled window are not saved, and dropping them silently would
+break the promise.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep.checkpoint import check_weights, clean_name, load_checkpoint, save_checkpoint
+from halfstep.errors import SettingError
+from halfstep.events import say
+from halfstep.policy import Policy
+from halfstep.readback import Readback
+
+if TYPE_CHECKING:
+    from halfstep.engine import Engine
+
+__all__ = ["load_engine", "load_engine_from", "restore_rng", "rng_state", "save_engine", "state_of"]
+
+STATE_VERSION = 1
+
+
+def state_of(engine: Engine) -> dict[str, Any]:
+    """The state as a tree of plain values and tensors."""
+    if engine._pending or engine._has_backward:  # noqa: SLF001 - the engine's own second half
+        raise SettingError(
+            f"The engine is inside a window ({engine._pending} of {engine.accumulate} micro-batches stepped); its gradients "  # noqa: SLF001
+            "would be lost. Save after a step whose result.boundary is True, or close the window with step(last=True)."
+        )
+    engine._deliver(wait=True)  # noqa: SLF001
+    return {
+        "version": STATE_VERSION,
+        "policy": str(engine.policy),
+        "truth": engine.truth().as_dict(),
+        "model": {clean_name(n): t.detach() for n, t in engine._module.state_dict().items()},  # noqa: SLF001
+        "optimizers": [o.state_dict() for o in engine.optimizers],
+        "schedulers": [s.state_dict() for s in engine.schedulers],
+        "scaler": engine.scaler.state_dict(),
+        "ema": None if engine.ema is None else engine.ema.state_dict(),
+        "counters": {"attempts": engine.attempts, "micro_batches": engine.micro_batches, "applied": engine.applied},
+    }
+
+
+def load_engine(engine: Engine, state: dict[str, Any]) -> None:
+    """Put a state back; everything is checked before the first change."""
+    _check(engine, state)
+    engine._readback = Readback()  # noqa: SLF001 - outcomes of the run that is being left
+    module = engine._module  # noqa: SLF001
+    own = {clean_name(name): name for name in module.state_dict()}
+    engine.scaler.load_state_dict(state["scaler"])
+    module.load_state_dict({own[clean_name(n)]: t for n, t in state["model"].items()})
+    for optimizer, saved in zip(engine.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(engine.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    if engine.ema is not None:
+        engine.ema.load_state_dict(state["ema"])
+    counters = state["counters"]
+    engine.attempts, engine.micro_batches, engine.applied = (
+        counters[name] for name in ("attempts", "micro_batches", "applied")
+    )
+    engine._clear_gradients()  # noqa: SLF001
+    engine._buffers.forget()  # noqa: SLF001
+    engine._open_window()  # noqa: SLF001
+
+
+def _check(engine: Engine, state: dict[str, Any]) -> None:
+    version = state.get("version")
+    if not isinstance(version, int) or version > STATE_VERSION:
+        raise SettingError(f"The state has version {version!r}; this Halfstep reads up to {STATE_VERSION}. Upgrade Halfstep.")
+    saved, here = Policy.parse(state["policy"]), engine.policy
+    layout = ("params", "master", "states")
+    if any(getattr(saved, name) != getattr(here, name) for name in layout):
+        raise SettingError(
+            f"The state was saved under {saved} and this engine runs {here}; they hold weights, masters or states "
+            f"differently. Resume with precision={str(saved)!r}, or start from exported fp32 weights."
+        )
+    if saved != here:
+        say(f"The state was saved under {saved}; going on under {here}.")
+    own = {clean_name(n): t for n, t in engine._module.state_dict().items()}  # noqa: SLF001
+    check_weights(state["model"], own)
+    for what, mine in (("optimizers", engine.optimizers), ("schedulers", engine.schedulers)):
+        if len(state[what]) != len(mine):
+            raise SettingError(f"The state has {len(state[what])} {what} and this engine {len(mine)}; build it as it was when it was saved.")
+    for index, (optimizer, stored) in enumerate(zip(engine.optimizers, state["optimizers"], strict=True)):
+        sizes = [len(group["params"]) for group in stored["param_groups"]]
+        here_sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != here_sizes:
+            raise SettingError(f"Optimizer {index} was saved with parameter groups of {sizes} tensors and has {here_sizes} here.")
+    if (state["ema"] is None) != (engine.ema is None):
+        kept = "an average" if state["ema"] is not None else "no average"
+        raise SettingError(f"The state has {kept} (ema); build the Engine the same way.")
+
+
+def save_engine(engine: Engine, path: Path, extra: dict[str, Any]) -> Path:
+    """Write the state, the random number generators and `extra` as one checkpoint directory."""
+    state = state_of(engine)
+    weights = state.pop("model")
+    meta = {"policy": state["policy"], "truth": state["truth"], "counters": state["counters"]}
+    tree = {"engine": state, "rng": rng_state(), "extra": extra}
+    return save_checkpoint(path, weights=weights, state=tree, meta=meta)
+
+
+def load_engine_from(engine: Engine, path: Path) -> dict[str, Any]:
+    """Read a checkpoint directory into the engine and give back its extra values."""
+    found = load_checkpoint(path)
+    if not isinstance(found.state, dict) or "engine" not in found.state:
+        raise SettingError(f"{path} is a checkpoint, but not one that an Engine saved; load it with halfstep.checkpoint.")
+    load_engine(engine, found.state["engine"] | {"model": found.weights})
+    restore_rng(found.state["rng"])
+    extra: dict[str, Any] = found.state["extra"]
+    return extra
+
+
+def rng_state() -> dict[str, Any]:
+    """The random number generators of Python, NumPy and torch, as plain values."""
+    import numpy as np
+
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - the global one that loaders use
+    return {
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype("int64")), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put the generators back."""
+    import numpy as np
+
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        if len(state["cuda"]) != torch.cuda.device_count():
+            say(f"The checkpoint has generators of {len(state['cuda'])} GPUs, here are {torch.cuda.device_count()}; theirs start anew.")
+        else:
+            torch.cuda.set_rng_state_all(state["cuda"])

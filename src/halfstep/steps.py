@@ -1,0 +1,185 @@
+"""The step: finite check, unscale, clip, skip and update, in the cheapest way each optimizer allows.
+
+Gradients arrive multiplied by the loss scale and by the weight of their window, together the divisor D. One read
+of them gives the norm of the scaled gradients, and from it everything is decided:
+
+    norm  = scaled norm / D                      the true norm, which is reported
+    found = not finite(norm)                     an inf or NaN anywhere
+    D'    = D max(1, (norm + 1e-6) / max_norm)   clipping is one more factor in the divisor
+
+Optimizers that follow torch's fused protocol (torch's fused Adam, AdamW, SGD and Adagrad; halfstep.optim) get D' and
+the flag as tensors and do the rest in their own kernel: 36 bytes per parameter instead of the 48 of unscale, clip and
+step, and nothing waits. Any other optimizer needs the decision on the host: one read, then unscale and clip in place.
+
+With several optimizers the decision is one: a non-finite gradient anywhere skips them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.events import say
+from halfstep.kernels.gradstats import dense_values, total_norm
+from halfstep.optim.lean import LeanOptimizer
+
+__all__ = ["Decision", "StepPath", "choose_path", "coalesce", "decide", "take_step", "unscale_in_place"]
+
+_SWITCHED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_FUSED = (*_SWITCHED, torch.optim.Adagrad)
+# MPS accepts grad_scale and found_inf in its fused kernels and ignores them.
+_FUSED_DEVICES = {"cuda", "cpu", "xpu"}
+
+
+@dataclass(frozen=True)
+class StepPath:
+    """How one optimizer is stepped: `kind` is "halfstep", "fused" or "plain"."""
+
+    optimizer: torch.optim.Optimizer
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one look at the gradients decided, still on the device."""
+
+    found_inf: Tensor  # 0 or 1
+    norm: Tensor  # of the true gradients
+    divisor: Tensor  # what the gradients are to be divided by, clipping included
+
+
+def choose_path(optimizer: torch.optim.Optimizer, model: nn.Module) -> StepPath:
+    """Decide once how this optimizer will be stepped; a stock one is switched to fused where that is exact."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LeanOptimizer):
+        return StepPath(optimizer, "halfstep", f"halfstep.optim.{name}")
+    obstacle = _why_not_fused(optimizer, model)
+    if obstacle is not None:
+        return StepPath(optimizer, "plain", f"{name}, decided on the host: {obstacle}")
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        _switch_to_fused(optimizer)
+        say(f"{name} was switched to fused=True: the same update, with unscaling, clipping and skipping in its kernel.")
+    return StepPath(optimizer, "fused", f"torch's fused {name}: unscale, clip and skip in its kernel")
+
+
+def _why_not_fused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
+    if type(optimizer) not in _FUSED:
+        return f"torch has no fused {type(optimizer).__name__}"
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    devices = {p.device.type for p in params}
+    if not devices <= _FUSED_DEVICES:
+        return f"fused kernels do not take a loss scale on {', '.join(sorted(devices - _FUSED_DEVICES))}"
+    if not all(p.is_floating_point() for p in params):
+        return "complex parameters"
+    if any(getattr(m, "sparse", False) for m in model.modules()):
+        return "sparse gradients"
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return "differentiable=True"
+        if group.get("momentum") and group.get("dampening"):
+            # The fused kernel leaves the momentum buffer uninitialised if the first step is skipped. A zero buffer
+            # mends that, but with dampening the first step is not the step from a zero buffer.
+            return "dampening with momentum"
+        if not group.get("fused") and (group.get("fused") is False or group.get("foreach") is not None):
+            return "fused or foreach was set by hand"
+        if not group.get("fused") and type(optimizer) not in _SWITCHED:
+            return f"{type(optimizer).__name__} was not built with fused=True"
+    return None
+
+
+def _switch_to_fused(optimizer: torch.optim.Optimizer) -> None:
+    for group in (*optimizer.param_groups, optimizer.defaults):
+        group["fused"], group["foreach"] = True, False
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # noqa: SLF001 - as its constructor does
+    optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]  # noqa: SLF001
+    for param, state in optimizer.state.items():
+        if "step" in state:
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(param.device)
+
+
+@torch.no_grad()
+def coalesce(params: Sequence[Tensor]) -> None:
+    """Sum duplicate rows of sparse gradients, so that a sum that overflows is seen."""
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse and not param.grad.is_coalesced():
+            param.grad = param.grad.coalesce()
+
+
+@torch.no_grad()
+def decide(
+    grads: Sequence[Tensor],
+    divisor: Tensor,
+    max_norm: float | None,
+    agree: Callable[[Tensor], Tensor],
+) -> Decision:
+    """Look at all gradients once; `agree` makes the flag the same on every rank."""
+    norm = total_norm(grads, divisor.device) / divisor
+    found = agree((~(norm.isfinite() & (divisor > 0))).to(torch.float32))
+    if max_norm is not None:
+        divisor = divisor * ((norm + 1e-6) / max_norm).clamp(min=1)
+    return Decision(found, norm, divisor)
+
+
+@torch.no_grad()
+def unscale_in_place(grads: Sequence[Tensor], divisor: Tensor) -> None:
+    """Divide every gradient by `divisor`."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        values = dense_values(grad)
+        groups.setdefault((values.device, values.dtype), []).append(values)
+    for (device, dtype), group in groups.items():
+        # In the gradients' own dtype the divisor may be inf (a scale of 65536 in fp16): divide 16-bit ones in fp32.
+        if dtype in {torch.float16, torch.bfloat16}:
+            for values in group:
+                values.copy_(values.float() / divisor.to(device))
+        else:
+            torch._foreach_div_(group, divisor.to(device, dtype))  # noqa: SLF001 - what torch.optim itself calls
+
+
+@torch.no_grad()
+def take_step(paths: Sequence[StepPath], decision: Decision, *, divides: bool) -> None:
+    """Step every optimizer, or none; `divides` is False when the divisor is known to be 1."""
+    if any(path.kind == "plain" for path in paths):
+        _step_on_host(paths, decision, divides=divides)
+        return
+    for path in paths:
+        _step_on_device(path, decision, divides=divides)
+
+
+def _step_on_device(path: StepPath, decision: Decision, *, divides: bool) -> None:
+    optimizer = path.optimizer
+    if isinstance(optimizer, torch.optim.SGD):
+        _create_momentum(optimizer)
+    optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
+    optimizer.grad_scale = decision.divisor if divides else None  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+def _create_momentum(optimizer: torch.optim.SGD) -> None:
+    """Zero momentum for parameters that have none, which the fused kernel would leave uninitialised on a skip."""
+    for group in optimizer.param_groups:
+        if group["momentum"]:
+            for param in group["params"]:
+                if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
+                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def _step_on_host(paths: Sequence[StepPath], decision: Decision, *, divides: bool) -> None:
+    found, divisor = torch.stack((decision.found_inf, decision.divisor)).tolist()  # the one wait
+    if found:
+        return
+    for path in paths:
+        params = [p for group in path.optimizer.param_groups for p in group["params"]]
+        if path.kind != "plain":
+            _step_on_device(path, decision, divides=divides)
+            continue
+        if divides and divisor != 1:
+            unscale_in_place([p.grad for p in params if p.grad is not None], decision.divisor)
+        path.optimizer.step()
