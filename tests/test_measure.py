@@ -104,6 +104,13 @@ def test_a_product_that_stayed_small_decides_only_large_differences():
     assert "they agree" in decided
 
 
+@pytest.mark.parametrize(("spread", "fp32_spread"), [(0.9, 0.05), (0.05, 0.9)])
+def test_unsteady_timings_decide_nothing(spread, fp32_spread):
+    """Where the format's or fp32's own timings vary widely, no verdict is given on a small difference."""
+    results = [Measured("fp32", 100, fp32_spread, 10, 1.0, 1024), Measured("bf16", 70, spread, 10, 0.7, 1024)]
+    assert "vary too much to tell" in confirm(find_gpu("H100"), results)[0]
+
+
 def test_time_that_does_not_grow_with_the_size_is_not_taken_for_slowness(monkeypatch):
     """Eight milliseconds of waiting per product, as on a busy machine, do not keep the product small."""
     monkeypatch.setattr(measure, "_device", lambda _torch: "cpu")

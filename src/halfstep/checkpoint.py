@@ -41,8 +41,8 @@ from halfstep.tensorfile import TensorReader, file_bytes, require_storable, tens
 from halfstep.tree import tree_from_json, tree_to_json
 
 __all__ = [
-    "Checkpoint",
     "TEMPORARY",
+    "Checkpoint",
     "check_weights",
     "clean_name",
     "folder_lock",
@@ -238,7 +238,11 @@ def _write(path: Path, files: Mapping[str, Iterable[bytes | memoryview]]) -> Non
             _write_file(aside / "manifest.json", [render_manifest(manifest)])
             _sync(aside)
             aside.replace(path)
-            _sync(parent)
+            try:
+                _sync(parent)
+            except BaseException:
+                path.rename(aside)
+                raise
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -251,6 +255,7 @@ def _write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> dict[str, A
             file.write(block)
             digest.update(block)
             num_bytes += len(block)
+            del block  # it holds on to the copy of a tensor
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": num_bytes, "sha256": digest.hexdigest()}
@@ -304,7 +309,7 @@ def _build(path: Path, field: str, tensor: Any) -> Any:
 
 
 def _no_tensor(name: str, kind: str) -> Tensor:
-    raise KeyError(name)
+    raise KeyError(name, kind)
 
 
 def _foreign(path: Path) -> SettingError:

@@ -118,11 +118,12 @@ class CheckpointFolder:
 
     def _ranked(self, entries: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Best first; a checkpoint without a metric, or whose metric is NaN, is never the best."""
-        scored = []
-        for entry in entries:
-            if entry.metric is not None and not math.isnan(entry.metric):
-                scored.append(((entry.metric if entry.higher_is_better else -entry.metric, entry.order), entry))
-        return [entry for _, entry in sorted(scored, key=operator.itemgetter(0), reverse=True)]
+        scored = [
+            (entry.metric if entry.higher_is_better else -entry.metric, entry.order, entry)
+            for entry in entries
+            if entry.metric is not None and not math.isnan(entry.metric)
+        ]
+        return [entry for *_, entry in sorted(scored, key=operator.itemgetter(0, 1), reverse=True)]
 
     def _scan(self) -> tuple[list[SavedCheckpoint], list[str]]:
         whole, faults = [], []

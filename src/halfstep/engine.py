@@ -18,7 +18,6 @@ before it launches its own update. On a CPU it is delivered at once. `evaluate`,
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,15 @@ from halfstep.buffers import BufferGuard
 from halfstep.casting import cast_model, uncast_forwards, wrap_forwards
 from halfstep.choice import resolve
 from halfstep.ema import Ema
-from halfstep.engine_checks import GradientWatch, check_loss, check_scaler, check_settings, named_trainables
+from halfstep.engine_checks import (
+    GradientWatch,
+    check_loss,
+    check_scaler,
+    check_settings,
+    check_weight,
+    larger_power_of_two,
+    named_trainables,
+)
 from halfstep.engine_state import load_engine, load_engine_from, save_engine, state_of
 from halfstep.errors import SettingError
 from halfstep.events import say
@@ -108,6 +115,7 @@ class Engine:
         self._closed = False
         self.attempts = self.micro_batches = 0  # steps tried, micro-batches seen
         self.applied = 0  # steps whose update happened, as far as delivered
+        self.largest_weight: float | Tensor = 2.0**-126  # seen at the start of a window, as a power of two
         self._truth: Truth | None = None
         self._open_window()
         if deterministic:
@@ -183,8 +191,8 @@ class Engine:
     def _open_window(self) -> None:
         self._pending = 0  # micro-batches stepped since the last boundary
         self._has_backward = False
-        self._weight: float | Tensor = 0.0  # of this window, relative to the first weight in it
-        self._first_weight: float | Tensor | None = None
+        self._weight: float | Tensor = 0.0  # of this window, in units of its reference
+        self._reference: float | Tensor | None = None
         self._added = False  # whether this micro-batch's weight is in already
         self._unscaled: Tensor | None = None  # the flag found by unscale()
         self._watch_grads.forget()
@@ -211,20 +219,11 @@ class Engine:
         self._watch_grads.remember()
 
     def _weigh(self, weight: float | Tensor | None) -> float | Tensor:
-        """This micro-batch's weight relative to the window's first, so that the scaled loss stays near the scale."""
-        if weight is None:
-            weight = 1.0
-        elif not isinstance(weight, Tensor):
-            weight = float(weight)
-            if not math.isfinite(weight) or weight < 0:
-                raise SettingError(f"weight={weight!r} must be a finite number of 0 or more, such as a count of tokens.")
-        if self._first_weight is None:
-            if isinstance(weight, Tensor):
-                weight = weight.detach().to(torch.float32)
-                self._first_weight = torch.where(weight > 0, weight, torch.ones_like(weight))
-            else:
-                self._first_weight = weight or 1.0
-        factor = weight / self._first_weight
+        """This micro-batch's weight in units of the window's reference, so that the scaled loss stays near the scale."""
+        weight = check_weight(weight)
+        if self._reference is None:
+            self._reference = self.largest_weight = larger_power_of_two(weight, self.largest_weight)
+        factor = weight / self._reference
         if not self._added:
             self._weight, self._added = self._weight + factor, True
         return factor

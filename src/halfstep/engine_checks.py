@@ -19,7 +19,15 @@ from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.scaler import Scaler
 
-__all__ = ["GradientWatch", "check_loss", "check_scaler", "check_settings", "named_trainables"]
+__all__ = [
+    "GradientWatch",
+    "check_loss",
+    "check_scaler",
+    "check_settings",
+    "check_weight",
+    "larger_power_of_two",
+    "named_trainables",
+]
 
 
 class GradientWatch:
@@ -81,6 +89,29 @@ def check_loss(loss: Any) -> None:
             "backward() was given a loss without a graph: it was computed under no_grad (engine.evaluate()?), detached, or from frozen "
             "parameters only. Compute it inside `with engine.forward():`."
         )
+
+
+def check_weight(weight: Any) -> float | Tensor:
+    """The weight of a micro-batch as a number or a 0-dim tensor; 1 if none was given."""
+    if weight is None:
+        return 1.0
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise SettingError(f"weight takes one number, not a tensor of shape {tuple(weight.shape)}; sum it first.")
+        return weight.detach().to(torch.float32).reshape(())
+    if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise SettingError(f"weight={weight!r} must be a finite number of 0 or more, such as a count of tokens.")
+    return float(weight)
+
+
+def larger_power_of_two(weight: float | Tensor, largest: float | Tensor) -> float | Tensor:
+    """The power of two at or above both: dividing a weight by it is exact and gives at most 1."""
+    if isinstance(weight, Tensor) or isinstance(largest, Tensor):
+        device = weight.device if isinstance(weight, Tensor) else largest.device  # type: ignore[union-attr]
+        # torch.full and not torch.tensor: a copy from the host would wait.
+        both = torch.stack([v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (weight, largest)])
+        return torch.exp2(both.amax().clamp(min=2.0**-126).log2().ceil())
+    return 2.0 ** math.ceil(math.log2(max(weight, largest)))
 
 
 def check_scaler(scaler: Scaler, compute: str) -> None:

@@ -44,7 +44,12 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "schedulers": [s.state_dict() for s in engine.schedulers],
         "scaler": engine.scaler.state_dict(),
         "ema": None if engine.ema is None else engine.ema.state_dict(),
-        "counters": {"attempts": engine.attempts, "micro_batches": engine.micro_batches, "applied": engine.applied},
+        "counters": {
+            "attempts": engine.attempts,
+            "micro_batches": engine.micro_batches,
+            "applied": engine.applied,
+            "largest_weight": float(engine.largest_weight),
+        },
     }
 
 
@@ -63,9 +68,8 @@ def load_engine(engine: Engine, state: dict[str, Any]) -> None:
     if engine.ema is not None:
         engine.ema.load_state_dict(state["ema"])
     counters = state["counters"]
-    engine.attempts, engine.micro_batches, engine.applied = (
-        counters[name] for name in ("attempts", "micro_batches", "applied")
-    )
+    for name in ("attempts", "micro_batches", "applied", "largest_weight"):
+        setattr(engine, name, counters[name])
     engine._clear_gradients()  # noqa: SLF001
     engine._buffers.forget()  # noqa: SLF001
     engine._open_window()  # noqa: SLF001

@@ -303,7 +303,7 @@ def _run(program: str, *args: str) -> str:
         return ""
     command = [path, *args]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)  # noqa: S603 - our own words
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)  # noqa: S603 - fixed words
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout if done.returncode == 0 else ""

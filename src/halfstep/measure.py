@@ -2,8 +2,9 @@
 
 How it works. One square product per format, timed after a warm-up, with the device synchronised around each
 timing; the median and the spread of several timings are kept. A format that is emulated can be hundreds of times
-slower than fp32 (0.2 GFLOP/s were recorded on an Arm CPU), so each format starts with a small product and grows
-while the time allowed permits; fp32 is then timed again at that size, so that the ratio compares like with like.
+slower than fp32 (0.2 GFLOP/s were recorded on an Arm CPU). So each format starts with a small product; one that is
+far slower than fp32 there stays as small as the time allowed demands, and fp32 is timed again at that size, so that the
+ratio compares like with like. The others are timed at fp32's size.
 
 A matrix product is the best case of a format. What a model gains is for `halfstep compare` to say.
 """
@@ -31,7 +32,9 @@ SMALLEST = 64  # rows and columns; fp8 products want multiples of 16
 LARGEST = {"cpu": 1024}
 LARGEST_GPU = 4096
 BATCH_SECONDS = 0.002  # products shorter than this are timed several at a time, so that the clock's grain does not show
+UNSTEADY = 0.5  # timings whose middle half spans more than this share of the median decide nothing
 TELLING = 256  # below this size a product is mostly overhead, and only a large difference means something
+FAR_SLOWER = 8  # times; slower ones are timed in smaller products, to keep to the time
 FASTER, AS_FAST = 1.2, 1.1  # above the first a format is faster than fp32, below the second it is not
 
 
@@ -82,14 +85,20 @@ def measure_matmuls(size: int | None = None, seconds: float = 1.5) -> tuple[Meas
     share = seconds / (len(names) + 1)  # one share is for fp32 at the sizes of slower formats
     reference: dict[int, _Timing] = {}
     found: list[Measured] = []
+    fp32_once, full = math.inf, SMALLEST
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # oneDNN says that bf16 falls back on some CPUs; the number says it better
         for name in names:
-            with _tf32(device, name):
-                try:
-                    n, timing = _measure(torch, device, name, largest, share)
-                except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
-                    continue  # torch cannot run this format here
+            try:
+                with _tf32(device, name):
+                    once = _quick(torch, device, name, SMALLEST)
+                    if name == "fp32":
+                        fp32_once, full = once, _grow(torch, device, name, largest, share)
+                    # Like with like: what is not far slower than fp32 is timed at fp32's size.
+                    n = full if once < FAR_SLOWER * fp32_once else _grow(torch, device, name, full, share)
+                    timing = _time(torch, device, _product(torch, device, name, n), n, share)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+                continue  # torch cannot run this format here
             if name == "fp32":
                 reference[n] = timing
             elif n not in reference:
@@ -102,23 +111,24 @@ def measure_matmuls(size: int | None = None, seconds: float = 1.5) -> tuple[Meas
 
 def confirm(hardware: Hardware, measured: Iterable[Measured]) -> tuple[str, ...]:
     """Where the table of facts and the measurement agree, and where they do not, one sentence per format."""
+    measured = tuple(measured)
+    unsteady = max((m.spread for m in measured if m.format == "fp32"), default=0.0)
     sentences = []
     for result in measured:
         if result.format == "fp32":
             continue
-        support = hardware.support[result.format]
-        seen = f"{result.format}: {result.ratio_to_fp32:.2g} times fp32's speed measured, {support!r} in the table"
-        fast = True if result.ratio_to_fp32 > FASTER else False if result.ratio_to_fp32 < AS_FAST else None
-        if result.size < TELLING and result.ratio_to_fp32 > 0.5:
+        support, ratio = hardware.support[result.format], result.ratio_to_fp32
+        seen = f"{result.format}: {ratio:.2g} times fp32's speed measured, {support!r} in the table"
+        if max(unsteady, result.spread) > UNSTEADY and FAR_SLOWER > ratio > 1 / FAR_SLOWER:
+            sentences.append(f"{seen}: the timings vary too much to tell; repeat it when the machine is less busy.")
+        elif result.size < TELLING and ratio > 0.5:
             sentences.append(f"{seen}: too small a product to tell; repeat it when the machine is less busy.")
-        elif fast is None:
+        elif AS_FAST <= ratio <= FASTER:
             sentences.append(f"{seen}: too close to fp32 to tell.")
-        elif fast is (support == "native"):
+        elif (ratio > FASTER) is (support == "native"):
             sentences.append(f"{seen}: they agree.")
         else:
-            sentences.append(
-                f"{seen}: they disagree. The measurement is of this machine; repeat it, and if it stays, trust it."
-            )
+            sentences.append(f"{seen}: they disagree. It is this machine that was measured: repeat it, then trust it.")
     return tuple(sentences)
 
 
@@ -138,21 +148,24 @@ def _tf32(device: str, name: str) -> AbstractContextManager[object]:
     return tf32(name == "tf32") if device == "cuda" else nullcontext()
 
 
-def _measure(torch: Any, device: str, name: str, largest: int, share: float) -> tuple[int, _Timing]:
-    """The largest product of a format that fits its share of the time, timed."""
-    n = min(SMALLEST, largest)
-    fitting = n, _product(torch, device, name, n)
+def _grow(torch: Any, device: str, name: str, largest: int, share: float) -> int:
+    """The largest size of a format's product that fits its share of the time."""
+    n = fitting = min(SMALLEST, largest)
     while True:
-        product = _product(torch, device, name, n)
-        _clock(torch, device, product, 1)  # the first call of a size compiles or loads kernels
-        once = min(_clock(torch, device, product, 1) for _ in range(2))
+        once = _quick(torch, device, name, n)
         if once * 8 <= share:
-            fitting = n, product
-        # The next size is tried where two products of it, at up to 8 times the cost, take half the share at most. What
-        # they cost is then seen: on a busy machine, time that does not grow with the size would be mistaken for slowness.
+            fitting = n
+        # The next size is tried where two products of it, at up to 8 times the cost, take half the share at most.
+        # What they cost is then seen: on a busy machine, much of the time of a small product does not grow with it.
         if 2 * n > largest or once * 8 > share or once * 8 * 2 > share / 2:
-            return fitting[0], _time(torch, device, fitting[1], fitting[0], share)
+            return fitting
         n *= 2
+
+
+def _quick(torch: Any, device: str, name: str, n: int) -> float:
+    """The seconds one product takes at best; the first call of a size is left out, because it loads kernels."""
+    product = _product(torch, device, name, n)
+    return min([_clock(torch, device, product, 1) for _ in range(4)][1:])
 
 
 def _time(torch: Any, device: str, product: Callable[[], Any], n: int, seconds: float) -> _Timing:

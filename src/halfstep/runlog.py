@@ -34,21 +34,19 @@ the death of the process; a last line without its end comes from a machine that 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import numbers
 import os
-import platform
 import re
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from halfstep.environment import environment
 from halfstep.errors import HalfstepError, SettingError
 
 __all__ = ["SCHEMA", "Run", "RunLog", "environment", "read_runlog"]
@@ -90,8 +88,8 @@ class RunLog:
         run = read_runlog(self.path)
         self.run_id: str = run.header["run"]
         self._counts: Record = {}
-        self._resumed = False
-        self._open(os.O_WRONLY)
+        self._must_resume = bool(run.records or run.resumes)
+        self._handle = _open(self.path, os.O_WRONLY)
         self._mend()
 
     @classmethod
@@ -107,25 +105,24 @@ class RunLog:
         **extra: Any,
     ) -> RunLog:
         """Start a run file at `path`, which must not exist or be empty, and write its first line."""
-        log = cls.__new__(cls)
-        log.path = Path(path)
-        log.run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
-        log._counts = {}
-        log._resumed = True
+        path = Path(path)
+        run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         fields = {"command": command, "policy": policy, "truth": truth, "environment": environment}
-        line = _line("run", {"schema": SCHEMA, "run": log.run_id}, fields | _apart(extra, "run", *fields, "schema"))
-        log._open(os.O_WRONLY | os.O_CREAT)
-        if os.fstat(log._handle).st_size:
-            log.close()
-            raise SettingError(
-                f"{path} exists already and is not replaced; go on with it by RunLog(path), or choose another name."
-            )
-        log._append(line)
-        return log
+        line = _line("run", {"schema": SCHEMA, "run": run_id, **fields}, _apart(extra, "run", "schema"))
+        handle = _open(path, os.O_WRONLY | os.O_CREAT)
+        try:
+            if os.fstat(handle).st_size:
+                raise SettingError(
+                    f"{path} exists already and is not replaced; go on with it by RunLog(path), or choose another name."
+                )
+            _append(handle, path, line)
+        finally:
+            os.close(handle)
+        return cls(path)
 
     def step(self, *, micro_batch: int, attempted: int, applied: int, **values: Any) -> None:
         """Record a micro-batch or a step by the counts reached with it, and any numbers about it."""
-        if not self._resumed:
+        if self._must_resume:
             raise SettingError(
                 f"{self.path} has an earlier attempt in it; call resume(attempted=..., applied=...) before step()."
             )
@@ -143,7 +140,7 @@ class RunLog:
         if micro_batch is not None:
             counts = {"micro_batch": _count("micro_batch", micro_batch), **counts}
         self._append(_line("resume", counts, _apart(fields)))
-        self._counts, self._resumed = counts, True
+        self._counts, self._must_resume = counts, False
 
     def close(self) -> None:
         """Sync the file to the disk and close it; closing twice is fine."""
@@ -154,26 +151,15 @@ class RunLog:
                 os.close(self._handle)
                 self._handle = -1
 
-    def __enter__(self) -> RunLog:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, flags: int) -> None:
-        try:
-            if flags & os.O_CREAT:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self.path, flags | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise SettingError(
-                f"{self.path} cannot be written: {error.strerror or error}. Check the path and its permissions."
-            ) from error
-
     def _mend(self) -> None:
         """End the last line if it is whole but for its newline, or cut it off if it is torn."""
-        data = self.path.read_bytes()
-        whole, last = data.rpartition(b"\n")[::2]
+        whole, _, last = self.path.read_bytes().rpartition(b"\n")
         if last and _torn(last):
             os.ftruncate(self._handle, len(whole) + 1)
         elif last:
@@ -182,17 +168,7 @@ class RunLog:
     def _append(self, line: bytes) -> None:
         if self._handle < 0:
             raise SettingError(f"The run file {self.path} is closed; go on with it by RunLog(path).")
-        end = os.fstat(self._handle).st_size
-        try:
-            done = 0
-            while done < len(line):
-                done += os.write(self._handle, line[done:])
-        except OSError as error:
-            os.ftruncate(self._handle, end)  # half a line would spoil the next one
-            raise HalfstepError(
-                f"A line of {len(line)} bytes could not be written to {self.path}: {error.strerror or error}. The lines before "
-                "it are whole; make room on the disk."
-            ) from error
+        _append(self._handle, self.path, line)
 
 
 def read_runlog(path: str | Path) -> Run:
@@ -223,47 +199,29 @@ def read_runlog(path: str | Path) -> Run:
     return Run(path, header, steps, events, tuple(resumes), num_replaced, torn)
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, for the record: nothing that names a person, a host or a path.
-
-    GPUs are listed only if the program has loaded torch already; this function does not load it.
-    """
-    torch = sys.modules.get("torch")
-    gpus = []
-    if torch is not None and torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "halfstep": _version("halfstep"),
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "cuda": getattr(getattr(torch, "version", None), "cuda", None),
-        "hip": getattr(getattr(torch, "version", None), "hip", None),
-        "platform": f"{platform.system()} {platform.release()}",
-        "machine": platform.machine(),
-        "cpu": _cpu_name(),
-        "num_cpus": os.cpu_count(),
-        "gpus": gpus,
-    }
-
-
-def _version(package: str) -> str | None:
-    loaded = sys.modules.get(package)
-    if loaded is not None and hasattr(loaded, "__version__"):
-        return str(loaded.__version__)
+def _open(path: Path, flags: int) -> int:
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags | os.O_APPEND, 0o666)
+    except OSError as error:
+        raise SettingError(
+            f"{path} cannot be written: {error.strerror or error}. Check the path and its permissions."
+        ) from error
 
 
-def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def _append(handle: int, path: Path, line: bytes) -> None:
+    """Write all of a line, or none of it."""
+    end = os.fstat(handle).st_size
     try:
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
-        )
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        done = 0
+        while done < len(line):
+            done += os.write(handle, line[done:])
+    except OSError as error:
+        os.ftruncate(handle, end)  # half a line would spoil the next one
+        raise HalfstepError(
+            f"A line of {len(line)} bytes could not be written to {path}: {error.strerror or error}. The lines before it are "
+            "whole; make room on the disk."
+        ) from error
 
 
 def _line(kind: str, fixed: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:

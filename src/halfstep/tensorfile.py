@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -103,6 +103,7 @@ def tensor_blocks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]
         data = _raw(tensors[name])
         for start in range(0, len(data), BLOCK_BYTES):
             yield data[start : start + BLOCK_BYTES]
+        del data  # before the next tensor is copied
 
 
 class TensorReader:
@@ -110,14 +111,14 @@ class TensorReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: BinaryIO = path.open("rb")
+        self._file = path.open("rb")
         try:
             self._entries, self._own = self._read_header()
         except BaseException:
             self._file.close()
             raise
 
-    def __enter__(self) -> TensorReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,7 +140,7 @@ class TensorReader:
         if min(start, *shape, 0) < 0 or end - start != num_bytes or self._data_start + end > self._size:
             raise self._foreign(f"gives {name!r} the bytes {start} to {end} for the shape {shape} of {stored}")
         raw = torch.empty(num_bytes, dtype=torch.uint8)
-        self._read_into(memoryview(raw.numpy()), self._data_start + start)
+        self._read_into(raw.numpy().data, self._data_start + start)
         dtype = _BY_NAME.get(self._own.get(name, ""), stored)
         if dtype.is_complex:
             shape = shape[:-1]  # pairs of the real type
@@ -149,7 +150,7 @@ class TensorReader:
         self._file.seek(position)
         done = 0
         while done < len(target):
-            count = self._file.readinto(target[done : done + BLOCK_BYTES])  # type: ignore[attr-defined]
+            count = self._file.readinto(target[done : done + BLOCK_BYTES])
             if not count:
                 raise self._foreign("ended while it was read")
             done += count
@@ -200,4 +201,5 @@ def _raw(tensor: Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.device.type != "cpu" or not plain.is_contiguous():
         plain = torch.empty_like(plain, device="cpu", memory_format=torch.contiguous_format).copy_(plain)
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    flat = plain.as_strided((plain.numel(),), (1,))  # reshape(-1) keeps an odd stride where there is only one element
+    return flat.view(torch.uint8).numpy().data

@@ -213,7 +213,8 @@ class _Decoder(Dataset[Any]):
             # A palette with transparency has to become RGBA first, or Pillow guesses and warns.
             image = image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")  # noqa: PLW2901
         draw = random.Random(mix("crop", self._seed, epoch, row))  # noqa: S311 - not for secrets
-        box = _random_crop(*image.size, draw) if self._train else _centre(*image.size)
+        width, height = image.size
+        box = _random_crop(width, height, draw) if self._train else _centre(width, height)
         size = (self._image_size, self._image_size)
         pixels = np.asarray(image.resize(size, pillow.Resampling.BILINEAR, box=box))
         return pixels[:, ::-1] if self._train and draw.random() < 0.5 else pixels

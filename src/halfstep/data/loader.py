@@ -71,7 +71,7 @@ class Order:
     def _chunks(self, order: Tensor) -> list[Tensor]:
         """This process's part of each batch."""
         together = self.batch_size * self.world_size
-        chunks = list(order.split(together))
+        chunks = list(torch.split(order, together))
         tail = len(chunks[-1])
         if self.split == "train":
             chunks = chunks if tail == together else chunks[:-1]

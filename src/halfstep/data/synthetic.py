@@ -74,7 +74,7 @@ class SyntheticImages(Loader):
         self._patterns = torch.randn(
             num_classes, channels, PATTERN_SIDE, PATTERN_SIDE, generator=generator, device=self._device
         )
-        identity = {
+        identity: dict[str, int | str] = {
             "split": split,
             "batch_size": batch_size,
             "seed": seed,

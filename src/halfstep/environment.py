@@ -1,0 +1,55 @@
+"""Versions and machine, for the record of a run; nothing that names a person, a host or a path.
+
+Torch is described only as far as the program has loaded it: asking must not cost the seconds that loading takes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["environment"]
+
+
+def environment() -> dict[str, Any]:
+    """Versions of Halfstep, Python and torch, operating system, CPU, and the GPUs if torch is loaded."""
+    torch = sys.modules.get("torch")
+    gpus = []
+    if torch is not None and torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "halfstep": _version("halfstep"),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "cuda": getattr(getattr(torch, "version", None), "cuda", None),
+        "hip": getattr(getattr(torch, "version", None), "hip", None),
+        "platform": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "gpus": gpus,
+    }
+
+
+def _version(package: str) -> str | None:
+    loaded = sys.modules.get(package)
+    if loaded is not None and hasattr(loaded, "__version__"):
+        return str(loaded.__version__)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
