@@ -30,16 +30,9 @@ from halfstep.buffers import BufferGuard
 from halfstep.casting import cast_model, uncast_forwards, wrap_forwards
 from halfstep.choice import resolve
 from halfstep.ema import Ema
-from halfstep.engine_checks import (
-    GradientWatch,
-    check_loss,
-    check_scaler,
-    check_settings,
-    check_weight,
-    larger_power_of_two,
-    named_trainables,
-)
-from halfstep.engine_state import load_engine, load_engine_from, save_engine, state_of
+from halfstep.engine_checks import GradientWatch, check_loss, check_scaler, check_settings, named_trainables
+from halfstep.checkpoint import load_checkpoint, save_checkpoint
+from halfstep.engine_state import checkpoint_parts, load_engine, load_engine_checkpoint, state_of
 from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.hardware import Hardware, probe
@@ -53,6 +46,7 @@ from halfstep.scaler import Scaler, make_scaler, stop_if_stuck
 from halfstep.steps import choose_path, coalesce, decide, take_step, unscale_in_place
 from halfstep.tf32 import set_tf32
 from halfstep.truth import Truth, build_truth, census
+from halfstep.window import Window
 
 __all__ = ["Engine"]
 
@@ -95,7 +89,9 @@ class Engine:
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
         if self.policy.compute == "fp8":
-            raise SettingError("precision fp8 is named but not built yet. Use bf16-lean, which holds weights and masters the same way.")
+            raise SettingError(
+                "precision fp8 is named but not built yet. Use bf16-lean, which holds weights and masters the same way."
+            )
         for note in self.notes:
             say(note)
         self.max_norm, self.accumulate, self.schedulers = max_norm, accumulate, schedulers
@@ -109,15 +105,14 @@ class Engine:
         self.ema = None if ema is None else Ema(self._params, ema, self._master_of)
         self._buffers = BufferGuard(self._module)
         self._watch_grads = GradientWatch(self._params)
+        self.window = Window(accumulate)
         self._readback = Readback()
         self._on_step = on_step
         self._region_depth = 0
         self._closed = False
         self.attempts = self.micro_batches = 0  # steps tried, micro-batches seen
         self.applied = 0  # steps whose update happened, as far as delivered
-        self.largest_weight: float | Tensor = 2.0**-126  # seen at the start of a window, as a power of two
         self._truth: Truth | None = None
-        self._open_window()
         if deterministic:
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
@@ -135,7 +130,10 @@ class Engine:
         wrap_forwards(self._module, policy)
         self._closers.append(lambda: uncast_forwards(self._module))
         lean = policy.params != "fp32" or policy.states != "fp32"
-        held = [adopt(o, master=policy.master if policy.params != "fp32" else "none", states=policy.states) if lean else o for o in given]
+        held = [
+            adopt(o, master=policy.master if policy.params != "fp32" else "none", states=policy.states) if lean else o
+            for o in given
+        ]
         for each in held:
             if isinstance(each, LeanOptimizer):
                 for param in (p for group in each.param_groups for p in group["params"] if p.requires_grad):
@@ -188,15 +186,6 @@ class Engine:
 
     # --- one window ---------------------------------------------------------------------------------------------
 
-    def _open_window(self) -> None:
-        self._pending = 0  # micro-batches stepped since the last boundary
-        self._has_backward = False
-        self._weight: float | Tensor = 0.0  # of this window, in units of its reference
-        self._reference: float | Tensor | None = None
-        self._added = False  # whether this micro-batch's weight is in already
-        self._unscaled: Tensor | None = None  # the flag found by unscale()
-        self._watch_grads.forget()
-
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, retain_graph: bool = False) -> None:
         """Backpropagate the scaled loss; `weight` weighs this micro-batch in its window, e.g. by its tokens.
 
@@ -205,53 +194,48 @@ class Engine:
         self._require_open()
         check_loss(loss)
         self._watch_grads.check("backward")
-        if self._unscaled is not None:
+        if self.window.found_inf is not None:
             raise SettingError("backward() after unscale(): these gradients are divided already. Call step() first.")
-        factor = self._weigh(weight)
+        factor = self.window.weigh(weight)
         scaled = self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
             scaled = scaled * factor
-        last = self._pending + 1 >= self.accumulate
-        quiet = contextlib.nullcontext() if last else self.backend.no_sync(self.model)
+        quiet = contextlib.nullcontext() if self.window.is_last() else self.backend.no_sync(self.model)
         with quiet, torch.autocast(self.device.type, enabled=False):
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        self._has_backward = True
+        self.window.has_gradients = True
         self._watch_grads.remember()
 
-    def _weigh(self, weight: float | Tensor | None) -> float | Tensor:
-        """This micro-batch's weight in units of the window's reference, so that the scaled loss stays near the scale."""
-        weight = check_weight(weight)
-        if self._reference is None:
-            self._reference = self.largest_weight = larger_power_of_two(weight, self.largest_weight)
-        factor = weight / self._reference
-        if not self._added:
-            self._weight, self._added = self._weight + factor, True
-        return factor
+    @property
+    def in_window(self) -> bool:
+        """Whether micro-batches have been accumulated that no update has used yet."""
+        return self.window.has_gradients
 
     def unscale(self) -> None:
         """Divide the gradients now, for people who edit them before `step`; clipping still comes in `step`."""
         self._require_backward("unscale")
         self._watch_grads.check("unscale")
-        if self._unscaled is not None:
+        if self.window.found_inf is not None:
             raise SettingError("unscale() was already called in this window; call step() before the next.")
         grads, divisor = self._gradients(), self._divisor()
-        self._unscaled = decide(grads, divisor, None, self.backend.agree).found_inf
+        self.window.found_inf = decide(grads, divisor, None, self.backend.agree).found_inf
         unscale_in_place(grads, divisor)
         self._watch_grads.forget()
 
     def step(self, *, last: bool = False) -> StepResult:
         """End this micro-batch; every `accumulate` calls, or with `last=True`, update the weights."""
         if self._region_depth:
-            raise SettingError("step() was called inside `with engine.forward():`. Leave the block first: cast weights are cached in it.")
+            raise SettingError(
+                "step() was called inside `with engine.forward():`. Leave the block first: cast weights are cached in it."
+            )
         self._require_backward("step")
-        if self._unscaled is None:
+        if self.window.found_inf is None:
             self._watch_grads.check("step")
         self._deliver(wait=True)  # of the step before: its schedulers come first, and its work is long done
-        self._pending += 1
-        self.micro_batches += 1
-        self._added = False
+        # No micro-batch ends in a step(last=True) that comes after the data ran out; it only closes the window.
+        self.micro_batches += self.window.end_micro_batch()
         lr = float(self.optimizers[0].param_groups[0]["lr"])
-        if self._pending < self.accumulate and not last:
+        if not self.window.is_full() and not last:
             return StepResult(self.attempts, boundary=False, lr=lr)
         return self._close_window(lr)
 
@@ -259,11 +243,13 @@ class Engine:
         coalesce(list(self._params.values()))
         grads = self._gradients()
         scale = self.scaler.scale_on(self.device).clone()
-        divisor = torch.ones((), device=self.device) if self._unscaled is not None else self._divisor()
+        earlier = self.window.found_inf  # the gradients are unscaled already
+        divisor = self._divisor() if earlier is None else torch.ones((), device=self.device)
         decision = decide(grads, divisor, self.max_norm, self.backend.agree)
-        if self._unscaled is not None:
-            decision.found_inf.copy_(torch.maximum(decision.found_inf, self._unscaled))
-        divides = self.max_norm is not None or (self._unscaled is None and not self._divisor_is_one())
+        if earlier is not None:
+            decision.found_inf.copy_(torch.maximum(decision.found_inf, earlier))
+        undivided = self.scaler.settings.mode == "none" and self.window.weighs_one()
+        divides = self.max_norm is not None or not (undivided or earlier is not None)
         take_step(self._paths, decision, divides=divides)
         self.scaler.advance(decision.found_inf)
         self._buffers.restore_if(decision.found_inf)
@@ -276,24 +262,23 @@ class Engine:
         if self._truth is None:
             self._truth = self._build_truth(census(grads), sum(g.numel() * g.element_size() for g in grads))
             say(f"truth table\n{self._truth}")
-        self._clear_gradients()
-        self._open_window()
+        self.reset_window()
         if self.device.type == "cpu":
             self._deliver(wait=True)
         return result
 
     def _divisor(self) -> Tensor:
-        return self.scaler.scale_on(self.device) * self._weight
-
-    def _divisor_is_one(self) -> bool:
-        return self.scaler.settings.mode == "none" and isinstance(self._weight, float) and self._weight == 1.0
+        return self.scaler.scale_on(self.device) * self.window.weight
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._params.values() if p.grad is not None]
 
-    def _clear_gradients(self) -> None:
+    def reset_window(self) -> None:
+        """Drop the gradients of the current window, if any, and begin a new one."""
         for param in self._module.parameters():
             param.grad = None
+        self.window.open()
+        self._watch_grads.forget()
 
     def _deliver(self, *, wait: bool) -> None:
         """Hand over the outcomes that have arrived: results, schedulers, hooks, the loud stop."""
@@ -344,6 +329,11 @@ class Engine:
         """The fp32 value of every trainable parameter, by name."""
         return {name: self._master_of(p).float() for name, p in self._params.items()}
 
+    def names_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """The model's names of an optimizer's parameters, in its own order."""
+        names = {id(p): name for name, p in self._params.items()}
+        return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, apart from the random number generators; only between windows."""
         return state_of(self)
@@ -354,11 +344,12 @@ class Engine:
 
     def save(self, path: str | Path, **extra: Any) -> Path:
         """Write a checkpoint directory: weights under the model's own names, state, random number generators."""
-        return save_engine(self, Path(path), extra)
+        weights, state, meta = checkpoint_parts(self, extra)
+        return save_checkpoint(path, weights=weights, state=state, meta=meta)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint directory; returns what `save` was given as extra."""
-        return load_engine_from(self, Path(path))
+        return load_engine_checkpoint(self, load_checkpoint(path))
 
     def close(self) -> None:
         """Deliver what is under way and undo what was set up; the model stays as trained."""
@@ -381,7 +372,7 @@ class Engine:
 
     def _require_backward(self, what: str) -> None:
         self._require_open()
-        if not self._has_backward:
+        if not self.window.has_gradients:
             raise SettingError(
                 f"{what}() without engine.backward(loss) in this window. A bare loss.backward() leaves gradients unscaled; "
                 "write engine.backward(loss)."

@@ -19,15 +19,7 @@ from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.scaler import Scaler
 
-__all__ = [
-    "GradientWatch",
-    "check_loss",
-    "check_scaler",
-    "check_settings",
-    "check_weight",
-    "larger_power_of_two",
-    "named_trainables",
-]
+__all__ = ["GradientWatch", "check_loss", "check_scaler", "check_settings", "named_trainables"]
 
 
 class GradientWatch:
@@ -81,9 +73,13 @@ def _few(names: Sequence[str], most: int = 3) -> str:
 def check_loss(loss: Any) -> None:
     """Refuse what cannot be backpropagated as one loss."""
     if not isinstance(loss, Tensor):
-        raise SettingError(f"backward() takes the loss tensor, not {type(loss).__name__}; do not call .item() or float() on it before.")
+        raise SettingError(
+            f"backward() takes the loss tensor, not {type(loss).__name__}; do not call .item() or float() on it before."
+        )
     if loss.numel() != 1:
-        raise SettingError(f"backward() takes one number, not a loss of shape {tuple(loss.shape)}; reduce it first, e.g. loss.mean().")
+        raise SettingError(
+            f"backward() takes one number, not a loss of shape {tuple(loss.shape)}; reduce it first, e.g. loss.mean()."
+        )
     if not loss.requires_grad:
         raise SettingError(
             "backward() was given a loss without a graph: it was computed under no_grad (engine.evaluate()?), detached, or from frozen "
@@ -91,36 +87,17 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_weight(weight: Any) -> float | Tensor:
-    """The weight of a micro-batch as a number or a 0-dim tensor; 1 if none was given."""
-    if weight is None:
-        return 1.0
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise SettingError(f"weight takes one number, not a tensor of shape {tuple(weight.shape)}; sum it first.")
-        return weight.detach().to(torch.float32).reshape(())
-    if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        raise SettingError(f"weight={weight!r} must be a finite number of 0 or more, such as a count of tokens.")
-    return float(weight)
-
-
-def larger_power_of_two(weight: float | Tensor, largest: float | Tensor) -> float | Tensor:
-    """The power of two at or above both: dividing a weight by it is exact and gives at most 1."""
-    if isinstance(weight, Tensor) or isinstance(largest, Tensor):
-        device = weight.device if isinstance(weight, Tensor) else largest.device  # type: ignore[union-attr]
-        # torch.full and not torch.tensor: a copy from the host would wait.
-        both = torch.stack([v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (weight, largest)])
-        return torch.exp2(both.amax().clamp(min=2.0**-126).log2().ceil())
-    return 2.0 ** math.ceil(math.log2(max(weight, largest)))
-
-
 def check_scaler(scaler: Scaler, compute: str) -> None:
     """Refuse a scaler that contradicts the compute format."""
     mode = scaler.settings.mode
     if compute == "fp16" and mode == "none":
-        raise SettingError("scaler=NoScaler() under fp16 lets gradients below 6e-08 vanish; use LossScaler(), or StaticScaler(1) to insist.")
+        raise SettingError(
+            "scaler=NoScaler() under fp16 lets gradients below 6e-08 vanish; use LossScaler(), or StaticScaler(1) to insist."
+        )
     if compute != "fp16" and mode != "none":
-        raise SettingError(f"scaler={scaler!r} has no use under {compute} compute, which has fp32's range; leave scaler= out.")
+        raise SettingError(
+            f"scaler={scaler!r} has no use under {compute} compute, which has fp32's range; leave scaler= out."
+        )
 
 
 def check_settings(
@@ -135,7 +112,9 @@ def check_settings(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise SettingError(f"Engine(optimizer=...) takes torch.optim optimizers, not {type(optimizer).__name__}.")
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise SettingError("LBFGS calls the model again inside step(), which no loss scale can follow; use it without the Engine.")
+            raise SettingError(
+                "LBFGS calls the model again inside step(), which no loss scale can follow; use it without the Engine."
+            )
     if max_norm is not None:
         number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
         if not number or not math.isfinite(max_norm) or max_norm <= 0:
@@ -144,11 +123,15 @@ def check_settings(
         raise SettingError(f"accumulate={accumulate!r} must be a whole number of micro-batches, 1 or more.")
     for scheduler in schedulers:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise SettingError("ReduceLROnPlateau needs a metric at each step; call scheduler.step(metric) yourself after validation.")
+            raise SettingError(
+                "ReduceLROnPlateau needs a metric at each step; call scheduler.step(metric) yourself after validation."
+            )
         if not callable(getattr(scheduler, "step", None)):
             raise SettingError(f"scheduler={scheduler!r} has no step(); pass a torch.optim.lr_scheduler.")
         if not any(getattr(scheduler, "optimizer", o) is o for o in optimizers):
-            raise SettingError("The scheduler was built on another optimizer than the Engine's, so it would change nothing.")
+            raise SettingError(
+                "The scheduler was built on another optimizer than the Engine's, so it would change nothing."
+            )
 
 
 def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -164,7 +147,9 @@ def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
                     "optimizer from model.parameters(), after moving the model to its device."
                 )
             if owner.setdefault(id(param), index) != index:
-                raise SettingError(f"Parameter {names[id(param)]} is in two optimizers; it would be stepped twice. Give it to one.")
+                raise SettingError(
+                    f"Parameter {names[id(param)]} is in two optimizers; it would be stepped twice. Give it to one."
+                )
             found[names[id(param)]] = param
     if not any(p.requires_grad for p in found.values()):
         raise SettingError("No parameter in the optimizer requires a gradient; there is nothing to train.")

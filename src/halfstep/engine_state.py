@@ -8,12 +8,11 @@ break the promise.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.checkpoint import check_weights, clean_name, load_checkpoint, save_checkpoint
+from halfstep.checkpoint import Checkpoint, check_weights, clean_name
 from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.policy import Policy
@@ -22,25 +21,26 @@ from halfstep.readback import Readback
 if TYPE_CHECKING:
     from halfstep.engine import Engine
 
-__all__ = ["load_engine", "load_engine_from", "restore_rng", "rng_state", "save_engine", "state_of"]
+__all__ = ["checkpoint_parts", "load_engine", "load_engine_checkpoint", "restore_rng", "rng_state", "state_of"]
 
 STATE_VERSION = 1
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
     """The state as a tree of plain values and tensors."""
-    if engine._pending or engine._has_backward:  # noqa: SLF001 - the engine's own second half
+    if engine.in_window:
         raise SettingError(
-            f"The engine is inside a window ({engine._pending} of {engine.accumulate} micro-batches stepped); its gradients "  # noqa: SLF001
+            f"The engine is inside a window ({engine.window.num_micro_batches} of {engine.accumulate} micro-batches stepped); its gradients "
             "would be lost. Save after a step whose result.boundary is True, or close the window with step(last=True)."
         )
-    engine._deliver(wait=True)  # noqa: SLF001
+    engine._deliver(wait=True)  # noqa: SLF001 - this file is the engine's own second half
     return {
         "version": STATE_VERSION,
         "policy": str(engine.policy),
         "truth": engine.truth().as_dict(),
         "model": {clean_name(n): t.detach() for n, t in engine._module.state_dict().items()},  # noqa: SLF001
         "optimizers": [o.state_dict() for o in engine.optimizers],
+        "names": [engine.names_of(o) for o in engine.optimizers],  # in the order of the optimizer's own numbering
         "schedulers": [s.state_dict() for s in engine.schedulers],
         "scaler": engine.scaler.state_dict(),
         "ema": None if engine.ema is None else engine.ema.state_dict(),
@@ -48,7 +48,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
             "attempts": engine.attempts,
             "micro_batches": engine.micro_batches,
             "applied": engine.applied,
-            "largest_weight": float(engine.largest_weight),
+            "largest_weight": float(engine.window.largest),
         },
     }
 
@@ -68,17 +68,19 @@ def load_engine(engine: Engine, state: dict[str, Any]) -> None:
     if engine.ema is not None:
         engine.ema.load_state_dict(state["ema"])
     counters = state["counters"]
-    for name in ("attempts", "micro_batches", "applied", "largest_weight"):
+    for name in ("attempts", "micro_batches", "applied"):
         setattr(engine, name, counters[name])
-    engine._clear_gradients()  # noqa: SLF001
+    engine.window.largest = counters["largest_weight"]
     engine._buffers.forget()  # noqa: SLF001
-    engine._open_window()  # noqa: SLF001
+    engine.reset_window()
 
 
 def _check(engine: Engine, state: dict[str, Any]) -> None:
     version = state.get("version")
     if not isinstance(version, int) or version > STATE_VERSION:
-        raise SettingError(f"The state has version {version!r}; this Halfstep reads up to {STATE_VERSION}. Upgrade Halfstep.")
+        raise SettingError(
+            f"The state has version {version!r}; this Halfstep reads up to {STATE_VERSION}. Upgrade Halfstep."
+        )
     saved, here = Policy.parse(state["policy"]), engine.policy
     layout = ("params", "master", "states")
     if any(getattr(saved, name) != getattr(here, name) for name in layout):
@@ -92,34 +94,36 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
     check_weights(state["model"], own)
     for what, mine in (("optimizers", engine.optimizers), ("schedulers", engine.schedulers)):
         if len(state[what]) != len(mine):
-            raise SettingError(f"The state has {len(state[what])} {what} and this engine {len(mine)}; build it as it was when it was saved.")
+            raise SettingError(
+                f"The state has {len(state[what])} {what} and this engine {len(mine)}; build it as it was when it was saved."
+            )
     for index, (optimizer, stored) in enumerate(zip(engine.optimizers, state["optimizers"], strict=True)):
         sizes = [len(group["params"]) for group in stored["param_groups"]]
         here_sizes = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != here_sizes:
-            raise SettingError(f"Optimizer {index} was saved with parameter groups of {sizes} tensors and has {here_sizes} here.")
+            raise SettingError(
+                f"Optimizer {index} was saved with parameter groups of {sizes} tensors and has {here_sizes} here."
+            )
     if (state["ema"] is None) != (engine.ema is None):
         kept = "an average" if state["ema"] is not None else "no average"
         raise SettingError(f"The state has {kept} (ema); build the Engine the same way.")
 
 
-def save_engine(engine: Engine, path: Path, extra: dict[str, Any]) -> Path:
-    """Write the state, the random number generators and `extra` as one checkpoint directory."""
+def checkpoint_parts(engine: Engine, extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The weights, the state tree and the meta values that make a checkpoint of this engine."""
     state = state_of(engine)
     weights = state.pop("model")
     meta = {"policy": state["policy"], "truth": state["truth"], "counters": state["counters"]}
-    tree = {"engine": state, "rng": rng_state(), "extra": extra}
-    return save_checkpoint(path, weights=weights, state=tree, meta=meta)
+    return weights, {"engine": state, "rng": rng_state(), "extra": extra}, meta
 
 
-def load_engine_from(engine: Engine, path: Path) -> dict[str, Any]:
-    """Read a checkpoint directory into the engine and give back its extra values."""
-    found = load_checkpoint(path)
-    if not isinstance(found.state, dict) or "engine" not in found.state:
-        raise SettingError(f"{path} is a checkpoint, but not one that an Engine saved; load it with halfstep.checkpoint.")
-    load_engine(engine, found.state["engine"] | {"model": found.weights})
-    restore_rng(found.state["rng"])
-    extra: dict[str, Any] = found.state["extra"]
+def load_engine_checkpoint(engine: Engine, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Put a checkpoint into the engine and the random number generators; gives back its extra values."""
+    if not isinstance(checkpoint.state, dict) or "engine" not in checkpoint.state:
+        raise SettingError(f"{checkpoint.path} is a checkpoint, but not one that an Engine saved.")
+    load_engine(engine, checkpoint.state["engine"] | {"model": checkpoint.weights})
+    restore_rng(checkpoint.state["rng"])
+    extra: dict[str, Any] = checkpoint.state["extra"]
     return extra
 
 
@@ -130,7 +134,13 @@ def rng_state() -> dict[str, Any]:
     kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - the global one that loaders use
     return {
         "python": random.getstate(),
-        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype("int64")), int(position), int(has_gauss), float(gauss)),
+        "numpy": (
+            str(kind),
+            torch.from_numpy(np.asarray(keys).astype("int64")),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -146,6 +156,8 @@ def restore_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         if len(state["cuda"]) != torch.cuda.device_count():
-            say(f"The checkpoint has generators of {len(state['cuda'])} GPUs, here are {torch.cuda.device_count()}; theirs start anew.")
+            say(
+                f"The checkpoint has generators of {len(state['cuda'])} GPUs, here are {torch.cuda.device_count()}; theirs start anew."
+            )
         else:
             torch.cuda.set_rng_state_all(state["cuda"])

@@ -91,11 +91,13 @@ def measure_matmuls(size: int | None = None, seconds: float = 1.5) -> tuple[Meas
         for name in names:
             try:
                 with _tf32(device, name):
-                    once = _quick(torch, device, name, SMALLEST)
                     if name == "fp32":
-                        fp32_once, full = once, _grow(torch, device, name, largest, share)
-                    # Like with like: what is not far slower than fp32 is timed at fp32's size.
-                    n = full if once < FAR_SLOWER * fp32_once else _grow(torch, device, name, full, share)
+                        fp32_once = _quick(torch, device, name, SMALLEST)
+                        n = full = _grow(torch, device, name, largest, share)
+                    else:
+                        # Like with like: what is not far slower than fp32 may take longer, to get to fp32's size.
+                        near = _quick(torch, device, name, SMALLEST) < FAR_SLOWER * fp32_once
+                        n = _grow(torch, device, name, full, share * 4 if near else share)
                     timing = _time(torch, device, _product(torch, device, name, n), n, share)
             except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
                 continue  # torch cannot run this format here
@@ -157,6 +159,7 @@ def _grow(torch: Any, device: str, name: str, largest: int, share: float) -> int
             fitting = n
         # The next size is tried where two products of it, at up to 8 times the cost, take half the share at most.
         # What they cost is then seen: on a busy machine, much of the time of a small product does not grow with it.
+        # No size is ever jumped to, so that a mistake about a slow format costs seconds at most, never minutes.
         if 2 * n > largest or once * 8 > share or once * 8 * 2 > share / 2:
             return fitting
         n *= 2
@@ -165,7 +168,13 @@ def _grow(torch: Any, device: str, name: str, largest: int, share: float) -> int
 def _quick(torch: Any, device: str, name: str, n: int) -> float:
     """The seconds one product takes at best; the first call of a size is left out, because it loads kernels."""
     product = _product(torch, device, name, n)
-    return min([_clock(torch, device, product, 1) for _ in range(4)][1:])
+    _clock(torch, device, product, 1)
+    best, end = math.inf, time.perf_counter() + 0.05
+    for _ in range(3):
+        best = min(best, _clock(torch, device, product, 1))
+        if time.perf_counter() > end:
+            break
+    return best
 
 
 def _time(torch: Any, device: str, product: Callable[[], Any], n: int, seconds: float) -> _Timing:
@@ -174,10 +183,14 @@ def _time(torch: Any, device: str, product: Callable[[], Any], n: int, seconds: 
     batch = max(1, math.ceil(BATCH_SECONDS / max(once, 1e-7)))
     rates: list[float] = []
     end = time.perf_counter() + seconds * 0.7  # the rest went into finding the size and warming up
-    while len(rates) < 5 or (time.perf_counter() < end and len(rates) < 100):
+    while len(rates) < 2 or (len(rates) < 5 and time.perf_counter() < end + 2 * seconds) or _goes_on(rates, end):
         rates.append(2 * n**3 * batch / _clock(torch, device, product, batch) / 1e9)
     low, median, high = statistics.quantiles(rates, n=4)
     return _Timing(median, (high - low) / median, len(rates))
+
+
+def _goes_on(rates: list[float], end: float) -> bool:
+    return len(rates) < 100 and time.perf_counter() < end
 
 
 def _clock(torch: Any, device: str, product: Callable[[], Any], times: int) -> float:

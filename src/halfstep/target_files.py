@@ -89,7 +89,9 @@ class _Loader(SourceFileLoader):
 class _Finder:
     """Finds job files by their name, and neighbours of job files when nobody else finds them."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         parent, _, encoded = name.rpartition(".x")
         if parent == __name__:
             with contextlib.suppress(ValueError):

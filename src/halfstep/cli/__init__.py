@@ -19,8 +19,10 @@ __all__ = ["main"]
 
 # name -> one line for `halfstep --help`, so that the help page imports no command.
 _COMMANDS = {
+    "export": "Write the weights of a run as plain safetensors.",
     "explain": "Explain an idea of mixed precision, with its numbers.",
     "probe": "Show what this machine (or a named GPU) runs natively, and which precision to use.",
+    "train": "Train a job with checkpoints and a run file.",
 }
 
 

@@ -1,0 +1,103 @@
+"""Shows a training run: a progress line while it goes on, a summary when it is done."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfstep.engine import Engine
+    from halfstep.train import TrainOutcome
+    from halfstep.train.recorder import StepLine
+
+__all__ = ["Progress", "outcome_dict", "render_outcome", "side_by_side"]
+
+
+class Progress:
+    """A listener that draws a progress bar on a terminal, and a line per epoch elsewhere."""
+
+    def __init__(self, total_steps: int | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self.console = Console(stderr=True, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Bar(*columns, TextColumn("{task.fields[text]}"), console=self.console, transient=True)
+        self._task = self._bar.add_task("train", total=total_steps, text="")
+        self._line: StepLine | None = None
+
+    def started(self, engine: Engine, total_steps: int | None) -> None:
+        """Show the bar."""
+        self._bar.update(self._task, total=total_steps, completed=engine.attempts)
+        if self.console.is_terminal:
+            self._bar.start()
+
+    def stepped(self, line: StepLine) -> None:
+        """Move the bar."""
+        self._line = line
+        self._bar.update(self._task, completed=line.step, text=describe(line))
+
+    def validated(self, epoch: int, values: dict[str, float]) -> None:
+        """One line per validation."""
+        train = "" if self._line is None else f"  {describe(self._line)}"
+        shown = "  ".join(f"val {name} {value:.4f}" for name, value in values.items())
+        self.console.print(f"epoch {epoch + 1:3}{train}  {shown}")
+
+    def saved(self, path: Path) -> None:
+        """Saving is in the run file; it needs no line."""
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def describe(line: StepLine) -> str:
+    """Loss, speed, scale and skips in a few words."""
+    scale = f"  scale 2^{math.log2(line.scale):.0f}" if line.scale and line.scale != 1 else ""
+    skips = f"  skipped {line.skips}" if line.skips else ""
+    return f"loss {line.loss:.4f}  {line.samples_per_second:,.0f}/s{scale}{skips}"
+
+
+def outcome_dict(outcome: TrainOutcome) -> dict[str, Any]:
+    """The outcome as JSON-able values; numbers that are not finite become strings."""
+    values = asdict(outcome)
+    for key in ("out", "checkpoint"):
+        values[key] = None if values[key] is None else str(values[key])
+    if values["loss"] is not None and not math.isfinite(values["loss"]):
+        values["loss"] = str(values["loss"])
+    values["validation"] = {k: v if math.isfinite(v) else str(v) for k, v in outcome.validation.items()}
+    return values
+
+
+def render_outcome(outcome: TrainOutcome) -> str:
+    """A few lines that say how it went and where everything is."""
+    shown = "  ".join(f"val {name} {value:.4f}" for name, value in outcome.validation.items()) or "not validated"
+    ended = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "done"
+    lines = [
+        f"{outcome.precision}: {ended} after {outcome.steps} steps, {outcome.skips} skipped; {shown}",
+        f"run file    {outcome.out / 'run.jsonl'}",
+        f"checkpoint  {outcome.checkpoint}",
+    ]
+    if outcome.stopped_by:
+        lines.append(f"go on with  --resume --out {outcome.out}")
+    return "\n".join(lines)
+
+
+def side_by_side(outcomes: list[TrainOutcome]) -> str:
+    """One row per precision."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("precision", "steps", "skipped", "train loss", "val loss", "val metric")
+    for o in outcomes:
+        loss = "-" if o.loss is None else f"{o.loss:.4f}"
+        val, metric = (f"{o.validation[k]:.4f}" if k in o.validation else "-" for k in ("loss", "metric"))
+        table.add_row(o.precision, str(o.steps), str(o.skips), loss, val, metric)
+    console = Console(file=sys.stdout, width=100)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()

@@ -1,0 +1,99 @@
+"""The settings of a training run: one frozen dataclass, and `--set key=value` on exactly its fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.errors import SettingError, unknown
+
+__all__ = ["TrainConfig", "changed_fields", "parse_settings"]
+
+# What shapes the trajectory: a resumed run must have the same, or it would not be the same run.
+FIXED = ("batch", "seed", "accumulate", "max_norm", "ema", "deterministic")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and how to train; None means off, or for epochs and steps, not limited by it."""
+
+    batch: int = 64  # examples in a micro-batch
+    epochs: int | None = None
+    steps: int | None = None  # optimizer steps; the run ends with whichever limit comes first
+    seed: int = 0
+    accumulate: int = 1
+    max_norm: float | None = 1.0
+    ema: float | None = None
+    compile: bool = False
+    deterministic: bool = False
+    eval_every: int = 1  # epochs between validations; the end of the run is always validated
+    save_every: int | None = None  # steps between checkpoints; None: at the end of each epoch
+    keep_last: int = 2
+    keep_best: int = 1
+    higher_is_better: bool = True  # of the job's metric; without a metric, the lowest validation loss is best
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "accumulate", "eval_every", "keep_last"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("epochs", "steps", "save_every"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _at_least("keep_best", self.keep_best, 0)
+        _at_least("seed", self.seed, 0)
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SettingError(f"{name}={value!r} must be a whole number of at least {least}.")
+
+
+def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
+    """The fields that `key=value` texts set, in their own types."""
+    hints = typing.get_type_hints(TrainConfig)
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = (part.strip() for part in pair.partition("="))
+        if key not in hints:
+            raise unknown("setting", key, hints, "Only these can be set with --set.")
+        if not equals:
+            raise SettingError(f"--set {pair!r} has no value; write --set {key}=VALUE.")
+        if key in found:
+            raise SettingError(f"--set {key} is given twice; keep one.")
+        found[key] = _parse(key, text, hints[key])
+    return found
+
+
+def _parse(key: str, text: str, hint: Any) -> Any:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in kinds and text.casefold() in {"none", "off"}:
+        return None
+    try:
+        if bool in kinds:
+            return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}[text.casefold()]
+        if int in kinds:
+            return int(text)
+        if float in kinds:
+            number = float(text)
+            if math.isnan(number):
+                raise ValueError
+            return number
+    except (ValueError, KeyError):
+        wanted = " or ".join("none" if k is type(None) else k.__name__ for k in kinds)
+        raise SettingError(f"--set {key}={text!r} is not a value of type {wanted}.") from None
+    return text
+
+
+def changed_fields(saved: dict[str, Any], now: TrainConfig) -> list[str]:
+    """Fields that shape the trajectory and differ from those of the run that is resumed."""
+    here = dataclasses.asdict(now)
+    return [
+        f"{name}: {saved[name]!r} then, {here[name]!r} now"
+        for name in FIXED
+        if name in saved and saved[name] != here[name]
+    ]

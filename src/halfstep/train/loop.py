@@ -1,0 +1,328 @@
+"""The training loop over a Job: what `halfstep train` does, as one function.
+
+Each epoch trains, validates and saves; a stop asked for by a signal ends the step, saves and returns. A run that is
+resumed goes on bit for bit as if it had not been stopped: weights, masters, moments, loss scale, schedules, averages,
+random numbers and the place in the data are all in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.checkpoint import load_checkpoint
+from halfstep.checkpoint_folder import CheckpointFolder
+from halfstep.engine import Engine
+from halfstep.engine_state import checkpoint_parts, load_engine_checkpoint
+from halfstep.environment import environment
+from halfstep.errors import SettingError
+from halfstep.events import say
+from halfstep.job import Job
+from halfstep.runlog import RunLog
+from halfstep.train.config import TrainConfig, changed_fields
+from halfstep.train.recorder import Listener, Recorder, Silence
+from halfstep.train.stop import StopRequest
+from halfstep.train.stream import DataStream, to_device
+
+__all__ = ["TrainOutcome", "train"]
+
+CHECKPOINTS, RUN_FILE, BOARD = "checkpoints", "run.jsonl", "tensorboard"
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """How a run ended."""
+
+    out: Path
+    precision: str
+    steps: int
+    epochs: int
+    skips: int
+    loss: float | None  # of the last training step
+    validation: dict[str, float]
+    checkpoint: Path | None
+    stopped_by: str | None  # the signal's name, if one ended the run
+
+
+def train(
+    job: Job,
+    config: TrainConfig,
+    *,
+    precision: str = "auto",
+    out: Path,
+    resume: bool = False,
+    command: Sequence[str] = (),
+    listener: Listener | None = None,
+) -> TrainOutcome:
+    """Train `job` and write run file, checkpoints and TensorBoard logs under `out`."""
+    if config.steps is None and config.epochs is None:
+        raise SettingError("The run has no end: give steps or epochs.")
+    run = _Run(job, config, precision, out, resume=resume, command=command, listener=listener or Silence())
+    with StopRequest() as stop:
+        try:
+            return run.go(stop)
+        finally:
+            run.close()
+
+
+class _Run:
+    """One run's objects; lives for one call of `train`."""
+
+    def __init__(
+        self,
+        job: Job,
+        config: TrainConfig,
+        precision: str,
+        out: Path,
+        *,
+        resume: bool,
+        command: Sequence[str],
+        listener: Listener,
+    ) -> None:
+        self.job, self.config, self.out = job, config, out
+        self.folder = CheckpointFolder(out / CHECKPOINTS, config.keep_last, config.keep_best)
+        self.resumed = resume
+        found = self._find(resume)
+        torch.manual_seed(config.seed)
+        self.device = _device(config.device)
+        self.model, self.engine = self._build(precision)
+        context = {"seed": config.seed, "rank": 0, "world_size": 1, "device": self.device, "batch_size": config.batch}
+        self.data = DataStream(job, split="train", **context)
+        self.validation = DataStream(job, split="val", **context)
+        self.values: dict[str, float] = {}
+        self.first_epoch = 0
+        log = self._open_log(found, command)
+        self.recorder = Recorder(log, listener, out / BOARD)
+        self.saved: Path | None = found
+        if found is not None:
+            self._resume(found)
+        self._loss_sum: Tensor | None = None
+        self._num_losses = self._samples = 0
+
+    def _find(self, resume: bool) -> Path | None:
+        found = self.folder.latest() if self.folder.root.exists() else None
+        run_file = self.out / RUN_FILE
+        if not resume:
+            if run_file.exists() or found is not None:
+                raise SettingError(f"{self.out} holds a run already; give --resume to go on with it, or another --out.")
+            return None
+        if found is None and not run_file.exists():
+            raise SettingError(f"There is nothing to resume in {self.out}; start the run without --resume.")
+        return found
+
+    def _build(self, precision: str) -> tuple[nn.Module, Engine]:
+        config, place = self.config, {"seed": self.config.seed, "rank": 0, "world_size": 1, "device": self.device}
+        model = self.job.call("model", **place).to(self.device)
+        optimizer = self.job.call("optimizer", model=model, **place)
+        scheduler = self.job.call("scheduler", optimizer=optimizer, model=model, **place)
+        engine = Engine(
+            model,
+            optimizer,
+            precision,
+            max_norm=config.max_norm,
+            accumulate=config.accumulate,
+            scheduler=scheduler,
+            ema=config.ema,
+            compile=config.compile,
+            deterministic=config.deterministic,
+        )
+        return model, engine
+
+    def _open_log(self, found: Path | None, command: Sequence[str]) -> RunLog:
+        path = self.out / RUN_FILE
+        if path.exists() and (found is not None or path.stat().st_size):
+            return RunLog(path)
+        self.out.mkdir(parents=True, exist_ok=True)
+        return RunLog.create(
+            path,
+            command=list(command),
+            policy=str(self.engine.policy),
+            truth=self.engine.truth().as_dict(),
+            environment=environment(),
+            config=dataclasses.asdict(self.config),
+        )
+
+    def _resume(self, found: Path) -> None:
+        checkpoint = load_checkpoint(found)
+        extra = checkpoint.state["extra"]
+        changed = changed_fields(extra["config"], self.config)
+        if changed:
+            raise SettingError(
+                f"The run in {self.out} was started with other settings ({'; '.join(changed)}); resume with the same."
+            )
+        load_engine_checkpoint(self.engine, checkpoint)
+        self.data.restore(extra["data"])
+        self.first_epoch, self.values = extra["epoch"], extra["values"]
+        self.recorder.start_from(skips=self.engine.attempts - self.engine.applied)
+
+    def go(self, stop: StopRequest) -> TrainOutcome:
+        engine, config = self.engine, self.config
+        log = self.recorder.log
+        if self.saved is not None or self.resumed:
+            log.resume(attempted=engine.attempts, applied=engine.applied, micro_batch=engine.micro_batches)
+        self.recorder.listener.started(engine, self._total_steps())
+        epoch = self.first_epoch
+        while not self._done(epoch) and not stop:
+            finished = self._train_epoch(epoch, stop)
+            self.recorder.flush(wait=True)
+            if not finished:
+                break
+            last = self._done(epoch + 1) or self._steps_done()
+            if (epoch + 1) % config.eval_every == 0 or last:
+                self._validate(epoch)
+            epoch += 1
+            if config.save_every is None or last:
+                self._save(epoch, at_start=True)
+            if self._steps_done():
+                break
+        if stop:
+            self._save(epoch, at_start=False)
+        return self._outcome(epoch, stop)
+
+    def _train_epoch(self, epoch: int, stop: StopRequest) -> bool:
+        """Train one epoch; False if a stop ended it early."""
+        config = self.config
+        self.model.train()
+        self.recorder.restart_clock()
+        for batch in self.data.batches(epoch):
+            self._micro_batch(to_device(batch, self.device), epoch)
+            inside = self.engine.in_window
+            if inside:
+                continue
+            if self._steps_done():
+                return True
+            if stop:
+                return False
+            if config.save_every is not None and self.engine.attempts % config.save_every == 0:
+                self._save(epoch, at_start=False)
+        if self.engine.in_window:
+            self._record(self.engine.step(last=True), epoch)
+        return True
+
+    def _micro_batch(self, batch: Any, epoch: int) -> None:
+        with self.engine.forward():
+            loss = self.job.call("loss", model=self.model, batch=batch, epoch=epoch, device=self.device)
+        self.engine.backward(loss)
+        loss = loss.detach().float()
+        self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
+        self._num_losses += 1
+        self._samples += _batch_size(batch, self.config.batch)
+        result = self.engine.step()
+        if result.boundary:
+            self._record(result, epoch)
+
+    def _record(self, result: Any, epoch: int) -> None:
+        assert self._loss_sum is not None
+        self.recorder.push(
+            result,
+            self._loss_sum / self._num_losses,
+            epoch=epoch,
+            micro_batch=self.engine.micro_batches,
+            samples=self._samples,
+        )
+        self._loss_sum, self._num_losses, self._samples = None, 0, 0
+
+    def _validate(self, epoch: int) -> None:
+        """Loss and metric over the validation split, weighed by the batches' sizes."""
+        loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
+        metric_sum = torch.zeros((), device=self.device, dtype=torch.float64)
+        total = 0
+        where = {"model": self.model, "epoch": epoch, "device": self.device}
+        with self.engine.evaluate(ema=self.engine.ema is not None):
+            for raw in self.validation.batches(epoch):
+                batch = to_device(raw, self.device)
+                size = _batch_size(batch, self.config.batch)
+                loss_sum += self.job.call("loss", batch=batch, **where).detach().double() * size
+                if self.job.metric is not None:
+                    metric_sum += (
+                        torch.as_tensor(self.job.call("metric", batch=batch, **where), device=self.device).double()
+                        * size
+                    )
+                total += size
+        self.values = {"loss": (loss_sum / total).item()}
+        if self.job.metric is not None:
+            self.values["metric"] = (metric_sum / total).item()
+        self.recorder.validated(epoch, self.engine.attempts, self.values)
+
+    def _save(self, epoch: int, *, at_start: bool) -> None:
+        """Write a checkpoint; `at_start` says that `epoch` has not begun."""
+        self.recorder.flush(wait=True)
+        position = None if at_start else self.data.state()
+        extra = {
+            "epoch": epoch,
+            "values": self.values,
+            "config": dataclasses.asdict(self.config),
+            "data": position or {"epoch": -1, "batch": 0, "rng": None, "first": None, "loader": None},
+        }
+        weights, state, meta = checkpoint_parts(self.engine, extra)
+        metric, higher = self._score(fresh=at_start)
+        self.saved = self.folder.save(
+            self.engine.attempts, weights=weights, state=state, meta=meta, metric=metric, higher_is_better=higher
+        )
+        self.recorder.log.event("saved", path=self.saved.name)
+        self.recorder.listener.saved(self.saved)
+        self.recorder.restart_clock()
+
+    def _score(self, *, fresh: bool) -> tuple[float | None, bool]:
+        if not fresh or not self.values:
+            return None, self.config.higher_is_better if self.job.metric is not None else False
+        if "metric" in self.values:
+            return self.values["metric"], self.config.higher_is_better
+        return self.values["loss"], False
+
+    def _steps_done(self) -> bool:
+        return self.config.steps is not None and self.engine.attempts >= self.config.steps
+
+    def _done(self, epoch: int) -> bool:
+        return (self.config.epochs is not None and epoch >= self.config.epochs) or self._steps_done()
+
+    def _total_steps(self) -> int | None:
+        if self.config.steps is not None and self.config.epochs is None:
+            return self.config.steps
+        return self.config.steps
+
+    def _outcome(self, epoch: int, stop: StopRequest) -> TrainOutcome:
+        engine, last = self.engine, self.recorder.last
+        if stop.signal is not None:
+            say(f"Stopped by {stop.signal.name} after step {engine.attempts}; saved {self.saved}. Go on with --resume.")
+        return TrainOutcome(
+            self.out,
+            str(engine.policy),
+            engine.attempts,
+            epoch,
+            engine.attempts - engine.applied,
+            None if last is None else last.loss,
+            self.values,
+            self.saved,
+            None if stop.signal is None else stop.signal.name,
+        )
+
+    def close(self) -> None:
+        self.recorder.close()
+        self.engine.close()
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        try:
+            return torch.device(name)
+        except RuntimeError:
+            raise SettingError(f"device={name!r} is no device of torch; write auto, cpu, cuda or cuda:1.") from None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator if accelerator is not None else torch.device("cpu")
+
+
+def _batch_size(batch: Any, otherwise: int) -> int:
+    """Examples in a batch: the first dimension of its first tensor."""
+    from torch.utils import _pytree as pytree
+
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return otherwise

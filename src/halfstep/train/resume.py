@@ -1,0 +1,31 @@
+"""What an earlier attempt at a run was started with, so that --resume needs no other option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import SettingError
+from halfstep.runlog import read_runlog
+
+__all__ = ["SavedSettings", "saved_settings"]
+
+
+@dataclass(frozen=True)
+class SavedSettings:
+    """The precision and the TrainConfig fields of a run."""
+
+    policy: str
+    config: dict[str, Any]
+
+
+def saved_settings(out: Path) -> SavedSettings:
+    """Read them from the first record of the run file."""
+    path = out / "run.jsonl"
+    if not path.exists():
+        raise SettingError(f"There is nothing to resume in {out}; start the run without --resume.")
+    header = read_runlog(path).header
+    if "config" not in header:
+        raise SettingError(f"{path} was not written by halfstep train; it cannot be resumed.")
+    return SavedSettings(header["policy"], header["config"])

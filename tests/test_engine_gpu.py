@@ -1,0 +1,96 @@
+"""The Engine on a GPU: the same results as on the CPU, and no wait in a step."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_models import Net, batches, same, snapshot
+
+from halfstep.engine import Engine
+
+pytestmark = pytest.mark.gpu
+
+
+def build(precision, **options):
+    torch.manual_seed(0)
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return model, Engine(model, optimizer, precision, scheduler=scheduler, max_norm=1.0, **options)
+
+
+def step(model, engine, batch, *, poison=False):
+    x, y = (t.cuda() for t in batch)
+    if poison:
+        x[0, 0] = math.inf
+    with engine.forward():
+        loss = F.cross_entropy(model(x), y)
+    engine.backward(loss)
+    return engine.step()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "bf16-lean", "fp16-lean"])
+def test_training_learns_and_a_skip_changes_nothing(precision):
+    """Every preset trains on the GPU, and an overflowing step leaves everything bit-identical."""
+    model, engine = build(precision, ema=0.9)
+    data = batches(30)
+    losses = []
+    for batch in data:
+        step(model, engine, batch)
+    engine._deliver(wait=True)
+    before = snapshot(model, engine)
+    assert step(model, engine, data[0], poison=True).skipped
+    assert same(before, snapshot(model, engine)) == []
+    with engine.evaluate():
+        losses = [F.cross_entropy(model(x.cuda()), y.cuda()).item() for x, y in data]
+    assert sum(losses) / len(losses) < 0.9
+    assert engine.applied == 30
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_step_of_a_fused_optimizer_synchronises(precision):
+    """torch reports no synchronising call in backward and step once the engine runs."""
+    model, engine = build(precision, ema=0.9)
+    data = [(x.cuda(), y.cuda()) for x, y in batches(6)]
+    for batch in data[:3]:
+        step(model, engine, batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x, y in data[3:]:
+            with engine.forward():
+                loss = F.cross_entropy(model(x), y)
+            engine.backward(loss)
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert engine.attempts == 6
+
+
+def test_the_host_runs_ahead_of_the_device():
+    """step() returns while the device is still busy with it, and its outcome is read later."""
+    model, engine = build("bf16")
+    big = torch.randn(4096, 4096, device="cuda")
+    for batch in batches(3):
+        step(model, engine, batch)
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    for _ in range(60):
+        big = (big @ big).clamp(-1, 1)
+    result = step(model, engine, batches(1)[0])
+    done.record()
+    assert not done.query()
+    assert math.isfinite(result.grad_norm)
+    assert result.skipped is False
+
+
+def test_the_scheduler_moves_only_for_steps_that_happened():
+    """Delivered one step late, the schedule still counts applied steps only."""
+    model, engine = build("fp16")
+    for i, batch in enumerate(batches(8)):
+        step(model, engine, batch, poison=i in {2, 5})
+    engine._deliver(wait=True)
+    assert engine.applied == 6
+    assert engine.schedulers[0].last_epoch == 6
+    assert engine.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**6)
