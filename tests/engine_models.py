@@ -57,7 +57,12 @@ def batches(count, size=8, seed=0):
 def build(precision, optimizer="adamw", *, model=None, seed=0, schedule=True, **options):
     """A model, its optimizer and the engine around them."""
     torch.manual_seed(seed)
-    model = model if model is not None else Net()
+    if model is None:
+        model = Net()
+    else:  # built before the seed: start it from the seed as well
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
     opt = OPTIMIZERS[optimizer](model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9) if schedule else None
     return model, opt, Engine(model, opt, precision, scheduler=scheduler, **options)

@@ -216,13 +216,18 @@ def test_a_torn_last_line_is_noted(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{oops}", "line 3: not a JSON object"), (b"[1]", "line 3: not a JSON object"), (b"", "line 3: not a JSON object"),
-        (b"\xff\xfe", "line 3: not UTF-8"), (b'{"kind":"step","loss":NaN}', "line 3: not a JSON object"),
-        (b'{"kind":"stop"}', "line 3: unknown kind 'stop'"), (b'{"kind":"run"}', "line 3: unknown kind"),
+        (b"{oops}", "line 3: not a JSON object"),
+        (b"[1]", "line 3: not a JSON object"),
+        (b"", "line 3: not a JSON object"),
+        (b"\xff\xfe", "line 3: not UTF-8"),
+        (b'{"kind":"step","loss":NaN}', "line 3: not a JSON object"),
+        (b'{"kind":"stop"}', "line 3: unknown kind 'stop'"),
+        (b'{"kind":"run"}', "line 3: unknown kind"),
         (b'{"kind":"resume","attempted":1}', "line 3: applied is None, not a count"),
-        (b'{"kind":"event","attempted":"x"}', "line 3: attempted is 'x', not a count"), (b"[" * 5000, "line 3: not a JSON object"),
+        (b'{"kind":"event","attempted":"x"}', "line 3: attempted is 'x', not a count"),
+        (b"[" * 5000, "line 3: not a JSON object"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_line_in_the_middle_is_refused_by_number(tmp_path, line, message):
     """Damage is reported with the line and the way out."""
     with start(tmp_path / "run.jsonl") as log:
@@ -237,12 +242,15 @@ def test_a_bad_line_in_the_middle_is_refused_by_number(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "no complete first line"), (b'{"kind":"ru', "no complete first line"), (b"hello\n", "line 1: not a JSON object"),
-        (b"\x80\x02\n", "line 1: not UTF-8"), (b'{"a":1}\n', "line 1: not the first line of a Halfstep run file"),
+        (b"", "no complete first line"),
+        (b'{"kind":"ru', "no complete first line"),
+        (b"hello\n", "line 1: not a JSON object"),
+        (b"\x80\x02\n", "line 1: not UTF-8"),
+        (b'{"a":1}\n', "line 1: not the first line of a Halfstep run file"),
         (b'{"kind":"run","schema":2,"run":"x"}\n', "line 1: schema 2, and this Halfstep reads up to 1; upgrade"),
         (b'{"kind":"run","schema":"nan","run":"x"}\n', "line 1: not the first line"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_run_file_is_refused(tmp_path, raw, message):
     """Empty, foreign and newer files each get their own answer, from the reader and the writer alike."""
     path = tmp_path / "run.jsonl"

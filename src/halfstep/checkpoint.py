@@ -135,7 +135,7 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
 
 
 def read_meta(path: str | Path) -> dict[str, Any]:
-    """What describes the checkpoint at `path`, without reading its tensors: checks all sizes, and the bytes of meta.json."""
+    """The meta of the checkpoint at `path`, without its tensors: checks all sizes, and the bytes of meta.json."""
     path = Path(path)
     manifest = read_manifest(path)
     require_present(path, manifest)
@@ -212,8 +212,9 @@ def _untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
             if first.get(key) == aliases.get(clean, clean):
                 continue  # one tensor, seen through the wrapper and without it
             raise SettingError(
-                f"weights {origin[clean]!r} and {name!r} are different tensors, but both are {clean!r} without the levels of DDP, "
-                "FSDP or torch.compile. Pass the weights of the model or of its wrapper, not of both, or rename the submodule."
+                f"weights {origin[clean]!r} and {name!r} are different tensors, but both are {clean!r} without the "
+                "levels of DDP, FSDP or torch.compile. Pass the weights of the model or of its wrapper, not of "
+                "both, or rename the submodule."
             )
         origin[clean] = name
         if key in first:

@@ -141,7 +141,7 @@ def _no_manifest(path: Path) -> SettingError:
 
 def _pickled(path: Path, name: str) -> SettingError:
     return SettingError(
-        f"{path} is not a Halfstep checkpoint: {name} looks like a pickle, as torch.save and DeepSpeed write them, and a pickle "
-        "runs the code it brings. Halfstep never opens one. If you trust it, load it yourself with "
+        f"{path} is not a Halfstep checkpoint: {name} looks like a pickle, as torch.save and DeepSpeed write them, and "
+        "a pickle runs the code it brings. Halfstep never opens one. If you trust it, load it yourself with "
         "torch.load(..., weights_only=True) and write it with halfstep's save_checkpoint."
     )

@@ -81,7 +81,8 @@ class CheckpointFolder:
             if metric is not None and other.metric is not None and other.higher_is_better != higher_is_better:
                 raise SettingError(
                     f"higher_is_better={higher_is_better}, but {other.path.name} in {self.root} was saved with "
-                    f"{other.higher_is_better}: their metrics cannot be compared. Use one metric for a folder, or another folder."
+                    f"{other.higher_is_better}: their metrics cannot be compared. Use one metric for a folder, or "
+                    "another folder."
                 )
         order = 1 + max((other.order for other in earlier), default=0)
         own = {

@@ -21,7 +21,7 @@ written, counted from the start of the run, so the first step is 1; they go on o
     ...           any numbers: loss, metric, lr, scale, skipped, grad_norm, samples_per_second
 
 `event`, something that happened: `event` names it, and `micro_batch`, `attempted` and `applied` are those of the last
-`step` line this process wrote, if it wrote one.
+`step` or `resume` line this process wrote, if it wrote one.
 
 `resume`, training went on from a checkpoint: `attempted`, `applied` and, where known, `micro_batch` are the counts in
 that checkpoint. Earlier `step` and `event` lines with a larger `attempted` or `micro_batch` tell of work that was
@@ -77,7 +77,8 @@ class Run:
     torn: bool
 
     def __str__(self) -> str:
-        return f"run {self.header['run']}: {len(self.records)} step records, {len(self.events)} events, {len(self.resumes)} resumes"
+        counts = f"{len(self.records)} step records, {len(self.events)} events, {len(self.resumes)} resumes"
+        return f"run {self.header['run']}: {counts}"
 
 
 class RunLog:
@@ -135,7 +136,7 @@ class RunLog:
         self._append(_line("event", {"event": kind, **self._counts}, _apart(fields, "event", *_COUNTS)))
 
     def resume(self, *, attempted: int, applied: int, micro_batch: int | None = None, **fields: Any) -> None:
-        """Record that training goes on from a checkpoint with these counts; later records of earlier attempts are void."""
+        """Record that training goes on from a checkpoint with these counts; what earlier attempts did later is void."""
         counts = _steps(attempted, applied)
         if micro_batch is not None:
             counts = {"micro_batch": _count("micro_batch", micro_batch), **counts}
@@ -219,8 +220,8 @@ def _append(handle: int, path: Path, line: bytes) -> None:
     except OSError as error:
         os.ftruncate(handle, end)  # half a line would spoil the next one
         raise HalfstepError(
-            f"A line of {len(line)} bytes could not be written to {path}: {error.strerror or error}. The lines before it are "
-            "whole; make room on the disk."
+            f"A line of {len(line)} bytes could not be written to {path}: {error.strerror or error}. The lines before "
+            "it are whole; make room on the disk."
         ) from error
 
 
@@ -269,8 +270,8 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str(key): _plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
     raise SettingError(
-        f"{where} is a {type(value).__name__}, which a run file cannot hold; pass numbers, text, None, lists, or dicts with "
-        "text as keys (for a tensor, its .item())."
+        f"{where} is a {type(value).__name__}, which a run file cannot hold; pass numbers, text, None, lists, or dicts "
+        "with text as keys (for a tensor, its .item())."
     )
 
 

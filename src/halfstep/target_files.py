@@ -71,14 +71,16 @@ class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         path = Path(self.path)
         folder = str(path.parent)
-        module.__source__ = path.read_bytes()  # type: ignore[attr-defined] # compared by load_file
+        source = path.read_bytes()
+        vars(module)["__source__"] = source  # load_file compares it with the file
         _folders.pop(folder, None)
         _folders[folder] = None
         before = set(sys.modules)
         try:
             with first_on_path(folder):
-                # Compiled from the text each time: a cached .pyc may be older than an edit of the same second and size.
-                exec(compile(module.__source__, self.path, "exec", dont_inherit=True), module.__dict__)  # type: ignore[attr-defined]  # noqa: S102 - running the user's file is the point
+                # Compiled from the text each time: a .pyc may be older than an edit of the same second and length.
+                code = compile(source, self.path, "exec", dont_inherit=True)
+                exec(code, module.__dict__)  # noqa: S102 - running the user's file is the point
         finally:
             for name in set(sys.modules) - before:
                 file = getattr(sys.modules[name], "__file__", None) or ""

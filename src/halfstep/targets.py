@@ -55,7 +55,9 @@ def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | N
     if text in BUILT_IN or head in LIBRARIES:
         return _built_in(text, data_dir)
     if data_dir is not None:
-        raise SettingError(f"A data folder has no effect on the target {text!r}, whose job brings its own data; leave it out.")
+        raise SettingError(
+            f"A data folder has no effect on the target {text!r}, whose job brings its own data; leave it out."
+        )
     if text.endswith(".py"):
         return _from_file(Path(text), "job")
     if head.endswith(".py") and tail.isidentifier():
@@ -71,7 +73,9 @@ def _built_in(text: str, data_dir: str | os.PathLike[str] | None) -> Target:
     jobs = importlib.import_module("halfstep.builtin_jobs")
     if text == DEFAULT:
         if data_dir is not None:
-            raise SettingError("A data folder has no effect on the target 'digits', whose images are embedded; leave it out.")
+            raise SettingError(
+                "A data folder has no effect on the target 'digits', whose images are embedded; leave it out."
+            )
         return Target(text, jobs.digits_job(), text)
     root = None if data_dir is None else str(Path(data_dir).expanduser().resolve())
     library, _, name = text.rpartition(":")
@@ -118,7 +122,9 @@ def _pick(names: dict[str, Any], name: str, where: str) -> Job:
         raise SettingError(f"{where} has no {name!r}. {have}; write {name} = halfstep.Job(...) or name another.")
     if not isinstance(names[name], Job):
         kind = type(names[name]).__name__
-        raise SettingError(f"{name!r} in {where} is of type {kind}, not a halfstep.Job. {have}; write {name} = halfstep.Job(...).")
+        raise SettingError(
+            f"{name!r} in {where} is of type {kind}, not a halfstep.Job. {have}; write {name} = halfstep.Job(...)."
+        )
     job: Job = names[name]
     return job
 
@@ -142,7 +148,9 @@ def _unusable(text: str) -> SettingError:
     if path.is_dir():
         files = sorted(p.name for p in path.glob("*.py"))
         found = f" (it has {', '.join(files[:8])})" if files else ""
-        return SettingError(f"{text} is a folder{found}; name a job file in it, such as {path / (files or ['job.py'])[0]}.")
+        return SettingError(
+            f"{text} is a folder{found}; name a job file in it, such as {path / (files or ['job.py'])[0]}."
+        )
     if path.is_file():
         return SettingError(f"{text} is not a Python file; a job file ends in .py.")
     if os.sep in text:

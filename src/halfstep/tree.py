@@ -147,8 +147,8 @@ class _Writer:
         for key in value:
             if type(key) not in _KEYS:
                 raise SettingError(
-                    f"{self._where(path)} has the key {key!r} of type {type(key).__name__}, which a checkpoint cannot hold; "
-                    "use a str, int, float, bool, bytes, None or a tuple of these."
+                    f"{self._where(path)} has the key {key!r} of type {type(key).__name__}, which a checkpoint "
+                    "cannot hold; use a str, int, float, bool, bytes, None or a tuple of these."
                 )
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.node(item, (*path, key)) for key, item in value.items()}

@@ -4,7 +4,9 @@ DIGITS.md beside this file has their origin and licence. The split is fixed and 
 images sorted by digit (file order within a digit), every fifth is for validation. That gives 360 of them and
 1,437 for training, with every digit's share equal to within one image.
 
-Everything is held in memory on the device of the run, so a batch costs one gather and no worker process.
+Training images get a little noise, drawn anew for every (seed, epoch): without it the `digits` job stops between
+94 and 98 % validation accuracy depending on the seed, with it all seeds reach 98 %. Everything is held in memory
+on the device of the run, so a batch costs a gather and an addition, and no worker process.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.loader import Batch, Loader, Order, order_identity
-from halfstep.errors import HalfstepError
+from halfstep.data.loader import Batch, Loader, Order, mix, order_identity
+from halfstep.errors import HalfstepError, unknown
+from halfstep.job import SPLITS
 
 __all__ = ["Digits", "DigitsLoader", "load_digits"]
 
@@ -29,6 +32,9 @@ FILE = "digits.csv.gz"
 SHA256 = "09f66e6debdee2cd2b5ae59e0d6abbb73fc2b0e0185d2e1957e9ebb51e23aa22"
 NUM_IMAGES, SIDE, LARGEST_PIXEL = 1797, 8, 16
 VAL_EVERY = 5
+NUM_VAL = (NUM_IMAGES + VAL_EVERY - 1) // VAL_EVERY
+NUM_TRAIN = NUM_IMAGES - NUM_VAL
+TRAIN_NOISE = 0.3  # standard deviation, for pixels in [-1, 1]; 0.2 and 0.4 are as good, 0.6 is too much
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,9 @@ class Digits:
 
 @functools.cache
 def load_digits(split: str) -> Digits:
-    """The images and labels of "train" or "val", on the CPU; read once."""
+    """The images and labels of "train" or "val", on the CPU, without noise; read once."""
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS)
     pixels, labels = _read()
     by_digit = np.argsort(labels, kind="stable")
     chosen = np.zeros(len(labels), dtype=bool)
@@ -81,13 +89,18 @@ class DigitsLoader(Loader):
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        num_examples = NUM_IMAGES - NUM_IMAGES // VAL_EVERY - 1 if split == "train" else NUM_IMAGES // VAL_EVERY + 1
-        self._order = Order(num_examples, batch_size, split, seed, rank, world_size)
         digits = load_digits(split)
+        self._order = Order(len(digits.labels), batch_size, split, seed, rank, world_size)
         self._images, self._labels = digits.images.to(device), digits.labels.to(device)
         super().__init__(order_identity(self._order), self._order.num_batches, epoch)
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
+        images = self._images
+        if self._order.split == "train":
+            # By example and on the CPU, so that neither the device nor the number of processes changes it.
+            generator = torch.Generator().manual_seed(mix("noise", self._order.seed, epoch))
+            noise = torch.randn(images.shape, generator=generator)
+            images = torch.add(images, noise.to(images.device), alpha=TRAIN_NOISE)
         for rows in self._order.batches(epoch)[first:]:
-            chosen = rows.to(self._images.device)
-            yield self._images[chosen], self._labels[chosen]
+            chosen = rows.to(images.device)
+            yield images[chosen], self._labels[chosen]
