@@ -13,6 +13,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 demo: $(VENV)/.base  ## the main job on this machine
 	$(BIN)/halfstep probe
+	$(BIN)/halfstep train digits -p fp32 -p fp16 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.dev  ## the whole suite but the slow tests, with the coverage gate
 	$(PYTEST) -m "not slow" --cov --cov-report=term --cov-fail-under=90

@@ -187,9 +187,15 @@ def main():
     ]
     for name, moved, median, low, high in bench_steps(shapes, args.rounds):
         floor = moved * count / bandwidth * 1e3
-        lines.append(f"| {name} | {moved} | {floor:.2f} | {median:.3f} ({low:.3f} to {high:.3f}) | {floor / median:.0%} |")
+        lines.append(
+            f"| {name} | {moved} | {floor:.2f} | {median:.3f} ({low:.3f} to {high:.3f}) | {floor / median:.0%} |"
+        )
     if args.loop:
-        lines += ["", f"Whole step at 224 pixels, batch {args.batch}, AdamW, clip 1.0, eager; median (min to max) of 5 rounds", ""]
+        lines += [
+            "",
+            f"Whole step at 224 pixels, batch {args.batch}, AdamW, clip 1.0, eager; median (min to max) of 5 rounds",
+            "",
+        ]
         lines += ["| loop | images/s | peak GiB |", "|---|---|---|"]
         cases = [
             ("torch AMP bf16, by hand, fused AdamW", hand_written(build, torch.bfloat16)),

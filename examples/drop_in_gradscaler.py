@@ -9,7 +9,7 @@ model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scaler = halfstep.GradScaler("cpu", init_scale=2.0**20, named_parameters=model.named_parameters())
 
-for step in range(20):
+for _ in range(20):
     x = torch.randn(32, 8)
     with torch.autocast("cpu", dtype=torch.float16):
         prediction = model(x)

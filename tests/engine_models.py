@@ -87,8 +87,8 @@ def snapshot(model, engine):
     for i, optimizer in enumerate(engine.optimizers):
         for param, state in optimizer.state.items():
             for key, value in state.items():
-                value = value.detach().clone() if isinstance(value, torch.Tensor) else value
-                found[f"optimizer{i}.{names[id(param)]}.{key}"] = value
+                copied = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                found[f"optimizer{i}.{names[id(param)]}.{key}"] = copied
         found[f"lr{i}"] = [float(g["lr"]) for g in optimizer.param_groups]
     found |= {f"master.{n}": t.clone() for n, t in engine.masters().items()}
     if engine.ema is not None:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_models import LEAN, PRESETS, Net, batches, build, same, snapshot, train_step
 
+from engine_models import LEAN, PRESETS, Net, batches, build, same, snapshot, train_step
 from halfstep.engine import Engine
 from halfstep.errors import HalfstepError, OverflowStop
 from halfstep.scaler import LossScaler, NoScaler, StaticScaler
@@ -165,7 +165,7 @@ def test_modules_kept_in_fp32_by_pattern():
     for precision in ("bf16", "fp16", "bf16-lean", "fp16-lean"):
         seen = []
         model = Net()
-        model.head.register_forward_hook(lambda _m, args, out: seen.append((args[0].dtype, out.dtype)))
+        model.head.register_forward_hook(lambda _m, args, out, seen=seen: seen.append((args[0].dtype, out.dtype)))
         engine = Engine(model, torch.optim.AdamW(model.parameters()), f"{precision},keep_fp32=head")
         train_step(model, engine, batches(1)[0])
         assert seen[-1][1] is torch.float32
@@ -178,7 +178,9 @@ def test_activation_checkpointing_gives_the_same_step():
 
     norms = []
     for recompute in (False, True):
-        model, _, engine = build("bf16", model=torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)))
+        model, _, engine = build(
+            "bf16", model=torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+        )
         x, y = batches(1)[0]
         with engine.forward():
             out = checkpoint(model, x, use_reentrant=False) if recompute else model(x)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from engine_models import Net, batches, same, snapshot
 from gpu_sync import no_synchronisation
-
 from halfstep.engine import Engine
 
 pytestmark = pytest.mark.gpu

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_models import ADOPTED, LEAN, OPTIMIZERS, PRESETS, Net, batches, build, pairs, same, snapshot, train_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_models import ADOPTED, LEAN, OPTIMIZERS, PRESETS, Net, batches, build, pairs, same, snapshot, train_step
 from halfstep.engine import Engine
 from halfstep.scaler import LossScaler
 
@@ -160,7 +160,9 @@ def test_clipping_is_on_true_gradients_and_the_norm_is_true(precision, optimizer
     loose = 1e-2 if "states=bf16" in precision else 2e-6
     for name, after in engine.masters().items():
         moved = (reference[name] - start[name].double()).detach()
-        assert torch.allclose(after.double() - start[name].double(), moved, rtol=3e-3, atol=loose * moved.abs().max() + 1e-7), name
+        assert torch.allclose(
+            after.double() - start[name].double(), moved, rtol=3e-3, atol=loose * moved.abs().max() + 1e-7
+        ), name
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp16-lean"])
@@ -264,7 +266,9 @@ def test_random_interleavings_never_corrupt_the_state(data):
         else:
             with pytest.raises(ValueError, match="without engine.backward"):
                 engine.step()
-            F.cross_entropy(model.eval()(stream[0][0].to(next(model.parameters()).dtype)).float(), stream[0][1]).backward()
+            F.cross_entropy(
+                model.eval()(stream[0][0].to(next(model.parameters()).dtype)).float(), stream[0][1]
+            ).backward()
             model.train()
             with pytest.raises(ValueError, match="bare loss.backward"), engine.forward():
                 engine.backward(model.head.weight.sum())

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from halfstep.errors import HalfstepError
 from halfstep.formats import (
-    BF16, BLOCK8, BLOCK8_UNSIGNED, FORMATS, FP8_E4M3FN, FP8_E4M3FNUZ, FP8_E5M2FNUZ, FP16, FP32, TF32, Format, get_format,
+    BF16,
+    BLOCK8,
+    BLOCK8_UNSIGNED,
+    FORMATS,
+    FP8_E4M3FN,
+    FP8_E4M3FNUZ,
+    FP8_E5M2FNUZ,
+    FP16,
+    FP32,
+    TF32,
+    Format,
+    get_format,
 )  # fmt: skip
 
 STORED = [f for f in FORMATS.values() if isinstance(f, Format) and f.torch_name]
@@ -118,7 +129,15 @@ def test_block_format_costs_little_more_than_a_byte_and_keeps_small_values():
 
 @pytest.mark.parametrize(
     ("name", "format_"),
-    [("bf16", BF16), ("torch.bfloat16", BF16), ("float16", FP16), ("half", FP16), ("FP32", FP32), ("8bit", BLOCK8), ("tf32", TF32)],
+    [
+        ("bf16", BF16),
+        ("torch.bfloat16", BF16),
+        ("float16", FP16),
+        ("half", FP16),
+        ("FP32", FP32),
+        ("8bit", BLOCK8),
+        ("tf32", TF32),
+    ],
 )
 def test_formats_are_found_by_either_spelling(name, format_):
     """Halfstep's names and torch's lead to the same format."""

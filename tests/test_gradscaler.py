@@ -286,7 +286,9 @@ def test_state_goes_to_torch_and_back():
         target = OURS("cpu")
         target.load_state_dict(source)
         assert target.get_scale() == 32768.0
-    target.load_state_dict({"cur_scale": 256.0, "dynamic": True, "cur_iter": 12, "last_overflow_iter": 4, "scale_window": 50})
+    target.load_state_dict(
+        {"cur_scale": 256.0, "dynamic": True, "cur_iter": 12, "last_overflow_iter": 4, "scale_window": 50}
+    )
     assert (target.get_scale(), target.get_growth_interval(), target._get_growth_tracker()) == (256.0, 50, 7)
 
 

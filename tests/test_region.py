@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from halfstep.engine import Engine
 from halfstep.region import COMPUTE_DTYPES, compute_region, fp32_operations, upcast
 
 FP32 = torch.float32
@@ -55,8 +56,8 @@ LOSSES = {
     "kl_div": "F.kl_div(h, torch.ones_like(h), reduction='batchmean')",
     "binary_cross_entropy_with_logits": "F.binary_cross_entropy_with_logits(h, torch.ones_like(h))",
     "cosine_embedding_loss": "F.cosine_embedding_loss(h, h, torch.ones(4))",
-    "triplet_margin_loss": "F.triplet_margin_loss(h, h, h + 1)",
-    "gaussian_nll_loss": "F.gaussian_nll_loss(h, h, h.abs() + 1)",
+    "triplet_margin_loss": "F.triplet_margin_loss(h, h.flip(0), -h)",
+    "gaussian_nll_loss": "F.gaussian_nll_loss(h, torch.zeros_like(h), h.abs())",
     "poisson_nll_loss": "F.poisson_nll_loss(h, h.abs())",
 }
 IN_16_BITS = {
@@ -154,7 +155,9 @@ def test_gradients_flow_through_the_fp32_operations(compute):
         x = inputs()["x"].requires_grad_()
         with compute_region("cpu", where):
             h = layer(x)
-            loss = (h.softmax(-1) * h.exp()).sum() + h.norm() + h.logsumexp(-1).sum() + F.cross_entropy(h, torch.arange(4))
+            loss = (
+                (h.softmax(-1) * h.exp()).sum() + h.norm() + h.logsumexp(-1).sum() + F.cross_entropy(h, torch.arange(4))
+            )
         loss.backward()
         return layer.weight.grad, x.grad
 
@@ -306,20 +309,20 @@ def test_regions_can_be_first_entered_by_many_threads_at_once():
 @every_compute
 def test_activation_checkpointing_recomputes_in_the_same_formats(compute):
     """The recomputation runs during backward, outside the region; it must save the same tensors as the forward did."""
-    layer = nn.Linear(4, 4)
-    reference = nn.Linear(4, 4)
-    reference.load_state_dict(layer.state_dict())
-    x = torch.randn(3, 4)
 
     def block(module, x):
         return module(module(x).softmax(-1).exp())
 
-    with compute_region("cpu", compute):
-        loss = checkpoint(block, layer, x, use_reentrant=False).sum()
-        expected = block(reference, x).sum()
-    loss.backward()
-    expected.backward()
-    assert torch.equal(layer.weight.grad, reference.weight.grad)
+    x, grads = torch.randn(3, 4), []
+    for run_block in (block, lambda *args: checkpoint(block, *args, use_reentrant=False)):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        with Engine(layer, torch.optim.SGD(layer.parameters(), lr=0.1), compute) as engine:
+            with engine.forward():
+                loss = run_block(layer, x).sum()
+            engine.backward(loss)
+            grads.append(layer.weight.grad.clone())
+    assert torch.equal(*grads)
 
 
 @pytest.fixture
@@ -371,23 +374,21 @@ def test_a_function_compiled_in_plain_autocast_follows_the_rule_in_a_region(fres
         assert inside(h).dtype is torch.bfloat16
 
 
-def test_the_list_of_added_operations_is_the_same_before_and_after_it_is_installed():
-    """fp32_operations tells what the rule adds, whether or not a region has been entered yet."""
-    code = (
-        "from halfstep.region import compute_region, fp32_operations\n"
-        "before = fp32_operations()\n"
-        "with compute_region('cpu', 'bf16'): pass\n"
-        "assert {'softmax.int', 'sum.default', 'exp.default'} <= set(before), before\n"
-        "assert not any('out' in name or 'layer_norm' in name for name in before), before\n"
-        "assert fp32_operations() == before, (before, fp32_operations())\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+def test_the_list_of_added_operations_can_be_read_while_they_are_installed():
+    """fp32_operations tells what the rule adds, also after a region has been entered."""
+    with compute_region("cpu", "bf16"):
+        names = set(fp32_operations())
+    assert {"softmax.int", "log_softmax.int", "sum.default", "exp.default", "logsumexp.default"} <= names
+    assert not any("out" in name or "layer_norm" in name for name in names)
 
 
 def test_upcast_changes_16_bit_tensors_only():
     """Trees keep their shape; other dtypes and other values stay the same objects."""
     full, count, text = torch.ones(2), torch.ones(2, dtype=torch.int64), "text"
-    tree = {"a": [torch.ones(2, dtype=torch.float16), full], "b": (torch.ones(2, dtype=torch.bfloat16), count, text, None)}
+    tree = {
+        "a": [torch.ones(2, dtype=torch.float16), full],
+        "b": (torch.ones(2, dtype=torch.bfloat16), count, text, None),
+    }
     found = upcast(tree)
     assert found["a"][0].dtype is found["b"][0].dtype is FP32
     assert found["a"][1] is full

@@ -5,14 +5,14 @@ import math
 
 import pytest
 import torch
-from gpu_sync import no_synchronisation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scaler_rules import RULES
 
+from gpu_sync import no_synchronisation
 from halfstep.errors import HalfstepError, OverflowStop
 from halfstep.lossscale import SEMANTICS, LossScale
 from halfstep.scaler import LossScaler, NoScaler, ScalerCounts, StaticScaler, make_scaler
+from scaler_rules import RULES
 
 
 def test_defaults_are_deepspeeds_tuned_setting():
@@ -57,7 +57,9 @@ def test_a_flag_of_shape_one_is_accepted():
     assert scaler.get_scale() == 32768.0
 
 
-@pytest.mark.parametrize("scaler", [LossScaler(hysteresis=1), StaticScaler(8.0), NoScaler()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "scaler", [LossScaler(hysteresis=1), StaticScaler(8.0), NoScaler()], ids=lambda s: type(s).__name__
+)
 def test_every_scaler_counts_its_skips(scaler):
     """Skips and consecutive skips are counted, whatever the scaler."""
     for flag in (0.0, 1.0, 1.0, 0.0, 1.0):
@@ -245,7 +247,7 @@ def test_a_stage_0_deepspeed_state_is_loaded():
         "scale_factor": 2.0, "scale_window": 20,
     })  # fmt: skip
     assert (ours.get_scale(), ours.settings.growth_interval, ours.settings.hysteresis) == (256.0, 20, 2)
-    grown = [i for i in range(30) if (ours.update(0.0), ours.get_scale())[1] > 256.0][0]
+    grown = next(i for i in range(30) if (ours.update(0.0), ours.get_scale())[1] > 256.0)
     assert grown == 20 - (40 - 30 - 1)  # DeepSpeed grows when cur_iter - last_overflow_iter - 1 reaches 20
 
 

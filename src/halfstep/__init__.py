@@ -14,36 +14,47 @@ __version__ = "0.1.0"
 # name -> module that defines it; one line per public name.
 _HOME = {
     "Choice": "choice",
+    "Engine": "engine",
     "Format": "formats",
     "GradScaler": "gradscaler",
     "HalfstepError": "errors",
     "Hardware": "hardware",
+    "Job": "job",
     "LossScale": "lossscale",
     "LossScaler": "scaler",
     "NoScaler": "scaler",
     "Policy": "policy",
     "StaticScaler": "scaler",
+    "StepResult": "result",
     "choose": "choice",
     "get_format": "formats",
     "probe": "hardware",
     "set_tf32": "tf32",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - a test holds this against reality
+_SUBPACKAGES = ("optim",)
+
+__all__ = ["__version__", *sorted((*_HOME, *_SUBPACKAGES))]  # noqa: PLE0604 - a test holds this against reality
 
 if TYPE_CHECKING:
+    from halfstep import optim as optim
     from halfstep.choice import Choice, choose
+    from halfstep.engine import Engine
     from halfstep.errors import HalfstepError
     from halfstep.formats import Format, get_format
     from halfstep.gradscaler import GradScaler
     from halfstep.hardware import Hardware, probe
+    from halfstep.job import Job
     from halfstep.lossscale import LossScale
     from halfstep.policy import Policy
+    from halfstep.result import StepResult
     from halfstep.scaler import LossScaler, NoScaler, StaticScaler
     from halfstep.tf32 import set_tf32
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"halfstep.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"halfstep.{_HOME[name]}"), name)

@@ -39,10 +39,8 @@ class BufferGuard:
             # One flat select per dtype: a network has hundreds of small buffers, and a launch for each would show.
             before, now = (torch.cat([pair[i].reshape(-1) for pair in pairs]) for i in (0, 1))
             chosen = torch.where(found_inf.to(device, non_blocking=True) != 0, before, now)
-            parts = chosen.split([b.numel() for _, b in pairs])
-            torch._foreach_copy_(  # noqa: SLF001 - one launch for all, as torch.optim does
-                [b for _, b in pairs], [p.view_as(b) for p, (_, b) in zip(parts, pairs, strict=True)]
-            )
+            parts = torch.split(chosen, [b.numel() for _, b in pairs])
+            torch._foreach_copy_([b for _, b in pairs], [p.view_as(b) for p, (_, b) in zip(parts, pairs, strict=True)])
 
     def forget(self) -> None:
         """Close the step without putting anything back."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own spelling
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -30,7 +30,8 @@ __all__ = ["DIGITS_BATCH", "DIGITS_EPOCHS", "IMAGE_BATCH", "digits_job", "librar
 
 BuildModel = Callable[[int], nn.Module]  # from the number of classes
 
-# Found over learning rates 2e-3 to 1e-2, decays 0.01 to 1 and batches 16 to 64, four seeds each: 98.3 to 98.9 %.
+# Found by trial over learning rates 2e-3 to 1e-2, decays 0.01 to 1 and batches 16 to 64, three to four seeds each.
+# This setting: 98.1 to 98.9 % in fp32 over five seeds, 3 to 7 s a run on two cores.
 DIGITS_BATCH = 64
 DIGITS_EPOCHS = 20  # the length the learning rate is planned for; it stays at its last value after that
 DIGITS_LR, DIGITS_DECAY = 5e-3, 0.1

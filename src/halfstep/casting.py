@@ -37,7 +37,7 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
         return {}
     dtype = COMPUTE_DTYPES[policy.params]
     kept = _kept_parameters(model, policy)
-    masters = {}
+    masters: dict[Tensor, Tensor] = {}
     for name, param in model.named_parameters():
         if param in kept or not param.is_floating_point() or param.dtype is dtype:
             continue
@@ -108,10 +108,10 @@ def _kept_parameters(model: nn.Module, policy: Policy) -> set[Tensor]:
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     if "forward" in vars(module):  # somebody wrapped it before; keep calling theirs
-        module._halfstep_inner = vars(module)["forward"]  # type: ignore[assignment]  # noqa: SLF001
+        module._halfstep_inner = vars(module)["forward"]  # noqa: SLF001
     module._halfstep_wrapped = True  # type: ignore[assignment]  # noqa: SLF001
     # A bound method rather than a hook pair: torch.compile can trace a `with` block, and deepcopy rebinds it.
-    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+    module.forward = types.MethodType(forward, module)
 
 
 def _inner(module: nn.Module) -> Callable[..., Any]:

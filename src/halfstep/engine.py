@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from halfstep.backends import SingleDevice
 from halfstep.buffers import BufferGuard
 from halfstep.casting import cast_model, uncast_forwards, wrap_forwards
+from halfstep.checkpoint import load_checkpoint, save_checkpoint
 from halfstep.choice import resolve
 from halfstep.ema import Ema
 from halfstep.engine_checks import GradientWatch, check_loss, check_scaler, check_settings, named_trainables
-from halfstep.checkpoint import load_checkpoint, save_checkpoint
 from halfstep.engine_state import checkpoint_parts, load_engine, load_engine_checkpoint, state_of
 from halfstep.errors import SettingError
 from halfstep.events import say
@@ -360,7 +360,7 @@ class Engine:
             self.backend.close()
             self._closed = True
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

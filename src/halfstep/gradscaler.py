@@ -19,6 +19,7 @@ tests/test_gradscaler.py) are mended:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable, Iterator
@@ -166,7 +167,9 @@ class GradScaler(torch.amp.GradScaler):
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
         }
-        self._rule = _rule(self._rule.min_scale, min_scale=self._rule.min_scale, max_skips=self._rule.max_skips, **now | changed)
+        self._rule = _rule(
+            self._rule.min_scale, min_scale=self._rule.min_scale, max_skips=self._rule.max_skips, **now | changed
+        )
         for name, value in changed.items():
             setattr(self, f"_{name}", value)
         if "growth_interval" in changed:
@@ -201,7 +204,7 @@ class GradScaler(torch.amp.GradScaler):
                     yield self._names.get(id(param), fallback), param
 
 
-def _make_flag_zero_or_one(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _make_flag_zero_or_one(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Optimizer pre-hook: fused kernels compare the flag with exactly 1, and torch hands them a sum."""
     found_inf = getattr(optimizer, "found_inf", None)
     if isinstance(found_inf, Tensor):
@@ -226,10 +229,8 @@ def _rule(
     max_skips: int | None,
 ) -> LossScale:
     """Torch's rule as a checked value: torch itself accepts a backoff of -1 and an interval of 0."""
-    try:
+    with contextlib.suppress(TypeError):  # LossScale says what is wrong with it
         growth_interval = operator.index(growth_interval)
-    except TypeError:
-        pass  # LossScale says what is wrong with it
     return LossScale.dynamic(
         semantics="torch",
         init_scale=init_scale,

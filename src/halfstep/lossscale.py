@@ -62,7 +62,9 @@ class LossScale:
         for name in ("growth_factor", "backoff_factor", "min_scale", "max_scale"):
             _require_number(name, getattr(self, name))
         if self.growth_factor <= 1 or math.isinf(self.growth_factor):
-            raise SettingError(f"growth_factor={self.growth_factor!r} would never raise the scale; use a number above 1, such as 2.")
+            raise SettingError(
+                f"growth_factor={self.growth_factor!r} would never raise the scale; use a number above 1, such as 2."
+            )
         if not 0 < self.backoff_factor < 1:
             raise SettingError(
                 f"backoff_factor={self.backoff_factor!r} must lie between 0 and 1, both excluded: 0 would make the "
@@ -76,16 +78,22 @@ class LossScale:
                 "overflow. Omit it, or use 'apex', 'megatron' or 'deepspeed'."
             )
         if self.min_scale <= 0:
-            raise SettingError(f"min_scale={self.min_scale!r} must be above 0: at scale 0 every gradient is NaN. 1 is usual.")
+            raise SettingError(
+                f"min_scale={self.min_scale!r} must be above 0: at scale 0 every gradient is NaN. 1 is usual."
+            )
         if self.min_scale > self.max_scale:
-            raise SettingError(f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}; swap or widen them.")
+            raise SettingError(
+                f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}; swap or widen them."
+            )
         if self.init_scale < self.min_scale:
             raise SettingError(
                 f"init_scale={self.init_scale!r} is below min_scale={self.min_scale!r}: the first overflow would raise "
                 "the scale instead of lowering it. Raise init_scale or lower min_scale."
             )
         if self.init_scale > self.max_scale:
-            raise SettingError(f"init_scale={self.init_scale!r} is above max_scale={self.max_scale!r}; lower it or raise max_scale.")
+            raise SettingError(
+                f"init_scale={self.init_scale!r} is above max_scale={self.max_scale!r}; lower it or raise max_scale."
+            )
 
     @classmethod
     def dynamic(cls, **settings: Any) -> LossScale:

@@ -50,7 +50,7 @@ class Readback:
                 return
             buffer = self._buffer(values)
             buffer.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             values = buffer
         else:
@@ -65,7 +65,7 @@ class Readback:
             if first.event is not None:
                 if wait:
                     first.event.synchronize()
-                elif not first.event.query():
+                elif not first.event.query():  # type: ignore[no-untyped-call]
                     break
             self._pending.popleft()
             arrived.append((first.payload, first.values.tolist()))

@@ -91,11 +91,12 @@ def _install_cpu_rule() -> None:
         if _library is not None:
             return
         names = fp32_operations()  # before the first registration, which would change the answer
-        library = torch.library.Library("aten", "IMPL")
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name in names:
             base, overload = name.split(".")
             operation = getattr(getattr(torch.ops.aten, base), overload)
-            library.impl(base if overload == "default" else name, _in_fp32(operation), "AutocastCPU")
+            own = base if overload == "default" else name
+            library.impl(own, _in_fp32(operation), "AutocastCPU")  # type: ignore[no-untyped-call]
         _library = library
 
 

@@ -63,7 +63,9 @@ class Scaler:
         """The loss multiplied by the current scale, in fp32 if it came in 16 bits."""
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             what = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
-            raise SettingError(f"scale() takes a floating-point loss tensor, not {what}; pass the loss you call backward on.")
+            raise SettingError(
+                f"scale() takes a floating-point loss tensor, not {what}; pass the loss you call backward on."
+            )
         self._place(loss.device)
         if loss.dtype in {torch.float16, torch.bfloat16}:
             self._warn_about_16_bit_loss(loss.dtype)
@@ -170,7 +172,9 @@ class Scaler:
         scale: float = found["scale"]
         held = min(max(scale, rule.min_scale), rule.max_scale)
         if held != scale:
-            warn(f"The loaded scale {scale!r} lies outside [{rule.min_scale!r}, {rule.max_scale!r}]; it starts at {held!r}.")
+            warn(
+                f"The loaded scale {scale!r} lies outside [{rule.min_scale!r}, {rule.max_scale!r}]; it starts at {held!r}."
+            )
         return held
 
     def _values(self) -> dict[str, int]:
@@ -186,7 +190,9 @@ class Scaler:
         # The gradient of a 16-bit loss is the scale, cast to the loss's dtype: 65536 is inf in fp16.
         if dtype is torch.float16 and self.settings.mode != "none" and not getattr(self, "_warned", False):
             self._warned = True
-            warn("The loss is float16: its own gradient is the scale, and fp16 ends at 65504. Compute the loss in fp32.")
+            warn(
+                "The loss is float16: its own gradient is the scale, and fp16 ends at 65504. Compute the loss in fp32."
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.settings})"

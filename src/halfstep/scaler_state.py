@@ -29,7 +29,9 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 def read_state(state: Any) -> dict[str, Any]:
     """Any of the three layouts as Halfstep's names; what the source does not know is left out."""
     if not isinstance(state, Mapping):
-        raise SettingError(f"A scaler state must be a dictionary, not {type(state).__name__}; pass what state_dict() returned.")
+        raise SettingError(
+            f"A scaler state must be a dictionary, not {type(state).__name__}; pass what state_dict() returned."
+        )
     if not state:
         raise SettingError(
             "The scaler state is empty: it was saved by a disabled GradScaler. Start with a new scaler, "
@@ -48,7 +50,9 @@ def read_state(state: Any) -> dict[str, Any]:
         )
     version = state.get("version", STATE_VERSION)
     if not isinstance(version, int) or version > STATE_VERSION:
-        raise SettingError(f"The scaler state has version {version!r}; this Halfstep reads up to {STATE_VERSION}. Upgrade Halfstep.")
+        raise SettingError(
+            f"The scaler state has version {version!r}; this Halfstep reads up to {STATE_VERSION}. Upgrade Halfstep."
+        )
     found = dict(state)
     found["growth_tracker"] = _count(found.pop("_growth_tracker"), "_growth_tracker")
     found["scale"] = _finite(found["scale"], "scale")
@@ -125,11 +129,15 @@ def write_state(state: dict[str, Any], layout: str) -> dict[str, Any]:
 
 def _finite(value: Any, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise SettingError(f"The scaler state has {key}={value!r}, which is not a finite number; the file is damaged or not a scaler's.")
+        raise SettingError(
+            f"The scaler state has {key}={value!r}, which is not a finite number; the file is damaged or not a scaler's."
+        )
     return float(value)
 
 
 def _count(value: Any, key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise SettingError(f"The scaler state has {key}={value!r}, which is not a count; the file is damaged or not a scaler's.")
+        raise SettingError(
+            f"The scaler state has {key}={value!r}, which is not a count; the file is damaged or not a scaler's."
+        )
     return value

@@ -137,7 +137,7 @@ def unscale_in_place(grads: Sequence[Tensor], divisor: Tensor) -> None:
             for values in group:
                 values.copy_(values.float() / divisor.to(device))
         else:
-            torch._foreach_div_(group, divisor.to(device, dtype))  # noqa: SLF001 - what torch.optim itself calls
+            torch._foreach_div_(group, divisor.to(device, dtype))
 
 
 @torch.no_grad()

@@ -145,10 +145,14 @@ def _native() -> Topic:
 
 
 def _formats() -> Topic:
-    lines = [f"{'format':14} {'bits':>4} {'bytes':>6} {'largest':>9} {'normal from':>12} {'smallest':>9} {'step at 1':>10}"]
+    lines = [
+        f"{'format':14} {'bits':>4} {'bytes':>6} {'largest':>9} {'normal from':>12} {'smallest':>9} {'step at 1':>10}"
+    ]
     for f in FORMATS.values():
         if isinstance(f, BlockFormat):
-            lines.append(f"{f.name:14} {f.bits:4} {f.bytes:6.3f} {'block max':>9} {'-':>12} {f.smallest:9.1e} {f.ulp(1.0):10.1e}")
+            lines.append(
+                f"{f.name:14} {f.bits:4} {f.bytes:6.3f} {'block max':>9} {'-':>12} {f.smallest:9.1e} {f.ulp(1.0):10.1e}"
+            )
         else:
             lines.append(
                 f"{f.name:14} {f.bits:4} {f.bytes:6.3f} {f.max:9.4g} {f.smallest_normal:12.2e} {f.smallest_subnormal:9.1e} {f.epsilon:10.1e}"
@@ -156,7 +160,10 @@ def _formats() -> Topic:
     return Topic(
         "formats",
         "The number formats, side by side",
-        ("\n".join(lines), "The 8-bit block formats are relative to the largest magnitude of their block of 256 values."),
+        (
+            "\n".join(lines),
+            "The 8-bit block formats are relative to the largest magnitude of their block of 256 values.",
+        ),
         ("halfstep explain fp16-vs-bf16",),
     )
 

@@ -86,13 +86,20 @@ def build_truth(
 ) -> Truth:
     """The table for a model and its optimizers as they are now."""
     num_params = sum(p.numel() for p in params) or 1
-    held = [(n, t) for state in states.values() for n, t in state.items() if n not in _COUNTED_STATES and hasattr(t, "numel")]
+    held = [
+        (n, t)
+        for state in states.values()
+        for n, t in state.items()
+        if n not in _COUNTED_STATES and hasattr(t, "numel")
+    ]
     masters = [t for n, t in held if n in {"low", "master"}]
     moments = [t for n, t in held if n not in {"low", "master"}]
     total_bytes = sum(t.numel() * t.element_size() for t in [*params, *masters, *moments]) + grad_bytes
     compute = policy.compute
     how = {"fp32": "IEEE fp32", "tf32": "TF32 matmuls"}.get(compute, f"{compute} autocast")
-    where = {"native": "native", "slow": "no faster than fp32", "emulated": "emulated"}.get(support or "", "support unknown")
+    where = {"native": "native", "slow": "no faster than fp32", "emulated": "emulated"}.get(
+        support or "", "support unknown"
+    )
     rows = [
         ("precision", str(policy)),
         ("parameters", f"{_show(census(params))}; {num_params:,} trainable"),
@@ -102,10 +109,16 @@ def build_truth(
         ("compute", f"{how} on {device}: {where}"),
         ("losses, softmax, sums", "fp32"),
         ("reduction", f"{reduce_dtype} over ranks" if reduce_dtype else "one rank, none"),
-        ("accumulation", f"{policy.grads_format(accumulate)} over {accumulate} micro-batches" if accumulate > 1 else "none"),
+        (
+            "accumulation",
+            f"{policy.grads_format(accumulate)} over {accumulate} micro-batches" if accumulate > 1 else "none",
+        ),
         ("loss scale", loss_scale),
         ("step", "; ".join(paths)),
-        ("bytes per parameter", f"{total_bytes / num_params:.2f} held" + (" + 4 for the moving average" if ema else "")),
+        (
+            "bytes per parameter",
+            f"{total_bytes / num_params:.2f} held" + (" + 4 for the moving average" if ema else ""),
+        ),
     ]
     return Truth(tuple(rows), _lossy(policy, accumulate, support), (), round(total_bytes / num_params, 4))
 
@@ -125,7 +138,9 @@ def _lossy(policy: Policy, accumulate: int, support: str | None) -> tuple[str, .
     if policy.params != "fp32" and policy.master == "none":
         found.append(f"weights: updates below {fmt.epsilon / 2:.1e} of a weight are lost, there is no master")
     if accumulate > 1 and policy.grads_format(accumulate) != "fp32":
-        found.append(f"accumulation: sums over micro-batches are rounded to {policy.grads_format(accumulate)} and can stagnate")
+        found.append(
+            f"accumulation: sums over micro-batches are rounded to {policy.grads_format(accumulate)} and can stagnate"
+        )
     if policy.states != "fp32":
         found.append(f"optimizer states: kept in {policy.states}")
     if policy.compute == "fp16":
@@ -133,5 +148,7 @@ def _lossy(policy: Policy, accumulate: int, support: str | None) -> tuple[str, .
     if policy.reduce != "fp32":
         found.append(f"reduction: sums over ranks are rounded to {policy.reduce}")
     if support in {"emulated", "slow"}:
-        found.append(f"speed: {policy.compute} is {'emulated' if support == 'emulated' else 'no faster than fp32'} on this device")
+        found.append(
+            f"speed: {policy.compute} is {'emulated' if support == 'emulated' else 'no faster than fp32'} on this device"
+        )
     return tuple(found)

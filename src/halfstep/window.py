@@ -41,7 +41,7 @@ class Window:
         weight = _checked(weight)
         if self._reference is None:
             self._reference = self.largest = _power_of_two_above(weight, self.largest)
-        factor = weight / self._reference
+        factor: float | Tensor = weight / self._reference
         if not self._weighed:
             self.weight, self._weighed = self.weight + factor, True
         return factor

@@ -97,7 +97,9 @@ def test_sparse_gradients_count_summed_rows():
 def test_dense_values_share_memory_with_the_gradient():
     """What is changed through dense_values is changed in the gradient: dense, sparse, complex, sparse complex."""
     dense, complex_ = torch.ones(3), torch.ones(3, dtype=torch.complex64)
-    sparse = torch.sparse_coo_tensor([[0, 2]], torch.ones(2, dtype=torch.complex64), (4,), check_invariants=True).coalesce()
+    sparse = torch.sparse_coo_tensor(
+        [[0, 2]], torch.ones(2, dtype=torch.complex64), (4,), check_invariants=True
+    ).coalesce()
     for grad in (dense, complex_, sparse):
         values = dense_values(grad)
         assert not values.is_sparse

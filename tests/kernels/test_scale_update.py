@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scaler_rules import RULES
 
 from halfstep.kernels.scale_update import COUNTERS, new_counters, scale_update
 from halfstep.lossscale import SEMANTICS, LossScale
+from scaler_rules import RULES
 
 
 def replay(rule, trace, device="cpu"):

@@ -98,7 +98,13 @@ def test_tracks_torch_over_200_steps(momentum, maximize, weight_decay, tensor_lr
     param = torch.nn.Parameter(start.double())
     # torch multiplies float64 weights by the tensor as it is: 0.01 in fp32, as here.
     optimizer = torch.optim.SGD(
-        [param], lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize
+        [param],
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
     )
     how = SGDSettings(lr, momentum, dampening, weight_decay, nesterov, maximize)
     p, buffer = start.clone(), torch.zeros(6, 5) if momentum else None

@@ -13,7 +13,12 @@ __all__ = ["command"]
 @click.command("export")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--dtype", default="fp32", show_default=True, metavar="fp32|bf16", help="fp32 writes the masters.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The file to write (default: RUN/weights-DTYPE.safetensors).")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The file to write (default: RUN/weights-DTYPE.safetensors).",
+)
 @click.option("--best", is_flag=True, help="The best validated checkpoint instead of the latest.")
 @click.option("--ema", is_flag=True, help="The moving average instead of the weights.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
@@ -27,4 +32,8 @@ def command(run: Path, dtype: str, out: Path | None, best: bool, ema: bool, forc
     target = out or (run if run.is_dir() else run.parent) / f"weights-{dtype}.safetensors"
     written = export_weights(run, target, dtype=dtype, best=best, ema=ema, force=force)
     size = written.stat().st_size
-    click.echo(json.dumps({"path": str(written), "dtype": dtype, "bytes": size}) if as_json else f"{written} ({size:,} bytes, {dtype})")
+    click.echo(
+        json.dumps({"path": str(written), "dtype": dtype, "bytes": size})
+        if as_json
+        else f"{written} ({size:,} bytes, {dtype})"
+    )

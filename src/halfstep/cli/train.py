@@ -17,14 +17,20 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
 
 @click.command("train")
 @click.argument("target", required=False)
-@click.option("--precision", "-p", multiple=True, metavar="P", help="A preset, a policy or auto (default); may be repeated.")
+@click.option(
+    "--precision", "-p", multiple=True, metavar="P", help="A preset, a policy or auto (default); may be repeated."
+)
 @click.option("--steps", type=int, metavar="N", help="Stop after N optimizer steps.")
 @click.option("--epochs", type=int, metavar="N", help="Stop after N epochs.")
 @click.option("--batch", type=int, metavar="N", help="Examples in a micro-batch.")
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="Set a field of TrainConfig; may be repeated.")
-@click.option("--data", "data_dir", type=click.Path(path_type=Path), metavar="DIR", help="An ImageNet-style folder for the ViTs.")
+@click.option(
+    "--data", "data_dir", type=click.Path(path_type=Path), metavar="DIR", help="An ImageNet-style folder for the ViTs."
+)
 @click.option("--resume", is_flag=True, help="Go on with the run in --out.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Where the run is written (default: under runs/).")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Where the run is written (default: under runs/)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON and show no progress.")
 def command(
     target: str | None,
@@ -84,7 +90,7 @@ def _run(found: Any, given: dict[str, Any], policy: str, out: Path, *, resume: b
     from halfstep.train.resume import saved_settings
 
     saved = saved_settings(out) if resume else None
-    fields = found.defaults if saved is None else saved.config
+    fields = dict(getattr(found, "defaults", {})) if saved is None else saved.config
     config = TrainConfig(**{**fields, **given})
     if config.steps is None and config.epochs is None:
         config = TrainConfig(**{**fields, **given, "epochs": 1})

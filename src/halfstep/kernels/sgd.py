@@ -1,8 +1,8 @@
 """SGD with momentum for one tensor, in fp32: the readable reference of the fused step.
 
-    g = grad / grad_scale + wd p
-    b = momentum b + (1 - dampening) g        and b = g at the first step
-    p = p - lr (g + momentum b  if nesterov  else  b)
+g = grad / grad_scale + wd p
+b = momentum b + (1 - dampening) g        and b = g at the first step
+p = p - lr (g + momentum b  if nesterov  else  b)
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ class AdamW(LeanOptimizer):
             group["amsgrad"],
         )
         largest = state.get("max_exp_avg_sq")
-        master, m, v, largest = adamw_update(master, grad, state["exp_avg"], state["exp_avg_sq"], largest, state["step"], how)
+        master, m, v, largest = adamw_update(
+            master, grad, state["exp_avg"], state["exp_avg_sq"], largest, state["step"], how
+        )
         state["exp_avg"], state["exp_avg_sq"] = m, v
         if largest is not None:
             state["max_exp_avg_sq"] = largest
@@ -92,9 +94,7 @@ class Adam(AdamW):
         master: str = "policy",
         states: str = "policy",
     ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, master=master, states=states
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, master=master, states=states)
 
 
 ADOPTS[torch.optim.AdamW] = AdamW

@@ -27,7 +27,7 @@ __all__ = ["ADOPTS", "LeanOptimizer", "adopt", "adopts"]
 MASTERS = ("policy", "split", "fp32", "none")
 STATES = ("policy", "fp32", "bf16")
 _16_BIT = (torch.float16, torch.bfloat16)
-ADOPTS: dict[type, type[LeanOptimizer]] = {}  # stock class -> the class that takes it over
+ADOPTS: dict[type, Callable[..., LeanOptimizer]] = {}  # stock class -> the class that takes it over
 
 
 class LeanOptimizer(torch.optim.Optimizer):
@@ -61,7 +61,9 @@ class LeanOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient, or none at all if `found_inf` is set."""
         if closure is not None:
-            raise SettingError("A closure would run the model again inside step(); call backward first and step() without arguments.")
+            raise SettingError(
+                "A closure would run the model again inside step(); call backward first and step() without arguments."
+            )
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -184,10 +186,14 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     lean = target(optimizer.param_groups, master=master, states=states)
     lean.param_groups = optimizer.param_groups
     for param, stored in optimizer.state.items():
-        lean.state[param] = {k: v.float() if isinstance(v, Tensor) else torch.tensor(float(v)) for k, v in stored.items()}
+        lean.state[param] = {
+            k: v.float() if isinstance(v, Tensor) else torch.tensor(float(v)) for k, v in stored.items()
+        }
     lean._stock, optimizer.state = optimizer, lean.state  # noqa: SLF001 - our own class
     _refuse_to_step(optimizer, lean)
-    say(f"{type(optimizer).__name__} was adopted as halfstep.optim.{target.__name__} (master={master}, states={states}).")
+    say(
+        f"{type(optimizer).__name__} was adopted as halfstep.optim.{type(lean).__name__} (master={master}, states={states})."
+    )
     return lean
 
 

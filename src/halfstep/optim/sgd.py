@@ -36,7 +36,9 @@ class SGD(LeanOptimizer):
         if not lr >= 0 or not momentum >= 0 or not weight_decay >= 0:
             raise SettingError(f"lr={lr!r}, momentum={momentum!r} and weight_decay={weight_decay!r} must be 0 or more.")
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise SettingError(f"nesterov needs momentum above 0 and no dampening; seen {momentum!r} and {dampening!r}.")
+            raise SettingError(
+                f"nesterov needs momentum above 0 and no dampening; seen {momentum!r} and {dampening!r}."
+            )
         defaults = {
             "lr": lr,
             "momentum": momentum,

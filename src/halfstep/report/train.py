@@ -25,7 +25,12 @@ class Progress:
         from rich.progress import Progress as Bar
 
         self.console = Console(stderr=True, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         self._bar = Bar(*columns, TextColumn("{task.fields[text]}"), console=self.console, transient=True)
         self._task = self._bar.add_task("train", total=total_steps, text="")
         self._line: StepLine | None = None

@@ -92,9 +92,8 @@ class _Run:
         torch.manual_seed(config.seed)
         self.device = _device(config.device)
         self.model, self.engine = self._build(precision)
-        context = {"seed": config.seed, "rank": 0, "world_size": 1, "device": self.device, "batch_size": config.batch}
-        self.data = DataStream(job, split="train", **context)
-        self.validation = DataStream(job, split="val", **context)
+        self.data = DataStream(job, split="train", **self._place())
+        self.validation = DataStream(job, split="val", **self._place())
         self.values: dict[str, float] = {}
         self.first_epoch = 0
         log = self._open_log(found, command)
@@ -117,7 +116,7 @@ class _Run:
         return found
 
     def _build(self, precision: str) -> tuple[nn.Module, Engine]:
-        config, place = self.config, {"seed": self.config.seed, "rank": 0, "world_size": 1, "device": self.device}
+        config, place = self.config, self._place()
         model = self.job.call("model", **place).to(self.device)
         optimizer = self.job.call("optimizer", model=model, **place)
         scheduler = self.job.call("scheduler", optimizer=optimizer, model=model, **place)
@@ -133,6 +132,10 @@ class _Run:
             deterministic=config.deterministic,
         )
         return model, engine
+
+    def _place(self) -> dict[str, Any]:
+        config = self.config
+        return {"seed": config.seed, "rank": 0, "world_size": 1, "device": self.device, "batch_size": config.batch}
 
     def _open_log(self, found: Path | None, command: Sequence[str]) -> RunLog:
         path = self.out / RUN_FILE
@@ -226,6 +229,7 @@ class _Run:
             micro_batch=self.engine.micro_batches,
             samples=self._samples,
         )
+        self.recorder.note_truth(self.engine)
         self._loss_sum, self._num_losses, self._samples = None, 0, 0
 
     def _validate(self, epoch: int) -> None:

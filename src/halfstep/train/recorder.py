@@ -81,6 +81,11 @@ class Recorder:
         self._skips = 0
         self.last: StepLine | None = None
 
+    def note_truth(self, engine: Engine) -> None:
+        """Record the truth table as the first step left it; the file's first line had to be written before it."""
+        if engine.attempts == 1:
+            self.log.event("truth", truth=engine.truth().as_dict())
+
     def push(self, result: StepResult, loss: Tensor, *, epoch: int, micro_batch: int, samples: int) -> None:
         """Note a step; it is written when its values have arrived."""
         now = time.perf_counter()
@@ -147,5 +152,5 @@ def _board(folder: Path | None) -> Any:
     with contextlib.suppress(ImportError):
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        return SummaryWriter(str(folder))
     return None

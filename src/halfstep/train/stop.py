@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["StopRequest"]
 
@@ -19,7 +19,7 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # only there may handlers be set
             for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._note)

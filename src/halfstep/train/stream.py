@@ -97,6 +97,7 @@ class DataStream:
 
     def _replay(self, loader: Any, saved: dict[str, Any]) -> Iterator[Any]:
         now = rng_state()
+        batches: Iterator[Any]
         self._rng, self._first, self.batch = saved["rng"], saved["first"], saved["batch"]
         if saved["loader"] is not None:
             if not _keeps_position(loader):
