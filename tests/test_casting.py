@@ -421,6 +421,7 @@ def test_a_copy_of_a_wrapped_model_uses_its_own_weights(clone, precision):
     assert outputs_by_module(twin, compute) == outputs_by_module(model, compute)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch by its own compiler, in some versions
 def test_wrapped_models_can_be_compiled():
     """torch.compile traces through the wrapped forwards without a break."""
     torch._dynamo.reset()

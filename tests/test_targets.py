@@ -1,5 +1,3 @@
-# ruff: noqa: ARG005 - the fakes have the signatures of what they stand for
-
 import multiprocessing
 import pickle
 import sys

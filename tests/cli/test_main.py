@@ -2,9 +2,9 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -37,7 +37,14 @@ def test_flags_are_few_and_listed():
         name: sorted(o for p in cli.get_command(None, name).params for o in p.opts if o.startswith("-"))
         for name in _COMMANDS
     }
-    assert flags == {"explain": ["--json"], "probe": ["--gpu", "--json", "--measure"]}
+    assert flags == {
+        "explain": ["--json"],
+        "export": ["--best", "--dtype", "--ema", "--force", "--json", "--out"],
+        "probe": ["--gpu", "--json", "--measure"],
+        "train": [
+            "--batch", "--data", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",
+        ],
+    }  # fmt: skip
 
 
 def test_unknown_command_is_a_usage_error_with_a_guess():
@@ -70,11 +77,13 @@ def test_main_turns_a_halfstep_error_into_an_exit_code(capsys):
 
 
 def best_of(count, command):
+    """The least processor time a command took, in seconds: unlike the clock, it does not count the neighbours' work."""
     times = []
     for _ in range(count):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, capture_output=True, check=True)
-        times.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return min(times)
 
 

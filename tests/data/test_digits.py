@@ -219,7 +219,7 @@ def test_digits_reaches_97_percent_in_fp32():
     optimizer = job.call("optimizer", model=model)
     scheduler = job.call("scheduler", optimizer=optimizer)
     train, val = (job.call("data", split=split, seed=0) for split in ("train", "val"))
-    start = float(job.call("loss", model=model, batch=next(iter(val))))
+    start = job.call("loss", model=model, batch=next(iter(val))).item()
     for _ in range(20):
         for batch in train:
             job.call("loss", model=model, batch=batch).backward()

@@ -81,6 +81,8 @@ def test_initial_values_depend_on_the_global_seed_alone():
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert first["class_token"].abs().max() == 0
     assert 0.01 < first["positions"].std() < 0.03
+    assert 0.01 < first["head.weight"].std() < 0.02
+    assert first["head.weight"].abs().max() <= 0.04
 
 
 def test_materialising_from_meta_equals_building():

@@ -1,5 +1,6 @@
 """Lean optimizers: masters beside 16-bit weights, gated steps, adoption, state."""
 
+import contextlib
 import copy
 import io
 import itertools
@@ -26,8 +27,11 @@ every_class = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 every_16_bit = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 every_layout = pytest.mark.parametrize(
     ("dtype", "master", "states"),
-    [(FP32, "policy", "policy"), (FP32, "none", "bf16")]
-    + list(itertools.product([BF16, FP16], ["policy", "split", "fp32", "none"], ["policy", "fp32", "bf16"])),
+    [
+        (FP32, "policy", "policy"),
+        (FP32, "none", "bf16"),
+        *itertools.product([BF16, FP16], ["policy", "split", "fp32", "none"], ["policy", "fp32", "bf16"]),
+    ],
     ids=str,
 )
 
@@ -169,21 +173,21 @@ def test_plain_16_bit_weights_do_not_move_where_split_masters_converge(dtype, lr
     for master in ("none", "split", "fp32"):
         param = nn.Parameter(start.clone())
         optimizer = SGD([param], lr=lr, master=master)
-        for _ in range(int(5 / lr)):
+        for _ in range(int(3 / lr)):
             param.grad = (param.detach().float() - target).to(dtype)
             optimizer.step()
         ends[master] = param.detach().float()
     assert torch.equal(ends["none"], start.float())
-    assert torch.allclose(ends["split"], target, atol=0.01)
+    assert torch.allclose(ends["split"], target, atol=0.03)  # 3 time constants from at most 0.5 away
     assert torch.equal(ends["split"], ends["fp32"])
 
 
-@pytest.mark.parametrize(("dtype", "weight"), [(FP16, 65504.0), (BF16, 3.38e38)], ids=["fp16", "bf16"])
-def test_a_master_too_large_for_its_weight_does_not_make_the_weight_inf(dtype, weight):
+@pytest.mark.parametrize(("dtype", "grad"), [(FP16, -1000.0), (BF16, -1e36)], ids=["fp16", "bf16"])
+def test_a_master_too_large_for_its_weight_does_not_make_the_weight_inf(dtype, grad):
     """A finite master that would round to inf counts as an overflow: the model never computes with inf."""
-    param = nn.Parameter(torch.tensor([weight, 1.0]).to(dtype))
+    param = nn.Parameter(torch.tensor([torch.finfo(dtype).max, 1.0]).to(dtype))
     optimizer = SGD([param], lr=1.0, master="split")
-    param.grad = torch.tensor([-weight / 100, 0.5]).to(dtype)
+    param.grad = torch.tensor([grad, 0.5]).to(dtype)
     optimizer.step()
     assert param.isfinite().all()
     assert optimizer.master_of(param).isfinite().all()
@@ -194,10 +198,8 @@ def test_fp64_weights_are_not_rounded():
     param = nn.Parameter(torch.tensor([1 + 2.0**-40], dtype=torch.float64))
     optimizer = SGD([param], lr=0.0)
     param.grad = torch.ones_like(param)
-    try:
+    with contextlib.suppress(SettingError):
         optimizer.step()
-    except SettingError:
-        pass
     assert param.item() == 1 + 2.0**-40
 
 

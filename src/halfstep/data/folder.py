@@ -138,7 +138,7 @@ class FolderImages(Loader):
         self._mean = torch.tensor(MEAN, device=self._device).mul_(255).view(1, 3, 1, 1)
         self._deviation = torch.tensor(DEVIATION, device=self._device).mul_(255).view(1, 3, 1, 1)
         if num_workers is None:
-            num_workers = max(1, min(MAX_WORKERS, _num_cores() // world_size))
+            num_workers = _default_workers(_num_cores(), world_size)
         self._queue: list[tuple[int, list[int]]] = []
         self._workers: DataLoader[Any] = DataLoader(
             _Decoder(folder.files[split], image_size, seed, train=split == "train"),
@@ -241,6 +241,11 @@ def _centre(width: int, height: int) -> tuple[float, float, float, float]:
 def _box(width: int, height: int, side: float) -> tuple[float, float, float, float]:
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
+
+
+def _default_workers(cores: int, world_size: int) -> int:
+    """A fair share of the cores, from 1 to 8: a decoding process that has to wait for a core only costs memory."""
+    return max(1, min(MAX_WORKERS, cores // world_size))
 
 
 def _num_cores() -> int:

@@ -142,12 +142,12 @@ class ViT(nn.Module):
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
         fan_in = self.patches.weight[0].numel()
-        nn.init.trunc_normal_(self.patches.weight, std=math.sqrt(1 / fan_in))
+        _truncated_normal(self.patches.weight, std=math.sqrt(1 / fan_in))
         assert self.patches.bias is not None
         nn.init.zeros_(self.patches.bias)
         nn.init.zeros_(self.class_token)
         nn.init.normal_(self.positions, std=0.02)
-        nn.init.trunc_normal_(self.head.weight, std=0.02)  # not zero: see the top of this file
+        _truncated_normal(self.head.weight, std=0.02)  # not zero: see the top of this file
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of shape (batch, num_classes) for images of shape (batch, channels, image_size, image_size)."""
@@ -168,6 +168,17 @@ class ViT(nn.Module):
                 x = block(x)
         logits: Tensor = self.head(self.norm(x)[:, 0])
         return logits
+
+
+@torch.no_grad()
+def _truncated_normal(tensor: Tensor, std: float) -> None:
+    """Fill with a normal distribution cut at two deviations.
+
+    torch.nn.init.trunc_normal_ reads numbers back while it draws (torch 2.13), which fails on fake tensors, and its
+    default limits are -2 and 2 whatever the deviation.
+    """
+    limit = math.erf(2 / math.sqrt(2))
+    tensor.uniform_(-limit, limit).erfinv_().mul_(std * math.sqrt(2))
 
 
 @dataclass(frozen=True)

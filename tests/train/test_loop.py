@@ -1,0 +1,263 @@
+"""The training loop: what it writes, how it stops, that a resumed run is the run that was never stopped."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfstep.checkpoint import load_checkpoint
+from halfstep.checkpoint_folder import CheckpointFolder
+from halfstep.errors import HalfstepError
+from halfstep.export import masters_of
+from halfstep.job import Job, JobError
+from halfstep.runlog import read_runlog
+from halfstep.train import TrainConfig, train
+from halfstep.train.recorder import Silence
+
+
+def tiny_job(**changed):
+    """A job with dropout, batch norm and a shuffled DataLoader: everything a resume can get wrong."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 6, generator=g)
+    y = (x @ torch.randn(6, 3, generator=g)).argmax(-1)
+    sets = {"train": torch.utils.data.TensorDataset(x[:64], y[:64]), "val": torch.utils.data.TensorDataset(x[64:], y[64:])}
+    fields = {
+        "model": lambda: torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2), torch.nn.GELU(), torch.nn.Linear(16, 3)
+        ),
+        "data": lambda batch_size, split: torch.utils.data.DataLoader(sets[split], batch_size, shuffle=split == "train"),
+        "loss": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "metric": lambda model, batch: (model(batch[0]).argmax(-1) == batch[1]).float().mean(),
+        "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40),
+    }
+    return Job(**(fields | changed))
+
+
+def weights_of(outcome):
+    return masters_of(load_checkpoint(outcome.checkpoint))
+
+
+class Listening(Silence):
+    """Remembers everything it was told, and may interrupt."""
+
+    def __init__(self, stop_at=None):
+        self.lines, self.values, self.saves, self._stop_at = [], [], [], stop_at
+
+    def stepped(self, line):
+        self.lines.append(line)
+        if line.step == self._stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def validated(self, epoch, values):
+        self.values.append((epoch, values))
+
+    def saved(self, path):
+        self.saves.append(path)
+
+
+def test_a_run_writes_everything_it_promises(tmp_path):
+    """Run file, checkpoints and outcome agree with what the listener saw."""
+    listener = Listening()
+    config = TrainConfig(batch=16, epochs=3, accumulate=3)
+    outcome = train(tiny_job(), config, precision="bf16", out=tmp_path / "run", listener=listener, command=["test"])
+    run = read_runlog(tmp_path / "run" / "run.jsonl")
+    assert run.header["policy"] == "bf16"
+    assert run.header["config"]["batch"] == 16
+    # 4 micro-batches an epoch: a window of 3 and a short one of 1.
+    assert [r["attempted"] for r in run.records] == [1, 2, 3, 4, 5, 6]
+    assert [r["micro_batch"] for r in run.records] == [3, 4, 7, 8, 11, 12]
+    assert [line.loss for line in listener.lines] == [r["loss"] for r in run.records]
+    assert [e["event"] for e in run.events] == ["truth", "validation", "saved"] + ["validation", "saved"] * 2
+    assert run.events[0]["truth"]["rows"]["gradients"] == "fp32"
+    assert outcome.steps == 6
+    assert outcome.epochs == 3
+    assert outcome.validation == listener.values[-1][1]
+    assert outcome.checkpoint.name == "step-00000006"
+    assert outcome.stopped_by is None
+
+
+def test_steps_end_a_run_in_mid_epoch(tmp_path):
+    """--steps counts optimizer steps, and the end is validated and saved."""
+    outcome = train(tiny_job(), TrainConfig(batch=16, steps=6), precision="fp32", out=tmp_path / "run")
+    assert outcome.steps == 6
+    assert "metric" in outcome.validation
+    assert CheckpointFolder(tmp_path / "run" / "checkpoints").latest() == outcome.checkpoint
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"])
+@pytest.mark.parametrize("stop_at", [3, 8])
+def test_a_stopped_and_resumed_run_is_the_run_that_was_never_stopped(precision, stop_at, tmp_path):
+    """SIGTERM in mid-epoch or at its end, then --resume: the same weights and the same records, bit for bit."""
+    config = TrainConfig(batch=16, epochs=4, ema=0.9, accumulate=1)
+    plain = train(tiny_job(), config, precision=precision, out=tmp_path / "plain")
+    stopped = train(tiny_job(), config, precision=precision, out=tmp_path / "run", listener=Listening(stop_at))
+    assert stopped.stopped_by == "SIGTERM"
+    assert stopped.steps in {stop_at, stop_at + 1}
+    torch.rand(7)
+    resumed = train(tiny_job(), config, precision=precision, out=tmp_path / "run", resume=True)
+    assert resumed.stopped_by is None
+    a, b = weights_of(plain), weights_of(resumed)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    runs = [read_runlog(tmp_path / name / "run.jsonl") for name in ("plain", "run")]
+    keys = ("attempted", "applied", "micro_batch", "loss", "lr", "scale", "grad_norm")
+    assert [[r[k] for k in keys] for r in runs[0].records] == [[r[k] for k in keys] for r in runs[1].records]
+    assert plain.validation == resumed.validation
+
+
+def test_a_run_can_be_made_longer(tmp_path):
+    """Resuming with more epochs goes on; with a different batch it is refused."""
+    out = tmp_path / "run"
+    train(tiny_job(), TrainConfig(batch=16, epochs=2), precision="fp32", out=out)
+    longer = train(tiny_job(), TrainConfig(batch=16, epochs=3), precision="fp32", out=out, resume=True)
+    plain = train(tiny_job(), TrainConfig(batch=16, epochs=3), precision="fp32", out=tmp_path / "plain")
+    assert longer.steps == plain.steps == 12
+    a, b = weights_of(plain), weights_of(longer)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    with pytest.raises(HalfstepError, match="batch: 16 then, 8 now"):
+        train(tiny_job(), TrainConfig(batch=8, epochs=4), precision="fp32", out=out, resume=True)
+
+
+def test_checkpoints_keep_the_last_and_the_best(tmp_path):
+    """keep_last newest and keep_best best by metric survive."""
+    scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
+    current = {}
+
+    def metric(model, batch, epoch):
+        if epoch not in current:
+            current[epoch] = next(scores)
+        return current[epoch]
+
+    config = TrainConfig(batch=32, epochs=5, keep_last=2, keep_best=1)
+    train(tiny_job(metric=metric), config, precision="fp32", out=tmp_path / "run")
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    assert [c.step for c in folder.checkpoints()] == [4, 8, 10]
+    assert folder.best().name == "step-00000004"
+
+
+def test_a_job_without_metric_keeps_the_lowest_validation_loss(tmp_path):
+    """The validation loss ranks checkpoints when there is no metric."""
+    train(tiny_job(metric=None), TrainConfig(batch=32, epochs=4, keep_last=1), precision="fp32", out=tmp_path / "run")
+    found = CheckpointFolder(tmp_path / "run" / "checkpoints").checkpoints()
+    best = min((c for c in found), key=lambda c: c.metric)
+    assert CheckpointFolder(tmp_path / "run" / "checkpoints").best() == best.path
+    assert best.higher_is_better is False
+
+
+def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
+    """Without --resume an existing run is refused; with it, an empty one is."""
+    train(tiny_job(), TrainConfig(batch=32, steps=1), precision="fp32", out=tmp_path / "run")
+    with pytest.raises(HalfstepError, match="holds a run already"):
+        train(tiny_job(), TrainConfig(batch=32, steps=1), precision="fp32", out=tmp_path / "run")
+    with pytest.raises(HalfstepError, match="nothing to resume"):
+        train(tiny_job(), TrainConfig(batch=32, steps=1), precision="fp32", out=tmp_path / "none", resume=True)
+    with pytest.raises(HalfstepError, match="no end"):
+        train(tiny_job(), TrainConfig(), precision="fp32", out=tmp_path / "endless")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("loss", lambda model, batch: model(batch[0]), "loss"),
+        ("loss", lambda model, batch: 1 / 0, "ZeroDivisionError"),
+        ("model", lambda: 3, "model"),
+        ("data", lambda split: None, "data"),
+        ("optimizer", lambda params: "adam", "optimizer"),
+        ("metric", lambda batch: "good", "metric"),
+    ],
+)
+def test_a_job_that_fails_says_which_part_and_where(field, value, message, tmp_path):
+    """Errors of the user's own functions come out as one message with the field."""
+    with pytest.raises((JobError, HalfstepError), match=message):
+        train(tiny_job(**{field: value}), TrainConfig(batch=16, epochs=1), precision="fp32", out=tmp_path / "run")
+
+
+def test_a_bad_device_is_refused(tmp_path):
+    """A device torch does not know is named."""
+    with pytest.raises(HalfstepError, match="device='gpu'"):
+        train(tiny_job(), TrainConfig(batch=16, epochs=1, device="gpu"), precision="fp32", out=tmp_path / "run")
+
+
+# --- real processes -------------------------------------------------------------------------------------------
+
+
+def start(out, precision, *, resume, epochs=12, save_every=2):
+    command = [sys.executable, "-m", "halfstep", "train", "digits", "--out", str(out), "--epochs", str(epochs), "--json"]
+    command += ["--set", f"save_every={save_every}", "--precision", precision]
+    command += ["--resume"] if resume else []
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def num_lines(out):
+    path = Path(out) / "run.jsonl"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def kill_and_resume(tmp_path, precision, kills, seed, epochs):
+    """Train with SIGKILLs at random moments of training and saving, and once without."""
+    rng = random.Random(seed)
+    out = tmp_path / "killed"
+    done = killed = 0
+    for _ in range(kills * 3):
+        resume = num_lines(out) > 0
+        process = start(out, precision, resume=resume, epochs=epochs)
+        if killed < kills:
+            target = num_lines(out) + rng.randint(4, 14)
+            while num_lines(out) < target and process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.03))
+            if process.poll() is None:
+                process.kill()
+                killed += 1
+        stdout, stderr = process.communicate(timeout=120)
+        assert "Traceback" not in stderr, stderr
+        if process.returncode == 0:
+            done = json.loads(stdout)["steps"]
+            break
+        assert process.returncode == -signal.SIGKILL, stderr
+    plain = start(tmp_path / "plain", precision, resume=False, epochs=epochs)
+    stdout, stderr = plain.communicate(timeout=120)
+    assert plain.returncode == 0, stderr
+    assert done == json.loads(stdout)["steps"]
+    a, b = (masters_of(load_checkpoint(CheckpointFolder(tmp_path / n / "checkpoints").latest())) for n in ("plain", "killed"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    losses = [[r["loss"] for r in read_runlog(tmp_path / n / "run.jsonl").records] for n in ("plain", "killed")]
+    assert losses[0] == losses[1]
+    return killed
+
+
+def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path):
+    """Three kills of a real process: weights and losses equal the run that was never killed."""
+    assert kill_and_resume(tmp_path, "fp16-lean", kills=3, seed=0, epochs=4) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"])
+def test_sigkill_twenty_times(precision, tmp_path):
+    """Four kills in each preset, twenty in all, at random moments of training and of saving."""
+    assert kill_and_resume(tmp_path, precision, kills=4, seed=hash(precision) % 1000, epochs=6) == 4
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_saves_and_says_so(number, code, tmp_path):
+    """Exit code 130 or 143, a line that names the checkpoint, and a run that can be resumed."""
+    out = tmp_path / "run"
+    process = start(out, "bf16", resume=False, epochs=200)
+    while num_lines(out) < 8 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    outcome = json.loads(stdout)
+    assert outcome["stopped_by"] == number.name
+    assert f"Stopped by {number.name}" in stderr
+    assert load_checkpoint(outcome["checkpoint"]).state["engine"]["counters"]["attempts"] == outcome["steps"]

@@ -1,0 +1,139 @@
+"""The data of a run and its position."""
+
+import random
+
+import pytest
+import torch
+
+from halfstep.engine_state import rng_state
+from halfstep.errors import HalfstepError
+from halfstep.job import Job
+from halfstep.train.stream import DataStream, fingerprint, to_device
+
+
+def job(data):
+    return Job(model=lambda: torch.nn.Linear(1, 1), data=data, loss=lambda model: None, optimizer=lambda params: None)
+
+
+def stream(data, **context):
+    return DataStream(job(data), split="train", batch_size=2, **context)
+
+
+def shuffled(batch_size):
+    """A plain DataLoader, which shuffles by torch's global generator and keeps no position."""
+    return torch.utils.data.DataLoader(torch.arange(20), batch_size=batch_size, shuffle=True)
+
+
+def augmented(batch_size):
+    """Batches that also draw random numbers as they go."""
+    for batch in shuffled(batch_size):
+        yield batch + random.random() + torch.rand(())
+
+
+class Positioned:
+    """A loader with a position of its own."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 10:
+            self.at += 1
+            yield torch.tensor([self.at])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize(
+    "data", [shuffled, augmented, lambda: Positioned(), lambda batch_size, epoch: shuffled(batch_size)],
+    ids=["shuffled", "augmented", "positioned", "per-epoch"],
+)  # fmt: skip
+@pytest.mark.parametrize("stop", [1, 4, 9])
+def test_a_restored_stream_gives_the_batches_that_would_have_followed(data, stop):
+    """Stop anywhere in the second epoch, draw other random numbers, restore: the same batches follow."""
+    torch.manual_seed(1)
+    random.seed(1)
+    first = stream(data)
+    list(first.batches(0))
+    batches = first.batches(1)
+    for _ in range(stop):
+        next(batches)
+        torch.rand(3)  # the model's dropout
+    state, rng = first.state(), rng_state()
+    expected = [b.clone() for b in batches]
+
+    from halfstep.engine_state import restore_rng
+
+    torch.rand(100)
+    again = stream(data)
+    again.restore(state)
+    restore_rng(rng)
+    assert all(torch.equal(a, b) for a, b in zip(expected, again.batches(1), strict=True))
+
+
+def test_data_that_cannot_be_repeated_is_noticed():
+    """The first batch drawn again is compared with the first one of the first time."""
+    state = {"n": 0}
+
+    def changing():
+        state["n"] += 1
+        return [torch.full((2,), state["n"])] * 5
+
+    first = stream(changing)
+    batches = first.batches(0)
+    next(batches)
+    next(batches)
+    again = stream(changing)
+    again.restore(first.state())
+    with pytest.raises(HalfstepError, match="cannot be repeated"):
+        next(again.batches(0))
+
+
+def test_data_that_became_shorter_is_noticed():
+    """Fewer batches than were used already is another data set."""
+    first = stream(lambda: [torch.zeros(1)] * 5)
+    batches = first.batches(0)
+    for _ in range(4):
+        next(batches)
+    again = stream(lambda: [torch.zeros(1)] * 2)
+    again.restore(first.state())
+    with pytest.raises(HalfstepError, match="fewer batches"):
+        next(again.batches(0))
+
+
+def test_a_loader_that_lost_its_position_is_refused():
+    """A position of the loader's own cannot be given to one that keeps none."""
+    first = stream(lambda: Positioned())
+    next(first.batches(0))
+    again = stream(lambda: [torch.zeros(1)] * 5)
+    again.restore(first.state())
+    with pytest.raises(HalfstepError, match="keeps its position"):
+        next(again.batches(0))
+
+
+def test_no_batches_at_all_is_an_error():
+    """An empty loader would otherwise train nothing for ever."""
+    with pytest.raises(HalfstepError, match="gave no batches"):
+        list(stream(lambda: []).batches(0))
+
+
+def test_fingerprints_tell_batches_apart():
+    """Values, dtypes, shapes and plain values all count."""
+    a = (torch.tensor([1.0, 2.0]), {"id": 3})
+    same = (torch.tensor([1.0, 2.0]), {"id": 3})
+    assert fingerprint(a) == fingerprint(same)
+    others = [(torch.tensor([1.0, 2.5]), {"id": 3}), (torch.tensor([1, 2]), {"id": 3}), (torch.tensor([[1.0, 2.0]]), {"id": 3}),
+              (torch.tensor([1.0, 2.0]), {"id": 4})]  # fmt: skip
+    assert len({fingerprint(b) for b in [a, *others]}) == 5
+
+
+def test_only_tensors_move_to_the_device():
+    """Names and numbers in a batch stay as they are."""
+    moved = to_device({"x": torch.ones(1), "name": "a"}, torch.device("meta"))
+    assert moved["x"].device.type == "meta"
+    assert moved["name"] == "a"
