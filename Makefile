@@ -18,7 +18,7 @@ demo: $(VENV)/.base  ## the main job on this machine
 test: $(VENV)/.dev  ## the whole suite but the slow tests, with the coverage gate
 	$(PYTEST) -m "not slow" --cov --cov-report=term --cov-fail-under=90
 
-test-all: $(VENV)/.dev  ## every test
+test-all: $(VENV)/.all  ## every test
 	$(PYTEST)
 
 lint: $(VENV)/.dev
@@ -44,6 +44,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) -e ".[torch]"
+	@touch $@
+
+$(VENV)/.all: $(VENV)/.dev
+	$(PIP_INSTALL) -e ".[torch,dev,deepspeed]" pillow
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

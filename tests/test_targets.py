@@ -118,6 +118,25 @@ def test_neighbours_of_the_same_name_are_not_mixed_up(write):
     assert load_target("b/mine.py").job.call("data") == ["b"]
 
 
+def test_installed_packages_below_a_file_are_not_forgotten(write):
+    """Packages in a .venv beside the file stay loaded when the next file comes; the file's own modules do not."""
+    write("a/.venv/installed_thing/__init__.py", "VALUE = 1")
+    write("a/own_package/__init__.py", "")
+    write("a/own_package/part.py", "")
+    write(
+        "a/mine.py",
+        "import sys; sys.path.append(r'{}')\nimport installed_thing, own_package.part\n".format("a/.venv") + JOB,
+    )
+    write("b/mine.py", JOB)
+    load_target("a/mine.py")
+    installed = sys.modules["installed_thing"]
+    assert "own_package.part" in sys.modules
+    load_target("b/mine.py")
+    assert sys.modules["installed_thing"] is installed
+    assert "own_package.part" not in sys.modules
+    assert "own_package" not in sys.modules
+
+
 def test_classes_of_a_file_pickle_to_a_spawned_process(write):
     """A process that never saw the file finds it by the module's name."""
     write("mine.py", JOB)

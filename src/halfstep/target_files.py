@@ -83,9 +83,14 @@ class _Loader(SourceFileLoader):
                 exec(code, module.__dict__)  # noqa: S102 - running the user's file is the point
         finally:
             for name in set(sys.modules) - before:
-                file = getattr(sys.modules[name], "__file__", None) or ""
-                if name != self.name and file.startswith(folder):
+                if _is_neighbour(name, path.parent):
                     _neighbours[name] = folder
+
+
+def _is_neighbour(name: str, folder: Path) -> bool:
+    """Whether a module is a file or a package of the folder itself; a .venv further down does not count."""
+    top = Path(getattr(sys.modules.get(name.partition(".")[0]), "__file__", None) or "/")
+    return folder in {top.parent, top.parent.parent if top.name == "__init__.py" else top.parent}
 
 
 class _Finder:

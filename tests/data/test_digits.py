@@ -211,6 +211,16 @@ def test_places_that_cannot_be_are_refused():
     assert len(DigitsLoader("val", 800)) == 1
 
 
+@pytest.fixture
+def one_thread():
+    """Tiny operations gain nothing from threads, and on a busy machine they wait for each other: 3 s become 150."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_digits_reaches_97_percent_in_fp32():
     """The embedded job learns: at least 97 % validation accuracy after 20 epochs."""
     job = load_target("digits").job
