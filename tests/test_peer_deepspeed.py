@@ -19,7 +19,14 @@ def run(precision, accumulate, steps):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, str(Path(__file__).with_name("deepspeed_peer.py")), precision, str(port), str(accumulate), str(steps)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("deepspeed_peer.py")),
+        precision,
+        str(port),
+        str(accumulate),
+        str(steps),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])

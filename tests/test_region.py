@@ -366,21 +366,6 @@ def test_compiled_models_follow_the_rule(fresh_compiler, compute):
 
 
 @compiles
-def test_a_function_compiled_in_plain_autocast_follows_the_rule_in_a_region(fresh_compiler):
-    """What was compiled outside a region is not reused inside it, nor the other way round."""
-    h = torch.randn(2, 3).bfloat16()
-    outside = torch.compile(lambda x: x.softmax(-1), backend="aot_eager")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert outside(h).dtype is torch.bfloat16
-    with compute_region("cpu", "bf16"):
-        assert outside(h).dtype is FP32
-    inside = torch.compile(lambda x: x.exp(), backend="aot_eager")
-    with compute_region("cpu", "bf16"):
-        assert inside(h).dtype is FP32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert inside(h).dtype is torch.bfloat16
-
-
 def test_the_list_of_added_operations_can_be_read_while_they_are_installed():
     """fp32_operations tells what the rule adds, also after a region has been entered."""
     with compute_region("cpu", "bf16"):

@@ -338,6 +338,18 @@ def test_a_library_that_is_not_installed_says_what_to_install(monkeypatch, libra
         load_target(f"{library}:resnet18")
 
 
+def test_a_library_built_for_another_torch_is_told_apart(write, monkeypatch):
+    """A torchvision that does not fit raises RuntimeError on import; the message names torch's version."""
+    torch = pytest.importorskip("torch")
+    path = write("torchvision.py", "raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.syspath_prepend(path.parent)
+    with pytest.raises(MissingError) as caught:
+        load_target("torchvision:resnet18")
+    assert "(operator torchvision::nms does not exist). Its build" in str(caught.value)
+    assert f"does not fit torch {torch.__version__}" in str(caught.value)
+
+
 def test_built_ins_without_torch_say_what_to_install(monkeypatch):
     """Even the default target explains what is missing."""
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from halfstep.events import warn
+
 __all__ = ["BufferGuard"]
 
 
@@ -33,7 +35,10 @@ class BufferGuard:
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for name, now in _buffers(self._model).items():
             before = saved.get(name)
-            if before is not None and before.shape == now.shape and before.dtype == now.dtype:
+            if before is not None and (before.shape != now.shape or before.dtype != now.dtype):
+                warn(f"Buffer {name} changed its shape or dtype and cannot be put back if this step is skipped.")
+                continue
+            if before is not None:
                 groups.setdefault((now.device, now.dtype), []).append((before.to(now.device), now))
         for (device, _), pairs in groups.items():
             # One flat select per dtype: a network has hundreds of small buffers, and a launch for each would show.

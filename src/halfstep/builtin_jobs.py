@@ -103,6 +103,11 @@ def library_job(library: str, name: str, data_dir: str | None = None) -> Job:
             f"The target {library}:{name} needs {library}, which cannot be imported ({error}). "
             'Install it with: pip install "halfstep[vision]"'
         ) from error
+    except (RuntimeError, OSError) as error:  # what a torchvision compiled for another torch raises
+        raise MissingError(
+            f"The target {library}:{name} needs {library}, which is installed but fails on import ({error}). Its build, or that of "
+            f"the torchvision it uses, does not fit torch {torch.__version__}: reinstall both from the same place."
+        ) from error
     build, image_size = _LIBRARIES[library](module, name)
     return _image_job(f"{library}:{name}", build, image_size, data_dir)
 

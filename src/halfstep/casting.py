@@ -12,12 +12,13 @@ and their outputs would drag fp32 through the network.
 
 from __future__ import annotations
 
-import types
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from halfstep.errors import SettingError
 from halfstep.kernels.split import split
@@ -37,9 +38,18 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
         return {}
     dtype = COMPUTE_DTYPES[policy.params]
     kept = _kept_parameters(model, policy)
-    masters: dict[Tensor, Tensor] = {}
+    new: dict[Tensor, tuple[Tensor, Tensor]] = {}
     for name, param in model.named_parameters():
-        if param in kept or not param.is_floating_point() or param.dtype is dtype:
+        if not param.is_floating_point():
+            continue
+        if param in kept:
+            if param.dtype in {torch.float16, torch.bfloat16}:
+                raise SettingError(
+                    f"Parameter {name} stays fp32 under {policy}, but it is {param.dtype} already; what was rounded off is "
+                    "lost. Build the model in fp32 and let the Engine cast it."
+                )
+            continue
+        if param.dtype is dtype:
             continue
         if param.dtype is not torch.float32:
             raise SettingError(
@@ -53,24 +63,27 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
                 f"Parameter {name} holds {master.abs().max().item():.4g}, which {policy.params} cannot; keep its module in fp32 "
                 f"(keep_fp32={name.rpartition('.')[0] or name}) or use a preset with fp32 weights."
             )
-        param.data = weight
-        masters[param] = master
-    return masters
+        new[param] = weight, master
+    for target, (weight, _) in new.items():
+        target.data = weight
+    return {param: master for param, (_, master) in new.items()}
 
 
 def wrap_forwards(model: nn.Module, policy: Policy) -> None:
     """Make kept modules compute in fp32, and a lean model's normalisation layers in the weights' dtype."""
-    unused = policy.unused_patterns([name for name, _ in model.named_modules()])
+    every = list(model.named_modules(remove_duplicate=False))
+    unused = policy.unused_patterns([name for name, _ in every])
     if unused:
         raise SettingError(
             f"keep_fp32={'|'.join(unused)} matches no module of {type(model).__name__}; known names start with "
             f"{', '.join(name for name, _ in list(model.named_modules())[1:6])}."
         )
     covered: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if covered and name.startswith(covered):
+    kept_ids = {id(m) for name, m in every if policy.keeps_fp32(name)}
+    for name, module in every:
+        if (covered and name.startswith(covered)) or "_halfstep_wrapped" in vars(module):
             continue
-        if policy.keeps_fp32(name):
+        if id(module) in kept_ids or policy.keeps_fp32(name):
             _set_forward(module, _forward_in_fp32)
             covered += (f"{name}.",)
         elif policy.params != "fp32" and type(module) in _NORMS:
@@ -100,7 +113,7 @@ def _refuse_16_bit_weights(model: nn.Module, policy: Policy) -> None:
 
 def _kept_parameters(model: nn.Module, policy: Policy) -> set[Tensor]:
     kept: set[Tensor] = set()
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _BATCH_NORMS) or policy.keeps_fp32(name):
             kept.update(module.parameters())  # a tied weight with one fp32 owner stays fp32
     return kept
@@ -110,28 +123,31 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     if "forward" in vars(module):  # somebody wrapped it before; keep calling theirs
         module._halfstep_inner = vars(module)["forward"]  # noqa: SLF001
     module._halfstep_wrapped = True  # type: ignore[assignment]  # noqa: SLF001
-    # A bound method rather than a hook pair: torch.compile can trace a `with` block, and deepcopy rebinds it.
-    module.forward = types.MethodType(forward, module)
+    # Not a pair of hooks: torch.compile can trace a `with` block. A partial of a module-level function, which pickle and
+    # deepcopy bind to the copy.
+    module.forward = functools.partial(forward, module)
 
 
-def _inner(module: nn.Module) -> Callable[..., Any]:
+def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
     own = getattr(module, "_halfstep_inner", None)
-    return own if own is not None else types.MethodType(type(module).forward, module)
+    return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
 
 
 def _device_type(args: Any, kwargs: Any) -> str:
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
     return tensors[0].device.type if tensors else "cpu"
 
 
 def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast(_device_type(args, kwargs), enabled=False):
-        return _inner(self)(*upcast(args), **upcast(kwargs))
+        return _call(self, upcast(args), upcast(kwargs))
 
 
 def _forward_as_it_is(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     weight = getattr(self, "weight", None)
-    if weight is None or not args or args[0].dtype is not weight.dtype:
-        return _inner(self)(*args, **kwargs)  # mixed dtypes: let autocast bring them together in fp32
-    with torch.autocast(args[0].device.type, enabled=False):
-        return _inner(self)(*args, **kwargs)
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if weight is None or not tensors:
+        return _call(self, args, kwargs)
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(weight.dtype), (args, kwargs))
+        return _call(self, args, kwargs)

@@ -34,8 +34,8 @@ class Ema:
         """Follow the masters, unless the flag is set."""
         for name, param in self._params.items():
             average, master = self.averages[name], self._master_of(param)
-            gate = (1 - self.decay) * (found_inf.to(master.device, non_blocking=True) == 0)
-            average.add_((master - average) * gate)
+            keep = found_inf.to(master.device, non_blocking=True) != 0
+            average.copy_(torch.where(keep, average, average + (master - average) * (1 - self.decay)))
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:

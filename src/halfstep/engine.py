@@ -40,7 +40,7 @@ from halfstep.kernels.scale_update import COUNTERS
 from halfstep.optim.lean import LeanOptimizer, adopt
 from halfstep.policy import Policy
 from halfstep.readback import Readback
-from halfstep.region import compute_region
+from halfstep.region import compute_region, recomputing
 from halfstep.result import StepResult
 from halfstep.scaler import Scaler, make_scaler, stop_if_stuck
 from halfstep.steps import choose_path, coalesce, decide, take_step, unscale_in_place
@@ -201,7 +201,7 @@ class Engine:
         if not (isinstance(factor, float) and factor == 1.0):
             scaled = scaled * factor
         quiet = contextlib.nullcontext() if self.window.is_last() else self.backend.no_sync(self.model)
-        with quiet, torch.autocast(self.device.type, enabled=False):
+        with quiet, torch.autocast(self.device.type, enabled=False), recomputing():
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self.window.has_gradients = True
         self._watch_grads.remember()

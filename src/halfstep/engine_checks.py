@@ -27,11 +27,11 @@ class GradientWatch:
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._seen: dict[str, tuple[Tensor, int]] = {}
 
     def remember(self) -> None:
         """Take the gradients as they are for the Engine's own."""
-        self._seen = {n: (id(p.grad), p.grad._version) for n, p in self._params.items() if p.grad is not None}  # noqa: SLF001
+        self._seen = {n: (p.grad, p.grad._version) for n, p in self._params.items() if p.grad is not None}  # noqa: SLF001
 
     def forget(self) -> None:
         """Expect no gradients."""
@@ -45,7 +45,7 @@ class GradientWatch:
             if grad is None:
                 if seen is not None:
                     gone.append(name)
-            elif seen != (id(grad), grad._version):  # noqa: SLF001
+            elif seen is None or seen[0] is not grad or seen[1] != grad._version:  # noqa: SLF001
                 changed.append(name)
         if gone:
             raise SettingError(

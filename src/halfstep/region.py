@@ -5,7 +5,8 @@ cast weights must not outlive an optimizer step), plus one rule: losses, softmax
 compute in fp32 on every device. CUDA's autocast does that by itself. The CPU's does not: its list of fp32 operations
 has the losses, but softmax, exp, sum and norm run in 16 bits there. So the operations that CUDA keeps in fp32 are
 registered for the CPU too, by torch's own dispatcher, and they act only inside a Halfstep region; elsewhere they
-pass through and a plain torch.autocast("cpu") behaves as it always did.
+pass through and a plain torch.autocast("cpu") behaves as it always did. (One limit: torch.compile does not look at this
+switch, so one compiled function must not be called both inside a region and inside a plain torch.autocast("cpu").)
 
 Normalisation layers are left out on purpose: they take and give 16 bits with fp32 inside.
 """
@@ -13,6 +14,7 @@ Normalisation layers are left out on purpose: they take and give 16 bits with fp
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["COMPUTE_DTYPES", "compute_region", "fp32_operations", "upcast"]
+__all__ = ["COMPUTE_DTYPES", "compute_region", "fp32_operations", "recomputing", "upcast"]
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,12 +51,16 @@ def compute_region(device_type: str, compute: str) -> Iterator[None]:
     before = getattr(_local, "active", False)
     _local.active = True
     try:
-        with torch.autocast(device_type, dtype=COMPUTE_DTYPES[compute]):
+        dtype = COMPUTE_DTYPES[compute]
+        # The cache of cast weights does not know the dtype: inside a region of the other one it would mix them up.
+        other = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is not dtype
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=not other):
             yield
     finally:
         _local.active = before
 
 
+@functools.cache
 def fp32_operations() -> tuple[str, ...]:
     """The operations that the CPU rule adds, as the dispatcher names them."""
     names = []
@@ -72,6 +78,17 @@ def _has(name: str, key: str) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)  # noqa: SLF001 - the only way to read the lists
     except RuntimeError:  # a scalar overload of TorchScript's, which the dispatcher does not know
         return False
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """For a backward pass: activation checkpointing runs forwards in it, which must follow the rule they followed."""
+    before = getattr(_local, "active", False)
+    _local.active = True
+    try:
+        yield
+    finally:
+        _local.active = before
 
 
 def upcast(tree: Any) -> Any:

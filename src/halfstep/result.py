@@ -55,6 +55,8 @@ class StepResult:
     def __repr__(self) -> str:
         if not self.boundary:
             return f"StepResult(step={self.step}, boundary=False, lr={self.lr:g})"
+        if self._read() is None:
+            return f"StepResult(step={self.step}, boundary=True, lr={self.lr:g}, not delivered)"
         norm = self.grad_norm
         shown = "None" if norm is None else f"{norm:.4g}" if math.isfinite(norm) else str(norm)
         return (

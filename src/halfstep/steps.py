@@ -16,7 +16,8 @@ With several optimizers the decision is one: a non-finite gradient anywhere skip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +76,7 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | 
         return f"fused kernels do not take a loss scale on {', '.join(sorted(devices - _FUSED_DEVICES))}"
     if not all(p.is_floating_point() for p in params):
         return "complex parameters"
-    if any(getattr(m, "sparse", False) for m in model.modules()):
+    if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in model.modules()):
         return "sparse gradients"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
@@ -143,7 +144,7 @@ def unscale_in_place(grads: Sequence[Tensor], divisor: Tensor) -> None:
 @torch.no_grad()
 def take_step(paths: Sequence[StepPath], decision: Decision, *, divides: bool) -> None:
     """Step every optimizer, or none; `divides` is False when the divisor is known to be 1."""
-    if any(path.kind == "plain" for path in paths):
+    if any(path.kind == "plain" or _has_sparse(path) for path in paths):
         _step_on_host(paths, decision, divides=divides)
         return
     for path in paths:
@@ -177,9 +178,30 @@ def _step_on_host(paths: Sequence[StepPath], decision: Decision, *, divides: boo
         return
     for path in paths:
         params = [p for group in path.optimizer.param_groups for p in group["params"]]
-        if path.kind != "plain":
+        if path.kind != "plain" and not _has_sparse(path):
             _step_on_device(path, decision, divides=divides)
             continue
         if divides and divisor != 1:
             unscale_in_place([p.grad for p in params if p.grad is not None], decision.divisor)
-        path.optimizer.step()
+        with _unfused(path):
+            path.optimizer.step()
+
+
+def _has_sparse(path: StepPath) -> bool:
+    """Whether a functional embedding, which no module announces, left a sparse gradient for a fused optimizer."""
+    return path.kind == "fused" and any(
+        p.grad is not None and p.grad.is_sparse for g in path.optimizer.param_groups for p in g["params"]
+    )
+
+
+@contextlib.contextmanager
+def _unfused(path: StepPath) -> Iterator[None]:
+    """Step a fused optimizer by its plain implementation, the only one that takes sparse gradients."""
+    groups = path.optimizer.param_groups if path.kind == "fused" else []
+    for group in groups:
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = True

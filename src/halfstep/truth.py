@@ -129,7 +129,12 @@ def _master(policy: Policy, masters: list[Any]) -> str:
     if policy.master == "none":
         return "none"
     kind = "split: weight and 16 more bits" if policy.master == "split" else "a whole fp32 copy"
-    return f"{kind}, exact fp32" + ("" if masters else " (from the first step on)")
+    exact = (
+        "exact fp32"
+        if policy.params == "bf16" or policy.master == "fp32"
+        else "exact fp32 for normal weights, else to 2^-40"
+    )
+    return f"{kind}, {exact}" + ("" if masters else " (from the first step on)")
 
 
 def _lossy(policy: Policy, accumulate: int, support: str | None) -> tuple[str, ...]:

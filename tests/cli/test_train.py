@@ -70,7 +70,9 @@ def test_several_precisions_stand_side_by_side(job_file, tmp_path):
 def test_resume_needs_no_option_but_the_directory(job_file, tmp_path):
     """Precision and settings come from the run; more steps may be given."""
     out = tmp_path / "run"
-    assert run("train", job_file, "-p", "fp16", "--steps", 3, "--batch", 8, "--set", "seed=4", "--out", out).exit_code == 0
+    assert (
+        run("train", job_file, "-p", "fp16", "--steps", 3, "--batch", 8, "--set", "seed=4", "--out", out).exit_code == 0
+    )
     result = run("train", job_file, "--resume", "--out", out, "--steps", 5, "--json")
     outcome = json.loads(result.stdout)
     assert (outcome["steps"], outcome["precision"]) == (5, "fp16")

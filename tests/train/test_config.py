@@ -37,7 +37,16 @@ def test_a_setting_that_cannot_be_is_refused(pairs, message):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"batch": 0}, {"epochs": 0}, {"steps": -1}, {"keep_last": 0}, {"seed": -1}, {"eval_every": 1.5}, {"save_every": 0}]
+    "bad",
+    [
+        {"batch": 0},
+        {"epochs": 0},
+        {"steps": -1},
+        {"keep_last": 0},
+        {"seed": -1},
+        {"eval_every": 1.5},
+        {"save_every": 0},
+    ],
 )
 def test_impossible_numbers_are_refused(bad):
     """Counts are whole and large enough."""

@@ -28,12 +28,21 @@ def tiny_job(**changed):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(96, 6, generator=g)
     y = (x @ torch.randn(6, 3, generator=g)).argmax(-1)
-    sets = {"train": torch.utils.data.TensorDataset(x[:64], y[:64]), "val": torch.utils.data.TensorDataset(x[64:], y[64:])}
+    sets = {
+        "train": torch.utils.data.TensorDataset(x[:64], y[:64]),
+        "val": torch.utils.data.TensorDataset(x[64:], y[64:]),
+    }
     fields = {
         "model": lambda: torch.nn.Sequential(
-            torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.2), torch.nn.GELU(), torch.nn.Linear(16, 3)
+            torch.nn.Linear(6, 16),
+            torch.nn.BatchNorm1d(16),
+            torch.nn.Dropout(0.2),
+            torch.nn.GELU(),
+            torch.nn.Linear(16, 3),
         ),
-        "data": lambda batch_size, split: torch.utils.data.DataLoader(sets[split], batch_size, shuffle=split == "train"),
+        "data": lambda batch_size, split: torch.utils.data.DataLoader(
+            sets[split], batch_size, shuffle=split == "train"
+        ),
         "loss": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
         "metric": lambda model, batch: (model(batch[0]).argmax(-1) == batch[1]).float().mean(),
@@ -190,7 +199,18 @@ def test_a_bad_device_is_refused(tmp_path):
 
 
 def start(out, precision, *, resume, epochs=12, save_every=2):
-    command = [sys.executable, "-m", "halfstep", "train", "digits", "--out", str(out), "--epochs", str(epochs), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "halfstep",
+        "train",
+        "digits",
+        "--out",
+        str(out),
+        "--epochs",
+        str(epochs),
+        "--json",
+    ]
     command += ["--set", f"save_every={save_every}", "--precision", precision]
     command += ["--resume"] if resume else []
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -228,7 +248,10 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs):
     stdout, stderr = plain.communicate(timeout=120)
     assert plain.returncode == 0, stderr
     assert done == json.loads(stdout)["steps"]
-    a, b = (masters_of(load_checkpoint(CheckpointFolder(tmp_path / n / "checkpoints").latest())) for n in ("plain", "killed"))
+    a, b = (
+        masters_of(load_checkpoint(CheckpointFolder(tmp_path / n / "checkpoints").latest()))
+        for n in ("plain", "killed")
+    )
     assert all(torch.equal(a[name], b[name]) for name in a)
     losses = [[r["loss"] for r in read_runlog(tmp_path / n / "run.jsonl").records] for n in ("plain", "killed")]
     assert losses[0] == losses[1]
@@ -273,7 +296,9 @@ def test_digits_reach_the_same_accuracy_in_every_preset(tmp_path):
         scores = []
         for seed in range(3):
             config = TrainConfig(batch=64, epochs=20, seed=seed, eval_every=20)
-            outcome = train(load_target("digits").job, config, precision=precision, out=tmp_path / f"{precision}-{seed}")
+            outcome = train(
+                load_target("digits").job, config, precision=precision, out=tmp_path / f"{precision}-{seed}"
+            )
             scores.append(outcome.validation["metric"])
         assert min(scores) >= 0.95, (precision, scores)
         means[precision] = sum(scores) / 3

@@ -50,7 +50,7 @@ class Positioned:
 
 
 @pytest.mark.parametrize(
-    "data", [shuffled, augmented, lambda: Positioned(), lambda batch_size, epoch: shuffled(batch_size)],
+    "data", [shuffled, augmented, Positioned, lambda batch_size, epoch: shuffled(batch_size)],
     ids=["shuffled", "augmented", "positioned", "per-epoch"],
 )  # fmt: skip
 @pytest.mark.parametrize("stop", [1, 4, 9])
@@ -108,7 +108,7 @@ def test_data_that_became_shorter_is_noticed():
 
 def test_a_loader_that_lost_its_position_is_refused():
     """A position of the loader's own cannot be given to one that keeps none."""
-    first = stream(lambda: Positioned())
+    first = stream(Positioned)
     next(first.batches(0))
     again = stream(lambda: [torch.zeros(1)] * 5)
     again.restore(first.state())
@@ -119,7 +119,7 @@ def test_a_loader_that_lost_its_position_is_refused():
 def test_no_batches_at_all_is_an_error():
     """An empty loader would otherwise train nothing for ever."""
     with pytest.raises(HalfstepError, match="gave no batches"):
-        list(stream(lambda: []).batches(0))
+        list(stream(list).batches(0))
 
 
 def test_fingerprints_tell_batches_apart():

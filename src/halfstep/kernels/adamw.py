@@ -52,7 +52,7 @@ def adamw_update(
             master = master * (1 - how.lr * how.weight_decay)
         else:
             grad = grad + master * how.weight_decay
-    exp_avg = exp_avg + (grad - exp_avg) * (1 - beta1)
+    exp_avg = torch.lerp(exp_avg, grad.to(exp_avg.dtype), 1 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * (1 - beta2)
     second = exp_avg_sq
     if how.amsgrad and max_exp_avg_sq is not None:
@@ -60,4 +60,4 @@ def adamw_update(
     root = (1 - beta2**wide).sqrt()
     size = how.lr / (1 - beta1**wide)
     master = master - exp_avg / (second.sqrt() / root + how.eps) * size
-    return master, exp_avg, exp_avg_sq, max_exp_avg_sq
+    return master.float(), exp_avg, exp_avg_sq, max_exp_avg_sq

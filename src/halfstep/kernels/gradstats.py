@@ -19,7 +19,9 @@ def dense_values(grad: Tensor) -> Tensor:
     """The real, dense elements behind a gradient; in-place changes to them change the gradient."""
     if grad.is_sparse:
         grad = grad._values()  # noqa: SLF001 - the documented values() refuses uncoalesced tensors and autograd's own
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+    if grad.is_complex():
+        return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+    return grad
 
 
 def total_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -35,5 +37,5 @@ def total_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
         parts = torch._foreach_norm(group, 2, dtype=accumulate)  # noqa: SLF001 - what torch's own clip_grad_norm_ calls
         norms.append(torch.linalg.vector_norm(torch.stack(parts)).to(device, torch.float32, non_blocking=True))
     if not norms:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

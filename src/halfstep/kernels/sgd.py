@@ -45,4 +45,4 @@ def sgd_update(
         damped = torch.where(step <= 1, grad, buffer * how.momentum + grad * (1 - how.dampening))
         buffer = damped
         direction = grad + damped * how.momentum if how.nesterov else damped
-    return master - direction * how.lr, buffer
+    return (master - direction * how.lr).float(), buffer

@@ -43,7 +43,7 @@ def join(weight: Tensor, low: Tensor) -> Tensor:
     wide = weight.float()
     unit = torch.ldexp(torch.ones_like(wide), _unit_exponent(weight))
     # inf and NaN have no residual; inf * 0 would turn the one into the other.
-    return torch.where(wide.isfinite(), wide + low.float() * unit, wide)
+    return torch.where(wide.isfinite() & (low != 0), wide + low.float() * unit, wide)
 
 
 def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,8 +35,6 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     moments: ClassVar[tuple[str, ...]] = ()  # state entries stored in `states`
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to step()
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
     _stock: torch.optim.Optimizer | None = None  # the optimizer this one took over, which shares groups and state
 
     def __init__(
@@ -67,37 +65,50 @@ class LeanOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
+                    self._refuse(param)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
                     self._step_one(group, param)
 
-    def _step_one(self, group: dict[str, Any], param: Tensor) -> None:
+    def _refuse(self, param: Tensor) -> None:
         if param.grad.is_sparse or param.is_complex():  # type: ignore[union-attr]
             kind = "sparse gradient" if param.grad.is_sparse else "complex parameter"  # type: ignore[union-attr]
             raise SettingError(
                 f"{type(self).__name__} was given a {kind} of shape {tuple(param.shape)}; keep such a module in "
                 "an fp32 preset with torch's own optimizer."
             )
+        if param.dtype is torch.float64:
+            raise SettingError(
+                f"{type(self).__name__} works in fp32 and was given an fp64 parameter of shape {tuple(param.shape)}; "
+                "use torch's own optimizer for it."
+            )
+
+    def _step_one(self, group: dict[str, Any], param: Tensor) -> None:
         stored = self.state[param]
-        if "step" not in stored:
-            self._begin(group, param, stored)
+        self._begin(group, param, stored)
         old = self.master_of(param)
         grad = param.grad.float()  # type: ignore[union-attr]
-        if self.grad_scale is not None:
-            grad = grad / self.grad_scale.to(grad.device, non_blocking=True)
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            grad = grad / scale.to(grad.device, non_blocking=True)
         applied = stored["step"] + 1
         working = {name: stored[name].float() for name in self.moments if name in stored}
         working["step"] = applied
         new = self.update(group, working, old, grad)
-        keep = None if self.found_inf is None else self.found_inf.to(param.device, non_blocking=True) != 0
+        keep = None if found is None else found.to(param.device, non_blocking=True) != 0
         for name in self.moments:
             if name in stored:
                 stored[name].copy_(_unless(keep, stored[name], working[name]))
-        self._store(param, stored, _unless(keep, old, new))
+        self._store(param, stored, new, keep)
         stored["step"].copy_(_unless(keep, stored["step"], applied))
 
     def _begin(self, group: dict[str, Any], param: Tensor, stored: dict[str, Tensor]) -> None:
-        stored["step"] = torch.zeros((), device=param.device)
+        if "step" not in stored:
+            stored["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name, value in self.new_state(group, param).items():
-            stored[name] = value.to(torch.bfloat16) if self.states == "bf16" else value
+            if name not in stored:
+                stored[name] = value.to(torch.bfloat16) if self.states == "bf16" else value
         self.hold_master(param, None)
 
     def hold_master(self, param: Tensor, master: Tensor | None) -> None:
@@ -120,15 +131,19 @@ class LeanOptimizer(torch.optim.Optimizer):
             return join(param.detach(), stored["low"])
         return param.detach().float()
 
-    def _store(self, param: Tensor, stored: dict[str, Tensor], master: Tensor) -> None:
+    def _store(self, param: Tensor, stored: dict[str, Tensor], master: Tensor, keep: Tensor | None) -> None:
+        if param.dtype in _16_BIT:
+            # A finite master past the dtype's end would make an infinite weight, and no later step could undo that.
+            largest = torch.finfo(param.dtype).max
+            master = torch.where(master.isfinite(), master.clamp(-largest, largest), master)
         if "low" in stored:
             weight, low = split(master, param.dtype)
-            stored["low"].copy_(low)
-            param.copy_(weight)
+            stored["low"].copy_(_unless(keep, stored["low"], low))
+            param.copy_(_unless(keep, param, weight))
             return
         if "master" in stored:
-            stored["master"].copy_(master)
-        param.copy_(master)
+            stored["master"].copy_(_unless(keep, stored["master"], master))
+        param.copy_(_unless(keep, param, split(master, param.dtype)[0] if param.dtype in _16_BIT else master))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but moments, masters and residuals keep their own dtype instead of the weight's."""
@@ -148,9 +163,8 @@ class LeanOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor):
                     self.state[param][name] = value.detach().clone().to(param.device)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.grad_scale = self.found_inf = None
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"master": self.master, "states": self.states}
 
 
 def _unless(keep: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
@@ -175,7 +189,7 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
                     f"The optimizer was built with {name}={own!r}, but the policy says {name}={wanted}. Build it with "
                     f"{name}='policy', or write {name}={own} in the precision."
                 )
-            setattr(optimizer, name, wanted)
+        optimizer.master, optimizer.states = master, states
         return optimizer
     if not adopts(optimizer):
         raise SettingError(
@@ -185,10 +199,16 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     target = ADOPTS[type(optimizer)]
     lean = target(optimizer.param_groups, master=master, states=states)
     lean.param_groups = optimizer.param_groups
+    lean.defaults = optimizer.defaults
     for param, stored in optimizer.state.items():
-        lean.state[param] = {
-            k: v.float() if isinstance(v, Tensor) else torch.tensor(float(v)) for k, v in stored.items()
+        taken = {
+            k: torch.as_tensor(v, dtype=torch.float32, device=param.device) for k, v in stored.items() if v is not None
         }
+        if "momentum_buffer" in taken:  # torch's SGD counts no steps; what matters is that this is not the first
+            taken.setdefault("step", torch.ones((), device=param.device, dtype=torch.float32))
+        if states == "bf16":
+            taken |= {k: v.bfloat16() for k, v in taken.items() if k in lean.moments}
+        lean.state[param] = taken
     lean._stock, optimizer.state = optimizer, lean.state  # noqa: SLF001 - our own class
     _refuse_to_step(optimizer, lean)
     say(
