@@ -41,6 +41,7 @@ class Target:
     job: Job
     source: str
     data_dir: str | None = None
+    defaults: tuple[tuple[str, int], ...] = ()  # settings of a run that fit this target, as (field, value)
 
 
 def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | None = None) -> Target:
@@ -76,11 +77,13 @@ def _built_in(text: str, data_dir: str | os.PathLike[str] | None) -> Target:
             raise SettingError(
                 "A data folder has no effect on the target 'digits', whose images are embedded; leave it out."
             )
-        return Target(text, jobs.digits_job(), text)
+        return Target(
+            text, jobs.digits_job(), text, defaults=(("batch", jobs.DIGITS_BATCH), ("epochs", jobs.DIGITS_EPOCHS))
+        )
     root = None if data_dir is None else str(Path(data_dir).expanduser().resolve())
     library, _, name = text.rpartition(":")
     job = jobs.library_job(library, name, root) if library else jobs.vit_job(name, root)
-    return Target(text, job, text, root)
+    return Target(text, job, text, root, (("batch", jobs.IMAGE_BATCH),))
 
 
 def _from_file(path: Path, name: str) -> Target:

@@ -90,7 +90,9 @@ def _run(found: Any, given: dict[str, Any], policy: str, out: Path, *, resume: b
     from halfstep.train.resume import saved_settings
 
     saved = saved_settings(out) if resume else None
-    fields = dict(getattr(found, "defaults", {})) if saved is None else saved.config
+    fields = dict(found.defaults) if saved is None else saved.config
+    if "steps" in given and "epochs" not in given and saved is None:
+        fields.pop("epochs", None)  # the target's usual length, which the user's own replaces
     config = TrainConfig(**{**fields, **given})
     if config.steps is None and config.epochs is None:
         config = TrainConfig(**{**fields, **given, "epochs": 1})

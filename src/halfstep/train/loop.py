@@ -210,7 +210,7 @@ class _Run:
 
     def _micro_batch(self, batch: Any, epoch: int) -> None:
         with self.engine.forward():
-            loss = self.job.call("loss", model=self.model, batch=batch, epoch=epoch, device=self.device)
+            loss = self.job.call("loss", model=self.model, batch=batch, epoch=epoch, split="train", **self._place())
         self.engine.backward(loss)
         loss = loss.detach().float()
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
@@ -237,7 +237,7 @@ class _Run:
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         metric_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         total = 0
-        where = {"model": self.model, "epoch": epoch, "device": self.device}
+        where = {"model": self.model, "epoch": epoch, "split": "val", **self._place()}
         with self.engine.evaluate(ema=self.engine.ema is not None):
             for raw in self.validation.batches(epoch):
                 batch = to_device(raw, self.device)

@@ -82,7 +82,10 @@ class DataStream:
             )
 
     def _make(self, epoch: int) -> Any:
-        if self._loader is None or self._per_epoch or isinstance(self._loader, Iterator):  # an iterator is used up
+        set_epoch = getattr(self._loader, "set_epoch", None)
+        if callable(set_epoch):  # keeps its worker processes
+            set_epoch(epoch)
+        elif self._loader is None or self._per_epoch or isinstance(self._loader, Iterator):  # an iterator is used up
             self._loader = self._job.call("data", epoch=epoch, **self._context)
         return self._loader
 
