@@ -264,7 +264,7 @@ def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "precision"), enumerate(["fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"]))
+@pytest.mark.parametrize(("seed", "precision"), list(enumerate(["fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"])))
 def test_sigkill_twenty_times(seed, precision, tmp_path):
     """Four kills in each preset, twenty in all, at random moments of training and of saving."""
     assert kill_and_resume(tmp_path, precision, kills=4, seed=seed, epochs=6) == 4

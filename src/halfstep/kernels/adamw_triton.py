@@ -62,7 +62,8 @@ def _prepare_kernel(
     tl.store(out + 6, (lr / (1 - power1)).to(tl.float32), mask=there)
     tl.store(out + 7, (weight_decay * (1 - decoupled)).to(tl.float32), mask=there)
     tl.store(out + 8, (1 - 2 * maximize).to(tl.float32), mask=there)
-    tl.store(steps + tensor, step, mask=there & (tl.load(found_inf) == 0))
+    if tl.load(found_inf) == 0:
+        tl.store(steps + tensor, step, mask=there)
 
 
 @triton.jit
