@@ -9,6 +9,9 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 # One thread per worker: two workers on two cores, and torch's threads would only wait for each other.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# The kernels' own tests, and those of their callers once more over the kernels: Triton runs them on the CPU.
+INTERPRETED = tests/triton tests/optim tests/kernels/test_gradstats.py tests/test_engine_promises.py
+
 .PHONY: demo test test-all coverage lint type format check clean
 
 # One thread: for 26 thousand parameters a second one only waits, and on a busy machine it waits long.
@@ -18,9 +21,11 @@ demo: $(VENV)/.base  ## the main job on this machine
 
 test: $(VENV)/.dev  ## the whole suite but the slow tests, with the coverage gate
 	$(PYTEST) -m "not slow" --cov --cov-report=term --cov-fail-under=90
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(INTERPRETED)
 
 test-all: $(VENV)/.all  ## every test
 	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

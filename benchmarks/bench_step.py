@@ -1,4 +1,4 @@
-"""Times the optimizer step, finite check, unscale and clip included, against stock torch in the same run.
+"""Times the optimizer step, finite check, unscale and clip included, against the peers that are installed.
 
     python benchmarks/bench_step.py [--model vit_l_16] [--loop] [--out FILE.md]
 
@@ -45,9 +45,9 @@ def copy_bandwidth():
     return 2 * a.numel() * 4 / ms * 1e3
 
 
-def fresh(shapes):
+def fresh(shapes, dtype):
     """Parameters with gradients."""
-    params = [torch.nn.Parameter(torch.randn(s, device="cuda") * 0.02) for s in shapes]
+    params = [torch.nn.Parameter((torch.randn(s, device="cuda") * 0.02).to(dtype)) for s in shapes]
     for p in params:
         p.grad = torch.randn_like(p) * 1e-3
     return params
@@ -68,35 +68,106 @@ def stock(params, *, fused):
     return step
 
 
-def ours(params):
-    """Path 2: torch's fused AdamW with unscale, clip and skip folded in."""
+def ours(params, optimizer):
+    """Halfstep's step as the Engine takes it: finite check, unscale, clip, update, loss scale."""
     holder = torch.nn.ParameterList(params)
-    path = choose_path(torch.optim.AdamW(holder.parameters(), lr=1e-4), holder)
-    assert path.kind == "fused", path
+    path = choose_path(optimizer, holder)
     scaler = LossScaler(init_scale=1.0, growth_interval=10**9)
     device = params[0].device
-    grads = [p.grad for p in params]
+    grads, kept = [p.grad for p in params], {}
 
     def step():
-        decision = decide(grads, scaler.scale_on(device) * 1.0, 1e9, lambda flag: flag)
+        decision = decide(grads, scaler.scale_on(device) * 1.0, 1e9, lambda flag: flag, kept)
         take_step([path], decision, divides=True)
         scaler.advance(decision.found_inf)
 
     return step
 
 
-def bench_steps(shapes, rounds):
-    """One row per implementation: name, bytes moved per parameter, median, min, max."""
+def o2_by_hand(params):
+    """fp32 masters kept by hand beside bf16 weights, as Apex O2 users wrote it."""
+    masters = [p.detach().float().requires_grad_() for p in params]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+    def step():
+        for master, param in zip(masters, params, strict=True):
+            master.grad = param.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters, 1e9)
+        optimizer.step()
+        torch._foreach_copy_(params, masters)
+
+    return step
+
+
+def flashoptim(params, bits):
+    """FlashOptim with a master of 24 or 32 bits, clipped by torch."""
+    from flashoptim import FlashAdamW
+
+    optimizer = FlashAdamW(params, lr=1e-4, master_weight_bits=bits)
+
+    def step():
+        torch.nn.utils.clip_grad_norm_(params, 1e9)
+        optimizer.step()
+
+    return step
+
+
+def torchao_8bit(params):
+    """torchao's 8-bit AdamW on bf16 weights with stochastic rounding, no master, clipped by torch."""
+    from torchao.optim import AdamW8bit
+
+    optimizer = AdamW8bit(params, lr=1e-4, bf16_stochastic_round=True)
+
+    def step():
+        torch.nn.utils.clip_grad_norm_(params, 1e9)
+        optimizer.step()
+
+    return step
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+# name, dtype of weights and gradients, bytes moved per parameter (None: not known), how to build
+CASES = (
+    ("torch AMP: unscale_, clip, foreach AdamW (torch's default)", FP32, 100, lambda p: stock(p, fused=False)),
+    ("torch AMP: unscale_, clip, fused AdamW", FP32, 48, lambda p: stock(p, fused=True)),
+    ("Halfstep path 2: torch's fused AdamW", FP32, 36, lambda p: ours(p, torch.optim.AdamW(p, lr=1e-4))),
+    ("Halfstep fp32 weights", FP32, 32, lambda p: ours(p, lean(p, "none", "fp32"))),
+    ("O2 by hand: bf16 weights, fp32 masters, fused AdamW", BF16, None, o2_by_hand),
+    ("Halfstep bf16-lean", BF16, 28, lambda p: ours(p, lean(p, "split", "fp32"))),
+    ("Halfstep fp16-lean", FP16, 28, lambda p: ours(p, lean(p, "split", "fp32"))),
+    ("FlashOptim, 24-bit master, 8-bit moments", BF16, None, lambda p: flashoptim(p, 24)),
+    ("FlashOptim, 32-bit master, 8-bit moments", BF16, None, lambda p: flashoptim(p, 32)),
+    ("torchao 8-bit AdamW, no master", BF16, None, torchao_8bit),
+    ("Halfstep bf16-lean, 8-bit moments", BF16, 16.1, lambda p: ours(p, lean(p, "split", "8bit"))),
+    ("Halfstep fp16-lean, 8-bit moments", FP16, 16.1, lambda p: ours(p, lean(p, "split", "8bit"))),
+)
+
+
+def lean(params, master, states):
+    return halfstep.optim.AdamW(params, lr=1e-4, master=master, states=states)
+
+
+def bench_steps(shapes, rounds, count):
+    """One row per implementation: name, bytes moved, median, min, max, held bytes and peak over held of one step."""
     rows = []
-    for name, moved, make in (
-        ("torch AMP: unscale_, clip, foreach AdamW (torch's default)", 100, lambda p: stock(p, fused=False)),
-        ("torch AMP: unscale_, clip, fused AdamW", 48, lambda p: stock(p, fused=True)),
-        ("Halfstep path 2: torch's fused AdamW", 36, ours),
-    ):
-        params = fresh(shapes)
-        rows.append((name, moved, *timed(make(params), rounds=rounds)))
-        del params
+    for name, dtype, moved, make in CASES:
         torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        params = fresh(shapes, dtype)
+        try:
+            step = make(params)
+            times = timed(step, rounds=rounds)
+        except Exception as error:  # a peer that is not installed or cannot run here is a row that says so
+            rows.append((name, moved, None, f"{type(error).__name__}: {str(error)[:60]}", "", ""))
+            continue
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        rows.append((name, moved, *times, f"{held / count:.2f}", f"{peak / held:.3f}"))
+        del params, step
     return rows
 
 
@@ -202,6 +273,9 @@ def main():
             ("Halfstep bf16", engine_loop(build, "bf16")),
             ("torch AMP fp16, by hand, fused AdamW", hand_written(build, torch.float16)),
             ("Halfstep fp16", engine_loop(build, "fp16")),
+            ("Halfstep bf16-lean", engine_loop(build, "bf16-lean")),
+            ("Halfstep bf16-lean, 8-bit moments", engine_loop(build, "bf16-lean,states=8bit")),
+            ("Halfstep fp16-lean", engine_loop(build, "fp16-lean")),
         ]
         for name, make in cases:
             median, low, high, peak = loop_rate(make, args.batch, 10, 224)

@@ -107,6 +107,7 @@ class Engine:
         self._watch_grads = GradientWatch(self._params)
         self.window = Window(accumulate)
         self._readback = Readback()
+        self._tables: dict[object, object] = {}  # of the kernel that takes the norm
         self._on_step = on_step
         self._region_depth = 0
         self._closed = False
@@ -245,7 +246,7 @@ class Engine:
         scale = self.scaler.scale_on(self.device).clone()
         earlier = self.window.found_inf  # the gradients are unscaled already
         divisor = self._divisor() if earlier is None else torch.ones((), device=self.device)
-        decision = decide(grads, divisor, self.max_norm, self.backend.agree)
+        decision = decide(grads, divisor, self.max_norm, self.backend.agree, self._tables)
         if earlier is not None:
             decision.found_inf.copy_(torch.maximum(decision.found_inf, earlier))
         undivided = self.scaler.settings.mode == "none" and self.window.weighs_one()

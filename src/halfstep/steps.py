@@ -116,9 +116,10 @@ def decide(
     divisor: Tensor,
     max_norm: float | None,
     agree: Callable[[Tensor], Tensor],
+    kept: dict[object, object] | None = None,
 ) -> Decision:
-    """Look at all gradients once; `agree` makes the flag the same on every rank."""
-    norm = total_norm(grads, divisor.device) / divisor
+    """Look at all gradients once; `agree` makes the flag the same on every rank, `kept` holds tables between steps."""
+    norm = total_norm(grads, divisor.device, kept) / divisor
     found = agree((~(norm.isfinite() & (divisor > 0))).to(torch.float32))
     if max_norm is not None:
         divisor = divisor * ((norm + 1e-6) / max_norm).clamp(min=1)

@@ -57,7 +57,7 @@ def adamw_update(
     second = exp_avg_sq
     if how.amsgrad and max_exp_avg_sq is not None:
         second = max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    root = (1 - beta2**wide).sqrt()
+    one_over_root = 1 / (1 - beta2**wide).sqrt()
     size = how.lr / (1 - beta1**wide)
-    master = master - exp_avg / (second.sqrt() / root + how.eps) * size
+    master = master - exp_avg / (second.sqrt() * one_over_root + how.eps) * size
     return master.float(), exp_avg, exp_avg_sq, max_exp_avg_sq

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from halfstep.kernels.available import triton_runs_on
+
 __all__ = ["dense_values", "total_norm"]
+
+_KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def dense_values(grad: Tensor) -> Tensor:
@@ -24,18 +28,42 @@ def dense_values(grad: Tensor) -> Tensor:
     return grad
 
 
-def total_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The 2-norm over all elements of all gradients, in fp32 on `device` (fp64 gradients: taken in fp64)."""
+def total_norm(grads: Sequence[Tensor], device: torch.device, kept: dict[object, object] | None = None) -> Tensor:
+    """The 2-norm over all elements of all gradients, in fp32 on `device` (fp64 gradients: taken in fp64).
+
+    `kept` is a dictionary that the caller keeps from step to step: the tables of the one-launch kernel live in it, and
+    without it the kernel is not used.
+    """
     norms: list[Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         values = dense_values(grad)
         if values.numel():
             groups.setdefault((values.device, values.dtype), []).append(values)
-    for (_, dtype), group in groups.items():
-        accumulate = torch.float64 if dtype is torch.float64 else torch.float32
-        parts = torch._foreach_norm(group, 2, dtype=accumulate)  # noqa: SLF001 - what torch's own clip_grad_norm_ calls
-        norms.append(torch.linalg.vector_norm(torch.stack(parts)).to(device, torch.float32, non_blocking=True))
+    for key, group in groups.items():
+        norms.append(_group_norm(key, group, kept).to(device, torch.float32, non_blocking=True))
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _group_norm(
+    key: tuple[torch.device, torch.dtype], group: list[Tensor], kept: dict[object, object] | None
+) -> Tensor:
+    device, dtype = key
+    if (
+        kept is not None
+        and dtype in _KERNEL_DTYPES
+        and triton_runs_on(device)
+        and all(g.is_contiguous() for g in group)
+    ):
+        from halfstep.kernels.gradstats_triton import GradStats
+
+        stats = kept.setdefault(key, GradStats())
+        assert isinstance(stats, GradStats)
+        norm: Tensor = stats.sums(group).sum().sqrt()
+        return norm
+    accumulate = torch.float64 if dtype is torch.float64 else torch.float32
+    parts = torch._foreach_norm(group, 2, dtype=accumulate)  # noqa: SLF001 - what torch's own clip_grad_norm_ calls
+    total: Tensor = torch.linalg.vector_norm(torch.stack(parts))
+    return total

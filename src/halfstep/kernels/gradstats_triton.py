@@ -14,9 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.table import CHUNK, ChunkTable, PointerTable
+from halfstep.kernels.jit_triton import load
+from halfstep.kernels.table import ChunkTable, PointerTable
 
 __all__ = ["GradStats"]
+
+# On an H200 with ViT-L/16: 0.29 ms in fp32 at 4096 to 16384 elements and 8 warps, 0.33 at 2048, 0.46 at 1024.
+CHUNK = 8192
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -24,41 +28,43 @@ _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl
 @triton.jit
 def _sumsq_kernel(
     chunks,  # int64 (C, 2): tensor, start
-    pointers,  # int64 (T, 2): gradient, aligned
+    pointers,  # int64 (T, 1): gradient
     numels,  # int64 (T,)
     partial,  # fp32 (C,)
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(chunks + 2 * program)
     start = tl.load(chunks + 2 * program + 1)
     left = tl.load(numels + tensor) - start
-    place = tl.load(pointers + 2 * tensor).to(tl.pointer_type(DTYPE)) + start
-    offsets = tl.arange(0, CHUNK)
-    if (left >= CHUNK) & (tl.load(pointers + 2 * tensor + 1) == 1):
-        # Unmasked loads of aligned addresses become 16-byte vectors; masked ones take 1.4 times as long.
-        values = tl.load(tl.multiple_of(place, 16) + offsets).to(tl.float32)
-        tl.store(partial + program, tl.sum(values * values))
-    else:
-        values = tl.load(place + offsets, mask=offsets < left, other=0.0).to(tl.float32)
-        tl.store(partial + program, tl.sum(values * values))
+    place = tl.load(pointers + tensor).to(tl.pointer_type(DTYPE)) + start
+    values = load(place, tl.arange(0, CHUNK), left, FULL).to(tl.float32)
+    tl.store(partial + program, tl.sum(values * values))
 
 
 @triton.jit
 def _per_tensor_kernel(
-    partial,  # fp32 (C,)
-    first,  # int64 (T + 1,): the chunks of each tensor
+    partial,  # fp32 (F,): of the full chunks
+    rest,  # fp32 (R,): of the others
+    full_first,  # int64 (T + 1,): the full chunks of each tensor
+    rest_first,  # int64 (T + 1,)
     sums,  # fp32 (T,)
     BLOCK: tl.constexpr,
 ):
     tensor = tl.program_id(0)
-    begin = tl.load(first + tensor)
-    end = tl.load(first + tensor + 1)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    begin = tl.load(full_first + tensor)
+    end = tl.load(full_first + tensor + 1)
     for at in range(begin, end, BLOCK):
         offsets = at + tl.arange(0, BLOCK)
         total += tl.load(partial + offsets, mask=offsets < end, other=0.0)
+    begin = tl.load(rest_first + tensor)
+    end = tl.load(rest_first + tensor + 1)
+    for at in range(begin, end, BLOCK):
+        offsets = at + tl.arange(0, BLOCK)
+        total += tl.load(rest + offsets, mask=offsets < end, other=0.0)
     tl.store(sums + tensor, tl.sum(total))
 
 
@@ -68,21 +74,23 @@ class GradStats:
     def __init__(self) -> None:
         self._pointers = PointerTable()
         self._chunks: ChunkTable | None = None
-        self._partial: Tensor | None = None
 
     def sums(self, grads: Sequence[Tensor]) -> Tensor:
         """The sum of squares of each gradient, in fp32."""
-        sizes = tuple(g.numel() for g in grads)
         device = grads[0].device
-        if self._chunks is None or self._chunks.sizes != sizes:
-            self._chunks = ChunkTable(sizes, device)
-            self._partial = torch.empty(self._chunks.num_chunks, dtype=torch.float32, device=device)
-        chunks, partial = self._chunks, self._partial
         pointers = self._pointers.refresh(grads)
+        key = (tuple(g.numel() for g in grads), self._pointers.aligned())
+        if self._chunks is None or self._chunks.key != key:
+            self._chunks = ChunkTable(*key, CHUNK, device)
+        chunks = self._chunks
+        partial, rest = (torch.empty(n, dtype=torch.float32, device=device) for n in (chunks.num_full, chunks.num_rest))
+        for rows, out, full in ((chunks.full, partial, True), (chunks.rest, rest, False)):
+            if len(out):
+                _sumsq_kernel[(len(out),)](
+                    rows, pointers, chunks.numels, out, DTYPE=_TL[grads[0].dtype], CHUNK=CHUNK, FULL=full, num_warps=8
+                )
         sums = torch.empty(len(grads), dtype=torch.float32, device=device)
-        if chunks.num_chunks:
-            _sumsq_kernel[(chunks.num_chunks,)](
-                chunks.rows, pointers, chunks.numels, partial, DTYPE=_TL[grads[0].dtype], CHUNK=CHUNK, num_warps=8
-            )
-        _per_tensor_kernel[(len(grads),)](partial, chunks.first, sums, BLOCK=256, num_warps=1)
+        _per_tensor_kernel[(len(grads),)](
+            partial, rest, chunks.full_first, chunks.rest_first, sums, BLOCK=256, num_warps=1
+        )
         return sums

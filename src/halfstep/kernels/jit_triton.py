@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-__all__ = ["join_bf16", "join_fp16", "lerp", "split_bf16", "split_fp16"]
+import triton
+
+__all__ = ["join_bf16", "join_fp16", "lerp", "load", "noise", "round_bf16", "split_bf16", "split_fp16", "store"]
+
+
+@triton.jit
+def load(place, offsets, left, FULL: tl.constexpr):
+    """A block at `place`; unmasked and in 16-byte vectors if the chunk is full and aligned, else what there is, and 0."""
+    if FULL:
+        return tl.load(tl.multiple_of(place, 16) + offsets)
+    return tl.load(place + offsets, mask=offsets < left, other=0)
+
+
+@triton.jit
+def store(place, offsets, values, left, FULL: tl.constexpr):
+    """The counterpart of `load`."""
+    if FULL:
+        tl.store(tl.multiple_of(place, 16) + offsets, values)
+    else:
+        tl.store(place + offsets, values, mask=offsets < left)
+
+
+@triton.jit
+def noise(place, step):
+    """Numbers in [0, 1) from an integer hash of place and step, as in `kernels.moments8`."""
+    h = place.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x85EBCA77
+    h = (h ^ (h >> 15)) * 0x2C1B3C6D
+    h = (h ^ (h >> 12)) * 0x297A2D39
+    h = h ^ (h >> 15)
+    return (h >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
@@ -16,7 +44,7 @@ def join_bf16(weight_bits, low):
 
 @triton.jit
 def split_bf16(master):
-    """A master's bf16 weight as int16 bits, nearest with ties away from zero, and what was rounded off."""
+    """The master held inside bf16's range, its bf16 weight as int16 bits (ties away from zero), what was rounded off."""
     largest = 3.3895313892515355e38
     master = tl.where((master > largest) & (master < float("inf")), largest, master)
     master = tl.where((master < -largest) & (master > -float("inf")), -largest, master)
@@ -26,7 +54,15 @@ def split_bf16(master):
     nan = master != master
     high = tl.where(nan, 0x7FC0, high)
     low = tl.where(nan, 0, low)
-    return high.to(tl.int16), low.to(tl.int16)
+    return master, high.to(tl.int16), low.to(tl.int16)
+
+
+@triton.jit
+def round_bf16(x):
+    """The bits of the nearest bf16, ties to even; Triton's interpreter would truncate a plain cast."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)
 
 
 @triton.jit
@@ -47,14 +83,14 @@ def join_fp16(weight, low):
 
 @triton.jit
 def split_fp16(master):
-    """A master's fp16 weight, nearest with ties to even, and what was rounded off in units of ulp / 2^15."""
+    """The master held inside fp16's range, its fp16 weight (ties to even), what was rounded off in ulp / 2^15."""
     finite = tl.abs(master) < float("inf")
     master = tl.where(finite, tl.minimum(tl.maximum(master, -65504.0), 65504.0), master)
     weight = master.to(tl.float16)
     residual = tl.where(finite, master - weight.to(tl.float32), 0.0)
     units = residual / _fp16_unit(weight)  # a power of two: exact
     rounded = tl.where(units >= 0, tl.floor(units + 0.5), tl.ceil(units - 0.5))
-    return weight, rounded.to(tl.int16)
+    return master, weight, rounded.to(tl.int16)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 from halfstep.kernels.adamw import AdamSettings, adamw_update
+from halfstep.optim.fused import FusedAdam
 from halfstep.optim.lean import ADOPTS, LeanOptimizer
 
 __all__ = ["Adam", "AdamW"]
@@ -19,6 +20,7 @@ class AdamW(LeanOptimizer):
     """AdamW for 16-bit weights, with the arguments of torch.optim.AdamW and `master=`, `states=`."""
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    unsigned: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
     decoupled: ClassVar[bool] = True
 
     def __init__(
@@ -49,6 +51,43 @@ class AdamW(LeanOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults, master=master, states=states)
+
+    def step_together(self) -> bool:
+        """Step everything by the fused kernels, on a GPU."""
+        active = [(i, p) for i, g in enumerate(self.param_groups) for p in g["params"] if p.grad is not None]
+        if not active:
+            return True
+        params = [p for _, p in active]
+        states = [self.state[p] for p in params]
+        if not FusedAdam.takes(params, states):
+            return False
+        fused = self.__dict__.setdefault("_fused", FusedAdam())
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        fused.step(params, states, [self._settings(g) for g in self.param_groups], [i for i, _ in active], scale, found)
+        return True
+
+    def prepare_replay(self) -> None:
+        """Before replaying a CUDA graph that holds a step: let it see the groups' settings as they are now."""
+        fused = self.__dict__.get("_fused")
+        if fused is None:
+            raise SettingError(
+                "prepare_replay() before any step: capture a step() of this optimizer in a CUDA graph first."
+            )
+        fused.prepare_replay([self._settings(g) for g in self.param_groups])
+
+    def _settings(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """A group's row of the kernels' table of settings."""
+        beta1, beta2 = (float(b) for b in group["betas"])
+        decoupled = group.get("decoupled_weight_decay", self.decoupled)
+        return (
+            float(group["lr"]),
+            beta1,
+            beta2,
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            float(decoupled),
+            float(group["maximize"]),
+        )
 
     def new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
         """Zero moments in fp32."""

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from halfstep.errors import SettingError, unknown
 from halfstep.events import say
+from halfstep.kernels.moments8 import decode, encode_signed, encode_unsigned
 from halfstep.kernels.split import join, split
 
 __all__ = ["ADOPTS", "LeanOptimizer", "adopt", "adopts"]
 
 MASTERS = ("policy", "split", "fp32", "none")
-STATES = ("policy", "fp32", "bf16")
+STATES = ("policy", "fp32", "bf16", "8bit")
 _16_BIT = (torch.float16, torch.bfloat16)
 ADOPTS: dict[type, Callable[..., LeanOptimizer]] = {}  # stock class -> the class that takes it over
 
@@ -34,6 +35,7 @@ class LeanOptimizer(torch.optim.Optimizer):
     """Base of the lean optimizers; a subclass says how one tensor is updated."""
 
     moments: ClassVar[tuple[str, ...]] = ()  # state entries stored in `states`
+    unsigned: ClassVar[frozenset[str]] = frozenset()  # those that are never negative
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to step()
     _stock: torch.optim.Optimizer | None = None  # the optimizer this one took over, which shares groups and state
 
@@ -66,10 +68,17 @@ class LeanOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     self._refuse(param)
+                    self._begin(group, param, self.state[param])
+        if self.step_together():
+            return
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     self._step_one(group, param)
+
+    def step_together(self) -> bool:
+        """Step all parameters by kernels, where a subclass has them; whether it did."""
+        return False
 
     def _refuse(self, param: Tensor) -> None:
         if param.grad.is_sparse or param.is_complex():  # type: ignore[union-attr]
@@ -86,30 +95,44 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     def _step_one(self, group: dict[str, Any], param: Tensor) -> None:
         stored = self.state[param]
-        self._begin(group, param, stored)
         old = self.master_of(param)
         grad = param.grad.float()  # type: ignore[union-attr]
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
-            grad = grad / scale.to(grad.device, non_blocking=True)
+            grad = grad * (1 / scale.to(grad.device, torch.float32, non_blocking=True))  # as the kernels do
         applied = stored["step"] + 1
-        working = {name: stored[name].float() for name in self.moments if name in stored}
+        working = {name: _restore(stored, name) for name in self.moments if name in stored}
         working["step"] = applied
         new = self.update(group, working, old, grad)
         keep = None if found is None else found.to(param.device, non_blocking=True) != 0
         for name in self.moments:
             if name in stored:
-                stored[name].copy_(_unless(keep, stored[name], working[name]))
+                for key, value in self._packed(name, working[name], applied).items():
+                    stored[key].copy_(_unless(keep, stored[key], value))
         self._store(param, stored, new, keep)
         stored["step"].copy_(_unless(keep, stored["step"], applied))
 
     def _begin(self, group: dict[str, Any], param: Tensor, stored: dict[str, Tensor]) -> None:
         if "step" not in stored:
             stored["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        for name, value in self.new_state(group, param).items():
-            if name not in stored:
-                stored[name] = value.to(torch.bfloat16) if self.states == "bf16" else value
+        if self.states == "8bit" and group.get("amsgrad"):
+            raise SettingError(
+                "amsgrad keeps the largest second moment, which 8 bits cannot; use states=fp32 or bf16 with it."
+            )
+        if any(name not in stored for name in self.moments):
+            for name, value in self.new_state(group, param).items():
+                if name not in stored:
+                    stored |= self._packed(name, value, stored["step"])
         self.hold_master(param, None)
+
+    def _packed(self, name: str, value: Tensor, step: Tensor) -> dict[str, Tensor]:
+        """A moment as it is stored: in fp32, in bf16, or as 8-bit codes and the scales of their blocks."""
+        if self.states == "bf16":
+            return {name: value.to(torch.bfloat16)}
+        if self.states != "8bit":
+            return {name: value}
+        codes, scales = encode_unsigned(value, step) if name in self.unsigned else encode_signed(value)
+        return {name: codes, f"{name}_scale": scales}
 
     def hold_master(self, param: Tensor, master: Tensor | None) -> None:
         """Begin to hold the master of a 16-bit weight; without one given, it is the weight as it is."""
@@ -167,6 +190,12 @@ class LeanOptimizer(torch.optim.Optimizer):
         return super().__getstate__() | {"master": self.master, "states": self.states}
 
 
+def _restore(stored: dict[str, Tensor], name: str) -> Tensor:
+    """A stored moment in fp32."""
+    scales = stored.get(f"{name}_scale")
+    return stored[name].float() if scales is None else decode(stored[name], scales)
+
+
 def _unless(keep: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
     return new if keep is None else torch.where(keep, old.to(new.dtype), new)
 
@@ -206,8 +235,8 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
         }
         if "momentum_buffer" in taken:  # torch's SGD counts no steps; what matters is that this is not the first
             taken.setdefault("step", torch.ones((), device=param.device, dtype=torch.float32))
-        if states == "bf16":
-            taken |= {k: v.bfloat16() for k, v in taken.items() if k in lean.moments}
+        for name in [n for n in taken if n in lean.moments]:
+            taken |= lean._packed(name, taken[name], taken["step"])  # noqa: SLF001 - our own class
         lean.state[param] = taken
     lean._stock, optimizer.state = optimizer, lean.state  # noqa: SLF001 - our own class
     _refuse_to_step(optimizer, lean)

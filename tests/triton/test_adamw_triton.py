@@ -1,0 +1,254 @@
+"""The fused Adam, on a GPU or in Triton's interpreter (TRITON_INTERPRET=1): the reference, faults, odd shapes."""
+
+import math
+import os
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.kernels.available import triton_runs_on
+from halfstep.optim.fused import FusedAdam
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(not triton_runs_on(DEVICE), reason="Requires: [a CUDA device, or TRITON_INTERPRET=1]")
+
+SIZES = [(5,), (256,), (257,), (3, 100), (1,), (0, 4), (1500,), ()]
+LAYOUTS = [
+    (torch.float32, "none", "fp32"), (torch.float32, "none", "8bit"), (torch.bfloat16, "split", "fp32"),
+    (torch.bfloat16, "split", "8bit"), (torch.bfloat16, "fp32", "fp32"), (torch.bfloat16, "split", "bf16"),
+    (torch.bfloat16, "none", "fp32"), (torch.float16, "split", "fp32"), (torch.float16, "split", "8bit"),
+    (torch.float16, "fp32", "bf16"),
+]  # fmt: skip
+
+
+def build(dtype, master, states, *, seed=0, kernels=True, cls=halfstep.optim.AdamW, sizes=SIZES, **options):
+    g = torch.Generator().manual_seed(seed)
+    params = [torch.nn.Parameter(torch.randn(s, generator=g).to(DEVICE, dtype)) for s in sizes]
+    optimizer = cls(params, lr=1e-2, master=master, states=states, **options)
+    if not kernels:
+        optimizer.step_together = lambda: False  # the torch reference
+    return params, optimizer
+
+
+def give_gradients(params, step, *, scale=1.0):
+    g = torch.Generator().manual_seed(1000 + step)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=g) * scale).to(p.device, p.dtype)
+
+
+def state_of(params, optimizer):
+    found = {}
+    for i, p in enumerate(params):
+        found[f"{i}.weight"] = p.detach().clone()
+        found |= {f"{i}.{k}": v.clone() for k, v in optimizer.state[p].items()}
+    return found
+
+
+def identical(a, b):
+    return [n for n in a if not torch.equal(a[n].reshape(-1).view(torch.uint8), b[n].reshape(-1).view(torch.uint8))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1}, {"maximize": True, "betas": (0.0, 0.99)}, {"eps": 1e-3}], ids=str
+)
+def test_kernels_follow_the_torch_reference(layout, options):
+    """Five steps of kernel and reference give the same masters to fp32 rounding, and the same codes but for ties."""
+    (a, kernel), (b, reference) = build(*layout, **options), build(*layout, kernels=False, **options)
+    for step in range(5):
+        for params, optimizer in ((a, kernel), (b, reference)):
+            give_gradients(params, step, scale=8.0)
+            optimizer.grad_scale = torch.tensor(8.0, device=DEVICE)
+            optimizer.found_inf = torch.tensor(0.0, device=DEVICE)
+            optimizer.step()
+    assert isinstance(kernel.__dict__.get("_fused"), FusedAdam)
+    loose = 1e-2 if layout[2] != "fp32" else 3e-6
+    if layout[0] is not torch.float32 and layout[1] == "none":
+        loose = 2e-2
+    for p, q in zip(a, b, strict=True):
+        mine, theirs = kernel.master_of(p), reference.master_of(q)
+        assert torch.allclose(mine, theirs, rtol=loose, atol=loose * 1e-1)
+        assert kernel.state[p]["step"].item() == 5
+
+
+@pytest.mark.parametrize("cls", [halfstep.optim.AdamW, halfstep.optim.Adam])
+def test_one_step_is_within_4_ulp_of_float64(cls):
+    """Master after one step against Adam in float64, in ulp of the larger of weight and update."""
+    params, optimizer = build(torch.float32, "none", "fp32", cls=cls, weight_decay=0.05, sizes=[(4000,)])
+    start = params[0].detach().double()
+    give_gradients(params, 0)
+    grad = params[0].grad.double()
+    optimizer.step()
+    twin = torch.nn.Parameter(start.clone())
+    twin.grad = grad
+    stock = torch.optim.AdamW if cls is halfstep.optim.AdamW else torch.optim.Adam
+    stock([twin], lr=1e-2, weight_decay=0.05).step()
+    size = torch.maximum(start.abs(), (twin.detach() - start).abs())
+    ulp = torch.exp2(torch.floor(torch.log2(size)) - 23)
+    assert ((params[0].detach().double() - twin.detach()).abs() / ulp).max() <= 4
+
+
+def test_layouts_with_fp32_moments_hold_the_same_masters():
+    """Split, fp32 copy and plain fp32 weights give bit-identical masters from the same start and gradients."""
+    outcomes = []
+    g = torch.Generator().manual_seed(0)
+    start = torch.randn(700, generator=g).to(torch.bfloat16)
+    for dtype, master in ((torch.float32, "none"), (torch.bfloat16, "split"), (torch.bfloat16, "fp32")):
+        param = torch.nn.Parameter(start.to(DEVICE, dtype, copy=True))
+        optimizer = halfstep.optim.AdamW([param], lr=1e-3, master=master, states="fp32")
+        for step in range(20):
+            grads = torch.Generator().manual_seed(step)
+            param.grad = torch.randn(700, generator=grads).to(torch.bfloat16).to(DEVICE, dtype)
+            optimizer.step()
+        outcomes.append(optimizer.master_of(param))
+    assert torch.equal(outcomes[0], outcomes[1])
+    assert torch.equal(outcomes[0], outcomes[2])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_flagged_step_changes_no_bit(layout):
+    """With found_inf set, weights, masters, moments, scales and step counts stay, first step included."""
+    params, optimizer = build(*layout)
+    for step in range(3):
+        give_gradients(params, step)
+        if step:
+            optimizer.found_inf = torch.tensor(float(step == 1), device=DEVICE)
+        before = state_of(params, optimizer) if step == 1 else None
+        for p in params:
+            if step == 1 and p.numel():
+                p.grad.view(-1)[0] = math.nan
+        optimizer.step()
+        if before is not None:
+            assert identical(before, state_of(params, optimizer)) == []
+
+
+def test_the_same_run_gives_the_same_bits():
+    """Deterministic from run to run, 8-bit rounding included."""
+    finals = []
+    for _ in range(2):
+        params, optimizer = build(torch.bfloat16, "split", "8bit")
+        for step in range(4):
+            give_gradients(params, step)
+            optimizer.step()
+        finals.append(state_of(params, optimizer))
+    assert identical(*finals) == []
+
+
+def test_odd_addresses_strided_gradients_and_mixed_dtypes():
+    """Tensors not aligned to 16 bytes, transposed gradients and several dtypes in one optimizer are all right."""
+    base = torch.randn(1031, device=DEVICE)
+    odd = torch.nn.Parameter(base[1:])
+    assert odd.data_ptr() % 16
+    wide = torch.nn.Parameter(torch.randn(40, 30, device=DEVICE))
+    half = torch.nn.Parameter(torch.randn(600, device=DEVICE).bfloat16())
+    params = [odd, wide, half]
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    kernel = halfstep.optim.AdamW(params, lr=1e-2, master="split", states="fp32")
+    reference = halfstep.optim.AdamW(twins, lr=1e-2, master="split", states="fp32")
+    reference.step_together = lambda: False
+    for _ in range(3):
+        for p, q in zip(params, twins, strict=True):
+            grad = (
+                torch.randn(tuple(reversed(p.shape)), device=DEVICE).to(p.dtype).t()
+                if p.dim() == 2
+                else torch.randn_like(p)
+            )
+            p.grad, q.grad = grad, grad.clone()
+        kernel.step()
+        reference.step()
+    for p, q in zip(params, twins, strict=True):
+        assert torch.allclose(kernel.master_of(p), reference.master_of(q), rtol=3e-6, atol=1e-7)
+
+
+def test_tensors_may_come_and_go_between_steps():
+    """Parameters without a gradient are left out, step counts stay their own, groups may be added, rates changed."""
+    params, optimizer = build(torch.float32, "none", "fp32", sizes=[(300,), (40,), (7,)])
+    used = [{0, 1, 2}, {0, 2}, {1}, {0, 1, 2}]
+    extra = torch.nn.Parameter(torch.ones(20, device=DEVICE))
+    for step, chosen in enumerate(used):
+        if step == 2:
+            optimizer.add_param_group({"params": [extra], "lr": 0.5})
+        optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        give_gradients(params, step)
+        for i, p in enumerate(params):
+            if i not in chosen:
+                p.grad = None
+        extra.grad = torch.ones_like(extra)
+        optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in params] == [3, 3, 3]
+    assert optimizer.state[extra]["step"].item() == 2
+    assert torch.allclose(extra, torch.full_like(extra, (1 - 0.005) ** 2 - 0.995 * 0.5 - 0.5), atol=1e-4)
+
+
+def test_states_are_saved_loaded_and_gone_on_with():
+    """A loaded optimizer steps as the saved one would have."""
+    params, optimizer = build(torch.bfloat16, "split", "8bit")
+    give_gradients(params, 0)
+    optimizer.step()
+    copies, other = build(torch.bfloat16, "split", "8bit", seed=5)
+    for p, q in zip(params, copies, strict=True):
+        q.data.copy_(p)
+    other.load_state_dict(optimizer.state_dict())
+    for step in (1, 2):
+        give_gradients(params, step)
+        give_gradients(copies, step)
+        optimizer.step()
+        other.step()
+    assert identical(state_of(params, optimizer), state_of(copies, other)) == []
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_the_learning_rate():
+    """The step is captured in a CUDA graph; between replays the learning rate changes and is obeyed."""
+    params, optimizer = build(torch.float32, "none", "fp32", sizes=[(1000,)], weight_decay=0.0)
+    give_gradients(params, 0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    moved = []
+    for lr in (1e-2, 0.0, 2e-2):
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.prepare_replay()
+        before = params[0].detach().clone()
+        graph.replay()
+        torch.cuda.synchronize()
+        moved.append((params[0] - before).abs().max().item())
+    assert moved[1] == 0.0
+    assert moved[2] == pytest.approx(2 * moved[0], rel=0.2)
+
+
+@pytest.mark.gpu
+def test_no_call_of_the_step_synchronises():
+    """After the first step nothing in it waits for the device."""
+    from gpu_sync import no_synchronisation
+
+    params, optimizer = build(torch.bfloat16, "split", "8bit")
+    give_gradients(params, 0)
+    optimizer.step()
+    give_gradients(params, 1)
+    torch.cuda.synchronize()
+    with no_synchronisation():
+        optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_tensor_past_2_to_the_31_elements():
+    """Offsets are 64-bit: the last element of a huge tensor is stepped like the first."""
+    count = 2**31 + 300
+    param = torch.nn.Parameter(torch.ones(count, device="cuda", dtype=torch.bfloat16))
+    optimizer = halfstep.optim.AdamW([param], lr=1e-1, master="split", states="8bit", weight_decay=0.0)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert param[0].item() == param[-1].item() == pytest.approx(0.9, abs=0.01)
+    assert optimizer.state[param]["low"][-1] == optimizer.state[param]["low"][0]
+
+
+def test_the_interpreter_switch_is_what_this_run_used():
+    """On a CPU these tests mean something only in the interpreter."""
+    assert DEVICE.type == "cuda" or os.environ["TRITON_INTERPRET"] == "1"
