@@ -7,6 +7,7 @@ model are timed too: Halfstep's Engine against a hand-written torch AMP loop. Ne
 """
 
 import argparse
+import gc
 import statistics
 import time
 
@@ -86,7 +87,7 @@ def ours(params, optimizer):
 
 def o2_by_hand(params):
     """fp32 masters kept by hand beside bf16 weights, as Apex O2 users wrote it."""
-    masters = [p.detach().float().requires_grad_() for p in params]
+    masters = [p.detach().float() for p in params]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
 
     def step():
@@ -144,6 +145,7 @@ CASES = (
 
 
 def lean(params, master, states):
+    """halfstep.optim.AdamW in one layout."""
     return halfstep.optim.AdamW(params, lr=1e-4, master=master, states=states)
 
 
@@ -151,6 +153,8 @@ def bench_steps(shapes, rounds, count):
     """One row per implementation: name, bytes moved, median, min, max, held bytes and peak over held of one step."""
     rows = []
     for name, dtype, moved, make in CASES:
+        params = step = None
+        gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         params = fresh(shapes, dtype)
@@ -167,13 +171,13 @@ def bench_steps(shapes, rounds, count):
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         rows.append((name, moved, *times, f"{held / count:.2f}", f"{peak / held:.3f}"))
-        del params, step
     return rows
 
 
 def loop_rate(make, batch, steps, image_size):
     """Images per second and peak GiB of a training loop."""
     torch.manual_seed(0)
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     step = make()
@@ -253,13 +257,19 @@ def main():
         f"halfstep {halfstep.__version__}; {environment()}",
         f"copy bandwidth {bandwidth / 1e9:.0f} GB/s; device time of one step, median (min to max) of {args.rounds} rounds of 10",
         "",
-        "| implementation | bytes/param moved | floor ms | ms | share of copy bandwidth |",
-        "|---|---|---|---|---|",
+        "| implementation | bytes/param moved | floor ms | ms | share of copy bandwidth | held bytes/param | peak / held |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, moved, median, low, high in bench_steps(shapes, args.rounds):
-        floor = moved * count / bandwidth * 1e3
+    for name, moved, *rest in bench_steps(shapes, args.rounds, count):
+        if rest[0] is None:
+            lines.append(f"| {name} | | | did not run: {rest[1]} | | | |")
+            continue
+        median, low, high, held, peak = rest
+        floor = moved * count / bandwidth * 1e3 if moved else None
+        share = f"{floor / median:.0%}" if floor else ""
+        shown = f"{floor:.2f}" if floor else ""
         lines.append(
-            f"| {name} | {moved} | {floor:.2f} | {median:.3f} ({low:.3f} to {high:.3f}) | {floor / median:.0%} |"
+            f"| {name} | {moved or ''} | {shown} | {median:.3f} ({low:.3f} to {high:.3f}) | {share} | {held} | {peak} |"
         )
     if args.loop:
         lines += [

@@ -107,7 +107,7 @@ class Engine:
         self._watch_grads = GradientWatch(self._params)
         self.window = Window(accumulate)
         self._readback = Readback()
-        self._tables: dict[object, object] = {}  # of the kernel that takes the norm
+        self._tables: dict[Any, Any] = {}  # of the kernel that takes the norm
         self._on_step = on_step
         self._region_depth = 0
         self._closed = False

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def decide(
     divisor: Tensor,
     max_norm: float | None,
     agree: Callable[[Tensor], Tensor],
-    kept: dict[object, object] | None = None,
+    kept: dict[Any, Any] | None = None,
 ) -> Decision:
     """Look at all gradients once; `agree` makes the flag the same on every rank, `kept` holds tables between steps."""
     norm = total_norm(grads, divisor.device, kept) / divisor

@@ -421,7 +421,7 @@ def test_the_base_class_states_no_rule():
     with pytest.raises(NotImplementedError):
         optimizer.update({}, {}, torch.zeros(2), torch.zeros(2))
     with pytest.raises(NotImplementedError):
-        optimizer.new_state({}, torch.zeros(2))
+        optimizer.names({})
 
 
 # --- adoption -----------------------------------------------------------------------------------------------------

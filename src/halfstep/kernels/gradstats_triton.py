@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+import triton
 from halfstep.kernels.jit_triton import load
 from halfstep.kernels.table import ChunkTable, PointerTable
 
@@ -77,20 +77,29 @@ class GradStats:
 
     def sums(self, grads: Sequence[Tensor]) -> Tensor:
         """The sum of squares of each gradient, in fp32."""
-        device = grads[0].device
         pointers = self._pointers.refresh(grads)
         key = (tuple(g.numel() for g in grads), self._pointers.aligned())
         if self._chunks is None or self._chunks.key != key:
-            self._chunks = ChunkTable(*key, CHUNK, device)
-        chunks = self._chunks
+            self._chunks = ChunkTable(*key, CHUNK, grads[0].device)
+        return self._launch(pointers, grads[0], len(grads))
+
+    def knows(self, grads: Sequence[Tensor]) -> bool:
+        """Whether these are, by their number and addresses, the gradients of the last call."""
+        return self._chunks is not None and self._pointers.holds(grads)
+
+    def same_sums(self, grads: Sequence[Tensor]) -> Tensor:
+        """`sums` for gradients that `knows` has recognised, without looking at each again."""
+        return self._launch(self._pointers.table, grads[0], len(grads))
+
+    def _launch(self, pointers: Tensor, like: Tensor, count: int) -> Tensor:
+        chunks, device = self._chunks, like.device
+        assert chunks is not None
         partial, rest = (torch.empty(n, dtype=torch.float32, device=device) for n in (chunks.num_full, chunks.num_rest))
         for rows, out, full in ((chunks.full, partial, True), (chunks.rest, rest, False)):
             if len(out):
                 _sumsq_kernel[(len(out),)](
-                    rows, pointers, chunks.numels, out, DTYPE=_TL[grads[0].dtype], CHUNK=CHUNK, FULL=full, num_warps=8
+                    rows, pointers, chunks.numels, out, DTYPE=_TL[like.dtype], CHUNK=CHUNK, FULL=full, num_warps=8
                 )
-        sums = torch.empty(len(grads), dtype=torch.float32, device=device)
-        _per_tensor_kernel[(len(grads),)](
-            partial, rest, chunks.full_first, chunks.rest_first, sums, BLOCK=256, num_warps=1
-        )
+        sums = torch.empty(count, dtype=torch.float32, device=device)
+        _per_tensor_kernel[(count,)](partial, rest, chunks.full_first, chunks.rest_first, sums, BLOCK=256, num_warps=1)
         return sums

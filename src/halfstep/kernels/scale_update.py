@@ -19,11 +19,13 @@ is a fixed sequence of tensor operations without host values, so it can be captu
 
 from __future__ import annotations
 
+import math
 import struct
 
 import torch
 from torch import Tensor
 
+from halfstep.kernels.available import triton_runs_on
 from halfstep.lossscale import LossScale
 
 __all__ = ["COUNTERS", "new_counters", "scale_update"]
@@ -50,6 +52,11 @@ def new_counters(rule: LossScale, device: torch.device | str = "cpu") -> Tensor:
 @torch.no_grad()
 def scale_update(scale: Tensor, counters: Tensor, found_inf: Tensor, rule: LossScale) -> None:
     """Advance `scale` and `counters` in place by one step that overflowed (`found_inf` not 0) or was clean."""
+    if _one_launch_is_exact(rule) and triton_runs_on(scale.device):
+        from halfstep.kernels import scale_update_triton
+
+        scale_update_triton.scale_update(scale, counters, found_inf.reshape(()).to(torch.float32), rule)
+        return
     # Not `found_inf == 1`: torch sums flags over devices, and a NaN flag is no clean step either.
     overflow = (found_inf != 0).to(torch.int64).reshape(())
     clean = 1 - overflow
@@ -78,6 +85,13 @@ def scale_update(scale: Tensor, counters: Tensor, found_inf: Tensor, rule: LossS
         last * clean + updates * overflow,
     )
     counters.copy_(torch.stack(advanced))
+
+
+def _one_launch_is_exact(rule: LossScale) -> bool:
+    """The kernel multiplies in fp32; with factors that are powers of two and a finite cap, as is usual, that is exact."""
+    return rule.max_scale <= 2.0**127 and all(
+        math.frexp(f)[0] == 0.5 for f in (rule.growth_factor, rule.backoff_factor)
+    )
 
 
 def _hysteresis(left: Tensor, overflow: Tensor, grow: Tensor, rule: LossScale) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,16 @@ class PointerTable:
             self._host, self._device = rows, to_device(rows, columns[0][0].device)
         return self._device
 
+    def holds(self, column: Sequence[Tensor]) -> bool:
+        """Whether the table, of one column, has just these addresses."""
+        return self._host is not None and self._host[:, 0].tolist() == [t.data_ptr() for t in column]
+
+    @property
+    def table(self) -> Tensor:
+        """The table on the device, as `refresh` left it."""
+        assert self._device is not None
+        return self._device
+
     def aligned(self) -> tuple[bool, ...]:
         """For each position, whether every tensor there starts at a multiple of 16 bytes."""
         assert self._host is not None

@@ -52,19 +52,20 @@ class AdamW(LeanOptimizer):
         }
         super().__init__(params, defaults, master=master, states=states)
 
-    def step_together(self) -> bool:
+    def step_together(self, *, ready: bool) -> bool:
         """Step everything by the fused kernels, on a GPU."""
-        active = [(i, p) for i, g in enumerate(self.param_groups) for p in g["params"] if p.grad is not None]
-        if not active:
-            return True
-        params = [p for _, p in active]
-        states = [self.state[p] for p in params]
-        if not FusedAdam.takes(params, states):
-            return False
-        fused = self.__dict__.setdefault("_fused", FusedAdam())
+        fused: FusedAdam = self.__dict__.setdefault("_fused", FusedAdam())
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        fused.step(params, states, [self._settings(g) for g in self.param_groups], [i for i, _ in active], scale, found)
-        return True
+        settings = [self._settings(g) for g in self.param_groups]
+        if not ready:
+            active = [(i, p) for i, g in enumerate(self.param_groups) for p in g["params"] if p.grad is not None]
+            if not active:
+                return True
+            params = [p for _, p in active]
+            fused.prepare(params, self.state, [i for i, _ in active])
+        elif not fused.is_ready([p for g in self.param_groups for p in g["params"]], self.state):
+            return False
+        return fused.step(settings, scale, found)
 
     def prepare_replay(self) -> None:
         """Before replaying a CUDA graph that holds a step: let it see the groups' settings as they are now."""
@@ -89,10 +90,9 @@ class AdamW(LeanOptimizer):
             float(group["maximize"]),
         )
 
-    def new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-        """Zero moments in fp32."""
-        names = self.moments if group["amsgrad"] else self.moments[:2]
-        return {name: torch.zeros_like(param, dtype=torch.float32) for name in names}
+    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """First and second moment, and for amsgrad the largest second."""
+        return self.moments if group["amsgrad"] else self.moments[:2]
 
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One Adam step on fp32 tensors."""

@@ -7,6 +7,7 @@ learning rate may change between steps, also between replays of a captured CUDA 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,130 +16,154 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.available import triton_runs_on
-from halfstep.kernels.table import ChunkTable, PointerTable, to_device
+from halfstep.kernels.table import ChunkTable, to_device
 
 __all__ = ["FusedAdam"]
 
 State = Mapping[str, Tensor]
-_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FusedAdam:
     """Steps many tensors at once; keeps its tables while the tensors stay the same."""
 
     def __init__(self) -> None:
-        self._pointers = PointerTable()
-        self._ids: tuple[int, ...] = ()
+        self._params: list[Tensor] = []
+        self._states: list[dict[str, Tensor]] = []
+        self._state: Mapping[Tensor, Any] | None = None  # the optimizer's, which holds them
+        self._addresses: list[int] = []  # of the weights, to notice `param.data = ...`
         self._views: list[Tensor] = []
         self._steps = self._group_of = self._hyper = torch.empty(0)
+        self._settings: list[tuple[float, ...]] = []
         self._hyper_host: Tensor | None = None
-        self._layout: tuple[Any, ...] = ()
+        self._pointers: np.ndarray | None = None  # int64 (T, 7) on the host
+        self._table = torch.empty(0)  # the same on the device
+        self._kinds: tuple[Any, ...] = ()
         self._launches: list[Any] = []
 
-    @staticmethod
-    def takes(params: Sequence[Tensor], states: Sequence[State]) -> bool:
-        """Whether the kernels handle these tensors: one device, dense, no amsgrad."""
-        devices = {p.device for p in params}
-        if len(devices) != 1 or not triton_runs_on(next(iter(devices))):
-            return False
-        return all(
-            p.dtype in _WEIGHTS
-            and p.is_contiguous()
-            and p.grad is not None
-            and p.grad.dtype in _WEIGHTS
-            and "max_exp_avg_sq" not in s
-            for p, s in zip(params, states, strict=True)
-        )
-
-    def step(
-        self,
-        params: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        groups: Sequence[Sequence[float]],  # a row of settings per group, in the order of HYPER
-        group_of: Sequence[int],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """One Adam step for all parameters, which all have gradients."""
-        from halfstep.kernels.adamw_triton import prepare_factors
-
-        device = params[0].device
-        self._own_steps(params, states, group_of)
-        self._refresh_hyper(groups, device)
-        one = torch.ones((), dtype=torch.float32, device=device) if divisor is None else divisor
-        flag = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
-        grads = [p.grad.contiguous() for p in params]  # type: ignore[union-attr]
-        columns = (
-            grads,
-            params,
-            [_held(s, p) for p, s in zip(params, states, strict=True)],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
-            [s.get("exp_avg_scale", s["exp_avg"]) for s in states],
-            [s.get("exp_avg_sq_scale", s["exp_avg_sq"]) for s in states],
-        )
-        pointers = self._pointers.refresh(*columns)
-        self._plan(grads, params, states, device)
-        factors = prepare_factors(self._hyper, self._group_of, self._steps, flag.reshape(()))
-        for launch in self._launches:
-            launch(pointers, factors, self._steps, one.reshape(()), flag.reshape(()))
-
-    def _own_steps(
-        self, params: Sequence[Tensor], states: Sequence[dict[str, Tensor]], group_of: Sequence[int]
-    ) -> None:
-        """Make every `state["step"]` a view of one vector, unless they are already."""
-        ids = tuple(id(p) for p in params)
-        if ids == self._ids and all(s["step"] is v for s, v in zip(states, self._views, strict=True)):
+    def prepare(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Tensor]], group_of: Sequence[int]) -> None:
+        """Take over these parameters, which all have gradients and whole states; forget the others."""
+        self._params = []
+        states = [state[p] for p in params]
+        if not _takes(params, states):
             return
         device = params[0].device
-        self._ids = ids
+        self._params, self._states, self._state = params, states, state
+        self._addresses = [p.data_ptr() for p in params]
         self._steps = torch.stack([s["step"].to(device, torch.float32).reshape(()) for s in states])
         self._views = list(self._steps.unbind())
-        for state, view in zip(states, self._views, strict=True):
-            state["step"] = view
+        for own, view in zip(states, self._views, strict=True):
+            own["step"] = view
         self._group_of = to_device(np.asarray(group_of, dtype=np.int32), device)
-        self._layout = ()
+        self._pointers, self._kinds = None, ()
 
-    def _refresh_hyper(self, groups: Sequence[Sequence[float]], device: torch.device) -> None:
-        rows = torch.tensor(groups, dtype=torch.float64)
+    def is_ready(self, params: list[Tensor], state: Mapping[Tensor, State]) -> bool:
+        """Whether the same parameters have gradients as in the last step, with the same weights and states."""
+        active = [p for p in params if p.grad is not None]
+        return (
+            state is self._state  # a loaded one is another object
+            and len(active) == len(self._params)
+            and all(map(operator.is_, active, self._params))
+            and [p.data_ptr() for p in active] == self._addresses
+            and all(s["step"] is v for s, v in zip(self._states, self._views, strict=True))
+        )
+
+    def step(self, settings: list[tuple[float, ...]], divisor: Tensor | None, found_inf: Tensor | None) -> bool:
+        """One Adam step for all prepared parameters; False if there are none."""
+        if not self._params:
+            return False
+        from halfstep.kernels.adamw_triton import prepare_factors
+
+        device = self._params[0].device
+        self._refresh_hyper(settings, device)
+        grads: list[Tensor] = [p.grad for p in self._params]  # type: ignore[misc]
+        if not self._refresh_pointers(grads, device):
+            return False
+        one = torch.ones((), dtype=torch.float32, device=device) if divisor is None else divisor.reshape(())
+        flag = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf.reshape(())
+        factors = prepare_factors(self._hyper, self._group_of, self._steps, flag)
+        for launch in self._launches:
+            launch(self._table, factors, self._steps, one, flag)
+        return True
+
+    def _refresh_pointers(self, grads: list[Tensor], device: torch.device) -> bool:
+        """Bring the device's table up to date; copied only if an address changed."""
+        addresses = np.array([g.data_ptr() for g in grads], dtype=np.int64)
+        if self._pointers is not None and np.array_equal(addresses, self._pointers[:, 0]):
+            return True
+        if not all(g.is_contiguous() and g.dtype in _DTYPES for g in grads):
+            self._params = []  # strided gradients: the reference takes them
+            return False
+        if self._pointers is None:
+            self._pointers = np.array(
+                [_row(p, s) for p, s in zip(self._params, self._states, strict=True)], dtype=np.int64
+            )
+        self._pointers[:, 0] = addresses
+        self._table = to_device(self._pointers, device)
+        self._plan(grads, device)
+        return True
+
+    def _refresh_hyper(self, settings: list[tuple[float, ...]], device: torch.device) -> None:
         if device.type != "cuda":
-            self._hyper = rows
+            self._hyper = torch.tensor(settings, dtype=torch.float64)
             return
+        capturing = torch.cuda.is_current_stream_capturing()
+        if settings == self._settings and not capturing:
+            return
+        rows = torch.tensor(settings, dtype=torch.float64)
         if self._hyper_host is None or self._hyper_host.shape != rows.shape:
             self._hyper_host = torch.empty_like(rows, pin_memory=True)
             self._hyper = torch.empty_like(rows, device=device)
-        if torch.cuda.is_current_stream_capturing():
-            # The graph will read this very buffer at each replay; the caller refreshes it with `prepare_replay`.
+        self._settings = settings
+        if capturing:
+            # The graph will read this very buffer at each replay; `prepare_replay` writes it.
             self._hyper_host.copy_(rows)
             self._hyper.copy_(self._hyper_host, non_blocking=True)
         else:
             # A fresh pinned buffer: the one of the last step may still be on its way.
             self._hyper.copy_(rows.pin_memory(), non_blocking=True)
 
-    def prepare_replay(self, groups: Sequence[Sequence[float]]) -> None:
+    def prepare_replay(self, settings: list[tuple[float, ...]]) -> None:
         """Put new settings where a captured graph will read them at its next replay."""
         assert self._hyper_host is not None
-        self._hyper_host.copy_(torch.tensor(groups, dtype=torch.float64))
+        self._hyper_host.copy_(torch.tensor(settings, dtype=torch.float64))
 
-    def _plan(
-        self, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[State], device: torch.device
-    ) -> None:
+    def _plan(self, grads: Sequence[Tensor], device: torch.device) -> None:
         """One launch per combination of dtypes; usually there is one."""
         from halfstep.kernels.adamw_triton import CHUNK, AdamLaunch
 
+        assert self._pointers is not None
+        aligned = tuple((self._pointers % 16 == 0).all(axis=1).tolist())
         kinds = tuple(
             (g.dtype, p.dtype, None if _held(s, p) is p else _held(s, p).dtype, s["exp_avg"].dtype)
-            for g, p, s in zip(grads, params, states, strict=True)
+            for g, p, s in zip(grads, self._params, self._states, strict=True)
         )
-        aligned = self._pointers.aligned()
-        if self._layout == (kinds, aligned):
+        if self._kinds == (kinds, aligned):
             return
-        self._layout = (kinds, aligned)
+        self._kinds = (kinds, aligned)
         self._launches = []
         for kind in dict.fromkeys(kinds):
             # Tensors of other kinds count as empty here, so that rows have the same number in every table.
-            sizes = [p.numel() if k == kind else 0 for p, k in zip(params, kinds, strict=True)]
+            sizes = [p.numel() if k == kind else 0 for p, k in zip(self._params, kinds, strict=True)]
             self._launches.append(AdamLaunch(ChunkTable(sizes, aligned, CHUNK, device), *kind))
+
+
+def _takes(params: Sequence[Tensor], states: Sequence[State]) -> bool:
+    """Whether the kernels handle these tensors: one device, dense, no amsgrad."""
+    devices = {p.device for p in params}
+    if len(devices) != 1 or not triton_runs_on(next(iter(devices))):
+        return False
+    return all(
+        p.dtype in _DTYPES and p.is_contiguous() and "max_exp_avg_sq" not in s
+        for p, s in zip(params, states, strict=True)
+    )
+
+
+def _row(param: Tensor, state: State) -> list[int]:
+    """The addresses of one tensor's row; the gradient's is filled in at each step."""
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    scales = (state.get("exp_avg_scale", first), state.get("exp_avg_sq_scale", second))
+    return [0, *(t.data_ptr() for t in (param, _held(state, param), first, second, *scales))]
 
 
 def _held(state: State, param: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ class LeanOptimizer(torch.optim.Optimizer):
         """The new master; new moments are put into `state`, which holds fp32 here."""
         raise NotImplementedError
 
-    def new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-        """The moments of a parameter that has not been stepped."""
+    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The moments that a parameter of this group has."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -64,20 +64,26 @@ class LeanOptimizer(torch.optim.Optimizer):
             raise SettingError(
                 "A closure would run the model again inside step(); call backward first and step() without arguments."
             )
+        if self.step_together(ready=True):
+            return
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     self._refuse(param)
                     self._begin(group, param, self.state[param])
-        if self.step_together():
+        if self.step_together(ready=False):
             return
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     self._step_one(group, param)
 
-    def step_together(self) -> bool:
-        """Step all parameters by kernels, where a subclass has them; whether it did."""
+    def step_together(self, *, ready: bool) -> bool:
+        """Step all parameters by kernels, where a subclass has them; whether it did.
+
+        With `ready` only if nothing has changed since the last such step but the gradients' addresses, so that the usual
+        step does not look at every tensor again.
+        """
         return False
 
     def _refuse(self, param: Tensor) -> None:
@@ -119,10 +125,9 @@ class LeanOptimizer(torch.optim.Optimizer):
             raise SettingError(
                 "amsgrad keeps the largest second moment, which 8 bits cannot; use states=fp32 or bf16 with it."
             )
-        if any(name not in stored for name in self.moments):
-            for name, value in self.new_state(group, param).items():
-                if name not in stored:
-                    stored |= self._packed(name, value, stored["step"])
+        for name in self.names(group):
+            if name not in stored:
+                stored |= self._packed(name, torch.zeros_like(param, dtype=torch.float32), stored["step"])
         self.hold_master(param, None)
 
     def _packed(self, name: str, value: Tensor, step: Tensor) -> dict[str, Tensor]:

@@ -49,9 +49,9 @@ class SGD(LeanOptimizer):
         }
         super().__init__(params, defaults, master=master, states=states)
 
-    def new_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-        """A zero momentum buffer, where there is momentum."""
-        return {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32)} if group["momentum"] else {}
+    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """A momentum buffer, where there is momentum."""
+        return self.moments if group["momentum"] else ()
 
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One SGD step on fp32 tensors."""
