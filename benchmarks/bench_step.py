@@ -95,7 +95,8 @@ def o2_by_hand(params):
             master.grad = param.grad.float()
         torch.nn.utils.clip_grad_norm_(masters, 1e9)
         optimizer.step()
-        torch._foreach_copy_(params, masters)
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
 
     return step
 

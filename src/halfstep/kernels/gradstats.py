@@ -37,7 +37,8 @@ def total_norm(grads: Sequence[Tensor], device: torch.device, kept: dict[Any, An
     """
     known = None if kept is None or not grads else kept.get("all")
     if known is not None and known.knows(grads):  # the usual step: the allocator gave the same memory again
-        return known.same_sums(grads).sum().sqrt()
+        norm: Tensor = known.same_sums(grads).sum().sqrt()
+        return norm
     norms: list[Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
