@@ -105,7 +105,7 @@ def _update(master, grad, exp_avg, exp_avg_sq, factors, divisor, EXACT: tl.const
 
 @triton.jit
 def _adamw_kernel(
-    chunks,  # int64 (C, 2): tensor, start
+    chunks,  # int32 (C, 2): tensor, number of the chunk in it
     pointers,  # int64 (T, 7): gradient, weight, low or master, exp_avg, exp_avg_sq, and the scales of the two
     numels,  # int64 (T,)
     factors,  # fp32 (T, 9)
@@ -122,8 +122,8 @@ def _adamw_kernel(
     if tl.load(found_inf) != 0:
         return
     program = tl.program_id(0).to(tl.int64)
-    tensor = tl.load(chunks + 2 * program)
-    start = tl.load(chunks + 2 * program + 1)
+    tensor = tl.load(chunks + 2 * program).to(tl.int64)
+    start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     left = tl.load(numels + tensor) - start
     row = pointers + 7 * tensor
     # A block of 256 values to a row, so that the scale of a block of 8-bit moments is a reduction along its row.

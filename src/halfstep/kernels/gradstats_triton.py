@@ -27,7 +27,7 @@ _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl
 
 @triton.jit
 def _sumsq_kernel(
-    chunks,  # int64 (C, 2): tensor, start
+    chunks,  # int32 (C, 2): tensor, number of the chunk in it
     pointers,  # int64 (T, 1): gradient
     numels,  # int64 (T,)
     partial,  # fp32 (C,)
@@ -36,8 +36,8 @@ def _sumsq_kernel(
     FULL: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    tensor = tl.load(chunks + 2 * program)
-    start = tl.load(chunks + 2 * program + 1)
+    tensor = tl.load(chunks + 2 * program).to(tl.int64)
+    start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     left = tl.load(numels + tensor) - start
     place = tl.load(pointers + tensor).to(tl.pointer_type(DTYPE)) + start
     values = load(place, tl.arange(0, CHUNK), left, FULL).to(tl.float32)

@@ -29,7 +29,7 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 class ChunkTable:
-    """Which tensor and which place in it each chunk is: int64 rows (tensor, start).
+    """Which tensor each chunk is of, and the how-manieth of it: int32 rows (tensor, number).
 
     Whole chunks of aligned tensors come first, `num_full` of them: the kernel reads those in vectors, without masks.
     The rest, tails and tensors at odd addresses, follow in `rest`.
@@ -41,9 +41,9 @@ class ChunkTable:
         counts = (numels + chunk - 1) // chunk
         first = np.concatenate(([0], np.cumsum(counts)))
         owner = np.repeat(np.arange(len(numels)), counts)
-        start = (np.arange(first[-1]) - first[owner]) * chunk
-        full = (numels[owner] - start >= chunk) & np.asarray(aligned, dtype=bool)[owner]
-        rows = np.stack((owner, start), axis=1).astype(np.int64)
+        number = np.arange(first[-1]) - first[owner]
+        full = (numels[owner] - number * chunk >= chunk) & np.asarray(aligned, dtype=bool)[owner]
+        rows = np.stack((owner, number), axis=1).astype(np.int32)
         self.num_full, self.num_rest = int(full.sum()), int((~full).sum())
         self.full, self.rest = to_device(rows[full], device), to_device(rows[~full], device)
         self.numels = to_device(numels, device)
