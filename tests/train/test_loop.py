@@ -135,6 +135,18 @@ def test_a_run_can_be_made_longer(tmp_path):
         train(tiny_job(), TrainConfig(batch=8, epochs=4), precision="fp32", out=out, resume=True)
 
 
+@pytest.mark.parametrize(("first", "more"), [(6, 9), (4, 7), (8, 12)])
+def test_a_run_ended_by_its_steps_goes_on_in_mid_epoch(first, more, tmp_path):
+    """--steps ends a run anywhere; more steps later give the run that was never ended, however it was validated."""
+    out = tmp_path / "run"
+    train(tiny_job(), TrainConfig(batch=16, steps=first, eval_every=3), precision="bf16", out=out)
+    longer = train(tiny_job(), TrainConfig(batch=16, steps=more, eval_every=2), precision="bf16", out=out, resume=True)
+    plain = train(tiny_job(), TrainConfig(batch=16, steps=more), precision="bf16", out=tmp_path / "plain")
+    assert longer.steps == plain.steps == more
+    a, b = weights_of(plain), weights_of(longer)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_checkpoints_keep_the_last_and_the_best(tmp_path):
     """keep_last newest and keep_best best by metric survive."""
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from halfstep.checkpoint import load_checkpoint
 from halfstep.checkpoint_folder import CheckpointFolder
 from halfstep.engine import Engine
-from halfstep.engine_state import checkpoint_parts, load_engine_checkpoint
+from halfstep.engine_state import checkpoint_parts, load_engine_checkpoint, restore_rng, rng_state
 from halfstep.environment import environment
 from halfstep.errors import SettingError
 from halfstep.events import say
@@ -33,6 +33,8 @@ from halfstep.train.stream import DataStream, to_device
 __all__ = ["TrainOutcome", "train"]
 
 CHECKPOINTS, RUN_FILE, BOARD = "checkpoints", "run.jsonl", "tensorboard"
+# The place in the data when the next epoch has not begun: no epoch has this number.
+_START = {"epoch": -1, "batch": 0, "rng": None, "first": None, "loader": None}
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class _Run:
         log = self._open_log(found, command)
         self.recorder = Recorder(log, listener, out / BOARD)
         self.saved: Path | None = found
+        self.saved_at = -1  # the step of this attempt's last checkpoint
         if found is not None:
             self._resume(found)
         self._loss_sum: Tensor | None = None
@@ -172,41 +175,41 @@ class _Run:
         self.recorder.listener.started(engine, self._total_steps())
         epoch = self.first_epoch
         while not self._done(epoch) and not stop:
-            finished = self._train_epoch(epoch, stop)
+            ended = self._train_epoch(epoch, stop)
             self.recorder.flush(wait=True)
-            if not finished:
+            if ended == "stop":
                 break
-            last = self._done(epoch + 1) or self._steps_done()
-            if (epoch + 1) % config.eval_every == 0 or last:
+            last = ended == "steps" or self._done(epoch + 1)
+            if last or (epoch + 1) % config.eval_every == 0:
                 self._validate(epoch)
-            epoch += 1
-            if config.save_every is None or last:
-                self._save(epoch, at_start=True)
-            if self._steps_done():
+            if last or config.save_every is None:
+                self._save(epoch, whole=ended == "epoch", validated=True)
+            if ended == "epoch":
+                epoch += 1
+            if last:
                 break
-        if stop:
-            self._save(epoch, at_start=False)
+        if stop and self.saved_at != engine.attempts:
+            self._save(epoch, whole=False, validated=False)
         return self._outcome(epoch, stop)
 
-    def _train_epoch(self, epoch: int, stop: StopRequest) -> bool:
-        """Train one epoch; False if a stop ended it early."""
+    def _train_epoch(self, epoch: int, stop: StopRequest) -> str:
+        """Train one epoch; what ended it: its data ("epoch"), the limit of steps ("steps"), or a signal ("stop")."""
         config = self.config
         self.model.train()
         self.recorder.restart_clock()
         for batch in self.data.batches(epoch):
             self._micro_batch(to_device(batch, self.device), epoch)
-            inside = self.engine.in_window
-            if inside:
+            if self.engine.in_window:
                 continue
             if self._steps_done():
-                return True
+                return "steps"
             if stop:
-                return False
+                return "stop"
             if config.save_every is not None and self.engine.attempts % config.save_every == 0:
-                self._save(epoch, at_start=False)
+                self._save(epoch, whole=False, validated=False)
         if self.engine.in_window:
             self._record(self.engine.step(last=True), epoch)
-        return True
+        return "epoch"
 
     def _micro_batch(self, batch: Any, epoch: int) -> None:
         with self.engine.forward():
@@ -233,7 +236,12 @@ class _Run:
         self._loss_sum, self._num_losses, self._samples = None, 0, 0
 
     def _validate(self, epoch: int) -> None:
-        """Loss and metric over the validation split, weighed by the batches' sizes."""
+        """Loss and metric over the validation split, weighed by the batches' sizes.
+
+        The random numbers that validation draws (a DataLoader draws one by being iterated) are given back, so that when
+        and how often a run is validated does not change its training.
+        """
+        random_numbers = rng_state()
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         metric_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         total = 0
@@ -249,32 +257,33 @@ class _Run:
                         * size
                     )
                 total += size
+        restore_rng(random_numbers)
         self.values = {"loss": (loss_sum / total).item()}
         if self.job.metric is not None:
             self.values["metric"] = (metric_sum / total).item()
         self.recorder.validated(epoch, self.engine.attempts, self.values)
 
-    def _save(self, epoch: int, *, at_start: bool) -> None:
-        """Write a checkpoint; `at_start` says that `epoch` has not begun."""
+    def _save(self, epoch: int, *, whole: bool, validated: bool) -> None:
+        """Write a checkpoint in epoch `epoch`, of which all batches are used if it is `whole`."""
         self.recorder.flush(wait=True)
-        position = None if at_start else self.data.state()
         extra = {
-            "epoch": epoch,
+            "epoch": epoch + whole,
             "values": self.values,
             "config": dataclasses.asdict(self.config),
-            "data": position or {"epoch": -1, "batch": 0, "rng": None, "first": None, "loader": None},
+            "data": _START if whole else self.data.state(),
         }
         weights, state, meta = checkpoint_parts(self.engine, extra)
-        metric, higher = self._score(fresh=at_start)
+        metric, higher = self._score(validated=validated)
         self.saved = self.folder.save(
             self.engine.attempts, weights=weights, state=state, meta=meta, metric=metric, higher_is_better=higher
         )
+        self.saved_at = self.engine.attempts
         self.recorder.log.event("saved", path=self.saved.name)
         self.recorder.listener.saved(self.saved)
         self.recorder.restart_clock()
 
-    def _score(self, *, fresh: bool) -> tuple[float | None, bool]:
-        if not fresh or not self.values:
+    def _score(self, *, validated: bool) -> tuple[float | None, bool]:
+        if not validated or not self.values:
             return None, self.config.higher_is_better if self.job.metric is not None else False
         if "metric" in self.values:
             return self.values["metric"], self.config.higher_is_better
@@ -287,8 +296,6 @@ class _Run:
         return (self.config.epochs is not None and epoch >= self.config.epochs) or self._steps_done()
 
     def _total_steps(self) -> int | None:
-        if self.config.steps is not None and self.config.epochs is None:
-            return self.config.steps
         return self.config.steps
 
     def _outcome(self, epoch: int, stop: StopRequest) -> TrainOutcome:
