@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from halfstep.kernels.jit_triton import load
 from halfstep.kernels.table import ChunkTable, PointerTable
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 __all__ = ["join_bf16", "join_fp16", "lerp", "load", "noise", "round_bf16", "split_bf16", "split_fp16", "store"]
 

@@ -5,10 +5,10 @@ Forty small tensor operations cost a GPU a tenth of a millisecond, as much as a 
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from halfstep.lossscale import SEMANTICS, LossScale
 
 __all__ = ["scale_update"]
