@@ -296,7 +296,12 @@ class _Run:
         return (self.config.epochs is not None and epoch >= self.config.epochs) or self._steps_done()
 
     def _total_steps(self) -> int | None:
-        return self.config.steps
+        """The steps the run will have taken at its end, if that can be known."""
+        config, batches = self.config, self.data.num_batches(self.first_epoch)
+        if config.epochs is None or batches is None:
+            return config.steps
+        total = config.epochs * -(-batches // config.accumulate)
+        return total if config.steps is None else min(total, config.steps)
 
     def _outcome(self, epoch: int, stop: StopRequest) -> TrainOutcome:
         engine, last = self.engine, self.recorder.last

@@ -50,6 +50,7 @@ class DataStream:
         # A loader that is not told the epoch is made once and iterated again, as DataLoaders usually are.
         self._per_epoch = "epoch" in {*asked.required, *asked.optional}
         self._loader: Any = None
+        self._made_for = -1  # the epoch the loader stands at
         self.epoch = self.batch = 0
         self._rng: Any = None
         self._first: str | None = None
@@ -76,12 +77,22 @@ class DataStream:
                 self._first = fingerprint(batch)
             self.batch += 1
             yield batch
+        self._made_for = -1
         if self.batch == 0:
             raise SettingError(
                 f"{self._job.describe('data')} gave no batches for split={self._context['split']!r}, epoch {epoch}."
             )
 
+    def num_batches(self, epoch: int) -> int | None:
+        """How many batches the epoch has, if its loader can tell."""
+        with self._job.guard("data"):
+            loader = self._make(epoch)
+            return len(loader) if hasattr(loader, "__len__") else None
+
     def _make(self, epoch: int) -> Any:
+        if self._made_for == epoch:
+            return self._loader
+        self._made_for = epoch
         set_epoch = getattr(self._loader, "set_epoch", None)
         if callable(set_epoch):  # keeps its worker processes
             set_epoch(epoch)
