@@ -375,6 +375,19 @@ def test_a_closed_engine_refuses_and_leaves_the_model_usable():
     engine.close()
 
 
+def test_close_puts_deterministic_algorithms_back_as_they_were():
+    """deterministic=True lasts as long as the engine, and does not switch off what the user had switched on."""
+    for before in (False, True):
+        torch.use_deterministic_algorithms(before)
+        try:
+            engine = build("fp32", deterministic=True)[2]
+            assert torch.are_deterministic_algorithms_enabled()
+            engine.close()
+            assert torch.are_deterministic_algorithms_enabled() is before
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 # --- state ----------------------------------------------------------------------------------------------------
 
 

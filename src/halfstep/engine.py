@@ -97,7 +97,7 @@ class Engine:
         self.max_norm, self.accumulate, self.schedulers = max_norm, accumulate, schedulers
         self._params = named_trainables(self._module, given)
         self.device = next(iter(self._params.values())).device
-        self._closers: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()  # what close() puts back
         self._apply_precision(given)
         self.optimizers = [path.optimizer for path in self._paths]
         self.scaler = scaler or make_scaler(self.policy.scaling)
@@ -115,9 +115,10 @@ class Engine:
         self.applied = 0  # steps whose update happened, as far as delivered
         self._truth: Truth | None = None
         if deterministic:
+            self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            self._undo.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
-            self._closers.append(lambda: torch.use_deterministic_algorithms(False))
         if compile:
             self._module.compile()
         if watch is not None:
@@ -126,10 +127,12 @@ class Engine:
     def _apply_precision(self, given: list[torch.optim.Optimizer]) -> None:
         policy = self.policy
         if policy.compute in {"fp32", "tf32"} and self.device.type == "cuda":
-            set_tf32(policy.compute == "tf32")
+            set_tf32(
+                policy.compute == "tf32"
+            )  # process-wide: another engine may set it otherwise, so close() leaves it
         masters = cast_model(self._module, policy)
         wrap_forwards(self._module, policy)
-        self._closers.append(lambda: uncast_forwards(self._module))
+        self._undo.callback(uncast_forwards, self._module)
         lean = policy.params != "fp32" or policy.states != "fp32"
         held = [
             adopt(o, master=policy.master if policy.params != "fp32" else "none", states=policy.states) if lean else o
@@ -353,11 +356,10 @@ class Engine:
         return load_engine_checkpoint(self, load_checkpoint(path))
 
     def close(self) -> None:
-        """Deliver what is under way and undo what was set up; the model stays as trained."""
+        """Deliver what is under way and undo what was set up; weights stay as trained, and TF32 as it was switched."""
         if not self._closed:
             self._deliver(wait=True)
-            for closer in reversed(self._closers):
-                closer()
+            self._undo.close()
             self.backend.close()
             self._closed = True
 

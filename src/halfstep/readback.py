@@ -33,7 +33,7 @@ class Readback:
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        self._free: list[Tensor] = []  # pinned buffers to use again: allocating one costs about a millisecond
+        self._free: list[Tensor] = []  # pinned buffers to use again: allocating one may wait for the device
 
     def __len__(self) -> int:
         return len(self._pending)

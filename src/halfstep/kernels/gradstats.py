@@ -65,7 +65,9 @@ def _group_norm(key: tuple[torch.device, torch.dtype], group: list[Tensor], kept
     ):
         from halfstep.kernels.gradstats_triton import GradStats
 
-        stats: GradStats = kept.setdefault(key, GradStats())
+        stats: GradStats | None = kept.get(key)
+        if stats is None:
+            stats = kept[key] = GradStats()
         norm: Tensor = stats.sums(group).sum().sqrt()
         return norm
     accumulate = torch.float64 if dtype is torch.float64 else torch.float32

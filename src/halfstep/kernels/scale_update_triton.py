@@ -1,6 +1,6 @@
 """The loss-scale update in one launch; `kernels.scale_update` is the readable reference, rule by rule.
 
-Forty small tensor operations cost a GPU a tenth of a millisecond, as much as a tenth of a fused step.
+The reference is some forty small tensor operations, and on a GPU each is a launch of its own.
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ class AdamW(LeanOptimizer):
 
     def step_together(self, *, ready: bool) -> bool:
         """Step everything by the fused kernels, on a GPU."""
-        fused: FusedAdam = self.__dict__.setdefault("_fused", FusedAdam())
+        fused: FusedAdam | None = self.__dict__.get("_fused")
+        if fused is None:
+            fused = self._fused = FusedAdam()
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         settings = [self._settings(g) for g in self.param_groups]
         if not ready:

@@ -77,7 +77,6 @@ class Recorder:
         self._board = _board(tensorboard)
         self._losses = Readback()
         self._started = time.perf_counter()
-        self._samples = 0
         self._skips = 0
         self.last: StepLine | None = None
 
