@@ -1,6 +1,6 @@
 """Times the optimizer step, finite check, unscale and clip included, against the peers that are installed.
 
-    python benchmarks/bench_step.py [--model vit_l_16] [--loop] [--out FILE.md]
+    python benchmarks/bench_step.py [--model vit_l_16 | gpt_1b] [--loop] [--out FILE.md]
 
 The gradients are synthetic and stay on the device, so only the step is timed. With --loop, whole training steps of the
 model are timed too: Halfstep's Engine against a hand-written torch AMP loop. Needs a CUDA device.
@@ -78,7 +78,7 @@ def ours(params, optimizer):
     grads, kept = [p.grad for p in params], {}
 
     def step():
-        decision = decide(grads, scaler.scale_on(device) * 1.0, 1e9, lambda flag: flag, kept)
+        decision = decide(grads, scaler.scale_on(device), 1e9, lambda flag: flag, kept)
         take_step([path], decision, divides=True)
         scaler.advance(decision.found_inf)
 
@@ -150,10 +150,12 @@ def lean(params, master, states):
     return halfstep.optim.AdamW(params, lr=1e-4, master=master, states=states)
 
 
-def bench_steps(shapes, rounds, count):
+def bench_steps(shapes, rounds, count, only):
     """One row per implementation: name, bytes moved, median, min, max, held bytes and peak over held of one step."""
     rows = []
     for name, dtype, moved, make in CASES:
+        if only and only not in name:
+            continue
         params = step = None
         gc.collect()
         torch.cuda.empty_cache()
@@ -238,18 +240,28 @@ def engine_loop(build, precision):
     return make
 
 
+def shapes_of(model):
+    """The parameter shapes of a model: a ViT of this package, or gpt_1b, a decoder of 1.0 billion parameters."""
+    if model == "gpt_1b":
+        dim, depth, vocabulary, context = 2048, 18, 50304, 2048
+        block = [(dim,), (dim,), (3 * dim, dim), (3 * dim,), (dim, dim), (dim,), (dim,), (dim,)]
+        block += [(4 * dim, dim), (4 * dim,), (dim, 4 * dim), (dim,)]
+        return [(vocabulary, dim), (context, dim), *(block * depth), (dim,), (dim,)]
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in getattr(vit, model)().parameters()]
+
+
 def main():
     """Run, print and optionally write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="vit_l_16")
+    parser.add_argument("--model", default="vit_l_16", help="a ViT of this package, or gpt_1b")
+    parser.add_argument("--only", help="run only the implementations whose name holds this text")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--loop", action="store_true")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--out")
     args = parser.parse_args()
-    build = getattr(vit, args.model)
-    with torch.device("meta"):
-        shapes = [tuple(p.shape) for p in build().parameters()]
+    shapes = shapes_of(args.model)
     count = sum(torch.Size(s).numel() for s in shapes)
     bandwidth = copy_bandwidth()
     lines = [
@@ -261,7 +273,7 @@ def main():
         "| implementation | bytes/param moved | floor ms | ms | share of copy bandwidth | held bytes/param | peak / held |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, moved, *rest in bench_steps(shapes, args.rounds, count):
+    for name, moved, *rest in bench_steps(shapes, args.rounds, count, args.only):
         if rest[0] is None:
             lines.append(f"| {name} | | | did not run: {rest[1]} | | | |")
             continue
@@ -273,6 +285,7 @@ def main():
             f"| {name} | {moved or ''} | {shown} | {median:.3f} ({low:.3f} to {high:.3f}) | {share} | {held} | {peak} |"
         )
     if args.loop:
+        build = getattr(vit, args.model)
         lines += [
             "",
             f"Whole step at 224 pixels, batch {args.batch}, AdamW, clip 1.0, eager; median (min to max) of 5 rounds",

@@ -16,7 +16,8 @@ FLOORS = [
     ["__main__"],
     ["cli"],
     ["report"],
-    ["train", "export"],
+    ["comparison"],
+    ["train", "export", "planning"],
     ["targets"],
     ["builtin_jobs"],
     ["target_files", "models", "data"],
@@ -27,6 +28,7 @@ FLOORS = [
     ["checkpoint"],
     ["checkpoint_files", "tree"],
     ["tensorfile"],
+    ["release"],
     ["steps"],
     ["casting", "optim", "ema", "buffers", "backends", "window", "result"],
     ["region", "truth"],
@@ -34,6 +36,7 @@ FLOORS = [
     ["scaler"],
     ["scaler_state", "readback"],
     ["kernels"],
+    ["check"],
     ["measure"],
     ["choice"],
     ["topics"],
@@ -50,8 +53,8 @@ FLOORS = [
 ]
 LEVEL = {name: len(FLOORS) - i for i, floor in enumerate(FLOORS) for name in floor}
 NEEDS_TORCH = {
-    "train", "export", "builtin_jobs", "models", "data", "engine", "engine_state", "engine_checks", "checkpoint", "checkpoint_folder",
-    "tree", "tensorfile", "steps", "casting", "optim", "ema", "region", "buffers", "backends", "window", "gradscaler", "scaler",
+    "comparison", "planning", "train", "export", "builtin_jobs", "models", "data", "engine", "engine_state", "engine_checks", "checkpoint", "checkpoint_folder",
+    "tree", "tensorfile", "release", "steps", "casting", "optim", "ema", "region", "buffers", "backends", "window", "gradscaler", "scaler",
     "readback", "kernels",
 }  # fmt: skip
 NO_TORCH_AT_IMPORT = set(LEVEL) - NEEDS_TORCH | {"__init__"}

@@ -13,7 +13,7 @@ and their outputs would drag fp32 through the network.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from halfstep.kernels.split import split
 from halfstep.policy import Policy
 from halfstep.region import COMPUTE_DTYPES, upcast
 
-__all__ = ["cast_model", "uncast_forwards", "wrap_forwards"]
+__all__ = ["cast_model", "sum_gradients_in_fp32", "uncast_forwards", "wrap_forwards"]
 
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the public classes' common base
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -151,3 +151,14 @@ def _forward_as_it_is(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast(tensors[0].device.type, enabled=False):
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(weight.dtype), (args, kwargs))
         return _call(self, args, kwargs)
+
+
+def sum_gradients_in_fp32(params: Iterable[Tensor], policy: Policy) -> None:
+    """Let autograd add up the gradients of these 16-bit weights in fp32."""
+    for param in params:
+        if not hasattr(param, "grad_dtype"):
+            raise SettingError(
+                f"Accumulating 16-bit weights' gradients in fp32 needs torch 2.10 or later; this is {torch.__version__}. "
+                f"Upgrade torch, use accumulate=1, or write grads={policy.params} to insist on 16-bit sums."
+            )
+        param.grad_dtype = torch.float32

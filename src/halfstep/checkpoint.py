@@ -144,17 +144,20 @@ def read_meta(path: str | Path) -> dict[str, Any]:
     return meta
 
 
-def check_weights(saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def check_weights(
+    saved: Mapping[str, Tensor], model: Mapping[str, Tensor], *, any_float: bool = False
+) -> dict[str, Tensor]:
     """The saved weights under the model's names, for `load_state_dict`; refuses any that do not fit, listing them.
 
-    `model` is the model's `state_dict()`; names are compared after `clean_name`.
+    `model` is the model's `state_dict()`; names are compared after `clean_name`. With `any_float` one floating dtype may
+    stand for another.
     """
     have = {clean_name(name): tensor for name, tensor in saved.items()}
     want = {clean_name(name): tensor for name, tensor in model.items()}
     different = [
         f"{name} (saved {_form(have[name])}, model {_form(want[name])})"
         for name in want
-        if name in have and _form(have[name]) != _form(want[name])
+        if name in have and not _fits(have[name], want[name], any_float=any_float)
     ]
     faults = {
         "missing in the checkpoint": [name for name in want if name not in have],
@@ -317,6 +320,12 @@ def _foreign(path: Path) -> SettingError:
     return SettingError(
         f"{path} is not what {FORMAT} version {VERSION} says it should be; save the checkpoint again with Halfstep."
     )
+
+
+def _fits(saved: Tensor, wanted: Tensor, *, any_float: bool) -> bool:
+    if any_float and saved.is_floating_point() and wanted.is_floating_point():
+        return saved.shape == wanted.shape
+    return _form(saved) == _form(wanted)
 
 
 def _form(tensor: Tensor) -> str:

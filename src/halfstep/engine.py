@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from halfstep.backends import SingleDevice
 from halfstep.buffers import BufferGuard
-from halfstep.casting import cast_model, uncast_forwards, wrap_forwards
+from halfstep.casting import cast_model, sum_gradients_in_fp32, uncast_forwards, wrap_forwards
 from halfstep.checkpoint import load_checkpoint, save_checkpoint
 from halfstep.choice import resolve
 from halfstep.ema import Ema
@@ -37,10 +37,12 @@ from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.hardware import Hardware, probe
 from halfstep.kernels.scale_update import COUNTERS
-from halfstep.optim.lean import LeanOptimizer, adopt
+from halfstep.optim.adopt import adopt
+from halfstep.optim.lean import LeanOptimizer
 from halfstep.policy import Policy
 from halfstep.readback import Readback
 from halfstep.region import compute_region, recomputing
+from halfstep.release import GIVES_UP, GradientRelease, check_release
 from halfstep.result import StepResult
 from halfstep.scaler import Scaler, make_scaler, stop_if_stuck
 from halfstep.steps import choose_path, coalesce, decide, take_step, unscale_in_place
@@ -59,7 +61,7 @@ class Engine:
 
     `precision` is a policy, its text, a foreign name, or "auto". `max_norm` clips the true gradients; None does not clip.
     `ema` is the decay of a moving average of the masters. `compile=True` compiles the model in place. `deterministic=True`
-    asks torch for deterministic algorithms. `scaler` replaces the policy's loss scaler. `on_step(result)` is called when
+    asks torch for deterministic algorithms. `gradient_release=True` updates each parameter inside backward. `scaler` replaces the policy's loss scaler. `on_step(result)` is called when
     the outcome of a step has arrived. `watch` is an object with `attach(engine)`.
     """
 
@@ -75,6 +77,7 @@ class Engine:
         ema: float | None = None,
         compile: bool = False,  # noqa: A002 - torch's own word for it
         deterministic: bool = False,
+        gradient_release: bool = False,
         watch: Any = None,
         backend: SingleDevice | None = None,
         scaler: Scaler | None = None,
@@ -90,15 +93,17 @@ class Engine:
         self.policy, self.notes = resolve(precision, self.hardware)
         if self.policy.compute == "fp8":
             raise SettingError(
-                "precision fp8 is named but not built yet. Use bf16-lean, which holds weights and masters the same way."
+                "precision fp8 is named but not built yet. Use bf16-lean, which holds weights the same way."
             )
         for note in self.notes:
             say(note)
         self.max_norm, self.accumulate, self.schedulers = max_norm, accumulate, schedulers
         self._params = named_trainables(self._module, given)
         self.device = next(iter(self._params.values())).device
+        if gradient_release:
+            check_release(self.policy, max_norm, accumulate, compiled=compile)
         self._undo = contextlib.ExitStack()  # what close() puts back
-        self._apply_precision(given)
+        self._apply_precision(given, lean=gradient_release)
         self.optimizers = [path.optimizer for path in self._paths]
         self.scaler = scaler or make_scaler(self.policy.scaling)
         check_scaler(self.scaler, self.policy.compute)
@@ -110,6 +115,10 @@ class Engine:
         self._tables: dict[Any, Any] = {}  # of the kernel that takes the norm
         self._on_step = on_step
         self._region_depth = 0
+        self._release: GradientRelease | None = None
+        if gradient_release:
+            self._release = GradientRelease([o for o in self.optimizers if isinstance(o, LeanOptimizer)], self._params)
+            self._undo.callback(self._release.close)
         self._closed = False
         self.attempts = self.micro_batches = 0  # steps tried, micro-batches seen
         self.applied = 0  # steps whose update happened, as far as delivered
@@ -124,16 +133,15 @@ class Engine:
         if watch is not None:
             watch.attach(self)
 
-    def _apply_precision(self, given: list[torch.optim.Optimizer]) -> None:
+    def _apply_precision(self, given: list[torch.optim.Optimizer], *, lean: bool) -> None:
         policy = self.policy
         if policy.compute in {"fp32", "tf32"} and self.device.type == "cuda":
-            set_tf32(
-                policy.compute == "tf32"
-            )  # process-wide: another engine may set it otherwise, so close() leaves it
+            # Process-wide: another engine may set it otherwise, so close() leaves it.
+            set_tf32(policy.compute == "tf32")
         masters = cast_model(self._module, policy)
         wrap_forwards(self._module, policy)
         self._undo.callback(uncast_forwards, self._module)
-        lean = policy.params != "fp32" or policy.states != "fp32"
+        lean = lean or policy.params != "fp32" or policy.states != "fp32"
         held = [
             adopt(o, master=policy.master if policy.params != "fp32" else "none", states=policy.states) if lean else o
             for o in given
@@ -143,13 +151,7 @@ class Engine:
                 for param in (p for group in each.param_groups for p in group["params"] if p.requires_grad):
                     each.hold_master(param, masters.get(param))
         if policy.params != "fp32" and policy.grads_format(self.accumulate) == "fp32":
-            for param in self._params.values():
-                if not hasattr(param, "grad_dtype"):
-                    raise SettingError(
-                        f"Accumulating 16-bit weights' gradients in fp32 needs torch 2.10 or later; this is {torch.__version__}. "
-                        f"Upgrade torch, use accumulate=1, or write grads={policy.params} to insist on 16-bit sums."
-                    )
-                param.grad_dtype = torch.float32
+            sum_gradients_in_fp32(self._params.values(), policy)
         self._paths = [choose_path(o, self._module) for o in held]
 
     # --- regions ------------------------------------------------------------------------------------------------
@@ -200,6 +202,10 @@ class Engine:
         self._watch_grads.check("backward")
         if self.window.found_inf is not None:
             raise SettingError("backward() after unscale(): these gradients are divided already. Call step() first.")
+        if self._release is not None and (weight is not None or self.window.has_gradients):
+            raise SettingError(
+                "With gradient_release the update happens inside backward(): call it once per step, and without weight=."
+            )
         factor = self.window.weigh(weight)
         scaled = self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
@@ -219,6 +225,8 @@ class Engine:
         """Divide the gradients now, for people who edit them before `step`; clipping still comes in `step`."""
         self._require_backward("unscale")
         self._watch_grads.check("unscale")
+        if self._release is not None:
+            raise SettingError("unscale() has nothing to divide: with gradient_release the gradients are gone already.")
         if self.window.found_inf is not None:
             raise SettingError("unscale() was already called in this window; call step() before the next.")
         grads, divisor = self._gradients(), self._divisor()
@@ -249,12 +257,16 @@ class Engine:
         scale = self.scaler.scale_on(self.device).clone()
         earlier = self.window.found_inf  # the gradients are unscaled already
         divisor = self._divisor() if earlier is None else torch.ones((), device=self.device)
-        decision = decide(grads, divisor, self.max_norm, self.backend.agree, self._tables)
+        if self._release is None:
+            decision = decide(grads, divisor, self.max_norm, self.backend.agree, self._tables)
+        else:
+            decision = self._release.finish(self.device)
         if earlier is not None:
             decision.found_inf.copy_(torch.maximum(decision.found_inf, earlier))
         undivided = self.scaler.settings.mode == "none" and self.window.weighs_one()
         divides = self.max_norm is not None or not (undivided or earlier is not None)
-        take_step(self._paths, decision, divides=divides)
+        if self._release is None:
+            take_step(self._paths, decision, divides=divides)
         self.scaler.advance(decision.found_inf)
         self._buffers.restore_if(decision.found_inf)
         if self.ema is not None:
@@ -272,7 +284,8 @@ class Engine:
         return result
 
     def _divisor(self) -> Tensor:
-        return self.scaler.scale_on(self.device) * self.window.weight
+        scale = self.scaler.scale_on(self.device)
+        return scale if self.window.weighs_one() else scale * self.window.weight
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._params.values() if p.grad is not None]
@@ -316,6 +329,7 @@ class Engine:
             reduce_dtype=self.backend.reduce_dtype(),
             device=self.hardware.name if self.hardware.kind == self.device.type else self.device.type,
             ema=self.ema is not None,
+            gives_up=GIVES_UP if self._release is not None else (),
         )
 
     def _support(self) -> str | None:

@@ -11,10 +11,13 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from halfstep.checkpoint import Checkpoint, check_weights, clean_name
 from halfstep.errors import SettingError
 from halfstep.events import say
+from halfstep.optim.convert import master_in, plain
+from halfstep.optim.lean import LeanOptimizer
 from halfstep.policy import Policy
 from halfstep.readback import Readback
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["checkpoint_parts", "load_engine", "load_engine_checkpoint", "restore_rng", "rng_state", "state_of"]
 
 STATE_VERSION = 1
+_ALL_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
@@ -59,10 +63,17 @@ def load_engine(engine: Engine, state: dict[str, Any]) -> None:
     engine._readback = Readback()  # noqa: SLF001 - outcomes of the run that is being left
     module = engine._module  # noqa: SLF001
     own = {clean_name(name): name for name in module.state_dict()}
-    engine.scaler.load_state_dict(state["scaler"])
-    module.load_state_dict({own[clean_name(n)]: t for n, t in state["model"].items()})
-    for optimizer, saved in zip(engine.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+    if Policy.parse(state["policy"]).scaling.mode == engine.policy.scaling.mode:
+        engine.scaler.load_state_dict(state["scaler"])
+    else:
+        say(f"The loss scale of the saved run does not apply under {engine.policy}; it starts anew.")
+    weights = {clean_name(n): t for n, t in state["model"].items()}
+    if _same_layout(Policy.parse(state["policy"]), engine.policy):
+        module.load_state_dict({own[n]: t for n, t in weights.items()})
+        for optimizer, saved in zip(engine.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+    else:
+        _load_converted(engine, own, weights, state)
     for scheduler, saved in zip(engine.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     if engine.ema is not None:
@@ -75,6 +86,37 @@ def load_engine(engine: Engine, state: dict[str, Any]) -> None:
     engine.reset_window()
 
 
+def _same_layout(saved: Policy, here: Policy) -> bool:
+    return all(getattr(saved, name) == getattr(here, name) for name in ("params", "master", "states"))
+
+
+def _load_converted(engine: Engine, own: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Weights and optimizer states from another layout, by way of what all layouts stand for: fp32 masters and moments."""
+    masters = dict(weights)
+    plain_states = []
+    for optimizer, names, saved in zip(engine.optimizers, state["names"], state["optimizers"], strict=True):
+        moments = optimizer.moments if isinstance(optimizer, LeanOptimizer) else _ALL_MOMENTS
+        order = [index for group in saved["param_groups"] for index in group["params"]]
+        entries = {}
+        for name, index in zip(map(clean_name, names), order, strict=True):
+            entry = saved["state"].get(index)
+            if entry is not None:
+                full = master_in(entry, weights[name])
+                masters[name] = weights[name] if full is None else full
+                entries[index] = plain(entry, moments)
+        plain_states.append(saved | {"state": entries})
+    engine._module.load_state_dict({own[n]: t for n, t in masters.items()})  # noqa: SLF001
+    for optimizer, saved in zip(engine.optimizers, plain_states, strict=True):
+        how = [{k: v for k, v in g.items() if k in {"fused", "foreach"}} for g in optimizer.param_groups]
+        optimizer.load_state_dict(saved)
+        for group, kept in zip(optimizer.param_groups, how, strict=True):
+            group.update(kept)  # how this engine steps, not how the other did
+        if isinstance(optimizer, LeanOptimizer):
+            names = {id(p): clean_name(name) for name, p in engine._params.items()}  # noqa: SLF001
+            for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+                optimizer.take_master(param, masters[names[id(param)]].to(param.device, torch.float32))
+
+
 def _check(engine: Engine, state: dict[str, Any]) -> None:
     version = state.get("version")
     if not isinstance(version, int) or version > STATE_VERSION:
@@ -82,16 +124,14 @@ def _check(engine: Engine, state: dict[str, Any]) -> None:
             f"The state has version {version!r}; this Halfstep reads up to {STATE_VERSION}. Upgrade Halfstep."
         )
     saved, here = Policy.parse(state["policy"]), engine.policy
-    layout = ("params", "master", "states")
-    if any(getattr(saved, name) != getattr(here, name) for name in layout):
-        raise SettingError(
-            f"The state was saved under {saved} and this engine runs {here}; they hold weights, masters or states "
-            f"differently. Resume with precision={str(saved)!r}, or start from exported fp32 weights."
-        )
     if saved != here:
-        say(f"The state was saved under {saved}; going on under {here}.")
+        lossy = here.states not in {"fp32", saved.states}
+        say(
+            f"The state was saved under {saved}; going on under {here}."
+            + (f" Moments are rounded to {here.states} once." if lossy else "")
+        )
     own = {clean_name(n): t for n, t in engine._module.state_dict().items()}  # noqa: SLF001
-    check_weights(state["model"], own)
+    check_weights(state["model"], own, any_float=not _same_layout(saved, here))
     for what, mine in (("optimizers", engine.optimizers), ("schedulers", engine.schedulers)):
         if len(state[what]) != len(mine):
             raise SettingError(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.events import say
-from halfstep.kernels.gradstats import dense_values, total_norm
+from halfstep.kernels.gradstats import dense_values, known_sums, total_norm
 from halfstep.optim.lean import LeanOptimizer
 
 __all__ = ["Decision", "StepPath", "choose_path", "coalesce", "decide", "take_step", "unscale_in_place"]
@@ -120,6 +120,12 @@ def decide(
     kept: dict[Any, Any] | None = None,
 ) -> Decision:
     """Look at all gradients once; `agree` makes the flag the same on every rank, `kept` holds tables between steps."""
+    sums = known_sums(grads, kept)
+    if sums is not None and sums.device == divisor.device:
+        from halfstep.kernels.gradstats_triton import judge
+
+        found, norm, divisor = judge(sums, divisor, max_norm)
+        return Decision(agree(found), norm, divisor)
     norm = total_norm(grads, divisor.device, kept) / divisor
     found = agree((~(norm.isfinite() & (divisor > 0))).to(torch.float32))
     if max_norm is not None:

@@ -83,6 +83,7 @@ def build_truth(
     reduce_dtype: str | None,
     device: str,
     ema: bool,
+    gives_up: tuple[str, ...] = (),
 ) -> Truth:
     """The table for a model and its optimizers as they are now."""
     num_params = sum(p.numel() for p in params) or 1
@@ -120,7 +121,7 @@ def build_truth(
             f"{total_bytes / num_params:.2f} held" + (" + 4 for the moving average" if ema else ""),
         ),
     ]
-    return Truth(tuple(rows), _lossy(policy, accumulate, support), (), round(total_bytes / num_params, 4))
+    return Truth(tuple(rows), _lossy(policy, accumulate, support), gives_up, round(total_bytes / num_params, 4))
 
 
 def _master(policy: Policy, masters: list[Any]) -> str:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.kernels.moments8 import BLOCK, decode, encode_signed, encode_unsigned, num_blocks
+from halfstep.kernels.moments8 import BLOCK, _noise_at, decode, encode_signed, encode_unsigned, num_blocks
 
 ONE = torch.tensor(1.0)
 values = st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=700)
@@ -41,6 +41,24 @@ def test_an_unsigned_value_is_off_by_at_most_the_distance_and_never_becomes_zero
     assert codes.dtype is torch.uint8
     assert ((back - x).abs() <= distance(x, scales_of(x, scales), 255) * 1.001 + 1e-30).all()
     assert ((codes == 0) == (x == 0)).all()
+
+
+def test_the_random_numbers_are_uniform_over_steps_and_places_and_independent():
+    """Means, small chances and correlations over 4,096 steps of 300 places, and the other way round, are those of chance."""
+    places = torch.randint(0, 2**31, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    over_steps = torch.stack([_noise_at(torch.full((4096,), p), torch.arange(1, 4097)) for p in places])
+    over_places = torch.stack([_noise_at(torch.arange(4096), torch.full((4096,), s)) for s in range(1, 301)])
+    for x in (over_steps.double(), over_places.double()):
+        assert x.min() >= 0
+        assert x.max() < 1
+        means = (x.mean(1) - 0.5) * (12 * 4096) ** 0.5
+        assert means.std() == pytest.approx(1, abs=0.2)
+        assert means.abs().max() < 5
+        assert (x < 0.002).double().sum(1).mean() == pytest.approx(8.192, rel=0.1)
+        for lag in (1, 2, 7, 256):
+            together = ((x[:, lag:] - 0.5) * (x[:, :-lag] - 0.5)).mean(1) * 12 * 4096**0.5
+            assert together.std() == pytest.approx(1, abs=0.2)
+            assert together.abs().max() < 5
 
 
 def test_the_largest_value_of_a_block_is_kept():

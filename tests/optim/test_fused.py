@@ -3,12 +3,16 @@
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import halfstep
 from halfstep.kernels.available import triton_runs_on
-from halfstep.optim.fused import FusedAdam
+from halfstep.optim.fused import FusedStep
+from halfstep.steps import choose_path, decide, take_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(not triton_runs_on(DEVICE), reason="Requires: [a CUDA device, or TRITON_INTERPRET=1]")
@@ -62,7 +66,7 @@ def test_kernels_follow_the_torch_reference(layout, options):
             optimizer.grad_scale = torch.tensor(8.0, device=DEVICE)
             optimizer.found_inf = torch.tensor(0.0, device=DEVICE)
             optimizer.step()
-    assert isinstance(kernel.__dict__.get("_fused"), FusedAdam)
+    assert isinstance(kernel.__dict__.get("_fused"), FusedStep)
     loose = 1e-2 if layout[2] != "fp32" else 3e-6
     if layout[0] is not torch.float32 and layout[1] == "none":
         loose = 2e-2
@@ -70,6 +74,39 @@ def test_kernels_follow_the_torch_reference(layout, options):
         mine, theirs = kernel.master_of(p), reference.master_of(q)
         assert torch.allclose(mine, theirs, rtol=loose, atol=loose * 1e-1)
         assert kernel.state[p]["step"].item() == 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (halfstep.optim.SGD, {}),
+        (halfstep.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        (halfstep.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
+        (halfstep.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (halfstep.optim.Lion, {"weight_decay": 0.1}),
+        (halfstep.optim.Lion, {"betas": (0.0, 0.5), "maximize": True}),
+    ],
+    ids=str,
+)
+def test_sgd_and_lion_follow_their_references(layout, cls, options):
+    """Five steps of kernel and reference, every storage, every option, skipped steps among them."""
+    pairs = [build(*layout, cls=cls, **options), build(*layout, cls=cls, kernels=False, **options)]
+    for step in range(5):
+        for params, optimizer in pairs:
+            give_gradients(params, step, scale=4.0)
+            optimizer.grad_scale = torch.tensor(4.0, device=DEVICE)
+            optimizer.found_inf = torch.tensor(float(step in {0, 3}), device=DEVICE)
+            optimizer.step()
+    (a, kernel), (b, reference) = pairs
+    loose = 3e-6 if layout[2] == "fp32" and (layout[0] is torch.float32 or layout[1] != "none") else 2e-2
+    for p, q in zip(a, b, strict=True):
+        mine, theirs = kernel.master_of(p), reference.master_of(q)
+        if cls is halfstep.optim.Lion and loose > 1e-3:  # the sign of a rounded moment may differ where it is near zero
+            assert ((mine - theirs).abs() > 1e-3).sum() <= 1 + 0.05 * p.numel()
+        else:
+            assert torch.allclose(mine, theirs, rtol=loose, atol=loose * 1e-1)
+        assert kernel.state[p]["step"].item() == 3
 
 
 @pytest.mark.parametrize("cls", [halfstep.optim.AdamW, halfstep.optim.Adam])
@@ -247,6 +284,92 @@ def test_a_tensor_past_2_to_the_31_elements():
     optimizer.step()
     assert param[0].item() == param[-1].item() == pytest.approx(0.9, abs=0.01)
     assert optimizer.state[param]["low"][-1] == optimizer.state[param]["low"][0]
+
+
+@settings(max_examples=8 if DEVICE.type == "cpu" else 60, deadline=None)  # the interpreter takes a second each
+@given(
+    st.lists(st.integers(1, 1300), min_size=1, max_size=5),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+    st.sampled_from(["fp32", "8bit"]),
+    st.data(),
+)
+def test_one_bad_element_anywhere_makes_the_whole_step_a_no_op(sizes, dtype, bad, states, data):
+    """Found by pass 1 at any place of any tensor, tails included, and obeyed by pass 2 in every tensor."""
+    master = "none" if dtype is torch.float32 else "split"
+    params, optimizer = build(dtype, master, states, sizes=[(n,) for n in sizes])
+    path, kept = choose_path(optimizer, torch.nn.ParameterList(params)), {}
+    divisor = torch.full((), 2.0, device=DEVICE)
+    before = None
+    for step in range(3):
+        give_gradients(params, step)
+        if step:  # a first clean step fills the moments; the second step finds tables that are ready
+            before = state_of(params, optimizer)
+            which = data.draw(st.integers(0, len(sizes) - 1))
+            params[which].grad[data.draw(st.integers(0, sizes[which] - 1))] = bad
+        decision = decide([p.grad for p in params], divisor, 1.0, lambda flag: flag, kept)
+        take_step([path], decision, divides=True)
+        assert decision.found_inf.item() == float(step > 0)
+        if before is not None:
+            assert identical(before, state_of(params, optimizer)) == []
+
+
+def test_the_decision_of_the_kernel_is_that_of_torch():
+    """Flag, norm and divisor from one launch equal those of the plain computation, clipped or not, finite or not."""
+    from halfstep.kernels.gradstats_triton import judge
+
+    for sums in ([1.0, 8.0], [0.0], [1e30, 1e30], [math.inf, 1.0], [math.nan, 1.0]):
+        squares = torch.tensor(sums, device=DEVICE)
+        for scale in (1.0, 1024.0, 0.0):
+            divisor = torch.tensor(scale, device=DEVICE)
+            norm = squares.sum().sqrt() / divisor
+            found = (~(norm.isfinite() & (divisor > 0))).float()
+            for max_norm in (None, 1.0, 1):
+                clipped = divisor if max_norm is None else divisor * ((norm + 1e-6) / max_norm).clamp(min=1)
+                with np.errstate(all="ignore"):  # the interpreter computes in NumPy
+                    judged = judge(squares, divisor, max_norm)
+                for mine, wanted in zip(judged, (found, norm, clipped), strict=True):
+                    assert torch.allclose(mine, wanted, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_track_torch():
+    """Kernel AdamW stays with torch.optim.AdamW in fp32 over 1,000 steps, to the rounding that both accumulate."""
+    generator = torch.Generator().manual_seed(3)
+    start, target = (torch.randn(600, generator=generator) for _ in range(2))
+    finals = []
+    for make in (
+        lambda p: halfstep.optim.AdamW(p, lr=1e-2, weight_decay=0.01, master="none", states="fp32"),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.01),
+    ):
+        param = torch.nn.Parameter(start.clone().to(DEVICE))
+        optimizer = make([param])
+        noise = torch.Generator().manual_seed(4)
+        for _ in range(1000):
+            pull = param.detach() - target.to(DEVICE)
+            param.grad = pull + 0.1 * torch.randn(600, generator=noise).to(DEVICE)
+            optimizer.step()
+        finals.append(param.detach().double())
+    assert (finals[0] - start.to(DEVICE)).abs().mean() > 0.5  # it moved
+    assert (finals[0] - finals[1]).abs().max() <= 2e-5
+
+
+@pytest.mark.gpu
+def test_a_hundred_thousand_tensors_are_one_step():
+    """10^5 small tensors of several sizes are stepped by the same few launches."""
+    count = 100_000
+    flat = torch.ones(count * 8, device="cuda")
+    params = [torch.nn.Parameter(flat[8 * i : 8 * i + 1 + i % 8]) for i in range(count)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer = halfstep.optim.AdamW(params, lr=0.1, weight_decay=0.0, master="none", states="fp32")
+    kept = {}
+    path = choose_path(optimizer, torch.nn.ParameterList(params))
+    decision = decide([p.grad for p in params], torch.ones((), device="cuda"), None, lambda flag: flag, kept)
+    take_step([path], decision, divides=False)
+    assert decision.norm.item() == pytest.approx(sum(p.numel() for p in params) ** 0.5, rel=1e-5)
+    for i in (0, 1, 7, 99_999):
+        assert torch.allclose(params[i], torch.full_like(params[i], 0.9))
 
 
 def test_the_interpreter_switch_is_what_this_run_used():

@@ -2,7 +2,7 @@
 
     g      = grad / grad_scale                        unscale and clip, folded into one division
     p      = p (1 - lr wd)                            AdamW; Adam adds wd p to g instead
-    m      = m + (1 - beta1) (g - m)
+    m      = beta1 m + (1 - beta1) g
     v      = beta2 v + (1 - beta2) g^2
     p      = p - lr / (1 - beta1^t)  *  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
@@ -52,7 +52,7 @@ def adamw_update(
             master = master * (1 - how.lr * how.weight_decay)
         else:
             grad = grad + master * how.weight_decay
-    exp_avg = torch.lerp(exp_avg, grad.to(exp_avg.dtype), 1 - beta1)
+    exp_avg = exp_avg * beta1 + grad * (1 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * (1 - beta2)
     second = exp_avg_sq
     if how.amsgrad and max_exp_avg_sq is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfstep.kernels.available import triton_runs_on
 
-__all__ = ["dense_values", "total_norm"]
+__all__ = ["dense_values", "known_sums", "total_norm"]
 
 _KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -29,16 +29,24 @@ def dense_values(grad: Tensor) -> Tensor:
     return grad
 
 
+def known_sums(grads: Sequence[Tensor], kept: dict[Any, Any] | None) -> Tensor | None:
+    """The sums of squares, by one launch, if these are the very gradients of the last call of `total_norm`.
+
+    That is the usual step: the allocator gave the same memory again, and no gradient has to be looked at from the host.
+    """
+    known = None if kept is None or not grads else kept.get("all")
+    if known is None or not known.knows(grads):
+        return None
+    sums: Tensor = known.same_sums(grads)
+    return sums
+
+
 def total_norm(grads: Sequence[Tensor], device: torch.device, kept: dict[Any, Any] | None = None) -> Tensor:
     """The 2-norm over all elements of all gradients, in fp32 on `device` (fp64 gradients: taken in fp64).
 
     `kept` is a dictionary that the caller keeps from step to step: the tables of the one-launch kernel live in it, and
     without it the kernel is not used.
     """
-    known = None if kept is None or not grads else kept.get("all")
-    if known is not None and known.knows(grads):  # the usual step: the allocator gave the same memory again
-        norm: Tensor = known.same_sums(grads).sum().sqrt()
-        return norm
     norms: list[Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:

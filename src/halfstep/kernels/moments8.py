@@ -36,7 +36,7 @@ def num_blocks(numel: int) -> int:
 def encode_signed(values: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes in the shape of `values`, and the scales of its blocks."""
     rows, scales = _blocks(values)
-    root = (rows.abs() * (BLOCK8.levels**2 / _divisor(scales))).sqrt()
+    root = rows.abs().sqrt() * (BLOCK8.levels * _divisor(scales).rsqrt())
     codes = torch.where(rows < 0, -root.round(), root.round()).to(torch.int8)
     return codes.reshape(-1)[: values.numel()].reshape(values.shape), scales
 
@@ -44,11 +44,15 @@ def encode_signed(values: Tensor) -> tuple[Tensor, Tensor]:
 def encode_unsigned(values: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 codes of values of 0 or more, rounded at random by place and `step`, and the scales of its blocks."""
     rows, scales = _blocks(values)
-    square = rows * (BLOCK8_UNSIGNED.levels**2 / _divisor(scales))
-    below = square.sqrt().floor()
-    up = (square - below * below) / (2 * below + 1)  # the chance that makes the value, not its root, right on average
-    codes = torch.where(_noise(rows, step) < up, below + 1, below).clamp(max=BLOCK8_UNSIGNED.levels)
-    codes = torch.where(rows > 0, codes.clamp(min=1), torch.zeros_like(codes)).to(torch.uint8)
+    root = rows.sqrt()
+    # On the grid of codes; a little below the last at the most, so that no code is rounded up past it, and at least 1
+    # above zero, because the update divides by the root.
+    exact = root * ((BLOCK8_UNSIGNED.levels - 2e-4) * _divisor(scales).rsqrt())
+    exact = torch.minimum(exact.clamp(min=1), root * 1e30)
+    below = (exact - 0.5).round()  # down, or one less at a whole number, which the chance puts right
+    # The chance that makes the value, not its root, right on average: (exact^2 - below^2) / (2 below + 1).
+    up = _noise(rows, step) * (2 * below + 1) < (exact - below) * (exact + below)
+    codes = torch.where(up, below + 1, below).to(torch.uint8)
     return codes.reshape(-1)[: values.numel()].reshape(values.shape), scales
 
 
@@ -74,10 +78,13 @@ def _divisor(scales: Tensor) -> Tensor:
 
 
 def _noise(rows: Tensor, step: Tensor) -> Tensor:
-    """Numbers in [0, 1) from an integer hash of place and step, the same on every device."""
+    """Numbers in [0, 1), one for each place of `rows`, the same on every device."""
     place = torch.arange(rows.numel(), device=rows.device).reshape(rows.shape)
-    h = (place * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77) & _MASK
+    return _noise_at(place, step.to(torch.int64))
+
+
+def _noise_at(place: Tensor, step: Tensor) -> Tensor:
+    """An integer hash of place and step, as a number: one round is enough for rounding, and cheap in a kernel."""
+    h = (place * 0x9E3779B1 + step * 0x85EBCA77) & _MASK
     h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & _MASK
-    h = ((h ^ (h >> 12)) * 0x297A2D39) & _MASK
-    h = h ^ (h >> 15)
-    return (h >> 8).to(torch.float32) * 2.0**-24
+    return (h >> 9).to(torch.float32) * 2.0**-23

@@ -32,7 +32,7 @@ class ChunkTable:
     """Which tensor each chunk is of, and the how-manieth of it: int32 rows (tensor, number).
 
     Whole chunks of aligned tensors come first, `num_full` of them: the kernel reads those in vectors, without masks.
-    The rest, tails and tensors at odd addresses, follow in `rest`.
+    The rest, tails and tensors at odd addresses, follow.
     """
 
     def __init__(self, sizes: Sequence[int], aligned: Sequence[bool], chunk: int, device: torch.device) -> None:
@@ -44,14 +44,15 @@ class ChunkTable:
         number = np.arange(first[-1]) - first[owner]
         full = (numels[owner] - number * chunk >= chunk) & np.asarray(aligned, dtype=bool)[owner]
         rows = np.stack((owner, number), axis=1).astype(np.int32)
-        self.num_full, self.num_rest = int(full.sum()), int((~full).sum())
-        self.full, self.rest = to_device(rows[full], device), to_device(rows[~full], device)
+        self.num_chunks, self.num_full = len(rows), int(full.sum())
+        self.rows = to_device(np.concatenate((rows[full], rows[~full])), device)
         self.numels = to_device(numels, device)
-        # The first full chunk, and the first of the others, of each tensor, and the end.
-        self.full_first, self.rest_first = (
-            to_device(np.concatenate(([0], np.cumsum(np.bincount(owner[which], minlength=len(numels))))), device)
-            for which in (full, ~full)
-        )
+        # Where each tensor's whole chunks begin, and its others, and the ends of both.
+        whole, others = (np.bincount(owner[which], minlength=len(numels)) for which in (full, ~full))
+        bounds = np.zeros((2, len(numels) + 1), dtype=np.int64)
+        bounds[0, 1:], bounds[1, 1:] = np.cumsum(whole), np.cumsum(others)
+        bounds[1] += self.num_full
+        self.bounds = to_device(bounds, device)
 
 
 class PointerTable:

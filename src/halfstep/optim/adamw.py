@@ -10,8 +10,8 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 from halfstep.kernels.adamw import AdamSettings, adamw_update
-from halfstep.optim.fused import FusedAdam
-from halfstep.optim.lean import ADOPTS, LeanOptimizer
+from halfstep.optim.adopt import ADOPTS
+from halfstep.optim.lean import LeanOptimizer
 
 __all__ = ["Adam", "AdamW"]
 
@@ -19,6 +19,7 @@ __all__ = ["Adam", "AdamW"]
 class AdamW(LeanOptimizer):
     """AdamW for 16-bit weights, with the arguments of torch.optim.AdamW and `master=`, `states=`."""
 
+    rule: ClassVar[str] = "adam"
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     unsigned: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
     decoupled: ClassVar[bool] = True
@@ -52,33 +53,7 @@ class AdamW(LeanOptimizer):
         }
         super().__init__(params, defaults, master=master, states=states)
 
-    def step_together(self, *, ready: bool) -> bool:
-        """Step everything by the fused kernels, on a GPU."""
-        fused: FusedAdam | None = self.__dict__.get("_fused")
-        if fused is None:
-            fused = self._fused = FusedAdam()
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        settings = [self._settings(g) for g in self.param_groups]
-        if not ready:
-            active = [(i, p) for i, g in enumerate(self.param_groups) for p in g["params"] if p.grad is not None]
-            if not active:
-                return True
-            params = [p for _, p in active]
-            fused.prepare(params, self.state, [i for i, _ in active])
-        elif not fused.is_ready([p for g in self.param_groups for p in g["params"]], self.state):
-            return False
-        return fused.step(settings, scale, found)
-
-    def prepare_replay(self) -> None:
-        """Before replaying a CUDA graph that holds a step: let it see the groups' settings as they are now."""
-        fused = self.__dict__.get("_fused")
-        if fused is None:
-            raise SettingError(
-                "prepare_replay() before any step: capture a step() of this optimizer in a CUDA graph first."
-            )
-        fused.prepare_replay([self._settings(g) for g in self.param_groups])
-
-    def _settings(self, group: dict[str, Any]) -> tuple[float, ...]:
+    def settings(self, group: dict[str, Any]) -> tuple[float, ...]:
         """A group's row of the kernels' table of settings."""
         beta1, beta2 = (float(b) for b in group["betas"])
         decoupled = group.get("decoupled_weight_decay", self.decoupled)

@@ -1,4 +1,4 @@
-"""The driver of the fused Adam step: tables from the optimizer's groups and states, two or three launches for all.
+"""The driver of the fused step: tables from the optimizer's groups and states, two or three launches for all.
 
 Step counts live in one device vector, and each parameter's `state["step"]` is a view of its place in it, so that state
 dicts look like torch's. The groups' settings are a small float64 table, copied from pinned memory at every step: the
@@ -18,16 +18,20 @@ from torch import Tensor
 from halfstep.kernels.available import triton_runs_on
 from halfstep.kernels.table import ChunkTable, to_device
 
-__all__ = ["FusedAdam"]
+__all__ = ["FusedStep"]
 
 State = Mapping[str, Tensor]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class FusedAdam:
-    """Steps many tensors at once; keeps its tables while the tensors stay the same."""
+class FusedStep:
+    """Steps many tensors at once; keeps its tables while the tensors stay the same.
 
-    def __init__(self) -> None:
+    `rule` names the arithmetic ("adam", "sgd", "lion"), `moments` the state entries it works on.
+    """
+
+    def __init__(self, rule: str, moments: Sequence[str]) -> None:
+        self._rule, self._moments = rule, tuple(moments)
         self._params: list[Tensor] = []
         self._states: list[dict[str, Tensor]] = []
         self._state: Mapping[Tensor, Any] | None = None  # the optimizer's, which holds them
@@ -45,7 +49,7 @@ class FusedAdam:
         """Take over these parameters, which all have gradients and whole states; forget the others."""
         self._params = []
         states = [state[p] for p in params]
-        if not _takes(params, states):
+        if not self._takes(params, states):
             return
         device = params[0].device
         self._params, self._states, self._state = params, states, state
@@ -69,10 +73,10 @@ class FusedAdam:
         )
 
     def step(self, settings: list[tuple[float, ...]], divisor: Tensor | None, found_inf: Tensor | None) -> bool:
-        """One Adam step for all prepared parameters; False if there are none."""
+        """One step for all prepared parameters; False if there are none."""
         if not self._params:
             return False
-        from halfstep.kernels.adamw_triton import prepare_factors
+        from halfstep.kernels.lean_triton import prepare_factors
 
         device = self._params[0].device
         self._refresh_hyper(settings, device)
@@ -81,9 +85,9 @@ class FusedAdam:
             return False
         one = torch.ones((), dtype=torch.float32, device=device) if divisor is None else divisor.reshape(())
         flag = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf.reshape(())
-        factors = prepare_factors(self._hyper, self._group_of, self._steps, flag)
+        factors = prepare_factors(self._rule, self._hyper, self._group_of, self._steps, one, flag)
         for launch in self._launches:
-            launch(self._table, factors, self._steps, one, flag)
+            launch(self._table, factors, self._steps, flag)
         return True
 
     def _refresh_pointers(self, grads: list[Tensor], device: torch.device) -> bool:
@@ -96,7 +100,7 @@ class FusedAdam:
             return False
         if self._pointers is None:
             self._pointers = np.array(
-                [_row(p, s) for p, s in zip(self._params, self._states, strict=True)], dtype=np.int64
+                [self._row(p, s) for p, s in zip(self._params, self._states, strict=True)], dtype=np.int64
             )
         self._pointers[:, 0] = addresses
         self._table = to_device(self._pointers, device)
@@ -130,14 +134,11 @@ class FusedAdam:
 
     def _plan(self, grads: Sequence[Tensor], device: torch.device) -> None:
         """One launch per combination of dtypes; usually there is one."""
-        from halfstep.kernels.adamw_triton import CHUNK, AdamLaunch
+        from halfstep.kernels.lean_triton import LeanLaunch, chunk_of
 
         assert self._pointers is not None
         aligned = tuple((self._pointers % 16 == 0).all(axis=1).tolist())
-        kinds = tuple(
-            (g.dtype, p.dtype, None if _held(s, p) is p else _held(s, p).dtype, s["exp_avg"].dtype)
-            for g, p, s in zip(grads, self._params, self._states, strict=True)
-        )
+        kinds = tuple(self._kind(g, p, s) for g, p, s in zip(grads, self._params, self._states, strict=True))
         if self._kinds == (kinds, aligned):
             return
         self._kinds = (kinds, aligned)
@@ -145,25 +146,32 @@ class FusedAdam:
         for kind in dict.fromkeys(kinds):
             # Tensors of other kinds count as empty here, so that rows have the same number in every table.
             sizes = [p.numel() if k == kind else 0 for p, k in zip(self._params, kinds, strict=True)]
-            self._launches.append(AdamLaunch(ChunkTable(sizes, aligned, CHUNK, device), *kind))
+            rule, *dtypes = kind
+            self._launches.append(LeanLaunch(rule, ChunkTable(sizes, aligned, chunk_of(dtypes[-1]), device), *dtypes))
 
+    def _kind(self, grad: Tensor, param: Tensor, state: State) -> tuple[Any, ...]:
+        """What a launch must agree in: the rule, and the dtypes of gradient, weight, what is held beside it, moments."""
+        held = _held(state, param)
+        moment = state.get(self._moments[0])
+        rule = f"plain_{self._rule}" if moment is None else self._rule
+        return (rule, grad.dtype, param.dtype, None if held is param else held.dtype, getattr(moment, "dtype", None))
 
-def _takes(params: Sequence[Tensor], states: Sequence[State]) -> bool:
-    """Whether the kernels handle these tensors: one device, dense, no amsgrad."""
-    devices = {p.device for p in params}
-    if len(devices) != 1 or not triton_runs_on(next(iter(devices))):
-        return False
-    return all(
-        p.dtype in _DTYPES and p.is_contiguous() and "max_exp_avg_sq" not in s
-        for p, s in zip(params, states, strict=True)
-    )
+    def _takes(self, params: Sequence[Tensor], states: Sequence[State]) -> bool:
+        """Whether the kernels handle these tensors: one device, dense, no moments beyond those of the rule."""
+        devices = {p.device for p in params}
+        if len(devices) != 1 or not triton_runs_on(next(iter(devices))):
+            return False
+        return all(
+            p.dtype in _DTYPES and p.is_contiguous() and "max_exp_avg_sq" not in s
+            for p, s in zip(params, states, strict=True)
+        )
 
-
-def _row(param: Tensor, state: State) -> list[int]:
-    """The addresses of one tensor's row; the gradient's is filled in at each step."""
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    scales = (state.get("exp_avg_scale", first), state.get("exp_avg_sq_scale", second))
-    return [0, *(t.data_ptr() for t in (param, _held(state, param), first, second, *scales))]
+    def _row(self, param: Tensor, state: State) -> list[int]:
+        """The addresses of one tensor's row, the weight's own where there is nothing; the gradient's is filled in later."""
+        names = (*self._moments, *[""] * (2 - len(self._moments)))
+        places = [param, _held(state, param), *(state.get(n, param) for n in names)]
+        places += [state.get(f"{n}_scale", state.get(n, param)) for n in names]
+        return [0, *(t.data_ptr() for t in places)]
 
 
 def _held(state: State, param: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What lean optimizers share: masters beside 16-bit weights, gated steps, adoption of stock optimizers.
+"""What lean optimizers share: masters beside 16-bit weights, gated steps, states that load from any layout.
 
 A 16-bit weight cannot take an update smaller than half its ulp, so the optimizer keeps the full fp32 number. With
 `master="split"` it keeps only the 16 bits that the weight lacks (`halfstep.kernels.split`): weight and master together
@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SettingError, unknown
-from halfstep.events import say
-from halfstep.kernels.moments8 import decode, encode_signed, encode_unsigned
 from halfstep.kernels.split import join, split
+from halfstep.optim.convert import master_in, pack, plain, restore
+from halfstep.optim.fused import FusedStep
 
-__all__ = ["ADOPTS", "LeanOptimizer", "adopt", "adopts"]
+__all__ = ["LeanOptimizer"]
 
 MASTERS = ("policy", "split", "fp32", "none")
 STATES = ("policy", "fp32", "bf16", "8bit")
 _16_BIT = (torch.float16, torch.bfloat16)
-ADOPTS: dict[type, Callable[..., LeanOptimizer]] = {}  # stock class -> the class that takes it over
 
 
 class LeanOptimizer(torch.optim.Optimizer):
     """Base of the lean optimizers; a subclass says how one tensor is updated."""
 
+    rule: ClassVar[str] = ""  # the kernels' name of the arithmetic
     moments: ClassVar[tuple[str, ...]] = ()  # state entries stored in `states`
     unsigned: ClassVar[frozenset[str]] = frozenset()  # those that are never negative
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to step()
@@ -79,12 +79,38 @@ class LeanOptimizer(torch.optim.Optimizer):
                     self._step_one(group, param)
 
     def step_together(self, *, ready: bool) -> bool:
-        """Step all parameters by kernels, where a subclass has them; whether it did.
+        """Step all parameters by kernels, on a GPU; whether it did.
 
         With `ready` only if nothing has changed since the last such step but the gradients' addresses, so that the usual
         step does not look at every tensor again.
         """
-        return False
+        if not self.rule:
+            return False
+        fused: FusedStep | None = self.__dict__.get("_fused")
+        if fused is None:
+            fused = self._fused = FusedStep(self.rule, self.moments[:2])
+        settings = [self.settings(g) for g in self.param_groups]
+        if not ready:
+            active = [(i, p) for i, g in enumerate(self.param_groups) for p in g["params"] if p.grad is not None]
+            if not active:
+                return True
+            fused.prepare([p for _, p in active], self.state, [i for i, _ in active])
+        elif not fused.is_ready([p for g in self.param_groups for p in g["params"]], self.state):
+            return False
+        return fused.step(settings, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+
+    def prepare_replay(self) -> None:
+        """Before replaying a CUDA graph that holds a step: let it see the groups' settings as they are now."""
+        fused = self.__dict__.get("_fused")
+        if fused is None:
+            raise SettingError(
+                "prepare_replay() before any step: capture a step() of this optimizer in a CUDA graph first."
+            )
+        fused.prepare_replay([self.settings(g) for g in self.param_groups])
+
+    def settings(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """A group's row of the kernels' table of settings: seven numbers."""
+        raise NotImplementedError
 
     def _refuse(self, param: Tensor) -> None:
         if param.grad.is_sparse or param.is_complex():  # type: ignore[union-attr]
@@ -99,6 +125,23 @@ class LeanOptimizer(torch.optim.Optimizer):
                 "use torch's own optimizer for it."
             )
 
+    @torch.no_grad()
+    def step_tensor(self, group: dict[str, Any], param: Tensor, found_inf: Tensor) -> None:
+        """Update one parameter alone, or leave it if the flag is set: for updates inside backward."""
+        self._refuse(param)
+        self._begin(group, param, self.state[param])
+        singles: dict[Tensor, FusedStep] = self.__dict__.setdefault("_singles", {})
+        fused = singles.get(param)
+        if fused is None or not fused.is_ready([param], self.state):
+            fused = singles[param] = FusedStep(self.rule, self.moments[:2])
+            fused.prepare([param], self.state, [0])
+        if not fused.step([self.settings(group)], None, found_inf):
+            self.found_inf = found_inf
+            try:
+                self._step_one(group, param)
+            finally:
+                del self.found_inf
+
     def _step_one(self, group: dict[str, Any], param: Tensor) -> None:
         stored = self.state[param]
         old = self.master_of(param)
@@ -107,7 +150,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         if scale is not None:
             grad = grad * (1 / scale.to(grad.device, torch.float32, non_blocking=True))  # as the kernels do
         applied = stored["step"] + 1
-        working = {name: _restore(stored, name) for name in self.moments if name in stored}
+        working = {name: restore(stored, name) for name in self.moments if name in stored}
         working["step"] = applied
         new = self.update(group, working, old, grad)
         keep = None if found is None else found.to(param.device, non_blocking=True) != 0
@@ -131,13 +174,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         self.hold_master(param, None)
 
     def _packed(self, name: str, value: Tensor, step: Tensor) -> dict[str, Tensor]:
-        """A moment as it is stored: in fp32, in bf16, or as 8-bit codes and the scales of their blocks."""
-        if self.states == "bf16":
-            return {name: value.to(torch.bfloat16)}
-        if self.states != "8bit":
-            return {name: value}
-        codes, scales = encode_unsigned(value, step) if name in self.unsigned else encode_signed(value)
-        return {name: codes, f"{name}_scale": scales}
+        return pack(self.states, name, value, step, unsigned=name in self.unsigned)
 
     def hold_master(self, param: Tensor, master: Tensor | None) -> None:
         """Begin to hold the master of a 16-bit weight; without one given, it is the weight as it is."""
@@ -150,6 +187,15 @@ class LeanOptimizer(torch.optim.Optimizer):
         else:
             stored["low"] = split(master, param.dtype)[1]
 
+    @torch.no_grad()
+    def take_master(self, param: Tensor, master: Tensor) -> None:
+        """Set a parameter to this fp32 value: its weight, and what is held beside it."""
+        stored = self.state[param]
+        for name in ("low", "master"):
+            stored.pop(name, None)
+        param.copy_(split(master, param.dtype)[0] if param.dtype in _16_BIT else master)
+        self.hold_master(param, master)
+
     def master_of(self, param: Tensor) -> Tensor:
         """The fp32 value the optimizer works on for `param`."""
         stored = self.state.get(param, {})
@@ -160,18 +206,19 @@ class LeanOptimizer(torch.optim.Optimizer):
         return param.detach().float()
 
     def _store(self, param: Tensor, stored: dict[str, Tensor], master: Tensor, keep: Tensor | None) -> None:
+        weight = master
         if param.dtype in _16_BIT:
             # A finite master past the dtype's end would make an infinite weight, and no later step could undo that.
             largest = torch.finfo(param.dtype).max
-            master = torch.where(master.isfinite(), master.clamp(-largest, largest), master)
-        if "low" in stored:
             weight, low = split(master, param.dtype)
-            stored["low"].copy_(_unless(keep, stored["low"], low))
-            param.copy_(_unless(keep, param, weight))
-            return
+            beyond = weight.isinf() & master.isfinite()
+            weight = torch.where(beyond, weight.clamp(-largest, largest), weight)
+            if "low" in stored:
+                stored["low"].copy_(_unless(keep, stored["low"], torch.where(beyond, torch.zeros_like(low), low)))
         if "master" in stored:
-            stored["master"].copy_(_unless(keep, stored["master"], master))
-        param.copy_(_unless(keep, param, split(master, param.dtype)[0] if param.dtype in _16_BIT else master))
+            held = torch.where(master.isfinite(), master.clamp(-largest, largest), master)
+            stored["master"].copy_(_unless(keep, stored["master"], held))
+        param.copy_(_unless(keep, param, weight))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but moments, masters and residuals keep their own dtype instead of the weight's."""
@@ -187,83 +234,67 @@ class LeanOptimizer(torch.optim.Optimizer):
         order = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for index, param in zip(ids, order, strict=True):
-            for name, value in saved.get(index, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[param][name] = value.detach().clone().to(param.device)
+            if index in saved:
+                self.state[param] = self._converted(saved[index], param)
+
+    def _converted(self, saved: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        """A saved state in this optimizer's layout: bit for bit if it is the same one."""
+        own = {
+            name: value.detach().clone().to(param.device) if isinstance(value, Tensor) else value
+            for name, value in saved.items()
+            if value is not None
+        }
+        if "step" in own:
+            own["step"] = torch.as_tensor(own["step"], dtype=torch.float32, device=param.device)
+        elif any(
+            name in own for name in self.moments
+        ):  # torch's SGD counts no steps; what matters: it is not the first
+            own["step"] = torch.ones((), dtype=torch.float32, device=param.device)
+        for name in [n for n in self.moments if n in own]:
+            scaled = f"{name}_scale" in own
+            held = "8bit" if scaled else "bf16" if own[name].dtype is torch.bfloat16 else "fp32"
+            if held != ("fp32" if self.states == "policy" else self.states):
+                value = restore(own, name)
+                own.pop(f"{name}_scale", None)
+                own |= self._packed(name, value, own["step"])
+        return self._convert_master(own, param)
+
+    def _convert_master(self, own: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        wanted = None
+        if param.dtype in _16_BIT and self.master != "none":
+            wanted = "master" if self.master == "fp32" else "low"
+        if wanted in own or not {"low", "master"} & own.keys():
+            return own
+        if "low" in own and param.dtype not in _16_BIT:
+            raise SettingError(
+                f"The state holds the lower halves of 16-bit weights, and the parameter of shape {tuple(param.shape)} is "
+                f"{str(param.dtype).removeprefix('torch.')}. Load it through an Engine, which has both halves."
+            )
+        master = master_in(own, param.detach())
+        assert master is not None
+        own = {name: value for name, value in own.items() if name not in {"low", "master"}}
+        with torch.no_grad():
+            param.copy_(split(master, param.dtype)[0] if param.dtype in _16_BIT else master)
+        if wanted == "master":
+            own["master"] = master.clone()
+        elif wanted == "low":
+            own["low"] = split(master, param.dtype)[1]
+        return own
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The state as torch's class of the same name saves and loads it: fp32 moments, no masters.
+
+        The masters are the weights to load with it: `master_of(param)`, or `halfstep export`.
+        """
+        state = self.state_dict()
+        return state | {"state": {index: plain(stored, self.moments) for index, stored in state["state"].items()}}
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(" (", f" (master={self.master}, states={self.states}", 1)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"master": self.master, "states": self.states}
 
 
-def _restore(stored: dict[str, Tensor], name: str) -> Tensor:
-    """A stored moment in fp32."""
-    scales = stored.get(f"{name}_scale")
-    return stored[name].float() if scales is None else decode(stored[name], scales)
-
-
 def _unless(keep: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
     return new if keep is None else torch.where(keep, old.to(new.dtype), new)
-
-
-def adopts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a lean class can take over this optimizer exactly."""
-    return type(optimizer) in ADOPTS
-
-
-def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> LeanOptimizer:
-    """A lean optimizer that takes over a stock one, sharing its group dictionaries and its state.
-
-    Schedulers bound to the stock optimizer go on working, because they change the same dictionaries.
-    """
-    if isinstance(optimizer, LeanOptimizer):
-        for name, wanted in (("master", master), ("states", states)):
-            own = getattr(optimizer, name)
-            if own not in {"policy", wanted}:
-                raise SettingError(
-                    f"The optimizer was built with {name}={own!r}, but the policy says {name}={wanted}. Build it with "
-                    f"{name}='policy', or write {name}={own} in the precision."
-                )
-        optimizer.master, optimizer.states = master, states
-        return optimizer
-    if not adopts(optimizer):
-        raise SettingError(
-            f"Lean presets need an optimizer that holds masters, and {type(optimizer).__name__} does not. Use torch's Adam, "
-            "AdamW or SGD (they are adopted), halfstep.optim, or a preset with fp32 weights such as bf16 or fp16."
-        )
-    target = ADOPTS[type(optimizer)]
-    lean = target(optimizer.param_groups, master=master, states=states)
-    lean.param_groups = optimizer.param_groups
-    lean.defaults = optimizer.defaults
-    for param, stored in optimizer.state.items():
-        taken = {
-            k: torch.as_tensor(v, dtype=torch.float32, device=param.device) for k, v in stored.items() if v is not None
-        }
-        if "momentum_buffer" in taken:  # torch's SGD counts no steps; what matters is that this is not the first
-            taken.setdefault("step", torch.ones((), device=param.device, dtype=torch.float32))
-        for name in [n for n in taken if n in lean.moments]:
-            taken |= lean._packed(name, taken[name], taken["step"])  # noqa: SLF001 - our own class
-        lean.state[param] = taken
-    lean._stock, optimizer.state = optimizer, lean.state  # noqa: SLF001 - our own class
-    _refuse_to_step(optimizer, lean)
-    say(
-        f"{type(optimizer).__name__} was adopted as halfstep.optim.{type(lean).__name__} (master={master}, states={states})."
-    )
-    return lean
-
-
-def _refuse_to_step(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None:
-    """The stock optimizer no longer owns its weights; stepping it would bypass the masters."""
-
-    def step(*_args: object, **_kwargs: object) -> None:
-        raise SettingError(
-            f"This {type(optimizer).__name__} was adopted by halfstep.optim.{type(lean).__name__}, which holds the masters; "
-            "call engine.step() instead of optimizer.step()."
-        )
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - keeps schedulers from warning
-    optimizer.step = step  # type: ignore[method-assign,assignment]
-
-    def mark(*_: object) -> None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what schedulers look at
-
-    lean.register_step_post_hook(mark)

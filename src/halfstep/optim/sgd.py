@@ -10,7 +10,8 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 from halfstep.kernels.sgd import SGDSettings, sgd_update
-from halfstep.optim.lean import ADOPTS, LeanOptimizer
+from halfstep.optim.adopt import ADOPTS
+from halfstep.optim.lean import LeanOptimizer
 
 __all__ = ["SGD"]
 
@@ -18,6 +19,7 @@ __all__ = ["SGD"]
 class SGD(LeanOptimizer):
     """SGD for 16-bit weights, with the arguments of torch.optim.SGD and `master=`, `states=`."""
 
+    rule: ClassVar[str] = "sgd"
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __init__(
@@ -48,6 +50,11 @@ class SGD(LeanOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults, master=master, states=states)
+
+    def settings(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """A group's row of the kernels' table of settings."""
+        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        return (*(float(group[name]) for name in names), float(bool(group["momentum"])))
 
     def names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """A momentum buffer, where there is momentum."""

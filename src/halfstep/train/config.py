@@ -30,6 +30,7 @@ class TrainConfig:
     ema: float | None = None
     compile: bool = False
     deterministic: bool = False
+    gradient_release: bool = False
     eval_every: int = 1  # epochs between validations; the end of the run is always validated
     save_every: int | None = None  # steps between checkpoints; None: at the end of each epoch
     keep_last: int = 2

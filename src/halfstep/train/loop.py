@@ -133,6 +133,7 @@ class _Run:
             ema=config.ema,
             compile=config.compile,
             deterministic=config.deterministic,
+            gradient_release=config.gradient_release,
         )
         return model, engine
 

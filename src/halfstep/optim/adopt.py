@@ -1,0 +1,79 @@
+"""Adoption: a lean optimizer takes over one of torch's, with its groups, its state and its schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from halfstep.errors import SettingError
+from halfstep.events import say
+from halfstep.optim.lean import LeanOptimizer
+
+__all__ = ["ADOPTS", "adopt", "adopts"]
+
+ADOPTS: dict[type, Callable[..., LeanOptimizer]] = {}  # stock class -> the class that takes it over
+
+
+def adopts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a lean class can take over this optimizer exactly."""
+    return type(optimizer) in ADOPTS
+
+
+def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> LeanOptimizer:
+    """A lean optimizer that takes over a stock one, sharing its group dictionaries and its state.
+
+    Schedulers bound to the stock optimizer go on working, because they change the same dictionaries.
+    """
+    if isinstance(optimizer, LeanOptimizer):
+        for name, wanted in (("master", master), ("states", states)):
+            own = getattr(optimizer, name)
+            if own not in {"policy", wanted}:
+                raise SettingError(
+                    f"The optimizer was built with {name}={own!r}, but the policy says {name}={wanted}. Build it with "
+                    f"{name}='policy', or write {name}={own} in the precision."
+                )
+        optimizer.master, optimizer.states = master, states
+        return optimizer
+    if not adopts(optimizer):
+        raise SettingError(
+            f"Lean presets need an optimizer that holds masters, and {type(optimizer).__name__} does not. Use torch's Adam, "
+            "AdamW or SGD (they are adopted), halfstep.optim, or a preset with fp32 weights such as bf16 or fp16."
+        )
+    target = ADOPTS[type(optimizer)]
+    lean = target(optimizer.param_groups, master=master, states=states)
+    lean.param_groups = optimizer.param_groups
+    lean.defaults = optimizer.defaults
+    for param, stored in optimizer.state.items():
+        taken = {
+            k: torch.as_tensor(v, dtype=torch.float32, device=param.device) for k, v in stored.items() if v is not None
+        }
+        if "momentum_buffer" in taken:  # torch's SGD counts no steps; what matters is that this is not the first
+            taken.setdefault("step", torch.ones((), device=param.device, dtype=torch.float32))
+        for name in [n for n in taken if n in lean.moments]:
+            taken |= lean._packed(name, taken[name], taken["step"])  # noqa: SLF001 - our own class
+        lean.state[param] = taken
+    lean._stock, optimizer.state = optimizer, lean.state  # noqa: SLF001 - our own class
+    _refuse_to_step(optimizer, lean)
+    say(
+        f"{type(optimizer).__name__} was adopted as halfstep.optim.{type(lean).__name__} (master={master}, states={states})."
+    )
+    return lean
+
+
+def _refuse_to_step(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None:
+    """The stock optimizer no longer owns its weights; stepping it would bypass the masters."""
+
+    def step(*_args: object, **_kwargs: object) -> None:
+        raise SettingError(
+            f"This {type(optimizer).__name__} was adopted by halfstep.optim.{type(lean).__name__}, which holds the masters; "
+            "call engine.step() instead of optimizer.step()."
+        )
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - keeps schedulers from warning
+    optimizer.step = step  # type: ignore[method-assign,assignment]
+
+    def mark(*_: object) -> None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what schedulers look at
+
+    lean.register_step_post_hook(mark)
