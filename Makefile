@@ -17,7 +17,7 @@ INTERPRETED = tests/optim tests/kernels/test_gradstats.py tests/test_engine_prom
 # One thread: for 26 thousand parameters a second one only waits, and on a busy machine it waits long.
 demo: $(VENV)/.base  ## the main job on this machine
 	$(BIN)/halfstep probe
-	OMP_NUM_THREADS=1 $(BIN)/halfstep train digits -p fp32 -p fp16 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
+	OMP_NUM_THREADS=1 $(BIN)/halfstep compare digits --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.dev  ## the whole suite but the slow tests, with the coverage gate
 	$(PYTEST) -m "not slow" --cov --cov-report=term --cov-fail-under=90
@@ -53,7 +53,7 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.all: $(VENV)/.dev
-	$(PIP_INSTALL) -e ".[torch,dev,deepspeed]" pillow
+	$(PIP_INSTALL) -e ".[torch,dev,deepspeed]" pillow accelerate lightning
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -1,6 +1,6 @@
 """Lean optimizers: bf16 weights with exact fp32 masters and 8-bit moments, from and to torch's own AdamW.
 
-    python examples/lean_optimizer.py
+python examples/lean_optimizer.py
 """
 
 import torch

@@ -92,3 +92,28 @@ def test_the_scheduler_moves_only_for_steps_that_happened():
     assert engine.applied == 6
     assert engine.schedulers[0].last_epoch == 6
     assert engine.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.99**6)
+
+
+@pytest.mark.parametrize("precision", ["bf16-lean", "bf16-lean,states=8bit", "fp16-lean"])
+def test_a_compiled_model_is_stepped_by_the_same_kernels(precision):
+    """With torch.compile the losses follow the eager run, and the fused step still does the work."""
+    runs = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 4)).cuda()
+        engine = Engine(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision, max_norm=1.0, compile=compiled
+        )
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(256, 32, generator=generator).cuda(), torch.randint(0, 4, (256,), generator=generator).cuda()
+        losses = []
+        for _ in range(12):
+            with engine.forward():
+                loss = F.cross_entropy(model(x), y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert engine.optimizers[0].__dict__.get("_fused") is not None
+        runs.append(losses)
+    assert runs[1] == pytest.approx(runs[0], rel=0.02)
+    assert runs[1][-1] < 0.7 * runs[1][0]

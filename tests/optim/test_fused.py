@@ -126,6 +126,35 @@ def test_one_step_is_within_4_ulp_of_float64(cls):
     assert ((params[0].detach().double() - twin.detach()).abs() / ulp).max() <= 4
 
 
+@pytest.mark.parametrize(
+    "layout", [one for one in LAYOUTS if one[2] == "fp32" and (one[1] != "none" or one[0] is torch.float32)]
+)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (halfstep.optim.AdamW, {"weight_decay": 0.1}),
+        (halfstep.optim.Adam, {"weight_decay": 0.1}),
+        (halfstep.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (halfstep.optim.Lion, {"weight_decay": 0.1}),
+    ],
+    ids=str,
+)
+def test_one_step_of_the_kernel_is_within_2_ulp_of_the_reference(layout, cls, options):
+    """Masters after one step, in ulp of the larger of weight and update, tails included."""
+    pairs = [build(*layout, cls=cls, kernels=kernels, sizes=[(3000,), (77,)], **options) for kernels in (True, False)]
+    for params, optimizer in pairs:
+        give_gradients(params, 0, scale=4.0)
+        optimizer.grad_scale = torch.tensor(4.0, device=DEVICE)
+        before = [optimizer.master_of(p).double() for p in params]
+        optimizer.step()
+    (a, kernel), (b, reference) = pairs
+    for p, q, start in zip(a, b, before, strict=True):
+        mine, theirs = kernel.master_of(p).double(), reference.master_of(q).double()
+        size = torch.maximum(start.abs(), (theirs - start).abs())
+        ulp = torch.exp2(torch.floor(torch.log2(size)) - 23)
+        assert ((mine - theirs).abs() / ulp).max() <= 2
+
+
 def test_layouts_with_fp32_moments_hold_the_same_masters():
     """Split, fp32 copy and plain fp32 weights give bit-identical masters from the same start and gradients."""
     outcomes = []

@@ -1,0 +1,61 @@
+"""How far the first gradients of a precision are from fp32's: one file from the reference run, one number from the others.
+
+The first step sees the same weights and the same batch in every row, so a difference of its gradients is the precision's
+own doing and nothing else's. The cosine says whether the step still points the same way; 1 minus it is about half the
+square of the relative error.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from halfstep.checkpoint import clean_name
+
+__all__ = ["compare_gradients", "save_gradients"]
+
+
+@torch.no_grad()
+def save_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: float) -> None:
+    """Write the true gradients in fp32."""
+    save_file(
+        {
+            clean_name(name): (param.grad.float() / divisor).cpu().contiguous()
+            for name, param in named
+            if param.grad is not None
+        },
+        path,
+    )
+
+
+@torch.no_grad()
+def compare_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: float) -> dict[str, float | int]:
+    """Cosine and relative error against the saved gradients, and how many elements became zero.
+
+    One tensor at a time is on the device, so that the comparison adds nothing to the peak.
+    """
+    dot = own = other = error = 0.0
+    vanished = 0
+    with safe_open(path, framework="pt") as file:
+        known = set(file.keys())
+        for name, param in named:
+            if param.grad is None or clean_name(name) not in known:
+                continue
+            mine = param.grad.float() / divisor
+            theirs = file.get_tensor(clean_name(name)).to(mine.device)
+            dot += (mine * theirs).sum(dtype=torch.float64).item()
+            own += mine.square().sum(dtype=torch.float64).item()
+            other += theirs.square().sum(dtype=torch.float64).item()
+            error += (mine - theirs).square().sum(dtype=torch.float64).item()
+            vanished += int(((mine == 0) & (theirs != 0)).sum())
+    length = math.sqrt(own * other)
+    return {
+        "cosine": dot / length if length else math.nan,
+        "relative_error": math.sqrt(error / other) if other else math.nan,
+        "vanished": vanished,
+    }

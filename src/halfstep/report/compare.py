@@ -1,0 +1,108 @@
+"""Shows a comparison: a progress bar while it runs, then a table, a verdict and where everything is."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfstep.comparison.gate import GateResult
+    from halfstep.comparison.result import Comparison
+
+__all__ = ["WIDTH", "CompareProgress", "as_text"]
+
+WIDTH = 140
+_STYLES = {"faster": "green", "smaller": "green", "same": "yellow", "slower": "yellow", "unknown": "red"}
+
+
+class CompareProgress:
+    """A watcher that draws a bar on a terminal, and a line per round elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self.console = Console(stderr=True, highlight=False)
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
+        self._bar = Bar(*columns, TextColumn("{task.description}"), console=self.console, transient=True)
+        self._task = self._bar.add_task("looking at the machine and the job", total=None)
+        self._repeats = 0
+        self._round = -1
+        self._left: dict[tuple[str, int], int] = {}
+        if self.console.is_terminal:
+            self._bar.start()
+
+    def surveyed(self, found: dict[str, Any], total_steps: int) -> None:
+        """Say what is compared, where."""
+        self._bar.update(self._task, total=total_steps)
+        self._repeats = found["settings"]["repeats"]
+        rows, steps = len(found["contenders"]), found["settings"]["steps"]
+        turns = "taking turns" if found["side_by_side"] else "one after the other"
+        self.console.print(
+            f"{found['target']} on {found['machine']}: {rows} rows x {self._repeats} repeats x {steps} steps, {turns}; "
+            f"batch {found['batch']}, {found['num_params']:,} parameters",
+            soft_wrap=True,
+        )
+        for note in found["notes"]:
+            self.console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+    def stepped(self, label: str, repeat: int, count: int) -> None:
+        """Move the bar."""
+        if repeat != self._round:
+            self._round = repeat
+            if not self.console.is_terminal:
+                self.console.print(f"repeat {repeat + 1} of {self._repeats}")
+        self._bar.update(self._task, advance=count, description=f"repeat {repeat + 1} of {self._repeats}: {label}")
+
+    def failed(self, label: str, repeat: int, reason: str) -> None:
+        """A line for a run that ended early."""
+        self.console.print(f"{label} failed in repeat {repeat + 1}: {reason}", markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def as_text(
+    comparison: Comparison,
+    files: Sequence[tuple[str, Path]] = (),
+    gates: Sequence[GateResult] = (),
+    *,
+    colour: bool = False,
+    width: int = WIDTH,
+) -> str:
+    """The comparison for a person at a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from halfstep.comparison.table import fit_columns, show_seconds, table_cells
+
+    out = io.StringIO()
+    console = Console(file=out, width=min(width, WIDTH), force_terminal=colour, no_color=not colour, highlight=False)
+    headings, cells, dropped = fit_columns(*table_cells(comparison.rows), min(width, WIDTH))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for row, line in zip(comparison.rows, cells, strict=True):
+        style = "red" if row.status == "failed" else "bold green" if row.label == comparison.verdict.use else ""
+        table.add_row(*(Text(cell) for cell in line), style=style)
+    console.print(table)
+    if dropped:
+        console.print(Text(f"Columns that did not fit are in the report: {', '.join(dropped)}.", style="dim"))
+    console.print()
+    warm = [row for row in comparison.rows if row.warmup_seconds is not None]
+    if warm:
+        shown = ", ".join(f"{row.label} {show_seconds(row.warmup_seconds or 0)}" for row in warm)
+        console.print(Text(f"Not timed: the first {warm[0].warmup_steps} steps of each run ({shown}).", style="dim"))
+    console.print(Text(comparison.verdict.text, style=_STYLES[comparison.verdict.kind]))
+    for note in comparison.notes:
+        console.print(Text(f"note: {note}"))
+    for gate in gates:
+        console.print(Text(str(gate), style="red" if gate.failed else "green"))
+    for name, path in files:
+        console.print(Text(f"{name:8} {path}"), soft_wrap=True)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -1,0 +1,104 @@
+"""The library call, up to where processes begin."""
+
+import dataclasses
+import sys
+import types
+
+import pytest
+
+from comparison_jobs import write_job
+from halfstep.comparison import compare as public
+from halfstep.comparison.compare import _command, compare, home_of, new_folder, prepare_out
+from halfstep.comparison.contender import parse_contenders
+from halfstep.comparison.process import INSIDE
+from halfstep.comparison.settings import CompareSettings
+from halfstep.errors import SettingError
+from halfstep.targets import load_target
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job that no module has."""
+    return dataclasses.replace(load_target(str(write_job(tmp_path))).job)
+
+
+def test_a_job_is_sent_by_its_name(job, monkeypatch):
+    """A global of a module, or of the script that runs, is a target that loads it again; anything else is refused."""
+    module = types.ModuleType("a_module_of_mine")
+    module.mine = job
+    monkeypatch.setitem(sys.modules, "a_module_of_mine", module)
+    assert home_of(job) == "a_module_of_mine:mine"
+    script = types.ModuleType("__main__")
+    script.__file__, script.mine = "/somewhere/script.py", job
+    monkeypatch.delitem(sys.modules, "a_module_of_mine")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert home_of(job) == "/somewhere/script.py:mine"
+    del script.mine
+    with pytest.raises(SettingError, match="no global of any module"):
+        home_of(job)
+
+
+def test_a_job_out_of_a_file_is_sent_by_its_file(tmp_path):
+    """What load_target loaded is found where it came from."""
+    path = write_job(tmp_path)
+    assert home_of(load_target(str(path)).job) == f"{path}:job"
+
+
+def test_a_file_that_compares_itself_is_told_so(monkeypatch):
+    """A child that loads a script without the guard does not start children of its own."""
+    monkeypatch.setenv(INSIDE, "1")
+    with pytest.raises(SettingError, match='if __name__ == "__main__":'):
+        compare("digits")
+
+
+def test_nothing_is_overwritten_without_force(tmp_path):
+    """With it, what a comparison wrote goes, and nothing else."""
+    out = tmp_path / "out"
+    prepare_out(out, force=False)
+    (out / "runs").mkdir(parents=True)
+    for name in ("report.html", "survey.json", "runs/fp32-0.jsonl", "runs/fp32-0.log", "mine.txt", "runs/mine.csv"):
+        (out / name).write_text("x")
+    with pytest.raises(SettingError, match="--force"):
+        prepare_out(out, force=False)
+    assert (out / "report.html").exists()
+    prepare_out(out, force=True)
+    assert sorted(p.name for p in out.rglob("*") if p.is_file()) == ["mine.csv", "mine.txt"]
+    with pytest.raises(SettingError, match="is a file"):
+        prepare_out(out / "mine.txt", force=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"precisions": ["bf61"]}, "Did you mean 'bf16'"),
+        ({"stepz": 3}, "no setting 'stepz'.*steps"),
+        ({"steps": 1}, "steps=1"),
+        ({"fail_if": ["bf17.loss > 1"]}, "Unknown row 'bf17'"),
+        ({"out": "{tmp}"}, "is not empty"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(given, message, tmp_path):
+    """Each is one error, and no directory is made."""
+    (tmp_path / "there").write_text("x")
+    if "out" in given:
+        given = {"out": tmp_path}
+    with pytest.raises(SettingError, match=message):
+        public("digits", **given)
+
+
+def test_the_command_makes_the_comparison_again(monkeypatch):
+    """Rows, peers and every setting that is not the default; quoted for a shell."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    rows = parse_contenders(["fp32", "bf16,keep_fp32=head|*.norm"], ["torch-amp:fp16"])
+    words = _command(rows, CompareSettings(steps=5, max_norm=None), "job.py", "data dir")
+    assert " ".join(words) == (
+        "OMP_NUM_THREADS=1 halfstep compare job.py --precision fp32 --precision 'bf16,keep_fp32=*.norm|head' --peer torch-amp:fp16 "
+        "--steps 5 --repeats 3 --data 'data dir' --set max_norm=none"
+    )
+
+
+def test_a_new_folder_is_named_after_the_target():
+    """Plain characters, under runs/."""
+    assert new_folder("some/job.py:other").parent.name == "runs"
+    assert new_folder("some/job.py:other").name.startswith("compare-job.py-other-")
+    assert new_folder(None).name.startswith("compare-digits-")

@@ -1,0 +1,181 @@
+"""Rows that take turns, in processes of their own."""
+
+import json
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from comparison_jobs import FAULTY, write_job
+from halfstep.comparison import compare
+from halfstep.comparison.conductor import Conductor, Quiet, _Live
+from halfstep.comparison.contender import parse_contenders
+from halfstep.comparison.settings import CompareSettings
+from halfstep.errors import HalfstepError
+
+
+class Witness(Quiet):
+    """Notes who did what, in order."""
+
+    def __init__(self):
+        self.turns, self.failures = [], []
+
+    def stepped(self, label, repeat, count):
+        self.turns.append((label, repeat, count))
+
+    def failed(self, label, repeat, reason):
+        self.failures.append((label, repeat, reason))
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """A comparison in which bf16 meets a NaN, fp16 is killed, fp8 is not built, a peer is missing and fp32 is fine."""
+    folder = tmp_path_factory.mktemp("faulty")
+    witness = Witness()
+    comparison = compare(
+        str(write_job(folder, FAULTY)),
+        ["fp32", "bf16", "fp16", "fp8"],
+        peers=["torch-amp:fp32"],
+        steps=12,
+        repeats=2,
+        batch=8,
+        warmup=2,
+        out=folder / "out",
+        watcher=witness,
+    )
+    return comparison, witness, folder / "out"
+
+
+def test_one_failure_does_not_stop_the_others(faulty):
+    """fp32 and the peer are done; each of the others says why it is not."""
+    comparison, _, _ = faulty
+    status = {row.label: row.status for row in comparison.rows}
+    assert status == {"fp32": "done", "bf16": "failed", "fp16": "failed", "fp8": "failed", "torch-amp:fp32": "done"}
+    assert "the loss is not finite from step 1 on" in comparison.row("bf16").reason
+    assert "ended by SIGKILL" in comparison.row("fp16").reason
+    assert "not built yet" in comparison.row("fp8").reason
+    assert comparison.row("bf16").nonfinite == 24
+    assert comparison.row("bf16").skips == 24
+
+
+def test_rows_take_turns_in_alternating_order(faulty):
+    """fp32's turns lie between the others', first to last and back; a row that cannot run here is not tried again."""
+    _, witness, _ = faulty
+    first = [label for label, repeat, count in witness.turns if repeat == 0 and count != 2]
+    assert first == ["fp32", "bf16", "torch-amp:fp32", "torch-amp:fp32", "bf16", "fp32"]
+    assert sorted(label for label, _, _ in witness.failures) == ["fp16", "fp8"]
+    assert {label for label, repeat, _ in witness.turns if repeat == 1} == {"fp32", "bf16", "torch-amp:fp32"}
+
+
+def test_everything_is_on_disk_and_nothing_else(faulty):
+    """Run files, survey and result; no gradients, no specs; logs of failures only."""
+    comparison, _, out = faulty
+    names = {path.name for path in (out / "runs").iterdir()}
+    runs = {f"{label}-{r}.jsonl" for label in ("fp32", "bf16", "torch-amp-fp32") for r in (0, 1)}
+    assert names == runs | {"fp16-0.jsonl", "fp8-0.jsonl", "fp16-0.log", "fp8-0.log"}
+    assert json.loads((out / "comparison.json").read_text()) == comparison.as_dict()
+
+
+def test_the_peer_in_fp32_learns_as_fp32_does(faulty):
+    """The same weights and batches in different processes and loops."""
+    comparison, _, _ = faulty
+    row = comparison.row("torch-amp:fp32")
+    assert row.loss_gap.value == pytest.approx(0, abs=1e-5)
+    assert row.cosine == pytest.approx(1, abs=1e-6)
+    assert not [note for note in comparison.notes if "differ" in note]
+
+
+def test_a_faulty_job_is_one_error(tmp_path):
+    """A loss that is no scalar is said once, by the survey, and nothing runs."""
+    job = write_job(tmp_path, "value = model(batch[0])")
+    with pytest.raises(HalfstepError, match="where one number is needed"):
+        compare(str(job), ["fp32", "bf16"], out=tmp_path / "out")
+    assert not list((tmp_path / "out" / "runs").glob("*.jsonl"))
+
+
+def test_rows_that_do_not_fit_together_run_one_after_the_other(tmp_path, monkeypatch):
+    """On a GPU always, and on a CPU where memory would be short."""
+    contenders = parse_contenders(["fp32", "bf16"])
+    conductor = Conductor(
+        contenders, CompareSettings(), tmp_path, target=None, data_dir=None, command=(), watcher=Quiet(), stopped=lambda: False
+    )  # fmt: skip
+    assert conductor._fits_together({"device": "cpu", "resident_bytes": 2**20})
+    assert not conductor._fits_together({"device": "cpu", "resident_bytes": 2**50})
+    assert not conductor._fits_together({"device": "cuda", "resident_bytes": 2**20})
+
+
+def test_a_row_that_is_far_too_slow_is_cut(tmp_path):
+    """After two turns and ten seconds at 20 times the reference's pace, a row has told what it can; others go on."""
+    rows = parse_contenders(["fp32", "bf16", "fp16", "bf16-lean"])
+    conductor = Conductor(
+        rows, CompareSettings(), tmp_path, target=None, data_dir=None, command=(), watcher=Quiet(), stopped=lambda: False
+    )  # fmt: skip
+    left = list(conductor.settings.slices())[2:]
+    seconds = (0.3, 60.0, 5.0, 9.0)  # bf16 is too slow, fp16 is not, bf16-lean has not taken long yet
+    live = [_Live(row, None, None, list(left), 32, took) for row, took in zip(rows, seconds, strict=True)]
+    conductor._cut_slow(live)
+    assert [run.turns for run in live] == [left, [], left, left]
+    assert conductor.given_up == {"bf16"}
+    conductor._cut_slow([run for run in live if run.contender.label != "fp32"])
+    assert conductor.given_up == {"bf16"}
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_done_and_still_reports(tmp_path):
+    """SIGINT in the middle of a round: exit 130, and every row is there as far as it came."""
+    job = write_job(tmp_path)
+    out = tmp_path / "out"
+    words = ["compare", str(job), "-p", "fp32", "-p", "bf16", "--steps", "200000", "--batch", "8", "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "halfstep", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        for line in running.stderr:
+            if line.startswith("repeat 1"):
+                break
+        time.sleep(1)
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=300)
+    assert running.returncode == 130
+    values = json.loads((out / "comparison.json").read_text())
+    assert values["stopped_by"] == "SIGINT"
+    assert any("stopped early" in note for note in values["notes"])
+    assert (out / "report.html").exists()
+    assert "verdict" in values
+
+
+def _burn(stop):
+    while not stop.is_set():
+        sum(range(10000))
+
+
+@pytest.mark.slow
+def test_a_load_during_half_the_comparison_does_not_change_the_verdict(tmp_path):
+    """Turns share whatever the machine does: with one core taken for half of the run, the recommendation stays."""
+    # A job whose bf16 row is slower by construction, so that the right verdict is known.
+    slow = "import time as t; t.sleep(0.004 if torch.is_autocast_enabled('cpu') else 0.002)"
+    job = write_job(tmp_path, slow)
+    given = {"precisions": ["fp32", "bf16"], "steps": 250, "repeats": 3, "batch": 8}
+    calm = compare(str(job), out=tmp_path / "calm", **given)
+    stop = multiprocessing.get_context("spawn").Event()
+    burner = multiprocessing.get_context("spawn").Process(target=_burn, args=(stop,))
+
+    class HalfWay(Witness):
+        def stepped(self, label, repeat, count):
+            super().stepped(label, repeat, count)
+            done = sum(c for _, _, c in self.turns)
+            if burner.pid is None and done > 1500 // 4:
+                burner.start()
+            if done > 1500 * 3 // 4:
+                stop.set()
+
+    try:
+        loaded = compare(str(job), out=tmp_path / "loaded", watcher=HalfWay(), **given)
+    finally:
+        stop.set()
+        if burner.pid is not None:
+            burner.join()
+    assert (calm.verdict.use, calm.verdict.kind) == (loaded.verdict.use, loaded.verdict.kind) == ("fp32", "slower")
+    assert loaded.row("bf16").speedup.value == pytest.approx(calm.row("bf16").speedup.value, rel=0.15)

@@ -1,0 +1,105 @@
+"""Numbers with their uncertainty."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.comparison.estimate import Estimate, curve_distance, from_groups, from_values, paired_ratio, smooth
+
+times = st.floats(1e-4, 10)
+groups = st.lists(st.lists(times, min_size=1, max_size=6), min_size=1, max_size=4)
+few = settings(max_examples=15)  # each example is a bootstrap
+
+
+@few
+@given(groups)
+def test_an_interval_holds_its_value(values):
+    """Low, value, high, in this order, within what was measured."""
+    estimate = from_groups(values)
+    assert estimate.low <= estimate.value <= estimate.high
+    flat = [v for group in values for v in group]
+    assert min(flat) <= estimate.low
+    assert estimate.high <= max(flat)
+    assert estimate.count == len(values)
+
+
+@few
+@given(groups, st.data())
+def test_a_ratio_does_not_see_what_hits_both_sides(values, data):
+    """Slowing a slice down by any factor in both rows leaves their ratio as it was: that is what turns are for."""
+    load = [[data.draw(st.floats(1, 10)) for _ in group] for group in values]
+    slowed = [[v * f for v, f in zip(g, fs, strict=True)] for g, fs in zip(values, load, strict=True)]
+    ratio = paired_ratio(
+        [[v * 3 * f for v, f in zip(g, fs, strict=True)] for g, fs in zip(values, load, strict=True)], slowed
+    )
+    assert ratio.value == pytest.approx(3)
+    assert (ratio.low, ratio.high) == (pytest.approx(3), pytest.approx(3))
+
+
+def test_the_same_figures_give_the_same_interval():
+    """A report that is rebuilt is the same report."""
+    values = [[1.0, 2.0, 3.0], [2.0, 2.5]]
+    assert from_groups(values) == from_groups(values)
+
+
+def test_nothing_measured_is_no_estimate():
+    """No value, no number."""
+    assert from_groups([]) is None
+    assert from_groups([[], []]) is None
+    assert from_values([math.nan]) is None
+    assert paired_ratio([[1.0]], [[]]) is None
+
+
+def test_a_mean_has_students_interval():
+    """Three values 1, 2, 3: the mean is 2, and 4.303 standard errors are 2.484."""
+    estimate = from_values([1.0, 2.0, 3.0])
+    assert estimate.value == 2
+    assert estimate.high - estimate.value == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    assert not estimate.excludes(0)
+    assert from_values([1.0, 1.1, 1.2]).excludes(0)
+
+
+def test_one_value_excludes_nothing():
+    """Without a second run there is no interval, and nothing is beyond noise."""
+    assert not from_values([5.0]).excludes(0)
+
+
+def test_many_values_use_the_normal_point():
+    """Beyond the table of t, 1.96."""
+    estimate = from_values([0.0, 1.0] * 20)
+    assert (estimate.high - estimate.low) / 2 == pytest.approx(1.96 * 0.5064 / math.sqrt(40), rel=1e-3)
+
+
+def test_a_rate_turns_the_interval_round():
+    """The shortest time is the highest rate."""
+    assert Estimate(2.0, 1.0, 4.0, 3).over(8.0) == Estimate(4.0, 2.0, 8.0, 3)
+
+
+curves = st.lists(st.floats(0, 10), min_size=1, max_size=80)
+
+
+@given(curves, curves)
+def test_distance_is_a_distance(one, other):
+    """Zero to itself, the same both ways, never negative."""
+    assert curve_distance(one, one) == 0
+    assert curve_distance(one, other) == curve_distance(other, one)
+    assert curve_distance(one, other) >= 0
+
+
+@given(curves, st.floats(-5, 5))
+def test_a_shifted_curve_is_as_far_as_the_shift(curve, shift):
+    """Smoothing does not change a constant difference."""
+    assert curve_distance(curve, [v + shift for v in curve]) == pytest.approx(abs(shift), abs=1e-9)
+
+
+def test_smoothing_averages_the_batches_away():
+    """An alternating curve becomes a flat one."""
+    assert smooth([0.0, 1.0] * 40) == [0.5] * 20
+
+
+def test_a_curve_that_is_not_finite_has_no_distance():
+    """NaN and nothing are not near anything."""
+    assert curve_distance([1.0, math.nan], [1.0, 1.0]) is None
+    assert curve_distance([], [1.0]) is None

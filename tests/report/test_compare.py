@@ -1,0 +1,41 @@
+"""A comparison at a terminal."""
+
+from pathlib import Path
+
+from comparison_cases import write_case
+from halfstep.comparison.result import read_comparison
+from halfstep.report.compare import CompareProgress, as_text
+
+
+def test_text_has_rows_verdict_gates_and_files(tmp_path):
+    """Everything a person needs to go on, no wider than asked."""
+    comparison = read_comparison([write_case(tmp_path / "c", notes=["worth knowing"])])
+    gate = comparison.gate("bf16.speedup > 1")
+    text = as_text(comparison, [("report", Path("/out/report.html"))], [gate], width=120)
+    assert all(row.label in text for row in comparison.rows)
+    assert "Use bf16 here" in text
+    assert "FAILED: fail if bf16.speedup > 1" in text
+    assert "note: worth knowing" in text
+    assert "report   /out/report.html" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert "\x1b[" not in text
+    assert "\x1b[" in as_text(comparison, colour=True)
+
+
+def test_progress_without_a_terminal_is_a_line_per_round(capsys):
+    """Not a line per step; failures are told at once, whatever brackets they hold."""
+    progress = CompareProgress()
+    settings = {"repeats": 2, "steps": 10}
+    found = {
+        "settings": settings, "contenders": [1, 2], "side_by_side": True, "target": "digits", "machine": "a CPU", "batch": 8,
+        "num_params": 1000, "notes": ["a note"],
+    }  # fmt: skip
+    progress.surveyed(found, 40)
+    for repeat in (0, 0, 0, 1, 1):
+        progress.stepped("bf16", repeat, 5)
+    progress.failed("fp16", 1, "reason [bold]")
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("repeat ") for line in lines) == 2
+    assert "note: a note" in lines
+    assert "fp16 failed in repeat 2: reason [bold]" in lines

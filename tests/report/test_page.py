@@ -1,0 +1,110 @@
+"""The report page, as text."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from comparison_cases import write_case
+from halfstep.comparison.result import read_comparison
+from halfstep.errors import MissingError
+from halfstep.report import page
+from halfstep.report.page import render_page
+from halfstep.report.page_plots import build_plots, thin
+
+NASTY = '</script><script>alert("x")</script><!-- &amp; '
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Without the four megabytes of plotly's script, which these tests do not read."""
+    monkeypatch.setattr(page, "_plotly_script", lambda: "/* plotly */")
+
+
+def embedded(html, name):
+    return json.loads(re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', html, re.DOTALL)[1])
+
+
+def test_the_page_holds_what_the_file_holds(tmp_path, plain):
+    """The embedded JSON is the comparison's, and the cells carry its exact values."""
+    comparison = read_comparison([write_case(tmp_path / "c")])
+    html = render_page(comparison)
+    values = json.loads(json.dumps(comparison.as_dict()))
+    assert embedded(html, "comparison") == values
+    for row in values["rows"]:
+        for name in ("step_ms", "samples_per_second", "speedup", "loss", "skips"):
+            assert f'data-row="{row["label"]}" data-metric="{name}" data-value="{row["figures"][name]}"' in html
+
+
+def test_every_string_is_escaped(tmp_path, plain):
+    """Labels, reasons, notes, commands and truth tables from a hostile file open no element."""
+    failures = {"bf16": {"kind": "job", "reason": NASTY}}
+    folder = write_case(tmp_path / "c", failures=failures, notes=[NASTY], machine=NASTY, target=NASTY, command=[NASTY])
+    html = render_page(read_comparison([folder]))
+    assert html.count("<script") == 4
+    assert html.count("</script") == 4
+    assert "alert(&quot;x&quot;)" in html
+    assert "<b>lossy</b>" not in html
+    assert "<!--" not in html
+
+
+def test_every_plot_has_a_name_and_a_table(tmp_path, plain):
+    """A screen reader finds a title, words, and the values in rows and columns."""
+    comparison = read_comparison([write_case(tmp_path / "c")])
+    html = render_page(comparison)
+    plots = build_plots(comparison.as_dict())
+    assert {plot.id for plot in plots} == {
+        "plot-speed", "plot-memory", "plot-split", "plot-flops", "plot-loss", "plot-gap", "plot-norm", "plot-scale", "plot-census",
+    }  # fmt: skip
+    for plot in plots:
+        assert f'<div id="{plot.id}" class="plot" role="img" aria-labelledby="{plot.id}-title"' in html
+        assert f'<h3 id="{plot.id}-title">' in html
+        assert plot.lines
+        assert all(len(line) == len(plot.heads) for line in plot.lines)
+    assert html.count("Show as a table") == len(plots)
+    assert '<html lang="en">' in html
+
+
+def test_skips_are_marked_on_the_scale(tmp_path):
+    """Crosses stand where steps were skipped."""
+    plots = {p.id: p for p in build_plots(read_comparison([write_case(tmp_path / "c")]).as_dict())}
+    marks = next(trace for trace in plots["plot-scale"].data if trace["mode"] == "markers")
+    assert marks["x"] == [3, 5]
+    assert marks["y"] == [16, 16]
+
+
+def test_what_is_not_there_is_not_drawn(tmp_path, plain):
+    """No scale without scaling, no gap without fp32, nothing at all without a run."""
+    alone = read_comparison([write_case(tmp_path / "a", (("bf16", 0.01, {}),))])
+    names = {p.id for p in build_plots(alone.as_dict())}
+    assert "plot-scale" not in names
+    assert "plot-gap" not in names
+    assert "No row scales its loss" in render_page(alone)
+    failed = {"fp32": {"kind": "job", "reason": "no"}}
+    empty = read_comparison([write_case(tmp_path / "b", (("fp32", 0.01, {}),), failures=failed)])
+    assert build_plots(empty.as_dict()) == []
+    assert "No recommendation" in render_page(empty)
+
+
+def test_several_machines_have_a_page(tmp_path, plain):
+    """Rows, environments and commands of both."""
+    one = write_case(tmp_path / "a", machine="CPU A", command=["first"])
+    two = write_case(tmp_path / "b", machine="GPU B", device="cuda", command=["second"])
+    html = render_page(read_comparison([one, two]))
+    assert "bf16 @ CPU A" in html
+    assert "bf16 @ GPU B" in html
+    assert "first\nsecond" in html
+
+
+def test_without_plotly_it_is_said_what_to_do(tmp_path, monkeypatch):
+    """A MissingError, not a traceback."""
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(MissingError, match="pip install plotly"):
+        render_page(read_comparison([write_case(tmp_path / "c")]))
+
+
+def test_curves_are_thinned_by_means():
+    """A gap stays a gap."""
+    assert thin([1.0, 3.0, 5.0, "nan", 7.0], 2) == [2.0, None, 7.0]
+    assert thin([None, 1.0], 1) == [None, 1.0]
