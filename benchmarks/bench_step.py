@@ -154,7 +154,7 @@ def bench_steps(shapes, rounds, count, only):
     """One row per implementation: name, bytes moved, median, min, max, held bytes and peak over held of one step."""
     rows = []
     for name, dtype, moved, make in CASES:
-        if only and only not in name:
+        if only and not any(text in name for text in only):
             continue
         params = step = None
         gc.collect()
@@ -255,7 +255,9 @@ def main():
     """Run, print and optionally write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_l_16", help="a ViT of this package, or gpt_1b")
-    parser.add_argument("--only", help="run only the implementations whose name holds this text")
+    parser.add_argument(
+        "--only", action="append", help="run only the implementations whose name holds one of these texts"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--loop", action="store_true")
     parser.add_argument("--batch", type=int, default=128)

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # name -> module that defines it; one line per public name.
 _HOME = {
     "Choice": "choice",
+    "Comparison": "comparison",
     "Engine": "engine",
     "Format": "formats",
     "GradScaler": "gradscaler",
@@ -26,7 +27,9 @@ _HOME = {
     "Policy": "policy",
     "StaticScaler": "scaler",
     "StepResult": "result",
+    "check_path": "check",
     "choose": "choice",
+    "compare": "comparison",
     "get_format": "formats",
     "probe": "hardware",
     "set_tf32": "tf32",
@@ -38,7 +41,9 @@ __all__ = ["__version__", *sorted((*_HOME, *_SUBPACKAGES))]  # noqa: PLE0604 - a
 
 if TYPE_CHECKING:
     from halfstep import optim as optim
+    from halfstep.check import check_path
     from halfstep.choice import Choice, choose
+    from halfstep.comparison import Comparison, compare
     from halfstep.engine import Engine
     from halfstep.errors import HalfstepError
     from halfstep.formats import Format, get_format

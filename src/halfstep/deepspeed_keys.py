@@ -20,7 +20,7 @@ from typing import Any
 
 from halfstep.errors import SettingError, unknown
 
-__all__ = ["BLOCKS", "NOT_READ", "READ", "REFUSED", "Block", "asks", "refuse"]
+__all__ = ["BLOCKS", "DTYPES", "NOT_READ", "READ", "REFUSED", "Block", "asks", "refuse"]
 
 # Blocks about precision, with every key they may hold.
 BLOCKS: dict[str, tuple[str, ...]] = {
@@ -125,7 +125,8 @@ REFUSED: dict[str, str] = {
     "fp32_allreduce": 'DeepSpeed replaced it and now ignores it; write "communication_data_type": "fp32"',
 }
 
-_DTYPES = {
+# Names of number formats that DeepSpeed takes, and Halfstep's own.
+DTYPES = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "bf16": "bf16", "bfloat16": "bf16",
 }  # fmt: skip
@@ -220,8 +221,8 @@ class Block:
         if value is None:
             return None
         text = str(value).strip().casefold().removeprefix("torch.")
-        if text not in _DTYPES:
+        if text not in DTYPES:
             raise unknown(
                 f"dtype for the DeepSpeed key {self.where(key)}", reprlib.repr(value), ("fp32", "bf16", "fp16")
             )
-        return _DTYPES[text]
+        return DTYPES[text]

@@ -5,6 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from halfstep.check.registry import all_rules
 from halfstep.cli import cli
 from halfstep.topics import TOPICS
 
@@ -28,3 +29,31 @@ def test_lines_fit_the_screen(name):
 def test_words_may_be_separate_and_json_is_json():
     """`explain loss scaling` works, and --json parses."""
     assert json.loads(run("loss", "scaling", "--json").output)["name"] == "loss-scaling"
+
+
+@pytest.mark.parametrize("asked", [("HS004",), ("hs004",), ("syntax-error",), ("syntax", "error")])
+def test_a_rule_is_explained_by_code_and_by_name(asked):
+    """What it finds, why, a wrong and a right case, and references."""
+    out = run(*asked).output
+    assert out.startswith("HS004 syntax-error (error)\n=====")
+    assert all(word in out for word in ("Wrong:", "Right:", "References:", "halfstep: ignore[HS004]"))
+
+
+def test_a_rule_as_json_has_everything_that_is_said_about_it():
+    """The fields of the rule."""
+    found = json.loads(run("HS004", "--json").output)
+    assert {"code", "name", "severity", "title", "reason", "bad", "good", "references"} == set(found)
+
+
+def test_every_rule_can_be_explained():
+    """And its prose fits the screen."""
+    for rule in all_rules():
+        result = run(rule.code)
+        assert result.exit_code == 0
+        assert rule.title() in " ".join(result.output.split())
+
+
+def test_an_unknown_rule_is_an_error_with_a_guess():
+    """A code that looks like one is not taken for a topic."""
+    error = run("HS99999").exception
+    assert "Unknown rule 'HS99999'" in str(error)

@@ -38,6 +38,11 @@ def test_flags_are_few_and_listed():
         for name in _COMMANDS
     }
     assert flags == {
+        "check": ["--deepspeed", "--diff", "--fix", "--format", "--gpu", "--ignore", "--select", "--stdin-filename"],
+        "compare": [
+            "--batch", "--data", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision", "--repeats",
+            "--set", "--steps", "-p",
+        ],
         "explain": ["--json"],
         "export": ["--best", "--dtype", "--ema", "--force", "--json", "--out"],
         "probe": ["--gpu", "--json", "--measure"],

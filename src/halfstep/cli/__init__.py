@@ -19,8 +19,11 @@ __all__ = ["main"]
 
 # name -> one line for `halfstep --help`, so that the help page imports no command.
 _COMMANDS = {
+    "check": "Find precision mistakes in scripts, notebooks and configurations.",
+    "compare": "Run a job in several precisions and report what each bought.",
     "export": "Write the weights of a run as plain safetensors.",
     "explain": "Explain an idea of mixed precision, with its numbers.",
+    "plan": "Predict the memory of a training step, and on how many GPUs it fits.",
     "probe": "Show what this machine (or a named GPU) runs natively, and which precision to use.",
     "train": "Train a job with checkpoints and a run file.",
 }

@@ -1,14 +1,14 @@
-"""`halfstep explain`: the ideas of mixed precision, with their numbers."""
+"""`halfstep explain`: the ideas of mixed precision with their numbers, and the rules of `halfstep check`."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict
 
 import click
 
-from halfstep.report.explain import render_topic
 from halfstep.topics import TOPICS, explain
 
 __all__ = ["command"]
@@ -18,15 +18,46 @@ __all__ = ["command"]
 @click.argument("topic", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
 def command(topic: tuple[str, ...], as_json: bool) -> None:
-    """Explain an idea of mixed precision, with its numbers.
+    """Explain an idea of mixed precision, with its numbers, or a rule of `halfstep check` by code or name.
 
     Without TOPIC, list the topics.
+
+    \b
+    halfstep explain loss-scaling
+    halfstep explain HS104
     """
     if not topic:
         titles = {name: make().title for name, make in TOPICS.items()}
         lines = [f"  {name:20} {title}" for name, title in titles.items()]
-        click.echo(json.dumps(titles, indent=2) if as_json else "\n".join(["Topics:", *lines]))
+        rules = "Rules of `halfstep check`: by code or name, such as HS104; docs/rules.md has them all."
+        click.echo(json.dumps(titles, indent=2) if as_json else "\n".join(["Topics:", *lines, "", rules]))
         return
-    found = explain(" ".join(topic))
+    words = " ".join(topic)
     width = min(shutil.get_terminal_size((88, 24)).columns, 100)
+    if re.fullmatch(r"hs\d+", words.strip(), re.IGNORECASE) or not _is_topic(words):
+        shown = _rule(words, width, as_json=as_json)
+        if shown is not None:
+            click.echo(shown)
+            return
+    from halfstep.report.explain import render_topic
+
+    found = explain(words)
     click.echo(json.dumps(asdict(found), indent=2) if as_json else render_topic(found, width))
+
+
+def _is_topic(words: str) -> bool:
+    return "-".join(words.casefold().replace("_", " ").replace("-", " ").split()) in TOPICS
+
+
+def _rule(words: str, width: int, *, as_json: bool) -> str | None:
+    """The rule of this code or name, rendered; None where there is none and it may be a topic misspelt."""
+    from halfstep.check.registry import all_rules, find_rule
+    from halfstep.errors import unknown
+    from halfstep.report.explain import render_rule, rule_data
+
+    rule = find_rule(words.replace(" ", "-"))
+    if rule is not None:
+        return json.dumps(rule_data(rule), indent=2) if as_json else render_rule(rule, width)
+    if re.fullmatch(r"hs\d+", words.strip(), re.IGNORECASE):
+        raise unknown("rule", words, [known.code for known in all_rules()])
+    return None

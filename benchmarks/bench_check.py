@@ -1,0 +1,120 @@
+"""Times `halfstep check`: one small file from a cold start, and a tree of 2,000 Python files.
+
+    python benchmarks/bench_check.py [--files 2000] [--out FILE.md]
+
+The tree is one third training code, put together from the rules' own cases, and two thirds modules of the standard
+library: most files of a project are not about precision. Each figure is the median of several runs, with its range.
+"""
+
+import argparse
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from halfstep.check.cases import source_of_case
+from halfstep.check.registry import all_rules
+from halfstep.environment import environment
+
+SMALL = """import torch
+from torch.amp import GradScaler, autocast
+
+scaler = GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def timed(args, rounds):
+    """Wall-clock and processor seconds of a command, each as (median, least, most)."""
+    walls, works = [], []
+    for _ in range(rounds):
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "halfstep", "check", *args], capture_output=True, check=False)
+        walls.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        works.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode in {0, 3}, done.stderr.decode()
+    return [(statistics.median(times), min(times), max(times)) for times in (walls, works)], done.stdout.decode()
+
+
+def make_tree(folder, count):
+    """Write the files; how many lines they have."""
+    cases = [t for rule in all_rules() for t in (*rule.bad, *rule.good) if source_of_case(rule, t).language == "python"]
+    cases = [text for text in cases if 100 < len(text) < 4000]
+    library = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    library = [path for path in library if "site-packages" not in path.parts and "lib2to3" not in path.parts]
+    lines = 0
+    for i in range(count):
+        if i % 3 == 0:
+            parts = [cases[(i * 7 + j * 13) % len(cases)] for j in range(1 + i % 4)]
+            data = "\n\n".join(parts).encode()
+        else:
+            data = library[(i * 11) % len(library)].read_bytes()
+        path = folder / f"package{i % 40}" / f"module{i}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        lines += data.count(b"\n")
+    return lines
+
+
+def row(name, figures, goal):
+    """One row of the table."""
+    cells = [f"{median:.2f} ({least:.2f} to {most:.2f})" for median, least, most in figures]
+    return f"| {name} | {cells[0]} | {cells[1]} | {goal} |"
+
+
+def main():
+    """Measure and print, or write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, default=2000)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "small.py").write_text(SMALL)
+        (folder / "ds_config.json").write_text(
+            '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}\n'
+        )
+        (folder / "tree").mkdir()
+        lines = make_tree(folder / "tree", args.files)
+        timed([str(folder / "small.py")], 1)  # writes the byte code
+        script, _ = timed([str(folder / "small.py")], 9)
+        config, _ = timed([str(folder / "ds_config.json")], 9)
+        tree, said = timed([str(folder / "tree")], 3)
+    seen = environment()
+    text = "\n".join(
+        [
+            "# halfstep check: how long it takes",
+            "",
+            f"{datetime.now(UTC):%Y-%m-%d}; {platform.platform()}; {seen}",
+            "",
+            "| what | wall s, median (range) | processor s, median (range) | to reach |",
+            "|---|---|---|---|",
+            row("one script of 11 lines, cold start", script, "0.3 s"),
+            row("one DeepSpeed JSON, cold start", config, "0.3 s"),
+            row(f"tree of {args.files:,} Python files, {lines:,} lines", tree, "10 s on 2 cores"),
+            "",
+            f"The tree: {said.strip().splitlines()[-1]}",
+            "",
+        ]
+    )
+    if args.out:
+        args.out.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

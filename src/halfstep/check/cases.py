@@ -1,0 +1,39 @@
+"""The bad and good cases of the rules, checked as files are: for the tests, the documentation and fuzzing."""
+
+from __future__ import annotations
+
+from halfstep.check.config import case_source
+from halfstep.check.document import read_document
+from halfstep.check.finding import Finding
+from halfstep.check.registry import rules_of
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.runner import check_document
+from halfstep.check.select import Selection
+from halfstep.check.source import Settings, Source
+
+__all__ = ["check_case", "is_fixable", "settings_of_case", "source_of_case"]
+
+
+def source_of_case(rule: type[Rule], text: str) -> Source:
+    """A case as a source: a script for rules over scripts and files, else what it looks like."""
+    if issubclass(rule, ScriptRule) or rule in rules_of("files"):
+        return Source("train.py", text, "python")
+    return case_source(text)
+
+
+def settings_of_case(rule: type[Rule]) -> Settings:
+    """What a rule's cases are checked under: a rule may need a version of DeepSpeed, or a GPU that has the fault."""
+    settings: Settings = getattr(rule, "settings", None) or Settings()
+    return settings
+
+
+def check_case(rule: type[Rule], text: str) -> tuple[Finding, ...]:
+    """Every finding in a case."""
+    source = source_of_case(rule, text)
+    document = read_document(source.path, text.encode(), source.language)
+    return check_document(document, settings_of_case(rule), Selection())
+
+
+def is_fixable(rule: type[Rule]) -> bool:
+    """Whether any of the rule's bad cases comes with a fix."""
+    return any(f.fix is not None for text in rule.bad for f in check_case(rule, text) if f.code == rule.code)

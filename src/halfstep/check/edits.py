@@ -1,0 +1,82 @@
+"""Text edits from places in the syntax tree.
+
+`ast` gives columns in UTF-8 bytes, editors and `Edit` count characters, and a line with an accent before the place
+makes the two differ. `Lines` converts, and makes the few edits that fixes are built from.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.check.finding import Edit
+
+__all__ = ["Lines"]
+
+_BREAK = re.compile(r"\r\n|\r|\n")
+
+
+class Lines:
+    """A text by its lines, for turning places into offsets."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.starts = [0, *(match.end() for match in _BREAK.finditer(text))]
+
+    def offset(self, line: int, column: int) -> int:
+        """The character offset of a line (from 1) and a column in UTF-8 bytes (from 0)."""
+        start = self.starts[line - 1]
+        end = self.starts[line] if line < len(self.starts) else len(self.text)
+        row = self.text[start:end]
+        if row.isascii():
+            return start + column
+        return start + len(row.encode()[:column].decode(errors="ignore"))
+
+    def column(self, line: int, column: int) -> int:
+        """The character column, from 1, of a column in UTF-8 bytes."""
+        return self.offset(line, column) - self.starts[line - 1] + 1
+
+    def span(self, node: ast.expr | ast.stmt | ast.alias | ast.keyword) -> tuple[int, int]:
+        """The offsets where a node starts and ends."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
+
+    def source(self, node: ast.expr | ast.stmt | ast.keyword) -> str:
+        """A node's own text."""
+        start, end = self.span(node)
+        return self.text[start:end]
+
+    def replace(self, node: ast.expr | ast.stmt | ast.alias, text: str) -> Edit:
+        """Replace a node by a text."""
+        start, end = self.span(node)
+        return Edit(start, end, text)
+
+    def alone(self, node: ast.stmt) -> bool:
+        """Whether a statement has its lines to itself: nothing before it but spaces, nothing after it but a comment."""
+        start, end = self.span(node)
+        before = self.text[self.starts[node.lineno - 1] : start]
+        tail = self.text[end : self._line_end(node.end_lineno or node.lineno)].strip()
+        return not before.strip(" \t") and (not tail or tail.startswith("#"))
+
+    def before(self, node: ast.stmt, text: str) -> Edit:
+        """A new line before a statement that has its lines to itself, with its indentation."""
+        start = self.starts[node.lineno - 1]
+        return Edit(start, start, self._indented(node, text) + self._break())
+
+    def after(self, node: ast.stmt, text: str) -> Edit:
+        """A new line after a statement that has its lines to itself, with its indentation."""
+        end = self._line_end(node.end_lineno or node.lineno)
+        return Edit(end, end, self._break() + self._indented(node, text))
+
+    def _indented(self, node: ast.stmt, text: str) -> str:
+        indent = self.text[self.starts[node.lineno - 1] : self.offset(node.lineno, node.col_offset)]
+        return self._break().join(indent + line for line in text.split("\n"))
+
+    def _line_end(self, line: int) -> int:
+        end = self.starts[line] if line < len(self.starts) else len(self.text)
+        return self.starts[line - 1] + len(self.text[self.starts[line - 1] : end].rstrip("\r\n"))
+
+    def _break(self) -> str:
+        found = _BREAK.search(self.text)
+        return found.group(0) if found else "\n"

@@ -1,0 +1,55 @@
+"""A finding, and the edits that would mend it.
+
+Rules give findings; nothing else is passed on to reports. Places count as editors do: the first line is 1, the first
+column is 1. Edits are in characters of the text that was checked, so that applying them changes nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["SEVERITIES", "Edit", "Finding", "Fix", "Severity"]
+
+Severity = Literal["error", "warning", "advice"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "advice")
+
+
+@dataclass(frozen=True, order=True)
+class Edit:
+    """Replace the characters from `start` up to `end` with `text`."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A change that is safe to make without looking: what it does, and its edits, none overlapping another."""
+
+    title: str
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake at one place."""
+
+    code: str
+    name: str
+    severity: Severity
+    path: str
+    line: int
+    column: int
+    message: str  # what happens, with the names and values seen here
+    instead: str = ""  # what to write, in the user's own names
+    end_line: int | None = None
+    end_column: int | None = None
+    cell: int | None = None  # of a notebook, from 1; line and column count inside it
+    fix: Fix | None = None
+
+    @property
+    def place(self) -> tuple[str, int, int, int, str]:
+        """What findings are ordered by."""
+        return (self.path, self.cell or 0, self.line, self.column, self.code)

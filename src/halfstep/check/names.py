@@ -1,0 +1,137 @@
+"""What the names of a script stand for: imports and aliases resolved to the full names of the libraries.
+
+A script says `amp.autocast()` after `from torch.cuda import amp`, or `autocast()` after a star import; rules want
+`torch.cuda.amp.autocast`. `Names.full` gives that for any chain of names and attributes, and "" for anything else.
+Nothing is imported to find out: only the import statements of the script itself are read.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+__all__ = ["Imported", "Names", "chain", "key_of", "read_names"]
+
+# What a star import from these brings, as far as rules care.
+_STARS = {
+    "torch.cuda.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
+    "torch.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
+    "torch.cpu.amp": ("autocast", "GradScaler"),
+    "torch.nn": ("BCELoss", "DataParallel"),
+    "torch.optim": ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad"),
+}
+# Aliases inside torch itself that rules need not know apart.
+_SAME = {
+    "torch.cuda.amp.autocast_mode.autocast": "torch.cuda.amp.autocast",
+    "torch.cuda.amp.grad_scaler.GradScaler": "torch.cuda.amp.GradScaler",
+    "torch.amp.autocast_mode.autocast": "torch.amp.autocast",
+    "torch.amp.grad_scaler.GradScaler": "torch.amp.GradScaler",
+    "torch.autocast": "torch.amp.autocast",
+    "torch.GradScaler": "torch.amp.GradScaler",
+    "torch.half": "torch.float16",
+}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """One name that an import statement binds."""
+
+    statement: ast.Import | ast.ImportFrom
+    alias: ast.alias
+    full: str
+    guarded: bool  # inside try or if: one of several ways to get the name
+
+
+@dataclass(frozen=True)
+class Names:
+    """The script's import table."""
+
+    table: dict[str, str] = field(default_factory=dict)  # local name -> full name
+    imported: tuple[Imported, ...] = ()
+    choices: dict[str, frozenset[str]] = field(default_factory=dict)  # names bound by more than one import
+
+    def full(self, node: ast.AST) -> str:
+        """The full name of a chain such as `amp.autocast`; "" when it is not a chain that starts at an import."""
+        parts = chain(node)
+        if not parts or parts[0] not in self.table:
+            return ""
+        name = ".".join((self.table[parts[0]], *parts[1:]))
+        return _SAME.get(name, name)
+
+    def ambiguous(self, node: ast.AST) -> bool:
+        """Whether the first name of a chain may come from more than one import."""
+        parts = chain(node)
+        return bool(parts) and parts[0] in self.choices
+
+    def uses(self, *packages: str) -> bool:
+        """Whether any of these top packages is imported."""
+        return any(name.split(".")[0] in packages for name in self.table.values())
+
+
+def chain(node: ast.AST) -> tuple[str, ...]:
+    """The names of `a.b.c` from left to right; empty when the expression is anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ()
+    parts.append(node.id)
+    return tuple(reversed(parts))
+
+
+def key_of(node: ast.AST | None) -> str:
+    """A variable's text: `scaler`, `self.scaler`, `optims[0]`, `opts["g"]`; "" for anything that is not one."""
+    suffix: list[str] = []
+    while node is not None:
+        if isinstance(node, ast.Attribute):
+            suffix.append(f".{node.attr}")
+        elif isinstance(node, ast.Subscript):
+            index = node.slice
+            if isinstance(index, ast.Constant):
+                suffix.append(f"[{index.value!r}]")
+            elif isinstance(index, ast.Name):
+                suffix.append(f"[{index.id}]")
+            else:
+                return ""
+        elif isinstance(node, ast.Name):
+            return node.id + "".join(reversed(suffix))
+        else:
+            return ""
+        node = node.value
+    return ""
+
+
+def read_names(statements: Iterable[tuple[ast.Import | ast.ImportFrom, bool]]) -> Names:
+    """The import table of a script, from its import statements and whether each is guarded by try or if."""
+    table: dict[str, str] = {}
+    every: dict[str, set[str]] = {}
+    imported = []
+    for statement, guarded in statements:
+        for alias, local, full in _bound(statement):
+            table[local] = full
+            every.setdefault(local, set()).add(full)
+            imported.append(Imported(statement, alias, _SAME.get(full, full), guarded))
+    # `import torch` is so universal that a fragment without it still means it.
+    table.setdefault("torch", "torch")
+    choices = {name: frozenset(fulls) for name, fulls in every.items() if len(fulls) > 1}
+    return Names(table, tuple(imported), choices)
+
+
+def _bound(statement: ast.Import | ast.ImportFrom) -> Iterable[tuple[ast.alias, str, str]]:
+    if isinstance(statement, ast.Import):
+        for alias in statement.names:
+            if alias.asname:
+                yield alias, alias.asname, alias.name
+            else:
+                top = alias.name.split(".")[0]
+                yield alias, top, top
+        return
+    module = "." * statement.level + (statement.module or "")
+    for alias in statement.names:
+        if alias.name == "*":
+            for name in _STARS.get(module, ()):
+                yield alias, name, f"{module}.{name}"
+        else:
+            yield alias, alias.asname or alias.name, f"{module}.{alias.name}"

@@ -1,0 +1,112 @@
+"""The settings of a project: `[tool.halfstep.check]` in the nearest pyproject.toml.
+
+    [tool.halfstep.check]
+    select = ["HS1", "HS2"]
+    ignore = ["advice"]
+    exclude = ["third_party", "*_generated.py"]
+    deepspeed = "0.16.4"
+    gpu = "A100"
+
+    [tool.halfstep.check.per-file-ignores]
+    "tests/*" = ["HS104"]
+
+The nearest file upwards that has the table counts; the search ends at the root of the repository.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from halfstep.check.select import parse_selectors
+from halfstep.errors import SettingError, unknown
+
+__all__ = ["Project", "find_project"]
+
+_KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu")
+
+
+@dataclass(frozen=True)
+class Project:
+    """What a project asks of its checks."""
+
+    root: Path | None = None
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    per_file_ignores: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    exclude: tuple[str, ...] = ()
+    deepspeed: str | None = None
+    gpu: str | None = None
+
+
+@cache
+def find_project(folder: Path) -> Project:
+    """The settings that hold in a folder; all defaults where no pyproject.toml has the table."""
+    for place in (folder, *folder.parents):
+        file = place / "pyproject.toml"
+        table = _table(file) if file.is_file() else None
+        if table is not None:
+            return _read(table, file)
+        if (place / ".git").exists():
+            break
+    return Project()
+
+
+def _table(file: Path) -> dict[str, Any] | None:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise SettingError(f"Cannot read {file}: {error}.") from None
+    if "halfstep" not in text:
+        return None
+    import tomllib
+
+    try:
+        found: Any = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SettingError(f"{file} is not valid TOML: {error}.") from None
+    for key in ("tool", "halfstep", "check"):
+        found = found.get(key) if isinstance(found, dict) else None
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise SettingError(f"{file}: tool.halfstep.check is {found!r}; make it a table, [tool.halfstep.check].")
+    return found
+
+
+def _read(table: dict[str, Any], file: Path) -> Project:
+    where = f"{file}, [tool.halfstep.check]"
+    for key in table:
+        if key not in _KEYS:
+            raise unknown(f"key in {where}:", key, _KEYS)
+    ignores = table.get("per-file-ignores", {})
+    if not isinstance(ignores, dict):
+        raise SettingError(f"{where}: per-file-ignores is {ignores!r}; write a table of pattern = [codes].")
+    return Project(
+        file.parent,
+        parse_selectors(_texts(table, "select", where), f"{where}, select"),
+        parse_selectors(_texts(table, "ignore", where), f"{where}, ignore"),
+        tuple(
+            (pattern, parse_selectors(_texts(ignores, pattern, where), f"{where}, per-file-ignores"))
+            for pattern in ignores
+        ),
+        _texts(table, "exclude", where),
+        _text(table, "deepspeed", where),
+        _text(table, "gpu", where),
+    )
+
+
+def _texts(table: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise SettingError(f"{where}: {key} is {value!r}; write a list of strings.")
+    return tuple(value)
+
+
+def _text(table: dict[str, Any], key: str, where: str) -> str | None:
+    value = table.get(key)
+    if value is not None and not isinstance(value, str):
+        raise SettingError(f"{where}: {key} is {value!r}; write a string.")
+    return value

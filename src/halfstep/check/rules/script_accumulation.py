@@ -1,0 +1,150 @@
+"""HS180-HS181: gradients summed over several micro-batches."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.check.event import Event
+from halfstep.check.finding import Finding
+from halfstep.check.order import STEPS, TraceRule, earlier, later
+from halfstep.check.rule import Rule
+from halfstep.check.script import Script
+from halfstep.check.trace import Trace
+
+__all__ = ["RULES"]
+
+_DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
+_LOOP = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+{start}    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y){divide}
+    scaler.scale(loss).backward()
+    if (i + 1) % accumulation_steps == 0:
+        scaler.step(optimizer)
+        scaler.update()
+{end}"""
+_RIGHT = _LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
+_WINDOW = re.compile(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
+_STEPS = re.compile(
+    r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq", re.IGNORECASE
+)
+
+
+def _window(event: Event) -> str:
+    """What the step's condition divides the batch number by: `accumulation_steps` of `(i + 1) % accumulation_steps == 0`."""
+    for text, _ in event.accumulating:
+        found = _WINDOW.search(text)
+        if found:
+            return found.group(1)
+    return ""
+
+
+def _step_of(trace: Trace, index: int) -> Event | None:
+    """The step that ends the accumulation window of a backward in every iteration of a loop."""
+    event = trace[index]
+    following = next(later(trace, index, *STEPS), None)
+    if following is None or event.accumulating:
+        return None
+    step = trace[following]
+    return step if step.loops == event.loops and step.kind != "owned_step" and _window(step) else None
+
+
+class LossNotDivided(TraceRule):
+    """The loss of each micro-batch is not divided by the number of micro-batches."""
+
+    code = "HS180"
+    name = "loss-not-divided"
+    severity = "warning"
+    reason = (
+        "Gradients of n micro-batches add up, so without the division they are n times those of one large batch: the learning rate "
+        "is in effect n times higher under SGD, clipping to a norm cuts n times more, and float16 gradients overflow n times sooner."
+    )
+    bad = (_LOOP.format(start="", divide="", end="        optimizer.zero_grad()\n"),)
+    good = (_RIGHT, _RIGHT.replace(" / accumulation_steps", "\n    loss *= 1. / accumulation_steps"))
+    references = (_DOCS,)
+    kinds = ("backward",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A backward each iteration, a step every n, and nothing divided by n anywhere."""
+        event = trace[index]
+        step = _step_of(trace, index)
+        if step is None or event.kind != "backward":
+            return None
+        window = _window(step)
+        last = window.rsplit(".", 1)[-1]
+        if last in {"0", "1"} or self._nominal(script, last):
+            return None
+        if any(e.kind == "backward" and e.loops == event.loops and e.function is event.function for e in trace[:index]):
+            return None  # said at the first
+        cleared = [e for e in trace if e.kind == "zero_grad" and e.loops == event.loops]
+        if not cleared or not all(e.accumulating for e in cleared):
+            return None
+        outline = script.outline
+        if any(last in re.split(r"\W+", text) for text in outline.divisors) or "sum" in outline.strings:
+            return None
+        if any(_STEPS.search(text) for text in outline.divisors) or self._weighted(script, event):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"the step waits for `{window}` micro-batches, but no loss is divided by it: gradients are that many times too large",
+            instead=f"loss = loss / {window}",
+        )
+
+    @staticmethod
+    def _nominal(script: Script, window: str) -> bool:
+        """Whether the number of micro-batches is worked out from batch sizes, with losses summed over a batch, as YOLO does."""
+        found = [b.value for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == window for b in bs]
+        nodes = [n for value in found if value is not None for n in ast.walk(value)]
+        return any(isinstance(n, ast.BinOp) and isinstance(n.op, (ast.Div, ast.FloorDiv)) for n in nodes)
+
+    @staticmethod
+    def _weighted(script: Script, event: Event) -> bool:
+        """Whether the loss is divided or multiplied by something on its way, whatever it is called."""
+        values = [
+            b.value
+            for b in script.outline.lookup(event.subject.partition(".")[0], event.function)
+            if b.value is not None
+        ]
+        nodes = [n for v in (*values, event.node) for n in ast.walk(v)]
+        return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div) for n in nodes)
+
+
+class ClearedEveryMicroBatch(TraceRule):
+    """Gradients are cleared on every micro-batch, so that nothing accumulates."""
+
+    code = "HS181"
+    name = "cleared-every-micro-batch"
+    severity = "warning"
+    reason = (
+        "With `zero_grad()` in every iteration and a step in every n-th, the step sees the gradients of the last micro-batch only: "
+        "n - 1 of n batches are computed and thrown away."
+    )
+    bad = (_LOOP.format(start="    optimizer.zero_grad()\n", divide=" / accumulation_steps", end=""),)
+    good = (_RIGHT,)
+    references = (_DOCS,)
+    kinds = ("zero_grad",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A clear before the backward of every iteration, in a loop that steps every n."""
+        event = trace[index]
+        back = next(later(trace, index, "backward"), None)
+        if back is None or event.guards != trace[back].guards or event.loops != trace[back].loops:
+            return None
+        step = _step_of(trace, back)
+        if step is None or event.accumulating or (event.optimizer and event.optimizer != step.optimizer):
+            return None
+        if not _STEPS.search(_window(step)) or any(
+            trace[i].loops == event.loops for i in earlier(trace, index, *STEPS, "backward")
+        ):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.optimizer}.zero_grad()` runs on every micro-batch, but the step only when `{step.accumulating[0][0]}`",
+            instead="clear the gradients right after the step",
+        )
+
+
+RULES: tuple[type[Rule], ...] = (LossNotDivided, ClearedEveryMicroBatch)

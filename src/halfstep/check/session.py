@@ -1,0 +1,115 @@
+"""A whole check: from paths to findings, and to files with their fixes made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from halfstep.check.document import Document, language_of, read_document
+from halfstep.check.finding import Finding
+from halfstep.check.fixing import Fixed, fix_document, write_back
+from halfstep.check.options import Options, make_options
+from halfstep.check.parallel import check_targets
+from halfstep.check.project import find_project
+from halfstep.check.runner import FileResult, check_document, read_target
+from halfstep.check.walk import Target, find_files
+from halfstep.errors import SettingError
+
+__all__ = ["Outcome", "check_path", "check_paths", "check_stdin"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check found, and what it changed or would change."""
+
+    results: tuple[FileResult, ...]
+    num_files: int
+    fixed: tuple[Fixed, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Every finding, file by file."""
+        return tuple(finding for result in self.results for finding in result.findings)
+
+
+def check_path(
+    path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    *,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    deepspeed: str | None = None,
+    gpu: str | None = None,
+) -> tuple[Finding, ...]:
+    """The precision mistakes in a file, a folder, or several of them; nothing is imported, run or changed.
+
+    `select` and `ignore` take codes (`"HS104"`), prefixes (`"HS1"`), names and severities. `deepspeed` is the version to
+    judge configurations by, `gpu` the hardware to judge settings for. A pyproject.toml near the path counts as it does for
+    `halfstep check`.
+    """
+    paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+    options = make_options(_words(select), _words(ignore), deepspeed, gpu)
+    return check_paths(paths, options).findings
+
+
+def _words(given: Iterable[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def check_paths(
+    paths: Iterable[str | os.PathLike[str]],
+    options: Options,
+    *,
+    fix: bool = False,
+    write: bool = False,
+    limit: bool = False,
+) -> Outcome:
+    """Check files and folders; with `fix`, work out the fixes, and with `write` put them into the files."""
+    targets = find_files(paths)
+    results = [result for result in check_targets(targets, options, limit=limit) if result.findings]
+    if not fix:
+        return Outcome(tuple(results), len(targets))
+    by_path = {target.path: target for target in targets}
+    fixed = []
+    for index, result in enumerate(results):
+        if any(finding.fix for finding in result.findings):
+            done = _fix(by_path[result.path], result, options, write=write)
+            fixed.append(done)
+            if not done.problem:
+                results[index] = FileResult(result.path, done.findings, done.after.source)
+    return Outcome(tuple(r for r in results if r.findings), len(targets), tuple(f for f in fixed if f.applied))
+
+
+def _fix(target: Target, result: FileResult, options: Options, *, write: bool) -> Fixed:
+    document = read_target(target)
+    settings, selection = options.settings(target.project), options.selection(target.project, target.path)
+
+    def again(changed: Document) -> tuple[Finding, ...]:
+        return check_document(changed, settings, selection, named=target.named)
+
+    done = fix_document(document, again(document), again)
+    if write and done.applied:
+        problem = write_back(done)
+        if problem:
+            return replace(done, findings=result.findings, problem=problem)
+    return done
+
+
+def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) -> Outcome:
+    """Check a text that is in no file; `name` says what it is written in and which project it belongs to."""
+    language = language_of(name)
+    if language is None:
+        raise SettingError(f"{name!r} does not end in .py, .ipynb, .json, .yaml or .yml; give such a --stdin-filename.")
+    project = find_project(Path(name).absolute().parent)
+    document = read_document(name, data, language)
+    settings, selection = options.settings(project), options.selection(project, name)
+    findings = check_document(document, settings, selection)
+    if not fix:
+        return Outcome(_result(document, findings), 1)
+    done = fix_document(document, findings, lambda changed: check_document(changed, settings, selection))
+    return Outcome(_result(done.after, done.findings), 1, (done,))
+
+
+def _result(document: Document, findings: Sequence[Finding]) -> tuple[FileResult, ...]:
+    return (FileResult(document.source.path, tuple(findings), document.source),) if findings else ()

@@ -1,0 +1,139 @@
+"""`halfstep check`: precision mistakes in scripts, notebooks and configurations."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from halfstep.check.session import Outcome
+
+__all__ = ["command"]
+
+FORMATS = ("text", "json", "sarif", "github")
+
+
+@click.command("check")
+@click.argument("paths", nargs=-1, metavar="[PATH]...")
+@click.option(
+    "--select", multiple=True, metavar="RULES", help="Only these: codes, prefixes, names or severities, with commas."
+)
+@click.option("--ignore", multiple=True, metavar="RULES", help="All but these.")
+@click.option("--fix", is_flag=True, help="Make the fixes that are mechanical and safe.")
+@click.option("--diff", is_flag=True, help="Show the fixes as a diff and change nothing.")
+@click.option(
+    "--format", "style", default="text", show_default=True, metavar="|".join(FORMATS), help="How findings are shown."
+)
+@click.option(
+    "--deepspeed", metavar="VERSION", help="Judge configurations by this version (default: the installed one)."
+)
+@click.option("--gpu", metavar="NAME", help="Also find settings that this GPU cannot honour; auto asks nvidia-smi.")
+@click.option("--stdin-filename", metavar="NAME", help="What standard input (-) is called; stdin.py if not given.")
+def command(
+    paths: tuple[str, ...],
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    fix: bool,
+    diff: bool,
+    style: str,
+    deepspeed: str | None,
+    gpu: str | None,
+    stdin_filename: str | None,
+) -> None:
+    """Find precision mistakes in scripts, notebooks and configurations, without running them.
+
+    PATH is a file, a folder (default: the current one), or - for standard input. Exits with 3 when something is found.
+
+    \b
+    halfstep check
+    halfstep check train.py ds_config.json --deepspeed 0.16.4 --gpu T4
+    halfstep check src --select HS1 --ignore advice --diff
+    halfstep explain HS104
+    """
+    from halfstep.check.options import make_options
+    from halfstep.check.session import check_paths, check_stdin
+
+    from_stdin = "-" in paths
+    _refuse_contradictions(paths, style, stdin_filename, fix=fix, diff=diff)
+    options = make_options(select, ignore, deepspeed, gpu)
+    try:
+        if from_stdin:
+            outcome = check_stdin(_standard_input(), stdin_filename or "stdin.py", options, fix=fix or diff)
+        else:
+            outcome = check_paths(paths or (".",), options, fix=fix or diff, write=fix, limit=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if diff:
+        _show_diff(outcome)
+    elif fix and from_stdin:
+        sys.stdout.buffer.write(outcome.fixed[0].after.data)
+        _show(outcome, style, to_stderr=True)
+    else:
+        _show(outcome, style)
+    would_change = diff and any(fixed.applied for fixed in outcome.fixed)
+    if outcome.findings or would_change:
+        sys.exit(3)
+    if any(fixed.problem for fixed in outcome.fixed):
+        sys.exit(1)
+
+
+def _refuse_contradictions(
+    paths: tuple[str, ...], style: str, stdin_filename: str | None, *, fix: bool, diff: bool
+) -> None:
+    if style not in FORMATS:
+        raise click.UsageError(f"--format {style} is unknown. Take one of: {', '.join(FORMATS)}.")
+    if fix and diff:
+        raise click.UsageError("--fix changes files and --diff only shows the changes. Leave one of the two out.")
+    if diff and style != "text":
+        raise click.UsageError(
+            f"--diff prints a diff, so --format {style} has no effect with it. Leave one of the two out."
+        )
+    if "-" in paths and len(paths) > 1:
+        raise click.UsageError("- (standard input) stands alone; check files and standard input in two calls.")
+    if stdin_filename is not None and "-" not in paths:
+        raise click.UsageError("--stdin-filename names standard input, which is not read. Give - as the PATH.")
+
+
+def _standard_input() -> bytes:
+    from halfstep.check.document import MAX_NOTEBOOK_BYTES
+
+    return sys.stdin.buffer.read(MAX_NOTEBOOK_BYTES + 1)
+
+
+def _show(outcome: Outcome, style: str, *, to_stderr: bool = False) -> None:
+    stream = sys.stderr if to_stderr else sys.stdout
+    if style == "json":
+        from halfstep.report.check_json import as_json
+
+        text = as_json(outcome)
+    elif style == "sarif":
+        from halfstep.report.check_sarif import as_sarif
+
+        text = as_sarif(outcome)
+    elif style == "github":
+        from halfstep.report.check_github import as_github
+
+        text = as_github(outcome)
+    else:
+        from halfstep.report.check_text import as_text
+
+        text = as_text(outcome, colour=stream.isatty() and not os.environ.get("NO_COLOR"))
+    if text:
+        click.echo(_printable(text, stream.encoding), err=to_stderr)
+
+
+def _show_diff(outcome: Outcome) -> None:
+    from halfstep.report.check_diff import as_diff
+    from halfstep.report.check_text import summary
+
+    click.echo(_printable(as_diff(outcome), sys.stdout.encoding), nl=False)
+    click.echo(_printable(summary(outcome, done=False), sys.stderr.encoding), err=True)
+
+
+def _printable(text: str, encoding: str | None) -> str:
+    """The text as far as the stream's encoding can hold it: a file's name may have bytes that no encoding has."""
+    encoding = encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

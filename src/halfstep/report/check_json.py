@@ -1,0 +1,70 @@
+"""Findings as JSON: one list, one object for each.
+
+`start` and `end` of an edit count characters of the text as it was checked: without a byte order mark, with plain line
+feeds, and for a notebook the code cells joined. `line` and `column` say the same for people and editors.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from functools import lru_cache
+from typing import Any
+
+from halfstep.check.finding import Edit, Finding
+from halfstep.check.session import Outcome
+from halfstep.check.source import Source
+
+__all__ = ["as_data", "as_json", "edit_place"]
+
+
+def as_json(outcome: Outcome) -> str:
+    """The findings of all files as a JSON list."""
+    return json.dumps([as_data(f, result.source) for result in outcome.results for f in result.findings], indent=2)
+
+
+def as_data(finding: Finding, source: Source | None) -> dict[str, Any]:
+    """One finding as plain values."""
+    fix = None
+    if finding.fix is not None:
+        fix = {"title": finding.fix.title, "edits": [_edit(edit, source) for edit in finding.fix.edits]}
+    return {
+        "code": finding.code,
+        "name": finding.name,
+        "severity": finding.severity,
+        "path": finding.path,
+        "line": finding.line,
+        "column": finding.column,
+        "end_line": finding.end_line,
+        "end_column": finding.end_column,
+        "cell": finding.cell,
+        "message": finding.message,
+        "instead": finding.instead,
+        "fix": fix,
+    }
+
+
+def _edit(edit: Edit, source: Source | None) -> dict[str, Any]:
+    values: dict[str, Any] = {"start": edit.start, "end": edit.end, "text": edit.text}
+    if source is not None:
+        line, column, end_line, end_column = edit_place(edit, source)
+        values |= {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
+        if source.cells:  # a fix may reach into other cells than the finding's
+            values["cell"] = source.place(bisect_right(_line_starts(source.text), edit.start))[0]
+    return values
+
+
+@lru_cache(maxsize=4)
+def _line_starts(text: str) -> tuple[int, ...]:
+    return (0, *(i + 1 for i, char in enumerate(text) if char == "\n"))
+
+
+def edit_place(edit: Edit, source: Source) -> tuple[int, int, int, int]:
+    """Line and column of an edit's start and end; in a notebook, lines count inside the cell."""
+    starts = _line_starts(source.text)
+
+    def place(offset: int) -> tuple[int, int]:
+        line = bisect_right(starts, offset)
+        return source.place(line)[1], offset - starts[line - 1] + 1
+
+    return (*place(edit.start), *place(edit.end))

@@ -1,0 +1,110 @@
+"""The fix of deprecated names, argument by argument."""
+
+import pytest
+
+from check_scripts import apply, findings
+
+
+def fixed(text):
+    found = [f for f in findings(text, "HS190") if f.fix]
+    for finding in reversed(found):
+        text = apply(text, finding.fix)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("torch.cuda.amp.autocast()", 'torch.amp.autocast("cuda")'),
+        ("torch.cuda.amp.autocast(amp)", 'torch.amp.autocast("cuda", enabled=amp)'),
+        ("torch.cuda.amp.autocast(amp, torch.half)", 'torch.amp.autocast("cuda", enabled=amp, dtype=torch.half)'),
+        (
+            "torch.cuda.amp.autocast(amp, torch.half, False)",
+            'torch.amp.autocast("cuda", enabled=amp, dtype=torch.half, cache_enabled=False)',
+        ),
+        ("torch.cuda.amp.autocast(enabled=amp)", 'torch.amp.autocast("cuda", enabled=amp)'),
+        ("torch.cpu.amp.autocast()", 'torch.amp.autocast("cpu")'),
+        ("torch.cuda.amp.GradScaler()", 'torch.amp.GradScaler("cuda")'),
+        ("torch.cuda.amp.GradScaler(2**10, 2.0)", 'torch.amp.GradScaler("cuda", 2**10, 2.0)'),
+        ("torch.cuda.amp.GradScaler((2**10))", 'torch.amp.GradScaler("cuda", (2**10))'),
+        ("torch.cuda.amp.GradScaler(enabled=amp)", 'torch.amp.GradScaler("cuda", enabled=amp)'),
+    ],
+)
+def test_arguments_keep_their_meaning(old, new):
+    """Each positional argument of the old call becomes the same argument of the new one."""
+    assert fixed(f"import torch\nx = {old}\n") == f"import torch\nx = {new}\n"
+
+
+@pytest.mark.parametrize("call", ["torch.cuda.amp.autocast(*args)", "torch.cuda.amp.GradScaler(**options)"])
+def test_hidden_arguments_are_left_to_the_reader(call):
+    """A call whose arguments are not shown is reported without a fix."""
+    (finding,) = findings(f"import torch\nx = {call}\n", "HS190")
+    assert finding.fix is None
+
+
+def test_one_import_and_all_its_uses_change_together():
+    """An import line of several names is changed once, with every use of them."""
+    text = (
+        "from torch.cuda.amp import GradScaler, autocast\nimport torch\nscaler = GradScaler(512.0)\n"
+        "def step(x, flag):\n    with autocast(flag):\n        return model(x)\n"
+    )
+    assert fixed(text) == (
+        'from torch.amp import GradScaler, autocast\nimport torch\nscaler = GradScaler("cuda", 512.0)\n'
+        'def step(x, flag):\n    with autocast("cuda", enabled=flag):\n        return model(x)\n'
+    )
+
+
+def test_an_import_that_brings_more_is_left_alone():
+    """A name that torch.amp does not have keeps the import as it is, and the finding has no fix."""
+    (finding,) = findings("from torch.cuda.amp import autocast, common\nwith autocast():\n    pass\n", "HS190")
+    assert finding.fix is None
+
+
+def test_a_name_imported_twice_is_left_alone():
+    """Where several imports bind one name, changing one of them would break the uses of the other."""
+    text = (
+        "def a():\n    from torch.cuda import amp\n    return amp.GradScaler()\n"
+        "def b():\n    from torch.cuda import amp\n    return amp.GradScaler()\n"
+    )
+    assert [f.fix for f in findings(text, "HS190")] == [None, None]
+
+
+def test_a_fallback_import_is_not_a_fault():
+    """Code that tries torch.amp first has dealt with the deprecation."""
+    text = (
+        "try:\n    from torch.amp import autocast\nexcept ImportError:\n    from torch.cuda.amp import autocast\n"
+        "with autocast('cuda'):\n    pass\n"
+    )
+    assert findings(text, "HS190") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s = torch.amp.GradScaler('cuda') if NEW else torch.cuda.amp.GradScaler()\nprint(s)\n",
+        "if NEW:\n    s = torch.amp.GradScaler('cuda')\nelse:\n    s = torch.cuda.amp.GradScaler()\nprint(s)\n",
+        "def autocast(on):\n    if NEW:\n        return torch.amp.autocast('cuda', enabled=on)\n    return torch.cuda.amp.autocast(on)\n",
+    ],
+)
+def test_code_that_asks_for_the_version_is_not_at_fault(text):
+    """The old name beside the new one, in branches, serves older versions on purpose."""
+    assert findings("import torch\n" + text, "HS190") == []
+
+
+def test_the_old_name_in_a_long_function_with_the_new_one_is_found():
+    """A training function that mixes both is not a choice between versions."""
+    text = "import torch\ndef main():\n    s = torch.amp.GradScaler('cuda')\n" + "    f(s)\n" * 9
+    assert findings(
+        text + "    with torch.cuda.amp.autocast():\n        pass\n    t = torch.cuda.amp.GradScaler()\n", "HS190"
+    )
+
+
+def test_an_import_nobody_uses_is_not_a_fault():
+    """Importing warns of nothing; only use does."""
+    assert findings("from torch.cuda.amp import autocast\n", "HS190") == []
+
+
+def test_decorators_without_brackets_get_them():
+    """`@custom_bwd` becomes a call with the device type."""
+    text = "import torch\n@torch.cuda.amp.custom_bwd\ndef backward(ctx, g):\n    return g\n"
+    assert '@torch.amp.custom_bwd(device_type="cuda")\n' in fixed(text)

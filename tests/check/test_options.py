@@ -1,0 +1,82 @@
+"""From flags and project to settings."""
+
+import sys
+
+import pytest
+
+from halfstep import hardware
+from halfstep.check import options as module
+from halfstep.check.finding import Finding
+from halfstep.check.options import Options, find_device, make_options, parse_version
+from halfstep.check.project import Project
+from halfstep.errors import SettingError
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("0.19.8", (0, 19, 8)), ("v0.9", (0, 9)), ("0.16.4+cu124", (0, 16, 4)), ("0.17.1rc1", (0, 17, 1))],
+)
+def test_versions_are_numbers(text, version):
+    """With or without the additions builds have."""
+    assert parse_version(text) == version
+
+
+@pytest.mark.parametrize("text", ["", "latest", "1", "9" * 100])
+def test_other_versions_are_refused(text):
+    """The error shows what was given and how to write it."""
+    with pytest.raises(SettingError, match="like 0.19.8"):
+        parse_version(text)
+
+
+def test_the_installed_deepspeed_counts_unless_another_is_named(tmp_path, monkeypatch):
+    """Flag, then project, then what is installed; nothing is imported."""
+    (tmp_path / "deepspeed-0.15.1.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "gone")])
+    module.installed_deepspeed.cache_clear()
+    assert Options().settings(Project()).deepspeed == (0, 15, 1)
+    assert Options().settings(Project(deepspeed="0.12.0")).deepspeed == (0, 12, 0)
+    assert Options(deepspeed="0.19.8").settings(Project(deepspeed="0.12.0")).deepspeed == (0, 19, 8)
+    monkeypatch.setattr(sys, "path", [])
+    module.installed_deepspeed.cache_clear()
+    assert Options().settings(Project()).deepspeed is None
+    module.installed_deepspeed.cache_clear()
+    assert "deepspeed" not in sys.modules
+
+
+def test_a_gpu_is_found_by_name_and_says_where_it_came_from():
+    """By product, by architecture, from the project."""
+    settings = Options(gpu="t4").settings(Project(gpu="H100"))
+    assert (settings.gpu.arch, settings.gpu_origin) == ("sm75", "--gpu t4")
+    assert Options().settings(Project(gpu="sm90")).gpu.arch == "sm90"
+    assert Options().settings(Project()).gpu is None
+    with pytest.raises(SettingError, match="Unknown GPU"):
+        make_options((), (), None, "H20O")
+
+
+def test_auto_asks_nvidia_smi_and_says_when_it_is_silent(monkeypatch):
+    """The first GPU it reports; an error where there is none."""
+    find_device.cache_clear()
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda: [hardware.from_cuda("Jetson Orin", (8, 7), 2**33)])
+    device = find_device("auto")
+    assert (device.name, device.arch, device.memory_gb) == ("Jetson Orin", "sm86", 8)
+    find_device.cache_clear()
+    monkeypatch.setattr(hardware, "_nvidia_smi", list)
+    with pytest.raises(SettingError, match="reports no GPU"):
+        find_device("auto")
+    find_device.cache_clear()
+
+
+def test_the_command_line_outranks_the_project_but_not_its_files(tmp_path):
+    """A selection made now is not filtered by the project's ignores; a per-file ignore holds."""
+    project = Project(tmp_path, ("HS1",), ("HS104",), (("tests/*", ("HS105",)),))
+
+    def wants(code, path, **given):
+        finding = Finding(code, "name", "error", path, 1, 1, "")
+        return Options(**given).selection(project, str(tmp_path / path)).wants(finding)
+
+    assert not wants("HS104", "a.py")
+    assert not wants("HS201", "a.py")
+    assert wants("HS104", "a.py", select=("HS104",))
+    assert not wants("HS106", "a.py", ignore=("HS106",))
+    assert wants("HS105", "a.py")
+    assert not wants("HS105", "tests/a.py", select=("HS105",))

@@ -1,0 +1,68 @@
+"""Functions, assignments and calls."""
+
+from check_scripts import script
+
+
+def outline(text):
+    return script(f"import torch  # float16\n{text}").outline
+
+
+def function(found, name):
+    return next(f for f in found.functions if f.name == name)
+
+
+def test_a_local_variable_hides_the_modules():
+    """A function's own assignment is what its variable is."""
+    found = outline("scaler = one()\ndef f():\n    scaler = two()\n    return scaler\n")
+    (binding,) = found.lookup("scaler", function(found, "f"))
+    assert binding.value.func.id == "two"
+
+
+def test_a_parameter_is_what_the_same_name_is_elsewhere():
+    """A parameter that nothing binds takes the value of its namesake in the file."""
+    found = outline("def main():\n    scaler = make()\n    train(scaler)\ndef train(scaler):\n    scaler.update()\n")
+    (binding,) = found.lookup("scaler", function(found, "train"))
+    assert binding.value.func.id == "make"
+
+
+def test_copies_are_followed():
+    """`self.scaler = scaler` is what `scaler` is."""
+    found = outline("scaler = make()\nclass T:\n    def __init__(self):\n        self.scaler = scaler\n")
+    (value,) = found.values("self.scaler", function(found, "__init__"))
+    assert value.func.id == "make"
+
+
+def test_copies_in_a_ring_end():
+    """Variables that only copy each other do not loop for ever."""
+    found = outline("a = b\nb = c\nc = a\n" * 300 + "d = a\nd = make()\n")
+    assert found.values("a", found.module) == []
+    assert [v.func.id for v in found.values("d", found.module)] == ["make"]
+
+
+def test_methods_are_found_through_self_instances_and_bases():
+    """A method call runs the method of the class, of its base in the file, or of the class an instance was made of."""
+    text = (
+        "class Base:\n    def step(self):\n        scale()\nclass T(Base):\n    def run(self):\n        self.step()\n"
+        "t = T()\nt.run()\n"
+    )
+    found = outline(text)
+    (step, inside), (run, outside) = found.calls["step"][0], found.calls["run"][0]
+    assert found.call_target(step, inside).name == "step"
+    assert found.call_target(run, outside).name == "run"
+
+
+def test_a_stand_in_class_is_not_taken_for_the_import():
+    """A class that replaces an import that may fail is not followed."""
+    text = (
+        "try:\n    from torch.cuda.amp import GradScaler\nexcept ImportError:\n    class GradScaler:\n"
+        "        def step(self, optimizer):\n            optimizer.step()\nscaler = GradScaler()\nscaler.step(optimizer)\n"
+    )
+    found = outline(text)
+    assert found.call_target(*found.calls["step"][-1]) is None or found.calls["step"][-1][1] is not found.module
+    assert all(found.call_target(c, f) is None for c, f in found.calls["step"] if f is found.module)
+
+
+def test_deep_nesting_does_not_exhaust_the_stack():
+    """The walk keeps its own stack, so thousands of nested expressions are read."""
+    found = outline("x = " + "+".join(["scale"] * 900) + "\n")
+    assert found.loads["scale"] == 900

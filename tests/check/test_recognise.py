@@ -1,0 +1,71 @@
+"""What calls do, by what is known of their receiver."""
+
+import pytest
+
+from check_scripts import script
+
+
+def kinds(text):
+    facts = script(f"import torch\nfrom torch import optim\n# autocast\nloss.backward()\n{text}\n")
+    return [e.kind for t in facts.traces for e in t if e.kind not in {"backward", "set_model", "set_optimizer"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("optimizer.step()", "opt_step"),
+        ("self.optimizer_g.step()", "opt_step"),
+        ("solver = optim.SGD(p, 0.1)\nsolver.step()", "opt_step"),
+        ("scheduler.step()", "sched_step"),
+        ("lr_warmup.step()", "sched_step"),
+        ("s = optim.lr_scheduler.StepLR(o, 3)\ns.step()", "sched_step"),
+        ("scaler = torch.amp.GradScaler('cuda')\nscaler.step(optimizer)", "scaler_step"),
+        ("gs = torch.amp.GradScaler('cuda')\ngs.update()", "update"),
+        ("scaler.scale(loss).backward()", "scale"),
+        ("torch.nn.utils.clip_grad_norm_(p, 1)", "clip"),
+        ("from torch.nn.utils import clip_grad_value_\nclip_grad_value_(p, 1)", "clip"),
+        ("model.clip_grad_norm_(1.0)", "clip"),
+        ("accelerator.clip_grad_norm_(p, 1.0)", "owned_clip"),
+        ("loss_scaler(loss, optimizer)", "owned_step"),
+        ("model.half()", "cast"),
+        ("model.to('cuda', torch.float16)", "cast"),
+        ("p.grad.data.norm(2)", "grad_read"),
+        ("torch.norm(p.grad)", "grad_read"),
+        ("optimizer.state_dict()", "save_optimizer"),
+        ("optimizer.load_state_dict(s)", "load_optimizer"),
+    ],
+)
+def test_a_call_is_recognised(text, kind):
+    """The call that matters is seen as what it does."""
+    assert kinds(text)[-1] == kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "env.step(action)",
+        "pbar.update(1)",
+        "config.update(options)",
+        "model.to(device)",
+        "x.norm()",
+        "p.grad is None",
+        "bar.step()",
+    ],
+)
+def test_a_call_that_only_shares_a_name_is_left_out(text):
+    """Steps and updates of other things are no events."""
+    assert kinds(text) == []
+
+
+def test_a_tuple_from_a_call_is_told_apart_by_name():
+    """`optimizer, scheduler = make_optimizer()` gives one of each."""
+    assert kinds("optimizer, scheduler = make_optimizer()\noptimizer.step()\nscheduler.step()") == [
+        "opt_step",
+        "sched_step",
+    ]
+
+
+def test_a_scaler_given_as_a_parameter_is_one_by_its_use():
+    """A parameter on which unscale_ is called is a scaler, whatever it is called."""
+    text = "def f(helper):\n    helper.unscale_(optimizer)\n    helper.step(optimizer)\n    helper.update()"
+    assert kinds(text) == ["unscale", "scaler_step", "update"]

@@ -1,0 +1,143 @@
+"""One file through its rules: what goes wrong becomes a finding, and the rest goes on."""
+
+import os
+import stat
+import sys
+
+import pytest
+
+from check_toys import use_toys
+from halfstep.check.document import MAX_BYTES, read_document
+from halfstep.check.options import Options
+from halfstep.check.project import Project
+from halfstep.check.runner import check_document, check_target
+from halfstep.check.select import Selection
+from halfstep.check.source import Settings
+from halfstep.check.walk import Target
+
+
+@pytest.fixture(autouse=True)
+def toys(monkeypatch):
+    """Toy rules throughout."""
+    use_toys(monkeypatch)
+
+
+def check(data, path="a.py", language="python", **options):
+    document = read_document(path, data if isinstance(data, bytes) else data.encode(), language)
+    return check_document(document, Settings(), Selection(**options))
+
+
+def on_disk(path, language="python", *, named=True):
+    return check_target(Target(str(path), language, Project(), named), Options())
+
+
+def test_findings_come_in_order_and_once():
+    """By line and column, whichever rule was first."""
+    found = check("HMM\nBAD; HMM\nBAD")
+    assert [(f.line, f.column, f.code) for f in found] == [
+        (1, 1, "HS902"),
+        (2, 1, "HS901"),
+        (2, 6, "HS902"),
+        (3, 1, "HS901"),
+    ]
+
+
+def test_a_rule_that_fails_is_a_finding_and_the_others_go_on():
+    """A fault of the checker neither stops nor hides anything."""
+    failure, bad = check("CRASH = 1\nBAD")
+    assert (failure.code, failure.severity, bad.code) == ("HS006", "advice", "HS901")
+    assert "HS903 (crash-word) failed on this file: KeyError: 'CRASH'" in failure.message
+
+
+@pytest.mark.parametrize("text", ["def f(:", "print 'hello'", "x = (", "'''", "\tx\n  y", "if x:\n", "x = 08", "f'{'"])
+def test_python_that_does_not_parse_is_one_finding(text):
+    """HS004 with a place, and no other."""
+    (found,) = check(text)
+    assert found.code == "HS004"
+    assert found.line >= 1
+    assert found.column >= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "-" * 100_000 + "1",
+        "float16\nx = a" + ".b" * 50_000,
+        "float16\nx = " + "+".join("a" * 50_000),
+        "float16\n" + "".join(" " * i + "if x:\n" for i in range(90)) + " " * 90 + "y",
+        "(" * 100_000,
+        "x = " + "[" * 150 + "]" * 150,
+        "x = " + "9" * 10_000,
+        "float16\nx = " + "lambda: " * 3000 + "1",
+        "f(" * 190 + ")" * 190,
+    ],
+    ids=range(9),
+)
+def test_deep_and_long_files_end_in_at_most_one_finding(text):
+    """The parser's limits are findings, not crashes."""
+    found = check(text)
+    assert len(found) <= 1
+    assert all(f.code in {"HS004", "HS005"} for f in found)
+
+
+def test_warnings_of_the_parser_stay_inside(recwarn):
+    """A script's own odd escapes are no news."""
+    assert check("x = '\\d float16'\ny = 1 is 1") == ()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("text", ['{"a": ', "[1, 2", '{"a" 1}', '{"a": "unclosed'])
+def test_json_that_does_not_parse_is_one_finding(text):
+    """HS004 with a place for a file that a person named."""
+    (found,) = check(text, "a.json", "json")
+    assert (found.code, found.line) == ("HS004", 1)
+
+
+@pytest.mark.parametrize("text", ["a: [1, 2", "a: b: c", "\tx: 1", "a: *undefined\nb: ["])
+def test_yaml_that_does_not_parse_is_one_finding(text):
+    """HS004 for YAML as well."""
+    (found,) = check(text, "a.yaml", "yaml")
+    assert found.code == "HS004"
+
+
+def test_other_files_of_a_folder_are_left_alone(tmp_path):
+    """Data beside the code: no word about JSON that is broken, binary or huge and no configuration of ours."""
+    for name, data in (("a.json", b'{"a": '), ("b.json", b"\xff\0"), ("c.json", b"1" * (MAX_BYTES + 1))):
+        (tmp_path / name).write_bytes(data)
+        assert on_disk(tmp_path / name, "json", named=False).findings == ()
+        assert len(on_disk(tmp_path / name, "json").findings) == 1
+
+
+def test_a_file_that_vanished_or_may_not_be_read_is_a_finding(tmp_path):
+    """HS001 with the system's own words."""
+    (gone,) = on_disk(tmp_path / "gone.py").findings
+    assert (gone.code, "No such file" in gone.message) == ("HS001", True)
+    (folder,) = on_disk(tmp_path).findings
+    assert folder.code == "HS001"
+    path = tmp_path / "secret.py"
+    path.write_text("x = 1")
+    path.chmod(0)
+    if not os.access(path, os.R_OK):  # root may read everything
+        assert on_disk(path).findings[0].code == "HS001"
+    path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Requires: [named pipes]")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    """Opening one would never return."""
+    os.mkfifo(tmp_path / "pipe.py")
+    assert on_disk(tmp_path / "pipe.py").findings[0].code == "HS001"
+
+
+def test_only_wanted_findings_are_given():
+    """Selecting and ignoring apply to findings about files too."""
+    assert [f.code for f in check("BAD\nHMM", select=("HS902",))] == ["HS902"]
+    assert check(b"\0", ignore=("not-text",)) == ()
+
+
+def test_nothing_that_is_checked_is_run(tmp_path):
+    """A script that would leave a trace leaves none."""
+    trace = tmp_path / "trace"
+    check(f"float16 = open({str(trace)!r}, 'w')\nimport this_is_no_module\n__import__('os').abort()")
+    assert not trace.exists()
+    assert "this_is_no_module" not in sys.modules

@@ -1,0 +1,211 @@
+"""Files to break the checker with: random bytes, the rules' own cases mutated, random Python that parses.
+
+Everything comes from one number, so that a failure is that number. `survive` is the property: a file, whatever it
+holds, ends in findings with places inside it, in every format, with its fixes made or refused, and in a bounded time.
+"""
+
+import ast
+import copy
+import json
+import random
+import time
+
+from halfstep.check.cases import source_of_case
+from halfstep.check.document import read_document
+from halfstep.check.fixing import fix_document
+from halfstep.check.options import find_device
+from halfstep.check.registry import all_rules
+from halfstep.check.runner import FileResult, check_document
+from halfstep.check.select import Selection
+from halfstep.check.session import Outcome
+from halfstep.check.source import Settings
+from halfstep.report.check_diff import as_diff
+from halfstep.report.check_github import as_github
+from halfstep.report.check_json import as_json
+from halfstep.report.check_sarif import as_sarif
+from halfstep.report.check_text import as_text
+
+MAX_SECONDS = 10.0  # of processor time for one file; a seed takes a few milliseconds
+ENDINGS = {"python": "a.py", "notebook": "a.ipynb", "json": "a.json", "yaml": "a.yaml"}
+
+ODD = [
+    "\0", "\ufeff", "\u2028", "\x0c", "\r", "\t", "\\\n", "\udc80".encode("utf-8", "surrogatepass").decode("latin-1"),
+    "\u00e9", "\U0001f600", "\u202e", "'''", '"', "{", "}", "[", "]", "(", ")", "#", "//", "/*", "*/", ":", ",", "=",
+    "- ", "&a ", "*a", "<<: *a", "!!python/object/apply:os.system [ls]", "%YAML 9.9", "---\n", "? ", "| ", "{{ x }}",
+    "${X}", "auto", "null", "NaN", "1e999", "9" * 5000, "-0", "0x", "true", "float16", "enabled", "# halfstep: ignore[",
+    "# halfstep: ignore[HS1", "// halfstep: ignore-file[]", "halfstep: ignore", "import *", "from . import x", "lambda: ",
+    "async ", "await ", "yield ", "match x:\n case _: pass", "global scaler", "nonlocal x", "del scaler", "*", "**", ":=",
+    "while True:\n", "for i in scaler:\n", "with autocast():\n", "self.", "scaler", "GradScaler()", "optimizer.step()",
+    "scaler.update()", "loss.backward()", "\n", "\n\n", "    ", "(" * 250, "[" * 2000, "-" * 3000, "a." * 3000, "{" * 500,
+    "[[" * 60, "- " * 300, "{a: " * 120,
+]  # fmt: skip
+
+
+def seeds():
+    """Every case of every rule with its language, and some of them as notebooks."""
+    found = []
+    for rule in all_rules():
+        for text in (*rule.bad, *rule.good):
+            language = source_of_case(rule, text).language
+            found.append((language, text))
+            if language == "python" and len(found) % 5 == 0:
+                cut = text.find("\n", len(text) // 2) + 1
+                cells = [
+                    {"cell_type": "code", "source": part} for part in (text[:cut].splitlines(keepends=True), text[cut:])
+                ]
+                found.append(("notebook", json.dumps({"cells": cells, "nbformat": 4}, indent=1)))
+    return found
+
+
+def mutant(number, pool):
+    """One file: its language and bytes."""
+    rng = random.Random(number)
+    kind = rng.random()
+    if kind < 0.08:
+        return rng.choice(list(ENDINGS)), rng.randbytes(rng.choice([0, 1, 10, 200, 4000]))
+    language, text = rng.choice(pool)
+    if kind < 0.35 and language == "python":
+        return language, _random_python(rng, text, pool).encode("utf-8", "surrogatepass")
+    for _ in range(rng.choice([1, 1, 2, 3, 8, 30])):
+        text = _mutate(rng, text, pool)
+    data = text.encode("utf-8", "surrogatepass")
+    if rng.random() < 0.1 and data:
+        at = rng.randrange(len(data))
+        data = data[:at] + rng.randbytes(rng.choice([1, 2, 8])) + data[at + rng.choice([0, 1, 5]) :]
+    if rng.random() < 0.05:
+        data = data.replace(b"\n", rng.choice([b"\r\n", b"\r", b"\x0c"]))
+    return language, data
+
+
+def _mutate(rng, text, pool):
+    size = len(text)
+    a, b = sorted((rng.randint(0, size), rng.randint(0, size)))
+    b = min(b, a + rng.choice([1, 3, 20, 200]))
+    lines = text.split("\n")
+    i, j = rng.randrange(len(lines)), rng.randrange(len(lines))
+    choice = rng.randrange(11)
+    if choice == 0:
+        return text[:a] + text[b:]
+    if choice == 1:
+        return text[:a] + text[a:b] * rng.choice([2, 3, 50]) + text[b:]
+    if choice in {2, 3}:
+        return text[:a] + rng.choice(ODD) + text[b:]
+    if choice == 4:
+        return text[:a]
+    if choice == 5:
+        other = rng.choice(pool)[1]
+        return text[:a] + other[rng.randint(0, len(other)) :]
+    if choice == 6:
+        lines[i], lines[j] = lines[j], lines[i]
+    elif choice == 7:
+        del lines[i]
+    elif choice == 8:
+        lines.insert(i, lines[j])
+    elif choice == 9:
+        lines[i] = rng.choice(["    ", "\t", " ", ""]) + lines[i].lstrip()
+    else:
+        return text[:a] + rng.choice([text[b:] + text[a:b], text[a:b][::-1] + text[b:]])
+    return "\n".join(lines)
+
+
+def _random_python(rng, text, pool):
+    """A script that parses: statements of one case dropped, repeated, moved, wrapped and mixed with another's."""
+    try:
+        tree = ast.parse(text)
+        other = ast.parse(
+            next((t for _ in range(20) if (c := rng.choice(pool))[0] == "python" for t in [c[1]]), "x = 1")
+        )
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text
+    for _ in range(rng.choice([1, 2, 5, 12])):
+        bodies = [n for n in ast.walk(tree) if isinstance(getattr(n, "body", None), list) and n.body]
+        body = rng.choice(bodies).body
+        strangers = [n for n in ast.walk(other) if isinstance(n, ast.stmt)]
+        index = rng.randrange(len(body))
+        choice = rng.randrange(7)
+        if choice == 0 and len(body) > 1:
+            del body[index]
+        elif choice == 1:
+            body.insert(index, copy.deepcopy(rng.choice(strangers)))
+        elif choice == 2:
+            body.insert(rng.randrange(len(body)), body.pop(index))
+        elif choice == 3:
+            body[index] = _wrap(rng, body[index])
+        elif choice == 4:
+            _swap_expressions(rng, tree)
+        elif choice == 5:
+            body.insert(index, copy.deepcopy(body[index]))
+        else:
+            names = [n for n in ast.walk(tree) if isinstance(n, ast.Name)]
+            if len(names) > 1:
+                rng.choice(names).id = rng.choice(names).id
+    try:
+        return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return text
+
+
+def _wrap(rng, statement):
+    frame = rng.choice(
+        [
+            "if use_amp:\n    pass\nelse:\n    pass", "for i in range(3):\n    pass", "while x:\n    pass",
+            "with torch.autocast('cuda'):\n    pass", "try:\n    pass\nexcept Exception:\n    raise\nfinally:\n    pass",
+            "def helper(scaler, loss):\n    pass", "class Trainer:\n    pass", "async def f():\n    pass",
+            "match x:\n    case 1:\n        pass", "with torch.no_grad(), ctx:\n    pass",
+        ]
+    )  # fmt: skip
+    new = ast.parse(frame).body[0]
+    (new.cases[0] if isinstance(new, ast.Match) else new).body = [statement]
+    return new
+
+
+def _swap_expressions(rng, tree):
+    """Put one expression of the script in place of an argument of a call."""
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and (n.args or n.keywords)]
+    values = [n for n in ast.walk(tree) if isinstance(n, ast.expr) and not isinstance(n, ast.Starred | ast.Slice)]
+    if calls and values:
+        call = rng.choice(calls)
+        value = copy.deepcopy(rng.choice(values))
+        for name in ast.walk(value):
+            if hasattr(name, "ctx"):
+                name.ctx = ast.Load()
+        if call.args:
+            call.args[rng.randrange(len(call.args))] = value
+        else:
+            rng.choice(call.keywords).value = value
+
+
+def survive(language, data, *, gpu=False):
+    """Raise where the checker does not hold up on this file; else how many findings it gave."""
+    path = ENDINGS[language]
+    settings = Settings(gpu=find_device("t4") if gpu else None, gpu_origin="--gpu t4" if gpu else "")
+    begin = time.process_time()
+
+    def check(document):
+        return check_document(document, settings, Selection())
+
+    document = read_document(path, data, language)
+    findings = check(document)
+    lines = document.source.text.split("\n")
+    for finding in findings:
+        assert finding.code != "HS006", finding.message
+        assert finding.line >= 1
+        assert finding.column >= 1
+        if finding.cell is None and document.problem is None:
+            assert finding.line <= len(lines), finding
+            assert finding.column <= len(lines[finding.line - 1]) + 2, finding
+    done = fix_document(document, findings, check)
+    for outcome in (
+        Outcome((FileResult(path, findings, document.source),), 1),
+        Outcome((FileResult(path, done.findings, done.after.source),), 1, (done,)),
+    ):
+        as_text(outcome).encode("utf-8", "backslashreplace")
+        json.loads(as_json(outcome))
+        json.loads(as_sarif(outcome))
+        as_github(outcome)
+        as_diff(outcome)
+    if not done.applied:
+        assert done.after is document
+    spent = time.process_time() - begin
+    assert spent < MAX_SECONDS, f"{spent:.1f} seconds for {len(data)} bytes"
+    return len(findings)

@@ -1,0 +1,48 @@
+"""Reading and checking small scripts in tests."""
+
+import importlib
+from pathlib import Path
+
+import halfstep.check.rules
+from halfstep.check.script import Script, read_script
+from halfstep.check.source import Settings, Source
+
+FOLDER = Path(halfstep.check.rules.__path__[0])
+RULES = [
+    rule
+    for path in sorted(FOLDER.glob("script_*.py"))
+    for rule in importlib.import_module(f"halfstep.check.rules.{path.stem}").RULES
+]
+
+
+def script(text: str) -> Script:
+    """The facts of a script."""
+    return read_script(Source("train.py", text, "python"), Settings())
+
+
+def findings(text: str, *codes: str):
+    """What every script rule, or those named, says of a script."""
+    facts = script(text)
+    return [f for rule in RULES if not codes or rule.code in codes for f in rule().check(facts)]
+
+
+def codes(text: str) -> list[str]:
+    """The codes of the findings, with their lines."""
+    return [f"{f.code}:{f.line}" for f in findings(text)]
+
+
+def trace_of(text: str, root: str = "<module>"):
+    """The events of one root, without the regions' entries."""
+    return next((t for t in script(text).traces if t and (t[0].roots or True) and _root(t) == root), ())
+
+
+def _root(trace):
+    first = next((e for e in trace if not e.roots), None)
+    return first.function.name if first else "<module>"
+
+
+def apply(text: str, fix) -> str:
+    """A script with a fix made."""
+    for edit in sorted(fix.edits, reverse=True):
+        text = text[: edit.start] + edit.text + text[edit.end :]
+    return text

@@ -1,0 +1,90 @@
+"""Small rules that look for words in the text, so that the machinery around rules is tested apart from them."""
+
+import re
+
+from halfstep.check import registry, runner
+from halfstep.check.finding import Edit, Fix
+from halfstep.check.rule import ScriptRule
+from halfstep.check.rules.files import RULES as FILE_RULES
+
+
+class WordRule(ScriptRule):
+    """A word that is not wanted."""
+
+    word = ""
+    cure = None
+    severity = "error"
+    reason = "Toy rules have no reason beyond the test."
+    bad = ()
+    good = ()
+    references = ("https://example.org/toy",)
+
+    def check(self, script):
+        text = script.source.text
+        for match in re.finditer(rf"\b{self.word}\b", text):
+            line = text.count("\n", 0, match.start()) + 1
+            column = match.start() - (text.rfind("\n", 0, match.start()) + 1) + 1
+            cell, shown = script.source.place(line)
+            where = (script.source.path, shown, column, shown, column + len(self.word), cell)
+            fix = None if self.cure is None else Fix(f"write {self.cure}", (Edit(*match.span(), self.cure),))
+            yield self.finding(where, f"{self.word} is here", instead=self.cure or "", fix=fix)
+
+
+class Bad(WordRule):
+    """BAD becomes FINE."""
+
+    code, name, word, cure = "HS901", "bad-word", "BAD", "FINE"
+
+
+class Hmm(WordRule):
+    """HMM has no fix."""
+
+    code, name, word, severity = "HS902", "hmm-word", "HMM", "advice"
+
+
+class Crash(WordRule):
+    """CRASH breaks the rule itself."""
+
+    code, name, word = "HS903", "crash-word", "CRASH"
+
+    def check(self, script):
+        if "CRASH" in script.source.text:
+            raise KeyError("CRASH")
+        return iter(())
+
+
+class Breaks(WordRule):
+    """The fix of BREAK does not parse."""
+
+    code, name, word, cure = "HS904", "break-word", "BREAK", "(("
+
+
+class Worse(WordRule):
+    """The fix of WORSE brings a new error."""
+
+    code, name, word, cure = "HS905", "worse-word", "WORSE", "BAD"
+
+
+class Chain(WordRule):
+    """The fix of CHAIN uncovers a BAD-like word that is advice, which has a fix as well."""
+
+    code, name, word, cure, severity = "HS906", "chain-word", "CHAIN", "LINK", "warning"
+
+
+class Link(WordRule):
+    """The second link of the chain."""
+
+    code, name, word, cure, severity = "HS907", "link-word", "LINK", "END", "advice"
+
+
+TOYS = (Bad, Hmm, Crash, Breaks, Worse, Chain, Link)
+
+
+def use_toys(monkeypatch):
+    """Put the toy rules in place of the real ones."""
+
+    def rules_of(group):
+        return {"files": FILE_RULES, "script": TOYS}.get(group, ())
+
+    monkeypatch.setattr(registry, "rules_of", rules_of)
+    monkeypatch.setattr(runner, "rules_of", rules_of)

@@ -1,0 +1,218 @@
+"""`halfstep check` at the command line."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from check_toys import use_toys
+from halfstep.check.project import find_project
+from halfstep.cli import cli, main
+
+SCRIPT = "import torch\nBAD\nHMM\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Toy rules, and a current folder with one file."""
+    use_toys(monkeypatch)
+    find_project.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def run(*args, **given):
+    return CliRunner().invoke(cli, ["check", *args], **given)
+
+
+def halfstep(*args, **given):
+    command = [sys.executable, "-m", "halfstep", "check", *args]
+    return subprocess.run(command, capture_output=True, check=False, **given)
+
+
+def test_findings_are_exit_code_3_and_none_is_0(folder):
+    """The contract with hooks and CI."""
+    assert run("a.py").exit_code == 3
+    assert run().exit_code == 3
+    (folder / "a.py").write_text("x = 1\n")
+    result = run()
+    assert (result.exit_code, result.output) == (0, "1 file checked, nothing found.\n")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--format", "xml"),
+        ("--fix", "--diff"),
+        ("--diff", "--format", "json"),
+        ("-", "a.py"),
+        ("--stdin-filename", "a.py"),
+        ("--no-such-flag",),
+    ],
+)
+def test_contradictions_are_usage_errors(folder, args):
+    """Exit code 2, and what to leave out."""
+    assert run(*args).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("gone.py",), "no file or folder 'gone.py'"),
+        (("--select", "HS555"), "--select: no rule is called 'HS555'"),
+        (("--deepspeed", "new"), "not a version"),
+        (("--gpu", "H20O"), "Unknown GPU"),
+    ],
+)
+def test_what_cannot_be_used_is_exit_code_1_and_one_message(folder, args, words, capsys):
+    """On stderr, without a traceback."""
+    with pytest.raises(SystemExit) as stop:
+        main(["check", *args])
+    assert stop.value.code == 1
+    assert words in capsys.readouterr().err
+
+
+def test_formats(folder):
+    """Each format is what its readers expect."""
+    assert "a.py:2:1: HS901 [error] BAD is here\n   2 | BAD\n     | ^^^\n   = instead: FINE" in run("a.py").output
+    assert [f["code"] for f in json.loads(run("a.py", "--format", "json").output)] == ["HS901", "HS902"]
+    assert json.loads(run("a.py", "--format", "sarif").output)["version"] == "2.1.0"
+    assert run("a.py", "--format", "github").output.startswith("::error file=a.py,line=2")
+    (folder / "a.py").write_text("x = 1\n")
+    assert run("a.py", "--format", "json").output == "[]\n"
+    assert run("a.py", "--format", "github").output == ""
+
+
+def test_select_and_ignore_take_lists(folder):
+    """With commas, or repeated."""
+    codes = [f["code"] for f in json.loads(run("--format", "json", "--select", "HS902,hs904").output)]
+    assert codes == ["HS902"]
+    assert run("--ignore", "bad-word", "--ignore", "advice").exit_code == 0
+
+
+def test_diff_shows_and_changes_nothing(folder):
+    """The diff on stdout, the sum on stderr, exit code 3."""
+    result = run("--diff")
+    assert result.exit_code == 3
+    assert "-BAD\n+FINE\n" in result.stdout
+    assert "a.py: would fix 1 finding\n" in result.stderr
+    assert (folder / "a.py").read_text() == SCRIPT
+
+
+def test_fix_changes_the_file_and_reports_what_is_left(folder):
+    """Exit code 3 while findings are left, then 0."""
+    result = run("--fix")
+    assert result.exit_code == 3
+    assert "a.py: fixed 1 finding" in result.output
+    assert (folder / "a.py").read_text() == SCRIPT.replace("BAD", "FINE")
+    assert run("--fix", "--ignore", "HS902").exit_code == 0
+
+
+def test_standard_input(folder):
+    """Checked under its name; with --fix the fixed text is on stdout and the findings on stderr."""
+    result = run("-", "--stdin-filename", "x/y.py", input="BAD\n")
+    assert result.exit_code == 3
+    assert result.output.startswith("x/y.py:1:1: HS901")
+    result = run("-", "--fix", input="BAD\nHMM\n")
+    assert result.stdout == "FINE\nHMM\n"
+    assert "stdin.py:2:1: HS902" in result.stderr
+
+
+def test_the_projects_settings_hold(folder):
+    """And their mistakes are named."""
+    (folder / "pyproject.toml").write_text("[tool.halfstep.check]\nignore = ['HS9']\n")
+    assert run().exit_code == 0
+    assert run("--select", "HS901").exit_code == 3
+
+
+def test_a_name_that_is_not_text_is_shown_somehow(tmp_path):
+    """A file name with bytes outside UTF-8 does not stop the report."""
+    (tmp_path / os.fsdecode(b"\xff.py")).write_text("def f(:\n")
+    for style in ("text", "json", "sarif", "github"):
+        result = halfstep("--format", style, cwd=tmp_path)
+        assert result.returncode == 3, result.stderr
+        assert b"Traceback" not in result.stderr
+
+
+def test_an_ascii_terminal_gets_ascii(tmp_path):
+    """Source lines with accents do not break a report into a pipe."""
+    (tmp_path / "a.py").write_text("x = '\u00e9' (\n", encoding="utf-8")
+    result = halfstep("a.py", cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 3
+    assert b"\\xe9" in result.stdout
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path):
+    """`halfstep check | head -1` ends quietly."""
+    for i in range(200):
+        (tmp_path / f"{i}.py").write_text("def f(:\n")
+    command = f"{sys.executable} -m halfstep check . | head -1"
+    result = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, check=False)
+    assert result.stdout.startswith(b"0.py:1:7: HS004")
+    assert b"Traceback" not in result.stderr
+
+
+def processor_seconds(*args):
+    """The processor time of one check; unlike the clock, it does not count the neighbours' work."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert halfstep(*args).returncode in {0, 3}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", "from torch.amp import GradScaler\nscaler = GradScaler('cuda')\n"),
+        ("ds.json", '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}'),
+    ],
+)
+def test_a_small_file_is_quick(tmp_path, name, text):
+    """Under 0.3 seconds from a cold start: a hook that is felt is switched off."""
+    (tmp_path / name).write_text(text)
+    assert min(processor_seconds(str(tmp_path / name)) for _ in range(3)) < 0.3
+
+
+@pytest.mark.slow
+def test_a_tree_of_2000_files_is_quick(tmp_path):
+    """Under 20 seconds of processor time, which two cores make 10."""
+    for i in range(2000):
+        text = (Path(__file__).parents[1] / "engine_models.py").read_text()
+        (tmp_path / f"{i}.py").write_text(text + (f"\nfrom torch.amp import autocast\nx = {i}\n" if i % 3 == 0 else ""))
+    assert processor_seconds(str(tmp_path)) < 20
+
+
+def test_the_hook_is_one_that_pre_commit_takes():
+    """It runs the command, on scripts, notebooks and files named like configurations."""
+    (hook,) = yaml.safe_load((Path(__file__).parents[2] / ".pre-commit-hooks.yaml").read_text())
+    assert {"id", "name", "entry", "language"} <= set(hook)
+    assert hook["entry"] == "halfstep check"
+    assert all(re.search(hook["files"], name) for name in ("a/train.py", "n.ipynb", "c/ds_config.json", "zero3.json"))
+    assert not any(re.search(hook["files"], name) for name in ("package.json", "data/labels.json", "mkdocs.yml"))
+
+
+def test_an_interrupt_ends_it_with_130(tmp_path):
+    """Workers and all, without a traceback."""
+    for i in range(1500):
+        (tmp_path / f"{i}.py").write_text("import torch\n" + "x = torch.float16 + 1\n" * 300)
+    command = [sys.executable, "-m", "halfstep", "check", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    for _ in range(200):
+        time.sleep(0.05)
+        if children.exists() and children.read_text():
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr

@@ -1,0 +1,70 @@
+"""`halfstep plan` at the command line."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from halfstep.cli import cli
+
+FIELDS = {"precision", "batch", "peak_bytes", "breakdown", "fits", "min_gpus"}
+
+
+def run(*args):
+    """The command, in this process."""
+    return CliRunner().invoke(cli, ["plan", *args])
+
+
+def test_digits_is_planned_by_default():
+    """Without a target the embedded job is planned, and the table has its causes."""
+    result = run("--memory", "8GiB", "-p", "fp32", "-p", "bf16")
+    assert result.exit_code == 0, result.output
+    assert "Plan for digits, batch 64" in result.output
+    for word in ("activations", "workspaces", "fewest GPUs", "What is uncertain"):
+        assert word in result.output
+
+
+def test_json_has_the_promised_fields():
+    """Each entry has precision, batch, peak_bytes, breakdown, fits and min_gpus, and the causes add up."""
+    result = run("--memory", "8GiB", "-p", "bf16-lean", "--batch", "32", "--json")
+    data = json.loads(result.stdout)
+    (entry,) = data["entries"]
+    assert entry.keys() >= FIELDS
+    assert entry["batch"] == 32
+    assert entry["fits"] is True
+    assert entry["min_gpus"] == 1
+    assert sum(entry["breakdown"].values()) == entry["peak_bytes"]
+
+
+def test_html_page_is_written(tmp_path):
+    """--html writes one page without scripts or links to elsewhere."""
+    page = tmp_path / "plan.html"
+    assert run("--memory", "8GiB", "-p", "fp32", "--html", str(page)).exit_code == 0
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "<script" not in text
+    assert "http" not in text
+
+
+def test_find_with_a_memory_size():
+    """--find answers for a memory size without a GPU, and says that no trial was made."""
+    result = run("--find", "--memory", "2GiB", "-p", "fp32")
+    assert result.exit_code == 0, result.output
+    assert "no trial was made" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--gpus", "none"), "--gpus"),
+        (("--find", "--batch", "8"), "--find looks for the batch itself"),
+        (("--find", "--gpu", "A100"), "leave out --gpu"),
+        (("--memory", "lots"), "is no size"),
+        (("--gpu", "A1000000"), "A1000000"),
+    ],
+)
+def test_bad_settings_are_explained(args, said):
+    """What cannot work together is refused with the way out."""
+    result = run(*args)
+    assert result.exit_code == 1
+    assert said in str(result.exception)

@@ -1,0 +1,94 @@
+"""Findings as text."""
+
+from halfstep.check.document import read_document
+from halfstep.check.finding import Edit, Finding, Fix
+from halfstep.check.fixing import Fixed
+from halfstep.check.runner import FileResult
+from halfstep.check.session import Outcome
+from halfstep.check.source import Cell, Source
+from halfstep.report.check_text import as_text
+
+SOURCE = Source("a.py", "x = 1\n\tclip(model)\n", "python")
+
+
+def finding(**given):
+    values = {
+        "code": "HS104", "name": "clip-before-unscale", "severity": "error", "path": "a.py", "line": 2, "column": 2,
+        "message": "It is clipped.", "instead": "unscale first", "end_line": 2, "end_column": 13,
+    }  # fmt: skip
+    return Finding(**{**values, **given})
+
+
+def outcome(*findings, source=SOURCE, **given):
+    return Outcome((FileResult("a.py", findings, source),) if findings else (), 3, **given)
+
+
+def test_a_finding_is_place_line_caret_and_advice():
+    """The whole form, tabs kept under tabs."""
+    assert as_text(outcome(finding())) == (
+        "a.py:2:2: HS104 [error] It is clipped.\n"
+        "   2 | \tclip(model)\n"
+        "     | \t^^^^^^^^^^^\n"
+        "   = instead: unscale first\n"
+        "\n"
+        "3 files checked, 1 finding in 1: 1 error."
+    )
+
+
+def test_nothing_found_is_one_line():
+    """Quiet when there is nothing to say."""
+    assert as_text(outcome()) == "3 files checked, nothing found."
+
+
+def test_the_sum_counts_severities_and_fixes():
+    """And says how to mend what can be mended."""
+    fix = Fix("t", (Edit(0, 1, ""),))
+    text = as_text(outcome(finding(fix=fix), finding(severity="advice"), finding(severity="warning", line=1)))
+    assert text.endswith("3 findings in 1: 1 error, 1 warning, 1 advice. 1 can be mended with --fix; --diff shows how.")
+
+
+def test_colours_only_when_asked():
+    """Plain text has no escape in it."""
+    assert "\033" not in as_text(outcome(finding()))
+    assert "\033[31m[error]\033[0m" in as_text(outcome(finding()), colour=True)
+
+
+def test_what_a_file_holds_cannot_move_the_cursor():
+    """Escapes in names and lines are shown as question marks."""
+    source = Source("a.py", "x = '\033[2J\u202e'\n", "python")
+    text = as_text(outcome(finding(path="\033]0;a.py", line=1, column=1, message="\rhidden"), source=source))
+    assert "\033" not in text
+    assert "\r" not in text
+    assert "\u202e" not in text
+
+
+def test_a_very_long_line_is_cut_around_the_finding():
+    """The caret is under what is meant, on a line that fits."""
+    source = Source("a.py", "x" * 5000 + "HERE" + "y" * 5000, "python")
+    text = as_text(outcome(finding(line=1, column=5001, end_line=1, end_column=5005), source=source))
+    shown, carets = text.split("\n")[1:3]
+    assert len(shown) < 200
+    assert shown[carets.index("^") : carets.index("^") + 4] == "HERE"
+
+
+def test_a_notebook_names_the_cell():
+    """The line is the cell's own."""
+    source = Source("n.ipynb", "x = 1\ny = 2\n", "notebook", (Cell(1, 1, 1), Cell(2, 2, 1)))
+    text = as_text(outcome(finding(path="n.ipynb", cell=2, line=1, column=1, end_line=1, end_column=2), source=source))
+    assert text.startswith("n.ipynb:cell 2:1:1: HS104")
+    assert "   1 | y = 2\n     | ^\n" in text
+
+
+def test_a_finding_without_a_source_has_no_excerpt():
+    """A file that could not be opened has no line to show."""
+    assert "|" not in as_text(outcome(finding(code="HS001"), source=None))
+
+
+def test_fixed_files_are_listed_with_what_was_done():
+    """Done, or not and why."""
+    before = read_document("a.py", b"x", "python")
+    done = Fixed(before, before, (), (finding(),))
+    failed = Fixed(before, before, (), (finding(),), "it is read-only")
+    text = as_text(outcome(fixed=(done, failed)))
+    assert "a.py: fixed 1 finding\n" in text
+    assert "a.py: not changed, it is read-only\n" in text
