@@ -30,7 +30,9 @@ _HOME = {
     "check_path": "check",
     "choose": "choice",
     "compare": "comparison",
+    "find_batch_size": "planning",
     "get_format": "formats",
+    "plan": "planning",
     "probe": "hardware",
     "set_tf32": "tf32",
 }
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from halfstep.hardware import Hardware, probe
     from halfstep.job import Job
     from halfstep.lossscale import LossScale
+    from halfstep.planning import find_batch_size, plan
     from halfstep.policy import Policy
     from halfstep.result import StepResult
     from halfstep.scaler import LossScaler, NoScaler, StaticScaler

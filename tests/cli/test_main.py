@@ -45,6 +45,10 @@ def test_flags_are_few_and_listed():
         ],
         "explain": ["--json"],
         "export": ["--best", "--dtype", "--ema", "--force", "--json", "--out"],
+        "plan": [
+            "--accumulate", "--batch", "--data", "--ema", "--find", "--gpu", "--gpus", "--html", "--json", "--memory",
+            "--precision", "--verify", "-p",
+        ],
         "probe": ["--gpu", "--json", "--measure"],
         "train": [
             "--batch", "--data", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",

@@ -18,6 +18,7 @@ from halfstep.comparison.record import RunRecord
 
 __all__ = ["METRICS", "Row", "build_row", "final_loss", "metric_of", "noise_of"]
 
+NOT_PREDICTED = "not predicted"
 _LAST = 0.1  # the share of a run's steps whose mean loss is its final loss
 
 
@@ -39,6 +40,7 @@ class Row:
     warmup_steps: int = 0
     peak_bytes: float | None = None
     memory: dict[str, float] | None = None  # the peak by what it holds, in bytes
+    predicted_bytes: float | None = None  # the peak as `halfstep plan` predicts it
     memory_ratio: float | None = None
     split: dict[str, float] | None = None  # seconds of each phase
     flops_per_second: float | None = None
@@ -142,6 +144,9 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], found: 
         warmup_steps=timed[0].settings.num_warmup,
         peak_bytes=_peak(whole),
         memory=memory,
+        predicted_bytes=next(
+            (run.measured["predicted"]["peak_bytes"] for run in whole if "predicted" in run.measured), None
+        ),
         memory_ratio=_ratio(_peak(whole), _peak(reference)),
         split=surveyed.get("split"),
         skips=sum(sum(run.skipped) for run in runs),
@@ -204,7 +209,8 @@ def _losses(runs: Sequence[RunRecord], reference: Sequence[RunRecord], *, compar
     metrics = [
         a.measured["validation"]["metric"] - b.measured["validation"]["metric"]
         for a, b in pairs
-        if "metric" in a.measured["validation"] and "metric" in b.measured["validation"]
+        # A metric is of the end of a run: of runs of different lengths it says nothing about their precision.
+        if len(a.loss) == len(b.loss) and "metric" in a.measured["validation"] and "metric" in b.measured["validation"]
     ]
     distances = [d for a, b in pairs if (d := curve_distance(a.loss, b.loss)) is not None]
     distance = statistics.fmean(distances) if distances else None
@@ -243,8 +249,10 @@ def _memory(runs: Sequence[RunRecord]) -> dict[str, float] | None:
     if not whole:
         return None
     one = whole[0]
-    if "breakdown" in one:  # parts that the run itself told apart
-        return dict(one["breakdown"])
+    if "predicted" in one:  # by cause, as planned; what was measured beyond that is a part of its own
+        parts = {name: float(size) for name, size in one["predicted"]["parts"].items() if size}
+        beyond = one["peak_bytes"] - one["predicted"]["peak_bytes"]
+        return parts | ({NOT_PREDICTED: float(beyond)} if beyond > 0 else {})
     held = {name: float(size) for name, size in one["held"].items()}
     base = {"process": float(one["base_bytes"])} if one["base_bytes"] else {}
     rest = statistics.median(m["peak_bytes"] for m in whole) - sum(held.values()) - sum(base.values())

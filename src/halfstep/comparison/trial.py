@@ -169,6 +169,16 @@ class Trial:
                 self.record["census"] = self._census()
             except Exception as error:  # a profiler that is not allowed here must not cost the run that is done
                 self.record["census_failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            if self.device.type == "cuda" and not self.spec.contender.compile:  # which the prediction does not know
+                self._predict()
+
+    def _predict(self) -> None:
+        """What `halfstep plan` says of this run, to stand beside what was measured."""
+        from halfstep.planning import predict_peak  # a second of imports, after everything was timed
+
+        estimate = predict_peak(self.job, self.spec.contender.policy, self.spec.batch, seed=self.spec.seed)
+        if estimate is not None:
+            self.record["predicted"] = {"peak_bytes": estimate.peak_bytes, "parts": dict(estimate.peak.breakdown)}
 
     def curves(self) -> dict[str, list[Any]]:
         """Loss, gradient norm, scale and skips of every training step; waits for the device."""

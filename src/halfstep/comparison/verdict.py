@@ -231,9 +231,12 @@ def _times(speed: Estimate | None, label: str) -> str:
 def _figure(estimate: Estimate | None) -> str:
     if estimate is None:
         return "?"
-    if estimate.low == estimate.high:
-        return f"{estimate.value:.3g}"
-    return f"{estimate.value:.3g} ({estimate.low:.3g} to {estimate.high:.3g})"
+    value, low, high = (_short(x) for x in (estimate.value, estimate.low, estimate.high))
+    return value if low == high else f"{value} ({low} to {high})"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _signed(estimate: Estimate | None) -> str:

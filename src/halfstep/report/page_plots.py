@@ -172,6 +172,8 @@ def _memory(values: Values) -> Plot | None:
     names = sorted({name for row in rows for name in row["memory"]}, key=lambda n: (*_MEMORY, n).index(n))
     parts = {name: [row["memory"].get(name, 0.0) / size for row in rows] for name in names}
     caption = "The peak while training, by what it holds. Weights, gradients and optimizer states are counted; the rest of the peak is activations."
+    if any(row.get("predicted_bytes") for row in rows):
+        caption = "The peak while training. Its parts are predicted, by cause; what was measured beyond the prediction is a part of its own."
     if "process" in names:
         caption += " On a CPU it is the resident set, and most of it is the process itself: the interpreter and torch."
     return _parts_plot("plot-memory", "Peak memory", caption, unit, [r["label"] for r in rows], parts, ",.3f")

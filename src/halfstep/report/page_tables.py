@@ -60,7 +60,12 @@ def summary_table(comparison: Comparison) -> Markup:
             cell(row, "speedup", "reference")
             if is_reference
             else cell(row, "speedup", _number(row.speedup, ".2f", "x"), _range(row.speedup)),
-            cell(row, "memory_gib", "-" if row.peak_bytes is None else show_bytes(row.peak_bytes)),
+            cell(
+                row,
+                "memory_gib",
+                "-" if row.peak_bytes is None else show_bytes(row.peak_bytes),
+                "" if row.predicted_bytes is None else f"predicted {show_bytes(row.predicted_bytes)}",
+            ),
             cell(row, "loss", _number(row.loss, ".4f")),
             cell(row, "loss_gap", "reference")
             if is_reference

@@ -26,6 +26,7 @@ from halfstep.events import say
 from halfstep.job import Job
 from halfstep.runlog import RunLog
 from halfstep.train.config import TrainConfig, changed_fields
+from halfstep.train.memory import compare_memory, measured_peak
 from halfstep.train.recorder import Listener, Recorder, Silence
 from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, to_device
@@ -191,6 +192,8 @@ class _Run:
                 break
         if stop and self.saved_at != engine.attempts:
             self._save(epoch, whole=False, validated=False)
+        if (peak := measured_peak(self.device)) is not None and not stop:
+            log.event("memory", **compare_memory(self.job, engine.policy, config, peak))
         return self._outcome(epoch, stop)
 
     def _train_epoch(self, epoch: int, stop: StopRequest) -> str:

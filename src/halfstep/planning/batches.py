@@ -1,0 +1,87 @@
+"""Batches of any size without loading them: the shapes of two small batches, and the line through them.
+
+A plan asks about batches of thousands of images, which nobody wants to load. So the job's data is asked for batches of two
+small sizes, and every dimension that grows in step with the size is taken to go on like that. Where something else
+differs between the two (sequences padded to the longest of the batch, say), there is no line, and the batch of the
+asked size is loaded after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from halfstep.engine_state import restore_rng, rng_state
+from halfstep.errors import SettingError
+from halfstep.job import Job
+from halfstep.planning.fakes import CPU
+
+__all__ = ["Batches", "look_at_data"]
+
+_SIZES = (2, 3)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Gives the batch of any size, as tensors without numbers where that is possible."""
+
+    at: Callable[[int], Any]
+    notes: tuple[str, ...] = ()
+
+
+def look_at_data(job: Job, context: dict[str, Any]) -> Batches:
+    """Draw two small batches of the job's data and find the line through their shapes."""
+
+    def draw(size: int) -> Any:
+        before = rng_state()
+        try:
+            loader = job.call("data", **{**context, "batch_size": size, "device": CPU}, split="train", epoch=0)
+            with job.guard("data"):
+                batch = next(iter(loader), None)
+        finally:
+            restore_rng(before)
+        if batch is None:
+            raise SettingError(f"{job.describe('data')} gave no batch of {size} for split='train'; a plan needs one.")
+        return batch
+
+    first, second = (draw(size) for size in _SIZES)
+    leaves, structure = pytree.tree_flatten(first)
+    others, structure2 = pytree.tree_flatten(second)
+    lines = [_line(a, b) for a, b in zip(leaves, others, strict=False)]
+    if structure != structure2 or any(line is None for line in lines):
+        note = "The shapes of batches change with more than their size; each size was planned with the first batch of that size."
+        return Batches(draw, (note,))
+    if not any(factor for line in lines for factor, _ in line or ()):
+        note = "The data takes no notice of batch_size; the plan is for the batches it gives, whatever size was asked."
+        return Batches(lambda _: first, (note,))
+
+    def at(size: int) -> Any:
+        made = [
+            torch.empty([factor * size + rest for factor, rest in line or ()], dtype=leaf.dtype, device="meta")
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf, line in zip(leaves, lines, strict=True)
+        ]
+        return pytree.tree_unflatten(made, structure)
+
+    return Batches(at)
+
+
+def _line(a: Any, b: Any) -> list[tuple[int, int]] | None:
+    """For each dimension of a leaf, (factor, rest) with size = factor * batch + rest; None if it is no such line."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return [] if type(a) is type(b) else None
+    if a.dim() != b.dim() or a.dtype != b.dtype:
+        return None
+    found = []
+    for low, high in zip(a.shape, b.shape, strict=True):
+        factor = high - low  # the two sizes differ by one
+        if factor and low != factor * _SIZES[0]:
+            return None
+        found.append((factor, low - factor * _SIZES[0]))
+    return found

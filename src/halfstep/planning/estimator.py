@@ -1,0 +1,203 @@
+"""The memory of a job's training step at any batch size: traced where asked, on a line between traces, checked.
+
+A trace costs a second or a few. Two of them at different batch sizes have the same lines in their ledgers, and each line's
+size is a straight line in the batch size, so the peak at any other size is a replay, not a trace. Where an answer depends
+on it (the largest batch that fits), the answer itself is traced once more, and if the line was wrong there, the new
+trace becomes one end of a better line.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from halfstep.errors import HalfstepError, SettingError
+from halfstep.events import say
+from halfstep.job import Job
+from halfstep.planning.batches import Batches, look_at_data
+from halfstep.planning.ledger import Line, line_through
+from halfstep.planning.replay import Peak, replay
+from halfstep.planning.trace import StepOptions, Traced, trace_step
+from halfstep.planning.untraceable import explain_failure
+from halfstep.planning.workspaces import CUBLAS_BYTES
+from halfstep.policy import Policy
+
+__all__ = ["Estimate", "Estimator", "predict_peak"]
+
+_MOST_BATCH = 1 << 22
+_CLOSE = 0.005  # a line whose prediction is this near a trace holds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The predicted memory of one step in one precision at one micro-batch size."""
+
+    precision: str
+    batch: int
+    peak: Peak
+    num_params: int
+    traced: bool  # or on the line between two traces
+    build_bytes: int  # the most that making the Engine takes
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """What torch.cuda.max_memory_allocated() is predicted to say."""
+        return self.peak.allocated
+
+
+class Estimator:
+    """One job in one precision; keeps its traces."""
+
+    def __init__(
+        self,
+        job: Job,
+        policy: Policy,
+        *,
+        options: StepOptions | None = None,
+        seed: int = 0,
+        batches: Batches | None = None,
+    ) -> None:
+        self.job, self.policy = job, policy
+        self.options = options or StepOptions()
+        self._context = {"seed": seed, "rank": 0, "world_size": 1}
+        self._batches = batches
+        self._traces: dict[int, Traced] = {}
+        self._known: dict[int, Estimate] = {}
+        self._lines: dict[tuple[int, int], Line | None] = {}
+        self._line_holds = False  # whether a trace off the line's ends has agreed with it
+        self._real = False  # whether the model must be built with its numbers
+        self.workspaces = CUBLAS_BYTES["new"]
+
+    @property
+    def batches(self) -> Batches:
+        """The shapes of the job's batches."""
+        if self._batches is None:
+            self._batches = look_at_data(self.job, {**self._context, "batch_size": 1})
+        return self._batches
+
+    def trace(self, batch: int) -> Traced:
+        """The trace at this batch size, made if there is none."""
+        if batch < 1:
+            raise SettingError(f"batch={batch} must be 1 or more.")
+        if batch not in self._traces:
+            self._traces[batch] = self._run(batch)
+        return self._traces[batch]
+
+    def _run(self, batch: int) -> Traced:
+        inputs = self.batches.at(batch)
+        context = {**self._context, "batch_size": batch}
+        if not self._real:
+            try:
+                return trace_step(self.job, self.policy, inputs, context, self.options)
+            except SettingError:
+                raise
+            except Exception as error:
+                if not _worth_building():
+                    raise explain_failure(self.job, self.policy, error) from error
+                self._real = True
+        try:
+            traced = trace_step(self.job, self.policy, inputs, context, self.options, real=True)
+        except HalfstepError as error:
+            raise explain_failure(self.job, self.policy, error) from error
+        except Exception as error:
+            raise explain_failure(self.job, self.policy, error) from error
+        note = "The model reads numbers while it is built, so it was built in memory once to be planned."
+        return replace(traced, notes=(*traced.notes, note))
+
+    def at(self, batch: int, *, trace: bool = True) -> Estimate:
+        """The estimate at a batch size; without `trace`, from the line through the traces there are, if they make one."""
+        known = self._known.get(batch)
+        if known is not None and (known.traced or not trace):
+            return known
+        line = None if trace or batch in self._traces else self._line(batch)
+        traced = self.trace(batch) if line is None else next(iter(self._traces.values()))
+        estimate = Estimate(
+            precision=str(self.policy),
+            batch=batch,
+            peak=replay(traced.ledger if line is None else line.ledger(batch), self.workspaces),
+            num_params=traced.num_params,
+            traced=line is None,
+            build_bytes=traced.build_bytes + self.workspaces,
+            notes=(*self.batches.notes, *traced.notes),
+        )
+        if known is not None and abs(known.peak_bytes - estimate.peak_bytes) <= _CLOSE * estimate.peak_bytes:
+            self._line_holds = True
+        self._known[batch] = estimate
+        return estimate
+
+    def _line(self, batch: int) -> Line | None:
+        """The line through the two traced sizes nearest to `batch`, if they make one."""
+        if len(self._traces) < 2:
+            return None
+        low, high = sorted(sorted(self._traces, key=lambda size: abs(size - batch))[:2])
+        if (low, high) not in self._lines:
+            self._lines[low, high] = line_through(self._traces[low].ledger, low, self._traces[high].ledger, high)
+        return self._lines[low, high]
+
+    def checked(self, batch: int) -> Estimate:
+        """The estimate at a batch size, traced unless the line has been found to hold."""
+        return self.at(batch, trace=not self._line_holds)
+
+    def largest(self, limit_bytes: int, start: int) -> Estimate | None:
+        """The largest micro-batch whose peak is within `limit_bytes`, traced; None if not even one example fits."""
+        self.trace(start)
+        self.trace(max(1, start // 2) if start > 1 else 2)
+        for _ in range(4):
+            best = self._on_line(limit_bytes)
+            if best <= 1:  # the line may be wrong so far down, and one example is worth a trace
+                one = self.at(1)
+                return one if one.peak_bytes <= limit_bytes else None
+            guess = self.at(best, trace=False)
+            found = self.at(best)
+            if (
+                found.peak_bytes <= limit_bytes
+                and abs(found.peak_bytes - guess.peak_bytes) <= _CLOSE * found.peak_bytes
+            ):
+                return found
+        # A step that does not grow along a line: the largest of the traced sizes that fit is a sure answer.
+        sure = [size for size in self._traces if self.at(size).peak_bytes <= limit_bytes]
+        return self.at(max(sure)) if sure else None
+
+    def _on_line(self, limit_bytes: int) -> int:
+        """The largest batch within the limit by the line, 0 if none is."""
+        sizes = sorted(self._traces)
+        line = self._line(sizes[-1])
+        # The allocator's rounding, as a share; the quick peaks do not have it.
+        top = self.at(sizes[-1]).peak
+        share = top.allocated / max(1, top.allocated - top.breakdown.get("rounding", 0))
+
+        def fits(size: int) -> bool:
+            if line is None:
+                return self.at(size).peak_bytes <= limit_bytes
+            return (line.requested(size) + self.workspaces) * share <= limit_bytes
+
+        low, high = 0, 1
+        while fits(high):
+            low, high = high, 2 * high
+            if high > _MOST_BATCH:
+                return low
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        while low > 1 and self.at(low, trace=False).peak_bytes > limit_bytes:
+            low -= max(1, low // 200)
+        return low
+
+
+def _worth_building() -> bool:
+    """Whether a second try with a real model is allowed; it takes as much memory as the weights."""
+    return os.environ.get("HALFSTEP_PLAN_REAL_MODEL", "1") != "0"
+
+
+def predict_peak(
+    job: Job, policy: Policy | str, batch: int, *, accumulate: int = 1, ema: bool = False, seed: int = 0
+) -> Estimate | None:
+    """The predicted peak of one training step, or None with a message if the job cannot be traced."""
+    chosen = Policy.parse(policy) if isinstance(policy, str) else policy
+    estimator = Estimator(job, chosen, options=StepOptions(accumulate, ema), seed=seed)
+    try:
+        return estimator.at(batch)
+    except HalfstepError as error:
+        say(f"No prediction of memory: {error}")
+        return None

@@ -1,0 +1,108 @@
+"""The same step on a real GPU: what torch's own counter says, beside the prediction.
+
+Two steps are taken and the second is counted, because the optimizer makes its states in the first. Everything made for the
+measurement is dropped at the end, out of memory or not, and the random number generators are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils import _pytree as pytree
+
+from halfstep.engine import Engine
+from halfstep.engine_state import restore_rng, rng_state
+from halfstep.errors import SettingError
+from halfstep.job import Job
+from halfstep.planning.estimator import Estimate
+from halfstep.planning.quiet import quietly
+from halfstep.planning.trace import StepOptions
+from halfstep.planning.workspaces import CUBLAS_BYTES
+from halfstep.policy import Policy
+
+__all__ = ["MeasuredStep", "measure_step", "quiet_gpu", "require_gpu"]
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What one step took on this machine."""
+
+    batch: int
+    peak_bytes: int  # max_memory_allocated, without what was there before
+    reserved_bytes: int
+    device: str
+
+    def error(self, estimate: Estimate) -> float:
+        """How far the prediction is off: 0.01 is 1 % too high."""
+        return estimate.peak_bytes / self.peak_bytes - 1
+
+
+def require_gpu(what: str) -> torch.device:
+    """The GPU to measure on, or an error that says how to do without."""
+    if not torch.cuda.is_available():
+        raise SettingError(
+            f"{what} runs the step on a GPU, and torch {torch.__version__} sees none here. Leave it out: the prediction needs no GPU."
+        )
+    return torch.device("cuda")
+
+
+@contextlib.contextmanager
+def quiet_gpu() -> Iterator[None]:
+    """Leave the GPU's memory and the random number generators as they were, whatever happens inside."""
+    before = rng_state()
+    try:
+        yield
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+        restore_rng(before)
+
+
+def measure_step(
+    job: Job, policy: Policy, batch: int, options: StepOptions | None = None, seed: int = 0
+) -> MeasuredStep:
+    """Run two steps of `job` on the GPU and measure the second; the job's own objects are not changed."""
+    device = require_gpu("Measuring a step")
+    options = options or StepOptions()
+    place = {"seed": seed, "rank": 0, "world_size": 1, "device": device, "batch_size": batch}
+    with quiet_gpu(), quietly():
+        _warm(device)
+        already = torch.cuda.memory_allocated() - CUBLAS_BYTES["new"]
+        # A copy: the job may hand out one and the same module, and the Engine casts it in place.
+        model = copy.deepcopy(job.call("model", **place)).to(device).train()
+        optimizer = job.call("optimizer", model=model, **place)
+        engine = Engine(
+            model, optimizer, policy, max_norm=1.0, accumulate=options.accumulate, ema=0.999 if options.ema else None
+        )
+        try:
+            data = job.call("data", split="train", epoch=0, **place)
+            with job.guard("data"):
+                inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), next(iter(data)))
+            for _ in range(2):
+                torch.cuda.reset_peak_memory_stats()
+                for _ in range(options.accumulate):
+                    with engine.forward():
+                        loss = job.call("loss", model=model, batch=inputs, split="train", epoch=0, **place)
+                    engine.backward(loss)
+                    del loss
+                    engine.step()
+                torch.cuda.synchronize()
+            return MeasuredStep(
+                batch,
+                torch.cuda.max_memory_allocated() - already,
+                torch.cuda.max_memory_reserved(),
+                torch.cuda.get_device_name(),
+            )
+        finally:
+            engine.close()
+
+
+def _warm(device: torch.device) -> None:
+    """Make cuBLAS take its workspaces, in this thread and in autograd's."""
+    x = torch.ones(16, 16, device=device, requires_grad=True)
+    (x @ x).sum().backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,201 @@
+"""One training step of a job on fake tensors, as the Engine would take it on a GPU, written down as a ledger.
+
+The order is the Engine's: the buffers are copied, forward in the policy's region, the scaled loss backwards, the update,
+the gradients dropped. With accumulation two micro-batches are traced, because from the second on the gradients of those
+before are there as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from halfstep.casting import uncast_forwards, wrap_forwards
+from halfstep.job import Job
+from halfstep.planning.cuda_rules import as_on_cuda
+from halfstep.planning.fakes import CPU, build_model, fake_batch, new_mode
+from halfstep.planning.ledger import Entry, Ledger
+from halfstep.planning.optimizers import Held, held_by, prepare_optimizer, run_plain, states_of, step_scratch
+from halfstep.planning.quiet import quietly
+from halfstep.planning.tracer import Tracer
+from halfstep.planning.workspaces import scratch_bytes
+from halfstep.policy import Policy
+from halfstep.region import COMPUTE_DTYPES
+
+__all__ = ["StepOptions", "Traced", "trace_step"]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What besides precision and batch changes a step's memory."""
+
+    accumulate: int = 1
+    ema: bool = False
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step's ledger with what was learnt about the model on the way."""
+
+    ledger: Ledger
+    num_params: int
+    num_trainable: int
+    largest_param: int  # elements
+    unit_params: int  # elements of the largest group of parameters that FSDP would gather at once
+    build_bytes: int  # the most that making the Engine takes, before any step
+    notes: tuple[str, ...] = field(default=())
+
+
+def trace_step(
+    job: Job, policy: Policy, batch: Any, context: dict[str, Any], options: StepOptions, *, real: bool = False
+) -> Traced:
+    """Run one step of `job` on fake tensors shaped like `batch` and write down its memory."""
+    mode = new_mode()
+    model = build_model(job, mode, {**context, "device": CPU}, real=real)
+    notes: list[str] = []
+    with mode, as_on_cuda(), _prepared(model, policy, options):
+        optimizer = job.call("optimizer", model=model, **context, device=CPU)
+        with quietly():
+            optimizer, kind = prepare_optimizer(optimizer, policy, model)
+        inputs = fake_batch(batch, mode)
+        tracer = Tracer(scratch_bytes)
+        tracer.know_weights(model)
+        tracer.know([t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)])
+        with tracer, tracer.modules():
+            copies = _copy_buffers(tracer, model)
+            for _ in range(min(2, options.accumulate)):
+                _micro_batch(tracer, job, policy, model, inputs, context)
+            tracer.phase = "step"
+            held = _update(tracer, optimizer, kind, notes)
+            tracer.scratch(3 * sum(c.numel() * c.element_size() for c in copies))
+            if options.ema:
+                tracer.scratch(12 * max((p.numel() for p in model.parameters()), default=0))
+            for param in model.parameters():
+                param.grad = None
+            copies.clear()
+            lines = tracer.settled()
+        tracer.stop()
+    if options.ema:
+        held += [Held("average", 4 * p.numel(), by_step=False) for p in model.parameters() if p.requires_grad]
+    return _traced(model, job, inputs, held, lines, tuple(notes))
+
+
+@contextlib.contextmanager
+def _prepared(model: nn.Module, policy: Policy, options: StepOptions) -> Iterator[None]:
+    """The weights in the policy's dtype and the forwards wrapped, as the Engine does both."""
+    if policy.params != "fp32":
+        dtype = COMPUTE_DTYPES[policy.params]
+        kept = {
+            p
+            for name, m in model.named_modules(remove_duplicate=False)
+            if _stays_fp32(name, m, policy)
+            for p in m.parameters()
+        }
+        for param in model.parameters():
+            if param.is_floating_point() and param not in kept:
+                param.data = param.data.to(dtype)
+                if policy.grads_format(options.accumulate) == "fp32":
+                    param.grad_dtype = torch.float32
+    wrap_forwards(model, policy)
+    try:
+        yield
+    finally:
+        uncast_forwards(model)
+
+
+def _stays_fp32(name: str, module: nn.Module, policy: Policy) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) or policy.keeps_fp32(name)  # noqa: SLF001
+
+
+def _copy_buffers(tracer: Tracer, model: nn.Module) -> list[Tensor]:
+    tracer.phase = "forward"
+    copies = [b.detach().clone() for b in model.buffers()]
+    tracer.mark(copies, "buffers")
+    return copies
+
+
+def _micro_batch(
+    tracer: Tracer, job: Job, policy: Policy, model: nn.Module, inputs: Any, context: dict[str, Any]
+) -> None:
+    tracer.phase = "forward"
+    dtype = COMPUTE_DTYPES.get(policy.compute)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss = job.call("loss", model=model, batch=inputs, split="train", epoch=0, **context, device=CPU)
+    tracer.end_forward()
+    tracer.phase = "backward"
+    scaled = loss.float() * 1.0
+    del loss
+    with torch.autocast("cpu", enabled=False):
+        scaled.backward()
+    del scaled
+    tracer.mark([p.grad for p in model.parameters() if p.grad is not None], "gradients")
+
+
+def _update(tracer: Tracer, optimizer: Any, kind: str, notes: list[str]) -> list[Held]:
+    """Trace the update; what the optimizer holds afterwards."""
+    if kind != "plain":
+        scratch = step_scratch(optimizer, kind)
+        if scratch:
+            tracer.scratch(scratch)
+        return held_by(optimizer, kind)
+    start = len(tracer.lines)
+    problem = run_plain(optimizer, optimizer.step)
+    states = states_of(optimizer)
+    held = [Held("states", t.numel() * t.element_size()) for t in states]
+    if problem:
+        notes.append(f"{problem}; its states are those it had made by then, its temporaries are not counted.")
+        return held
+    # The second step is the one to keep: the first also makes the states.
+    del tracer.lines[start:]
+    tracer.know(states)
+    run_plain(optimizer, optimizer.step)
+    return held
+
+
+def _traced(
+    model: nn.Module,
+    job: Job,
+    inputs: Any,
+    held: list[Held],
+    lines: tuple[Entry, ...],
+    notes: tuple[str, ...],
+) -> Traced:
+    params = list(model.parameters())
+    kept = [("weights", p) for p in params] + [("buffers", b) for b in model.buffers()]
+    kept += [("batch", t) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+    first = [Entry(-1, t.numel() * t.element_size(), cause) for cause, t in kept]
+    first += [Entry(-1, h.num_bytes, h.cause) for h in held if not h.by_step]
+    made = tuple(Entry(-1, h.num_bytes, h.cause) for h in held if h.by_step)
+    trainable = [p for p in params if p.requires_grad]
+    rounded = sum(p.numel() for p in params if p.dtype is not torch.float32)
+    weights = sum(p.numel() * p.element_size() for p in params)
+    # While weights are rounded, their fp32 originals, fp32 masters and new values are there together.
+    return Traced(
+        ledger=Ledger(tuple(first), made, lines),
+        num_params=sum(p.numel() for p in params),
+        num_trainable=sum(p.numel() for p in trainable),
+        largest_param=max((p.numel() for p in params), default=0),
+        unit_params=_largest_unit(model, job),
+        build_bytes=weights + 8 * rounded,
+        notes=notes,
+    )
+
+
+def _largest_unit(model: nn.Module, job: Job) -> int:
+    """Elements of the largest piece that FSDP gathers at once: a module the job names, or what is left at the root."""
+    units = [
+        module
+        for name, module in model.named_modules()
+        if any(fnmatchcase(name, item) if isinstance(item, str) else isinstance(module, item) for item in job.shard)
+    ]
+    inside = {p for unit in units for p in unit.parameters()}
+    rest = sum(p.numel() for p in model.parameters() if p not in inside)
+    sizes: list[int] = [rest, *(sum(p.numel() for p in unit.parameters()) for unit in units)]
+    return max(sizes)

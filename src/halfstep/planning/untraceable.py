@@ -1,0 +1,80 @@
+"""What to say when a step cannot run on fake tensors: which part, why, and what is known all the same.
+
+Three things stop a trace: code that looks at a number inside a tensor (`.item()`, `if loss > 1`), operations whose result's
+shape depends on numbers (`nonzero`, boolean masks), and operations of other libraries that come without a fake kernel. The
+model's own part of the memory does not depend on any of them, so it is told.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from halfstep.errors import HalfstepError, SettingError
+from halfstep.job import Job
+from halfstep.planning.fakes import CPU
+from halfstep.planning.sharding import state_bytes
+from halfstep.policy import Policy
+
+__all__ = ["PlanError", "explain_failure"]
+
+
+class PlanError(HalfstepError, RuntimeError):
+    """A step that could not be traced; the message says what is known and what is not."""
+
+
+def explain_failure(job: Job, policy: Policy, error: BaseException) -> HalfstepError:
+    """The error to raise for a failed trace."""
+    if isinstance(error, SettingError):
+        return error
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    return PlanError(f"{_what(causes)} {_known(job, policy)}")
+
+
+def _what(causes: list[BaseException]) -> str:
+    said = str(causes[0]).split("\n")[0]
+    for cause in causes:
+        operation = getattr(cause, "func", None)
+        if isinstance(cause, DataDependentOutputException):
+            return (
+                f"The step reads a number out of a tensor ({operation}), and a plan runs on tensors without numbers: {said}. Keep "
+                ".item(), float(tensor) and `if tensor` out of the loss and the model, or measure on a GPU with --verify."
+            )
+        if isinstance(cause, DynamicOutputShapeException):
+            return (
+                f"The step has an operation whose result's shape depends on numbers ({operation}), such as nonzero or a boolean "
+                f"mask: {said}. Use torch.where or a weight of 0 instead, or measure on a GPU with --verify."
+            )
+        if isinstance(cause, UnsupportedOperatorException):
+            return (
+                f"The operation {operation} has no fake kernel, so its result's shape is not known: {said}. Register one with "
+                "torch.library.register_fake, or measure on a GPU with --verify."
+            )
+    if any("no fake impl" in str(cause) for cause in causes):
+        return (
+            f"The step has an operation without a fake kernel, so its result's shape is not known: {said.rstrip('.')}. Register one with "
+            "torch.library.register_fake, or measure on a GPU with --verify."
+        )
+    return f"The step could not be run on fake tensors: {said.rstrip('.')}."
+
+
+def _known(job: Job, policy: Policy) -> str:
+    """What the model alone tells."""
+    try:
+        with torch.device("meta"):
+            model = job.call("model", seed=0, rank=0, world_size=1, batch_size=1, device=CPU)
+    except Exception:
+        return "Nothing could be estimated: the model cannot be built without its numbers either."
+    num_params = sum(p.numel() for p in model.parameters())
+    each = state_bytes(policy).total
+    return (
+        f"What could be estimated: {num_params:,} parameters hold {num_params * each / 2**30:.2f} GiB of weights, master, gradients "
+        f"and Adam's states in {policy} ({each:g} bytes each). What could not: activations, temporaries and workspaces, "
+        "usually the larger part."
+    )

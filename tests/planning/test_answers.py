@@ -1,0 +1,92 @@
+"""The answers of a plan: what fits, on how many GPUs, and why."""
+
+import pytest
+
+from halfstep.errors import SettingError
+from halfstep.planning.answers import plan
+from halfstep.targets import load_target
+from planning_jobs import small_job
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def vit():
+    """ViT-S/16 in three precisions where activations decide."""
+    return plan(load_target("vit_s_16").job, 256, precision=("fp32", "bf16", "bf16-lean"), memory="10GiB")
+
+
+def test_state_is_the_same_in_fp32_and_autocast(vit):
+    """Autocast holds the model state of fp32, and the plan says that only activations can lower the count."""
+    full, mixed, lean = vit.entries
+    assert full.state_bytes == pytest.approx(mixed.state_bytes, rel=0.001)
+    assert lean.state_bytes < mixed.state_bytes
+    assert "only where activations decide" in " ".join(vit.notes)
+
+
+def test_fewest_gpus_fit_and_one_less_does_not(vit):
+    """Each answer is within the usable memory, and needs fewer GPUs in a leaner precision."""
+    counts = []
+    for entry in vit.entries:
+        answer = entry.answers[0]
+        assert answer.strategy == "ddp"
+        assert answer.need_bytes <= vit.capacity.usable_bytes
+        assert answer.micro_batch == -(-256 // answer.num_gpus)
+        counts.append(answer.num_gpus)
+    assert counts[0] > counts[1] >= counts[2]
+    assert vit.entries[0].answers[0].decides == "activations"
+
+
+def test_accumulation_reaches_the_whole_batch(vit):
+    """The largest micro-batch times its count covers the global batch."""
+    for entry in vit.entries:
+        assert entry.largest.batch * entry.accumulate >= 256
+        assert entry.largest.peak_bytes <= vit.capacity.usable_bytes
+
+
+def test_fits_agrees_with_the_peak(vit):
+    """`fits` is the peak against the usable memory."""
+    for entry in vit.entries:
+        assert entry.fits == (entry.peak_bytes <= vit.capacity.usable_bytes)
+
+
+def test_fixed_number_of_gpus_is_not_exceeded():
+    """With --gpus the answer is that number or none."""
+    found = plan(load_target("vit_s_16").job, 256, precision=("fp32",), memory="6GiB", gpus=1)
+    assert {a.num_gpus for a in found.entries[0].answers} == {None}
+
+
+def test_without_a_memory_size_the_peak_is_still_there(monkeypatch):
+    """Without a GPU, a plan gives peaks and says what is missing for the rest."""
+    monkeypatch.setattr("halfstep.planning.answers.capacity_of", lambda *_: None)
+    found = plan(small_job(), 8, precision=("bf16",))
+    assert (found.entries[0].fits, found.entries[0].min_gpus) == (None, None)
+    assert found.entries[0].peak_bytes > 0
+    assert "--memory" in found.notes[-1]
+
+
+@pytest.mark.parametrize("bad", [{"batch": 0}, {"batch": 8, "gpus": 0}, {"batch": 8, "accumulate": 0}, {"batch": True}])
+def test_bad_numbers_are_refused(bad):
+    """Counts are whole numbers from 1."""
+    with pytest.raises(SettingError, match="1 or more"):
+        plan(small_job(), **bad)
+
+
+def test_fp8_is_refused():
+    """What the Engine cannot run is not planned."""
+    with pytest.raises(SettingError, match="not built"):
+        plan(small_job(), 8, precision=("fp8",))
+
+
+def test_model_state_decides_when_weights_do_not_fit():
+    """Where the weights alone are too large, model state is named, and only sharding has an answer."""
+    from torch import nn
+
+    wide = small_job(
+        model=lambda: nn.Sequential(
+            *(nn.Linear(16, 1 << 24) if i == 0 else nn.Linear(1 << 24, 16) for i in range(2)), nn.Linear(16, 4)
+        )
+    )
+    answers = {a.strategy: a for a in plan(wide, 64, precision=("fp32",), memory="6GiB").entries[0].answers}
+    assert answers["ddp"].num_gpus is None
+    assert answers["ddp"].decides == "model state"

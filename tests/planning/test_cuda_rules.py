@@ -1,0 +1,104 @@
+"""CUDA's ways on fake CPU tensors, and nothing left of them afterwards."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.planning.attention import kernel_for
+from halfstep.planning.cuda_rules import as_on_cuda, autocast_fp32
+from halfstep.planning.fakes import new_mode
+from halfstep.planning.recurrent import reserve_bytes
+
+
+@pytest.fixture
+def on_cuda():
+    """Fake tensors that take CUDA's ways."""
+    with new_mode(), as_on_cuda():
+        yield
+
+
+def test_layer_norm_gives_fp32_under_autocast(on_cuda):
+    """CUDA's autocast computes layer norm, exp and sums in fp32, and linear layers in 16 bits."""
+    x = torch.randn(2, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.LayerNorm(8)(x).dtype is torch.float32
+        assert x.exp().dtype is torch.float32
+        assert x.sum(0).dtype is torch.float32
+        assert nn.Linear(8, 8)(x).dtype is torch.bfloat16
+
+
+def test_cross_entropy_keeps_its_log_softmax_in_16_bits(on_cuda):
+    """F.cross_entropy names the input's dtype for its log-softmax, which autocast respects; the loss itself is fp32."""
+    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(x, torch.zeros(4, dtype=torch.long))
+    assert loss.dtype is torch.float32
+    assert loss.grad_fn.next_functions[0][0].name().startswith("ToCopy")
+
+
+def test_dropout_saves_a_mask_of_bytes(on_cuda):
+    """Dropout in training is CUDA's fused kernel, whose mask is boolean; without effect it is the input itself."""
+    x = torch.randn(4, 8, requires_grad=True)
+    assert F.dropout(x, 0.1).grad_fn.name() == "NativeDropoutBackward0"
+    assert F.dropout(x, 0.0) is x
+
+
+def test_registrations_are_taken_back():
+    """After the block the CPU has its own ways again."""
+    with new_mode(), as_on_cuda():
+        pass
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.LayerNorm(8)(x).dtype is torch.bfloat16
+    assert F.dropout(torch.ones(4, requires_grad=True), 0.5).grad_fn.name() == "MulBackward0"
+
+
+def test_fp32_list_is_read_from_this_torch():
+    """The list has what CUDA's autocast keeps in fp32, by the installed torch's own word."""
+    assert {"layer_norm", "exp", "group_norm", "mse_loss"} <= set(autocast_fp32())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mask", "heads", "kernel"),
+    [
+        (torch.bfloat16, None, 4, "flash"),
+        (torch.float16, None, 2, "flash"),
+        (torch.float32, None, 4, "efficient"),
+        (torch.float32, None, 2, "math"),
+        (torch.bfloat16, "plain", 4, "efficient"),
+        (torch.bfloat16, "learnt", 4, "math"),
+    ],
+)
+def test_attention_kernel(dtype, mask, heads, kernel):
+    """16 bits take flash attention, masks and fp32 the memory-efficient one, grouped fp32 and learnt masks the formula."""
+    q, k = torch.zeros(2, 4, 8, 16, dtype=dtype), torch.zeros(2, heads, 8, 16, dtype=dtype)
+    bias = None if mask is None else torch.zeros(2, 1, 8, 8, dtype=dtype, requires_grad=mask == "learnt")
+    assert kernel_for(q, k, k, bias) == kernel
+
+
+def test_attention_runs_forwards_and_backwards(on_cuda):
+    """Every kernel gives the query's shape, padded heads and boolean masks included, and gradients for all three."""
+    for size, mask in ((16, None), (12, None), (16, torch.ones(2, 1, 6, 6, dtype=torch.bool))):
+        qkv = [torch.randn(2, 4, 6, size, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        out = F.scaled_dot_product_attention(*qkv, mask)
+        assert out.shape == qkv[0].shape
+        out.sum().backward()
+        assert all(t.grad.shape == t.shape for t in qkv)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_one_call(on_cuda, kind):
+    """A recurrent layer gives the shapes and gradients of torch's, without a loop over its steps."""
+    layer = kind(8, 16, 2, batch_first=True, bidirectional=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, state = layer(torch.randn(3, 50, 8))
+    assert out.shape == (3, 50, 32)
+    assert (state[0] if kind is nn.LSTM else state).shape == (4, 3, 16)
+    out.sum().backward()
+    assert all(p.grad.dtype is torch.float32 and p.grad.shape == p.shape for p in layer.parameters())
+
+
+def test_reserve_is_as_measured():
+    """One, two and three LSTM layers keep 5, 11 and 17 times their hidden states, as an H200 showed."""
+    assert [reserve_bytes("lstm", 1, layers) for layers in (1, 2, 3)] == [5, 11, 17]

@@ -1,0 +1,57 @@
+"""What optimizers hold and take."""
+
+import pytest
+import torch
+
+from halfstep.planning.estimator import Estimator
+from halfstep.policy import Policy
+from planning_jobs import small_job
+
+NUM = 16 * 64 + 64 + 64 * 4 + 4
+
+
+def states(optimizer, precision="fp32"):
+    """Bytes of states of the small job under an optimizer."""
+    return Estimator(small_job(optimizer=optimizer), Policy.parse(precision)).at(8).peak.breakdown.get("states", 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "each"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=1), 0),
+        (lambda params: torch.optim.SGD(params, lr=1, momentum=0.9), 4),
+        (torch.optim.RMSprop, 4),
+        (torch.optim.AdamW, 8),
+        (lambda params: torch.optim.AdamW(params, amsgrad=True), 12),
+    ],
+)
+def test_bytes_per_parameter(optimizer, each):
+    """Known and unknown optimizers are counted by the states they really make."""
+    assert each * NUM <= states(optimizer) <= each * NUM + 64
+
+
+def test_8_bit_states_are_a_byte_each_and_scales():
+    """8-bit moments take a byte per parameter and four per block of 256, with the kernels' tables."""
+    scales = 2 * 4 * sum(-(-n // 256) for n in (16 * 64, 64, 64 * 4, 4))
+    held = states(torch.optim.AdamW, "bf16-lean,states=8bit")
+    assert 2 * NUM + scales <= held <= 2 * NUM + scales + 1024
+
+
+def test_foreach_step_takes_temporaries():
+    """An optimizer that torch steps by foreach has temporaries in its step; a fused one has none."""
+    plain, fused = (
+        Estimator(small_job(optimizer=o), Policy.parse("fp32")).trace(8).ledger.lines
+        for o in (torch.optim.RMSprop, torch.optim.AdamW)
+    )
+    taken = [sum(e.num_bytes or 0 for e in lines if e.phase == "step") for lines in (plain, fused)]
+    assert taken[0] > 4 * NUM
+    assert taken[1] == 0
+
+
+def test_every_block_is_taken_once_and_given_back():
+    """A plain optimizer's first step, which is not kept, leaves no line behind that belongs to another block."""
+    lines = Estimator(small_job(optimizer=torch.optim.RMSprop), Policy.parse("bf16")).trace(8).ledger.lines
+    taken = [e.block for e in lines if e.num_bytes is not None]
+    given = [e.block for e in lines if e.num_bytes is None]
+    assert len(set(taken)) == len(taken)
+    assert sorted(given) == sorted(taken)

@@ -1,0 +1,55 @@
+"""Steps that cannot run on fake tensors: what is said about them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from halfstep.planning.answers import plan
+from halfstep.planning.untraceable import PlanError
+from planning_jobs import small_job
+
+
+@torch.library.custom_op("halfstep_tests::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    """An operation without a fake kernel."""
+    return x.clone()
+
+
+def reads_a_number(model, batch):
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    return loss * 2 if loss.item() > 3 else loss
+
+
+def picks_rows(model, batch):
+    return model(batch[0][batch[1] > 1]).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (reads_a_number, "reads a number out of a tensor"),
+        (picks_rows, "shape depends on numbers"),
+        (lambda model, batch: opaque(model(batch[0])).sum(), "without a fake kernel"),
+    ],
+)
+def test_reason_and_what_is_known(loss, said):
+    """The error names the reason and the line, what could be estimated and what could not."""
+    with pytest.raises(PlanError) as caught:
+        plan(small_job(loss=loss), 8, precision=("bf16",))
+    message = str(caught.value)
+    assert said in message
+    assert "1,348 parameters" in message
+    assert "What could not: activations" in message
+
+
+def test_stochastic_depth_runs_every_layer():
+    """A layer skipped by chance, `if torch.rand([]) < rate`, is planned as one that runs."""
+
+    def by_chance(model, batch):
+        return reads_nothing(model, batch) if torch.rand([]) < 0.2 else F.cross_entropy(model(batch[0]), batch[1])
+
+    def reads_nothing(model, batch):
+        return model(batch[0][:1]).sum()
+
+    usual = plan(small_job(), 4096, precision=("bf16",)).entries[0].peak_bytes
+    assert plan(small_job(loss=by_chance), 4096, precision=("bf16",)).entries[0].peak_bytes == usual

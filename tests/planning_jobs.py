@@ -1,0 +1,33 @@
+"""Small jobs for the tests of planning."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.job import Job
+
+
+def batches(batch_size):
+    """One batch of vectors and labels."""
+    yield torch.randn(batch_size, 16), torch.randint(4, (batch_size,))
+
+
+def mlp():
+    """Two linear layers."""
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+
+
+def loss(model, batch):
+    """Cross-entropy."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def small_job(**changes):
+    """A job over `mlp`, with some fields changed."""
+    fields = {
+        "model": mlp,
+        "data": batches,
+        "loss": loss,
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    }
+    return Job(**{**fields, **changes})

@@ -1,0 +1,52 @@
+"""Predicted beside measured memory in a run's file."""
+
+import pytest
+import torch
+
+from halfstep.policy import Policy
+from halfstep.targets import load_target
+from halfstep.train.config import TrainConfig
+from halfstep.train.memory import compare_memory, measured_peak
+
+
+def test_both_numbers_and_their_error_are_told(caplog):
+    """The prediction is made of the run's own settings, by cause, and said with its error."""
+    job = load_target("digits").job
+    found = compare_memory(job, Policy.parse("bf16"), TrainConfig(batch=64, steps=1), 20 * 2**20)
+    assert found["measured_bytes"] == 20 * 2**20
+    assert 2**20 < found["predicted_bytes"] < 2**28
+    assert sum(found["predicted_parts"].values()) == found["predicted_bytes"]
+    assert "measured" in caplog.text
+
+
+@pytest.mark.parametrize("setting", [{"compile": True}, {"gradient_release": True, "max_norm": None}])
+def test_what_the_prediction_does_not_know_is_left_out(setting):
+    """Compiled runs and gradient release have a measured peak only."""
+    job = load_target("digits").job
+    found = compare_memory(job, Policy.parse("bf16"), TrainConfig(steps=1, **setting), 1000)
+    assert found == {"measured_bytes": 1000, "predicted_bytes": None}
+
+
+def test_predicting_draws_no_random_number():
+    """The generators stand where they stood."""
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    compare_memory(load_target("digits").job, Policy.parse("fp32"), TrainConfig(steps=1), 1000)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_cpu_counts_no_peak():
+    """Only a GPU's allocator knows it."""
+    assert measured_peak(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_records_both(tmp_path):
+    """The run file ends with the memory of the run, and the two agree."""
+    from halfstep.runlog import read_runlog
+    from halfstep.train.loop import RUN_FILE, train
+
+    train(load_target("digits").job, TrainConfig(steps=5), precision="bf16", out=tmp_path / "run")
+    run = read_runlog(tmp_path / "run" / RUN_FILE)
+    events = [event for event in run.events if event["event"] == "memory"]
+    assert events[0]["predicted_bytes"] == pytest.approx(events[0]["measured_bytes"], rel=0.3)
