@@ -25,7 +25,7 @@ from halfstep.devices import ARCHITECTURES, DEVICES, UNKNOWN, Facts, find_device
 from halfstep.errors import MissingError, SettingError, unknown
 from halfstep.torch_build import require_torch
 
-__all__ = ["Hardware", "find_gpu", "from_cpu", "from_cuda", "from_mps", "from_rocm", "from_xpu", "probe"]
+__all__ = ["Hardware", "find_gpu", "from_cpu", "from_cuda", "from_mps", "from_rocm", "from_xpu", "nvidia_gpus", "probe"]
 
 GPU_KINDS = ("cuda", "rocm", "xpu", "mps")
 # Turing chips of the TU116 and TU117 kind report capability 7.5 like a T4, but have no tensor cores.
@@ -172,7 +172,7 @@ def probe() -> Hardware:
     try:
         torch = require_torch("probe()")
     except MissingError as error:
-        seen = _nvidia_smi()
+        seen = nvidia_gpus()
         hardware = _first(seen) if seen else _probe_cpu(None)
         return hardware.with_notes(str(error))
     with warnings.catch_warnings(record=True) as caught:
@@ -184,7 +184,7 @@ def probe() -> Hardware:
         if torch.backends.mps.is_available():
             return _probe_mps(torch)
     hardware = _probe_cpu(torch).with_notes(*(str(w.message).partition("\n")[0] for w in caught))
-    unused = _nvidia_smi()
+    unused = nvidia_gpus()
     if unused:
         hardware = hardware.with_notes(
             f"nvidia-smi sees {unused[0].name}, but torch {torch.__version__} cannot use it: it is a build without "
@@ -283,7 +283,7 @@ def _sysctl(key: str) -> str:
     return _run("sysctl", "-n", key).strip()
 
 
-def _nvidia_smi() -> list[Hardware]:
+def nvidia_gpus() -> list[Hardware]:
     """The GPUs the NVIDIA driver sees, whether torch can use them or not."""
     found = []
     for line in _run(

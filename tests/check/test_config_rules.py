@@ -68,7 +68,7 @@ def test_one_bit_optimizers_are_judged_by_the_version(version, expected):
     assert {code: found[code] for code in found if code in {"HS244", "HS245", "HS246"}} == expected
 
 
-@pytest.mark.parametrize(("version", "severity"), [((0, 19, 7), None), ((0, 19, 8), "error"), (None, "warning")])
+@pytest.mark.parametrize(("version", "severity"), [((0, 19, 7), None), ((0, 19, 8), "error"), (None, "advice")])
 def test_the_amp_block_is_judged_by_the_version(version, severity):
     """0.19.8 refuses an amp block even where it is off."""
     assert codes(BASE | {"amp": {"enabled": False}}, deepspeed=version).get("HS206") == severity

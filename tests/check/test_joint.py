@@ -70,10 +70,14 @@ def test_the_trainer_is_held_against_its_file(write):
     """Arguments, written or by default, that contradict the DeepSpeed file are named with both values."""
     path = write("ds.json", FP16 | {"gradient_clipping": 0.5, "train_batch_size": "auto"})
     text = "from transformers import TrainingArguments\nargs = TrainingArguments('o', bf16=True, deepspeed='ds.json')\n"
-    messages = [f.message for f in check(text, path)]
-    assert len(messages) == 2
-    assert any("fp16 is False by default" in m for m in messages)
-    assert any("max_grad_norm is 1.0 by default" in m and "0.5" in m for m in messages)
+    (found,) = check(text, path)
+    assert found.severity == "warning"  # nothing here trains with these arguments
+    assert "fp16 is False by default" in found.message
+    assert (
+        "max_grad_norm is 1.0 by default, and gradient_clipping of the DeepSpeed configuration is 0.5" in found.message
+    )
+    (found,) = check(text.replace("import ", "import Trainer, ") + "Trainer(model, args).train()\n", path)
+    assert found.severity == "error"
 
 
 def test_trl_defaults_are_not_guessed(write):
@@ -90,6 +94,12 @@ def test_only_files_that_exist_are_named(write, tmp_path):
     text = "a = ['ds.json', 'missing.json', '*.json', 'http://x/y.json', 'a b.yaml']\n"
     found = named_files(ast.parse(text), Source(str(tmp_path / "train.py"), text, "python"))
     assert found == (str(tmp_path / "ds.json"),)
+
+
+def test_a_name_too_long_for_a_file_names_none(tmp_path):
+    """The system refuses to look for it, and that is no failure of the check."""
+    text = f"a = '{'d' * 5000}.json'\n"
+    assert named_files(ast.parse(text), Source(str(tmp_path / "train.py"), text, "python")) == ()
 
 
 def test_a_broken_or_binary_file_is_left_to_its_own_check(write, tmp_path):

@@ -858,6 +858,334 @@ for x, y in loader:
     torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
     optimizer.step()
 """,
+    "an update that is the caller's, with unscale under a condition": """\
+import torch
+from torch.cuda.amp.grad_scaler import GradScaler
+
+class Optimizers:
+    def step_all(self, grad_scaler: GradScaler):
+        for group, optimizer in self.optimizers.items():
+            if self.max_norm[group] is not None:
+                grad_scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(self.parameters[group], self.max_norm[group])
+            if any(p.grad is not None for p in self.parameters[group]):
+                grad_scaler.step(optimizer)
+""",
+    "an update in a hook of the same class": """\
+import torch
+
+class Trainer:
+    def setup(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def run(self):
+        for x, y in self.loader:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = self.model(x, y)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.call("after_step")
+
+    def after_step(self):
+        self.scaler.update()
+        self.optimizer.zero_grad()
+""",
+    "DeepSpeed's engine scales, and steps by itself": """\
+import deepspeed
+engine, _, _, _ = deepspeed.initialize(model=model, config=path)
+for x, y in loader:
+    engine.scale(loss_fn(engine(x), y)).backward()
+    engine.step()
+""",
+    "a disabled scaler with float16 weights, an enabled one elsewhere": """\
+import torch
+
+def steps(model, opt, scaler, n):
+    for _ in range(n):
+        loss = model(torch.randn(4, 4, device="cuda")).float().mean()
+        opt.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+
+def first():
+    model = torch.nn.Linear(4, 4).cuda()
+    steps(model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cuda"), 3)
+
+def second():
+    model = torch.nn.Linear(4, 4).cuda().half()
+    steps(model, torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cuda", enabled=False), 3)
+""",
+    "float16 weights under another optimizer than the scaler's": """\
+import torch
+
+def main():
+    model = Net().cuda()
+    judge = Judge().cuda().half()
+    judge_optimizer = MasterWeights(torch.optim.SGD(judge.parameters(), lr=1e-3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    "a scaler and a checkpoint of functions that nothing joins": """\
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+def other_experiment(model, optimizer, path):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    optimizer.load_state_dict(torch.load(path)["optimizer"])
+""",
+    "restored through another name": """\
+import torch
+
+class Trainer:
+    def fit(self, loader):
+        self.scaler = torch.amp.GradScaler("cuda")
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = self.net(x, y)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def save(self, path):
+        torch.save({"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}, path)
+
+    def load(self, path):
+        kept = torch.load(path)
+        self.optimizer.load_state_dict(kept["optimizer"])
+        scaling = self.scaler if self.scaler is not None else self.other
+        if scaling is not None and kept.get("scaler") is not None:
+            scaling.load_state_dict(kept["scaler"])
+""",
+    "restored by a loop over what is kept": """\
+import torch
+
+class Trainer:
+    def fit(self, loader):
+        self.scaler = torch.amp.GradScaler("cuda")
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            self.scaler.scale(self.net(x, y)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def save(self, path):
+        torch.save({"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}, path)
+
+    def load(self, path):
+        kept = torch.load(path)
+        self.optimizer.load_state_dict(kept["optimizer"])
+        for name, part in self.parts.items():
+            part.load_state_dict(kept[name])
+""",
+    "a warm-up inside the region whose gradients are thrown away": """\
+import torch
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    model(**longest).loss.backward()
+optimizer.zero_grad()
+for batch in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = model(**batch)
+    out.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "a project's own scaler, which takes a closure": """\
+import torch
+from project.scaler import ClosureGradScaler
+
+class Trainer:
+    def setup(self):
+        self.scaler = ClosureGradScaler() if self.closures else torch.amp.GradScaler("cuda")
+
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer, closure=self.closure)
+        self.scaler.update()
+""",
+    "a loss object that scales by the scaler it is given": """\
+import torch
+
+class Processor:
+    def __init__(self):
+        self.grad_scaler = torch.amp.GradScaler("cuda")
+
+    def train_step(self, model, batch, optimizer, losses):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            losses.calc(model(batch))
+        loss_of = losses.backward(self.grad_scaler)
+        self.grad_scaler.step(optimizer)
+        self.grad_scaler.update()
+""",
+    "a loss on probabilities in a region that is off unless asked for": """\
+import torch
+
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bce = torch.nn.BCELoss()
+
+    def forward(self, probabilities, labels, autocast=False):
+        with torch.amp.autocast("cuda", enabled=autocast):
+            return self.bce(probabilities, labels)
+""",
+    "a step that a test of the gradients holds back, with the update beside it": HEAD
+    + """\
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if torch.isfinite(norm):
+        scaler.step(optimizer)
+    scaler.update()
+""",
+    "a method whose step waits for finite gradients": """\
+import torch
+
+class Trainer:
+    def setup(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def train_step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        do_step = torch.isfinite(norm)
+        if do_step:
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+""",
+    "Accelerate in bfloat16, and a scaler for those without it": """\
+import torch
+from accelerate import Accelerator
+
+def with_accelerate(model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "a loss divided by what is left of the window": """\
+import torch
+
+class Trainer:
+    def setup(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def run(self):
+        for i, batch in enumerate(self.loader):
+            window = min(self.accum_steps, self.num_batches - i // self.accum_steps * self.accum_steps)
+            self.back(self.model(batch), window)
+            if (i + 1) % self.accum_steps == 0:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                self.optimizer.zero_grad()
+
+    def back(self, total, window):
+        scaled = total / window
+        self.scaler.scale(scaled).backward()
+""",
+    "a loss object made with the scaler": """\
+import torch
+
+class ScaledLoss:
+    def __init__(self, scaler, plain):
+        self.scaler = scaler
+        self.plain = plain
+
+    def __call__(self, output, target):
+        return self.scaler.scale(self.plain(output, target))
+
+class Loop:
+    def __init__(self, loss):
+        self.scaler = torch.amp.GradScaler("cuda")
+        self.loss = ScaledLoss(self.scaler, loss)
+
+    def epoch(self, loader):
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = self.loss(self.model(x), y)
+            loss.backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+""",
+    "one function for training and inference": """\
+import torch
+
+class Learner:
+    def batch(self, stage, x):
+        with torch.autocast("cuda", dtype=torch.float16):
+            out = self.model(x)
+        if stage == Stage.TRAIN:
+            self.optimizer.zero_grad()
+            self.scaler.scale(self.loss(out)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return out
+
+    def fit(self, loader):
+        self.scaler = torch.amp.GradScaler("cuda")
+        for x in loader:
+            self.batch(Stage.TRAIN, x)
+
+    def predict(self, loader):
+        with torch.no_grad():
+            return [self.batch(Stage.INFERENCE, x) for x in loader]
+""",
+    "a stand-in for the scaler whose step is the optimizer's": """\
+import torch
+
+class NoScaler:
+    def scale(self, loss):
+        return loss
+
+    def step(self, optimizer):
+        optimizer.step()
+
+    def update(self):
+        pass
+
+class Trainer:
+    def setup(self):
+        if self.mixed_precision:
+            self.scaler = torch.amp.GradScaler("cuda")
+        else:
+            self.scaler = NoScaler()
+
+    def train(self, loader):
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.float16, enabled=self.mixed_precision):
+                loss = self.model(x, y)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+""",
 }
 
 EXAMPLES = {

@@ -56,11 +56,11 @@ def test_a_gpu_is_found_by_name_and_says_where_it_came_from():
 def test_auto_asks_nvidia_smi_and_says_when_it_is_silent(monkeypatch):
     """The first GPU it reports; an error where there is none."""
     find_device.cache_clear()
-    monkeypatch.setattr(hardware, "_nvidia_smi", lambda: [hardware.from_cuda("Jetson Orin", (8, 7), 2**33)])
+    monkeypatch.setattr(hardware, "nvidia_gpus", lambda: [hardware.from_cuda("Jetson Orin", (8, 7), 2**33)])
     device = find_device("auto")
     assert (device.name, device.arch, device.memory_gb) == ("Jetson Orin", "sm86", 8)
     find_device.cache_clear()
-    monkeypatch.setattr(hardware, "_nvidia_smi", list)
+    monkeypatch.setattr(hardware, "nvidia_gpus", list)
     with pytest.raises(SettingError, match="reports no GPU"):
         find_device("auto")
     find_device.cache_clear()

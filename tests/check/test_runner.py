@@ -53,7 +53,7 @@ def test_a_rule_that_fails_is_a_finding_and_the_others_go_on():
 def test_python_that_does_not_parse_is_one_finding(text):
     """HS004 with a place, and no other."""
     (found,) = check(text)
-    assert found.code == "HS004"
+    assert (found.code, found.severity) == ("HS004", "advice")
     assert found.line >= 1
     assert found.column >= 1
 
@@ -91,6 +91,16 @@ def test_json_that_does_not_parse_is_one_finding(text):
     """HS004 with a place for a file that a person named."""
     (found,) = check(text, "a.json", "json")
     assert (found.code, found.line) == ("HS004", 1)
+
+
+def test_a_configuration_that_does_not_parse_is_an_error():
+    """Other JSON is somebody else's business; DeepSpeed's is refused by DeepSpeed too."""
+    (found,) = check(
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}', "a.json", "json"
+    )
+    assert (found.code, found.severity) == ("HS004", "error")
+    (other,) = check('{"name": "x", ', "a.json", "json")
+    assert other.severity == "advice"
 
 
 @pytest.mark.parametrize("text", ["a: [1, 2", "a: b: c", "\tx: 1", "a: *undefined\nb: ["])

@@ -20,10 +20,10 @@ from halfstep.check.node import UNKNOWN, Block, Entry, Node, Scalar
 __all__ = ["Found", "find_in_script"]
 
 # Without one of these words a script writes no configuration down, and is not looked at.
-_HINT = re.compile(
-    r"deepspeed|DeepSpeed|zero_optimization|train_micro_batch|TrainingArguments|(?:SFT|PO|Reward|RLOO|GKD|PRM)Config|"
-    r"lightning|Accelerator|halfstep"
-)
+_HINT = (
+    "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
+    "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
+)  # fmt: skip
 _HARDWARE_HINT = re.compile(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
 _TRAINER_ARGUMENTS = frozenset({
@@ -60,7 +60,8 @@ class Found:
 
 def find_in_script(tree: ast.Module, text: str, *, hardware: bool = False) -> tuple[Found, ...]:
     """Every configuration in a script; with `hardware`, also the formats it asks torch for."""
-    if not _HINT.search(text) and not (hardware and _HARDWARE_HINT.search(text)):
+    hinted = any(word in text for word in _HINT) or ("halfstep" in text and "Engine(" in text)
+    if not hinted and not (hardware and _HARDWARE_HINT.search(text)):
         return ()
     return tuple(_Finder(tree, text).found(hardware=hardware))
 
@@ -88,6 +89,18 @@ class _Finder:
         loaded = _loaded_dtype(self.calls, self.names)
         if loaded and not _NOT_PLAIN.search(text):
             yield f"{loaded} weights"
+
+    def _facts_around(self, call: ast.Call) -> frozenset[str]:
+        """The script's facts, without the training of other functions where each, as a test does, makes its own trainer."""
+        trains = {".fit()", ".backward()"} & self.script
+        made = [c for c in self.calls if self.names.full(c.func) == self.names.full(call.func)]
+        if not trains or len(made) == 1:
+            return self.script
+        for node in self.nodes:  # outer functions come first
+            if isinstance(node, ast.FunctionDef) and node.lineno <= call.lineno <= (node.end_lineno or 0):
+                inside = {f".{n.attr}()" for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+                return (self.script - trains) | (trains & inside)
+        return self.script
 
     def found(self, *, hardware: bool) -> Iterator[Found]:
         uses, taken = self._uses_of_dictionaries()
@@ -151,7 +164,7 @@ class _Finder:
         if self._is_trainer_class(call.func):
             yield self._keywords("transformers", call, last or "TrainingArguments")
         elif last in {"Trainer", "Fabric"} and full.split(".")[0] in _LIGHTNING_PACKAGES:
-            yield self._keywords("lightning", call, last)
+            yield replace(self._keywords("lightning", call, last), script=self._facts_around(call))
         elif last == "Accelerator" and full.split(".")[0] == "accelerate":
             yield self._keywords("accelerate", call, last)
         elif full.startswith("halfstep.") and last == "Engine":

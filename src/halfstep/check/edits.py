@@ -7,7 +7,10 @@ makes the two differ. `Lines` converts, and makes the few edits that fixes are b
 from __future__ import annotations
 
 import ast
+import bisect
+import itertools
 import re
+from collections.abc import Sequence
 
 from halfstep.check.finding import Edit
 
@@ -22,15 +25,18 @@ class Lines:
     def __init__(self, text: str) -> None:
         self.text = text
         self.starts = [0, *(match.end() for match in _BREAK.finditer(text))]
+        self._ascii = text.isascii()
+        self._characters: dict[int, Sequence[int]] = {}  # by line, so that a long line is decoded once
 
     def offset(self, line: int, column: int) -> int:
         """The character offset of a line (from 1) and a column in UTF-8 bytes (from 0)."""
         start = self.starts[line - 1]
-        end = self.starts[line] if line < len(self.starts) else len(self.text)
-        row = self.text[start:end]
-        if row.isascii():
+        if self._ascii:
             return start + column
-        return start + len(row.encode()[:column].decode(errors="ignore"))
+        if line not in self._characters:
+            end = self.starts[line] if line < len(self.starts) else len(self.text)
+            self._characters[line] = _character_starts(self.text[start:end])
+        return start + bisect.bisect_left(self._characters[line], column)
 
     def column(self, line: int, column: int) -> int:
         """The character column, from 1, of a column in UTF-8 bytes."""
@@ -80,3 +86,10 @@ class Lines:
     def _break(self) -> str:
         found = _BREAK.search(self.text)
         return found.group(0) if found else "\n"
+
+
+def _character_starts(row: str) -> Sequence[int]:
+    """The byte in UTF-8 at which each character of a line starts, and the one after the last."""
+    if row.isascii():
+        return range(len(row) + 1)
+    return [0, *itertools.accumulate(len(c.encode(errors="surrogatepass")) for c in row)]

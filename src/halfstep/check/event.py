@@ -12,6 +12,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from halfstep.check.outline import Function
 from halfstep.check.values import Autocast
@@ -22,7 +23,8 @@ Guard = tuple[str, bool]  # the text of a condition, and whether it holds
 Loop = tuple[int, int, int]  # the copy of the function it is in, line, column
 
 _ACCUMULATION = re.compile(
-    r"%|accum|micro|sync_grad|last_opt|update_freq|need_update|update_grad|do_step|should_step|is_step|optimi[sz]e_now"
+    r"%|accum|micro|sync_grad|last_opt|update_freq|need_update|update_grad|step_now|optimi[sz]e_now|"
+    r"(do|should|is|make|take|perform)_(optimi[sz]er_)?step"
 )
 
 
@@ -70,6 +72,7 @@ class Event:
         return tuple(g for g in self.guards if is_accumulation(g))
 
 
+@lru_cache(maxsize=4096)
 def is_accumulation(guard: Guard) -> bool:
     """Whether a condition looks like the end of an accumulation window, such as `(i + 1) % n == 0`."""
     return bool(_ACCUMULATION.search(guard[0]))

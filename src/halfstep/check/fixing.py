@@ -105,8 +105,8 @@ def _try(
     if changed.problem is not None or len(changed.notes) > len(document.notes):
         return None
     after = check(changed)
-    errors_before = Counter(f.code for f in findings if f.severity == "error")
-    errors_after = Counter(f.code for f in after if f.severity == "error")
+    errors_before = Counter(f.code for f in findings if _is_grave(f))
+    errors_after = Counter(f.code for f in after if _is_grave(f))
     if errors_after - errors_before:
         return None
     codes_before, codes_after = Counter(f.code for f in findings), Counter(f.code for f in after)
@@ -141,3 +141,8 @@ def write_back(fixed: Fixed) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def _is_grave(finding: Finding) -> bool:
+    """Whether no fix may bring this finding about: an error, or a text that can no longer be read."""
+    return finding.severity == "error" or finding.code in {"HS004", "HS005"}

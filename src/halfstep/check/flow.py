@@ -16,11 +16,14 @@ from halfstep.check.event import Event, Guard, Loop, Region
 from halfstep.check.names import key_of
 from halfstep.check.outline import Function, Outline
 from halfstep.check.recognise import Recogniser
-from halfstep.check.values import autocasts_of, text_of
+from halfstep.check.values import Autocast, autocasts_of, text_of
 
 __all__ = ["Item", "Jump", "read_flow"]
 
+MAX_GUARDS = 100  # conditions in a row that are remembered; only generated code has more
 _NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
+# What is kept of a model under its name without being one.
+_ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
 
 
@@ -59,6 +62,7 @@ class _Walk:
         self.function = function
         self.items: list[Item] = []
         self.scaled: dict[str, tuple[str, tuple[Guard, ...]]] = {}  # variables that carry the loss scale
+        self.contexts: dict[str, tuple[tuple[Autocast, ...], bool]] = {}  # what `with ctx:` opens, by variable
 
     def block(
         self, body: list[ast.stmt], guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
@@ -67,6 +71,8 @@ class _Walk:
             self.statement(statement, guards, loops, regions)
             if isinstance(statement, ast.If):
                 leaves, leaves_else = _leaves(statement.body), bool(statement.orelse) and _leaves(statement.orelse)
+                if len(guards) > MAX_GUARDS:
+                    continue
                 if leaves and not leaves_else:
                     guards = (*guards, *self.conditions(statement.test, holds=False))
                 elif leaves_else and not leaves:
@@ -81,7 +87,8 @@ class _Walk:
             while True:
                 self.expression(branch, guards, loops, regions)
                 self.block(branch.body, (*guards, *self.conditions(branch.test, holds=True)), loops, regions)
-                guards = (*guards, *self.conditions(branch.test, holds=False))
+                if len(guards) <= MAX_GUARDS:
+                    guards = (*guards, *self.conditions(branch.test, holds=False))
                 if len(branch.orelse) == 1 and isinstance(branch.orelse[0], ast.If):
                     branch = branch.orelse[0]
                     continue
@@ -235,16 +242,21 @@ class _Walk:
         last = key.rsplit(".", 1)[-1].lower()
         kind = self.recogniser.kind_of(key, self.function)
         fresh = key_of(start) != key and all(key_of(a) != key for a in value.args)
-        if fresh and (kind == "optimizer" or "model" in last or last in {"net", "network"}):
+        is_model = ("model" in last or last in {"net", "network"}) and not _ABOUT_MODEL.search(last)
+        if fresh and (kind == "optimizer" or is_model):
             what = "set_optimizer" if kind == "optimizer" else "set_model"
             self.items.append(Event(what, node, self.function, "", key, key, "no", guards, loops, regions))
         if dtype and key_of(start) != key:
             self.items.append(Event("cast", node, self.function, "", "", key, dtype, guards, loops, regions))
 
     def region(self, node: ast.expr, guards: tuple[Guard, ...], num_loops: int) -> Region:
-        autocasts = tuple(autocasts_of(self.outline, node, self.function))
+        key = key_of(node)
+        if key not in self.contexts:
+            found = tuple(autocasts_of(self.outline, node, self.function))
+            self.contexts[key] = (found, bool(found) and self.mixed(node))
+        autocasts, mixed = self.contexts[key] if key else self.contexts.pop(key)
         names = self.outline.names
-        if autocasts and self.mixed(node):
+        if mixed:
             return Region("other", node, (), guards, num_loops)
         if isinstance(node, (ast.Name, ast.Attribute)) and names.full(node).endswith(".autocast") and not autocasts:
             return Region("other", node, (), guards, num_loops)

@@ -98,12 +98,19 @@ def named_files(tree: ast.Module, source: Source) -> tuple[str, ...]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CONFIG_FILE.match(node.value):
             for folder in (Path(source.path).parent, Path()):
                 path = folder / node.value
-                if path.is_file():
+                if _is_file(path):
                     found.setdefault(str(path))
                     break
         if len(found) >= _MAX_FILES:
             break
     return tuple(found)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name longer than the system allows, or a folder that may not be looked into
+        return False
 
 
 def read_use(tree: ast.Module, source: Source, configs: tuple[Config, ...]) -> Use:

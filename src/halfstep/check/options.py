@@ -96,10 +96,10 @@ def installed_deepspeed() -> tuple[int, ...] | None:
 def find_device(name: str) -> Device:
     """The GPU called `name`, or with "auto" the first one nvidia-smi reports."""
     from halfstep.devices import ARCHITECTURES, Device
-    from halfstep.hardware import _nvidia_smi, find_gpu  # slow to load, so only for those who ask
+    from halfstep.hardware import find_gpu, nvidia_gpus  # slow to load, so only for those who ask
 
     if name == "auto":
-        seen = _nvidia_smi()
+        seen = nvidia_gpus()
         if not seen:
             raise SettingError(
                 "--gpu auto asks nvidia-smi, which is missing or reports no GPU here. Name one: --gpu A100."

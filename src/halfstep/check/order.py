@@ -9,15 +9,30 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import ClassVar
 
-from halfstep.check.event import Event, compatible
+from halfstep.check.event import Event, Guard, compatible
 from halfstep.check.finding import Finding
 from halfstep.check.rule import ScriptRule
 from halfstep.check.script import Script
 from halfstep.check.trace import Trace
+from halfstep.check.values import Scaler, argument, make_scaler
 
-__all__ = ["STEPS", "TraceRule", "between", "earlier", "exclusive", "implied", "later", "scaled_before", "without_amp"]
+__all__ = [
+    "STEPS",
+    "TraceRule",
+    "between",
+    "earlier",
+    "exclusive",
+    "implied",
+    "is_amp",
+    "later",
+    "scaled_before",
+    "scalers_at",
+    "switched_off",
+    "without_amp",
+]
 
 STEPS = ("scaler_step", "opt_step", "owned_step")
 _AMP = re.compile(r"amp\b|_amp|amp_|fp16|half|mixed|scaler|precision|float16|16bit", re.IGNORECASE)
@@ -75,14 +90,23 @@ def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:
     return any(e.kind in kinds and not compatible(e, event) for e in trace)
 
 
+def is_amp(guard: Guard) -> bool:
+    """Whether a condition asks if mixed precision is on."""
+    return bool(_AMP.search(guard[0]))
+
+
 def without_amp(event: Event) -> bool:
     """Whether the conditions around an event say that mixed precision is off there, or that something has failed."""
-    return any(
-        text.startswith("except@")
-        or (not holds and _AMP.search(text) and not _FULL.search(text))
-        or (holds and _FULL.search(text))
-        for text, holds in event.guards
-    )
+    return any(map(_excludes_amp, event.guards))
+
+
+@lru_cache(maxsize=4096)
+def _excludes_amp(guard: Guard) -> bool:
+    text, holds = guard
+    if text.startswith("except@"):
+        return True
+    full = bool(_FULL.search(text))
+    return full if holds else not full and is_amp(guard)
 
 
 def scaled_before(trace: Trace, index: int) -> int | None:
@@ -98,3 +122,22 @@ def scaled_before(trace: Trace, index: int) -> int | None:
             return None
         return i
     return None
+
+
+def scalers_at(script: Script, event: Event) -> list[Scaler]:
+    """The scalers an event's variable may be: the one the call that led here makes on the spot, or those of that name."""
+    function = event.function
+    if event.roots and event.scaler in function.params:
+        position = function.params.index(event.scaler) - (function.method and function.params[0] in {"self", "cls"})
+        call = event.roots[-1]
+        given = argument(call, position, event.scaler) if isinstance(call, ast.Call) else None
+        made = make_scaler(script.outline, given, function) if isinstance(given, ast.Call) else None
+        if made is not None:
+            return [made]
+    return script.scalers_named(event.scaler)
+
+
+def switched_off(script: Script, event: Event) -> bool:
+    """Whether the scaler of an event is made with enabled=False, so that it does nothing."""
+    made = scalers_at(script, event)
+    return bool(made) and all(s.enabled == "no" for s in made)

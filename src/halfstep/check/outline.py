@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from halfstep.check.children import children_of
 from halfstep.check.names import Names, key_of, read_names
 from halfstep.check.relevant import relevant_functions
 
@@ -92,13 +93,22 @@ class Outline:
         every = self.bindings.get(key, [])
         scope: Function | None = function
         while scope is not None:
-            here = [b for b in every if b.function is scope]
+            here = self._local(key).get(scope)
             if here:
                 return here
             if key in scope.params:
                 break  # the caller knows: take the same name elsewhere
             scope = scope.parent
         return every
+
+    def _local(self, key: str) -> dict[Function, list[Binding]]:
+        """The assignments to a variable by the function they are in."""
+        if key not in self._locals:
+            found: dict[Function, list[Binding]] = {}
+            for binding in self.bindings.get(key, ()):
+                found.setdefault(binding.function, []).append(binding)
+            self._locals[key] = found
+        return self._locals[key]
 
     def _attribute(self, key: str, function: Function) -> list[Binding]:
         exact = self.bindings.get(key, [])
@@ -155,12 +165,16 @@ class Outline:
         """The function of this file that a call runs, when the text shows it."""
         found = self._plain_target(call, function)
         func = call.func
-        if found is None and isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
-            for value in self.values(func.value.id, function):
-                made = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
-                # A class that is also imported is a stand-in for where the import fails.
-                if made in self.classes and made not in self.names.table:
-                    return self._method(made, func.attr)
+        if found is None and isinstance(func, ast.Attribute):
+            owner = key_of(func.value)
+            kept = owner.isidentifier() or (owner.startswith("self.") and owner in self.bindings)
+            made = {_maker(v) for v in self.values(owner, function)} - {None} if kept else set()
+            cls = (
+                made.pop() if len(made) == 1 else None
+            )  # of two classes, such as a scaler and its stand-in, none is sure
+            # A class that is also imported is a stand-in for where the import fails.
+            if cls and cls in self.classes and cls not in self.names.table:
+                return self._method(cls, func.attr)
         return found
 
     def _plain_target(self, call: ast.Call, function: Function) -> Function | None:
@@ -193,6 +207,7 @@ class Outline:
 
     def __post_init__(self) -> None:
         self._by_name: dict[str, list[Function]] = {}
+        self._locals: dict[str, dict[Function, list[Binding]]] = {}
 
     def add_function(self, function: Function) -> None:
         """Make a function known by its name."""
@@ -202,30 +217,17 @@ class Outline:
             self.classes.setdefault(function.cls, {})[function.name] = function
 
 
+def _maker(value: ast.expr) -> str | None:
+    """The name that is called to make a value; None for None, "" for what is not made by a plain name."""
+    if isinstance(value, ast.Constant) and value.value is None:
+        return None
+    return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+
+
 def _element(value: ast.expr, index: int) -> ast.expr | None:
     if isinstance(value, (ast.Tuple, ast.List)) and index < len(value.elts):
         return value.elts[index]
     return None
-
-
-# The fields of each kind of node that hold nodes worth visiting; contexts and operators are not.
-_SKIP = {"ctx", "op", "ops", "type_comment", "names", "level", "returns", "annotation", "type_params", "kind"}
-_FIELDS: dict[type, tuple[str, ...]] = {}
-
-
-def _children(node: ast.AST) -> list[ast.AST]:
-    kind = type(node)
-    fields = _FIELDS.get(kind)
-    if fields is None:
-        fields = _FIELDS[kind] = tuple(f for f in kind._fields if f not in _SKIP)
-    found: list[ast.AST] = []
-    for name in fields:
-        value = getattr(node, name, None)
-        if isinstance(value, list):
-            found.extend(v for v in value if isinstance(v, ast.AST))
-        elif isinstance(value, ast.AST):
-            found.append(value)
-    return found
 
 
 def read_outline(tree: ast.Module, text: str = "") -> Outline:
@@ -263,7 +265,7 @@ def read_outline(tree: ast.Module, text: str = "") -> Outline:
                     continue
                 # Decorators and defaults run where the function is defined.
                 outside = dataclasses.replace(around, function=around.function.parent or module)
-                for part in _children(node):
+                for part in children_of(node):
                     parents[part] = node
                     stack.append((part, around if isinstance(part, ast.stmt) else outside))
                 continue
@@ -279,7 +281,7 @@ def read_outline(tree: ast.Module, text: str = "") -> Outline:
             if "scale" in node.attr.lower():
                 out.scaling.add(around.statement)
         elif isinstance(node, ast.BinOp):
-            if isinstance(node.op, (ast.Div, ast.FloorDiv)):
+            if isinstance(node.op, ast.Div):  # `//` counts steps; no loss is divided so
                 out.divisors.add(_text(node.right))
         elif isinstance(node, ast.IfExp):
             choices: tuple[tuple[ast.expr, bool | None], ...]
@@ -293,7 +295,7 @@ def read_outline(tree: ast.Module, text: str = "") -> Outline:
             around = dataclasses.replace(around, deferred=True)
         elif isinstance(node, (ast.NamedExpr, ast.withitem)):
             _bind(out, node, around.function)
-        for child in _children(node):
+        for child in children_of(node):
             parents[child] = node
             stack.append((child, around))
     imports.sort(key=lambda pair: (pair[0].lineno, pair[0].col_offset))

@@ -32,6 +32,7 @@ _OPTIMIZER = re.compile(
     re.IGNORECASE,
 )
 _MODEL = re.compile(r"^(ddp_)?(model|net|network)$|_model$")
+_RESTORES = re.compile(r"resume|restore|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
 _OPTIM_CLASS = re.compile(
@@ -62,6 +63,8 @@ class Recogniser:
             for name in ("unscale_", "scale")
             for call, _ in outline.calls.get(name, ())
             if isinstance(call.func, ast.Attribute) and (name == "unscale_" or self._feeds_backward(call))
+            # An engine whose `scale` feeds backward, such as DeepSpeed's, steps and unscales by itself.
+            if not _OWNERS.search(_last(key_of(call.func.value)))
         } - {""}
         self._stepped = {
             _last(key_of(call.args[0])) for call, _ in outline.calls.get("step", ()) if len(call.args) == 1
@@ -87,7 +90,11 @@ class Recogniser:
             for option in _options(value):
                 if isinstance(option, ast.Constant) and option.value is None:
                     continue
-                found.add(self._made(option, function))
+                other = key_of(option)
+                if option is not value and other and other != key:
+                    found.add(self._alias(other, function))  # `scaler if amp else other`
+                else:
+                    found.add(self._made(option, function))
         found.discard("")
         for kind in ("scaler", "scheduler", "optimizer", "wrapper"):
             if kind in found and (kind != "wrapper" or name in self._scalers_by_use or "scaler" in name.lower()):
@@ -103,6 +110,14 @@ class Recogniser:
         if "scaler" in name.lower() and not found and name not in self.outline.calls:
             return "scaler" if self.outline.names.uses("torch") and not self._other_scaler() else ""
         return ""
+
+    def _alias(self, key: str, function: Function) -> str:
+        """What a variable holds that another one may stand for; "" while that is being found out."""
+        spot = (key, function)
+        if spot not in self._kinds:
+            self._kinds[spot] = ""
+            self._kinds[spot] = self._find_kind(key, function)
+        return self._kinds[spot]
 
     def _other_scaler(self) -> bool:
         return self.outline.names.uses("sklearn", "cuml")
@@ -159,7 +174,16 @@ class Recogniser:
             return Seen("owned_step")
         if key and _MODEL.search(_last(key)) and call.args and not name:
             return Seen("forward", subject=key)
-        return self._handed(call, function)
+        handed = self._handed(call, function)
+        restored = "" if handed else self._restores(call, function)
+        return Seen("load_optimizer", optimizer=restored) if restored else handed
+
+    def _restores(self, call: ast.Call, function: Function) -> str:
+        """The optimizer that a helper of another file is given together with a checkpoint, to restore it."""
+        if not _RESTORES.search(_last(key_of(call.func))):
+            return ""
+        keys = [key_of(value) for value in (*call.args, *(k.value for k in call.keywords))]
+        return next((key for key in keys if self.kind_of(key, function) == "optimizer"), "")
 
     def _handed(self, call: ast.Call, function: Function) -> Seen | None:
         """A scaler given to a function that is not in this file, which may do anything with it."""
@@ -216,6 +240,8 @@ class Recogniser:
             return Seen("owned_backward", subject=key)
         if call.args and (not key or "loss" not in _last(key).lower() or _OWNERS.search(key) or "scaler" in key):
             return Seen("owned_backward", subject=key)
+        if any("scal" in key_of(a).lower() for a in (*call.args, *(k.value for k in call.keywords))):
+            return Seen("owned_backward", subject=key)  # a project's loss object, which scales by what it is given
         scales = self._scales_in(receiver, function)
         if scales:
             whole = isinstance(receiver, ast.Call) and self.kind_of(scales[0], function) == "scaler"

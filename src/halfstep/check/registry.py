@@ -33,6 +33,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {
         "script_scaler_calls",
         "script_schedule",
         "script_sharded",
+        "script_skip",
         "script_validation",
         "script_window",
     ),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.check.document import Document, read_document, size_limit, too_large
-from halfstep.check.finding import Finding
+from halfstep.check.finding import Finding, Severity
 from halfstep.check.options import Options
 from halfstep.check.registry import Group, rules_of
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
@@ -39,6 +39,7 @@ _PLACE = re.compile(r".*?\bline (\d+)(?:, column (\d+))?:? ?", re.DOTALL)
 # Parsing takes 2 ms per 100 lines. In a folder, a larger file that mentions nothing of precision is not parsed: there
 # is nothing in it for a rule, and its syntax is the business of other tools.
 _SMALL = 4000
+MAX_CONFIGS = 500  # in one script; more are generated, and each takes a millisecond
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,11 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
     if configures:
         from halfstep.check.config import configs_in_script
 
-        for config in configs_in_script(tree, source, settings):
+        for number, config in enumerate(configs_in_script(tree, source, settings)):
+            if number == MAX_CONFIGS:
+                message = f"The script writes down more than {MAX_CONFIGS} configurations; the first were checked."
+                yield TooDeep.finding((source.path, 1, 1, None, None, None), message)
+                return
             yield from _apply("config", ConfigRule, config, source, settings)
 
 
@@ -148,8 +153,11 @@ def _mentions(source: Source, words: tuple[str, ...]) -> bool:
 def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
     from halfstep.check.config import read_configs
 
+    # A configuration of ours that does not parse is refused by whoever it is for: that is more than advice.
+    severity: Severity | None = "error"
     try:
         configs = read_configs(source, settings)
+        severity = None
         if named and not configs:
             _parse_any(source)
     except SettingError as error:
@@ -160,7 +168,8 @@ def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         line = min(int(place.group(1)), len(lines)) if place else 1
         column = min(int(place.group(2) or 1), len(lines[line - 1]) + 1) if place else 1
         message = text[place.end() :] if place else text
-        yield SyntaxFault.finding((source.path, line, column, None, None, None), message[:1].upper() + message[1:])
+        message = message[:1].upper() + message[1:]
+        yield SyntaxFault.finding((source.path, line, column, None, None, None), message, severity=severity)
         return
     for config in configs:
         yield from _apply("config", ConfigRule, config, source, settings)

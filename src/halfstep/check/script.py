@@ -21,7 +21,7 @@ from functools import cached_property
 
 from halfstep.check.edits import Lines
 from halfstep.check.event import Event
-from halfstep.check.outline import Function, Outline, read_outline
+from halfstep.check.outline import MAX_BINDINGS, Function, Outline, read_outline
 from halfstep.check.source import Settings, Source
 from halfstep.check.trace import Trace, read_traces
 from halfstep.check.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
@@ -31,13 +31,16 @@ __all__ = ["Script", "Where", "read_script"]
 Where = tuple[str, int, int, int | None, int | None, int | None]
 
 # What the rules of scripts are about, and what those of configurations are about besides. Searching for each word is
-# several times faster than one pattern; only the short ones need their edges looked at.
+# several times faster than one pattern; only the short ones need their edges looked at, and their patterns begin with
+# the word itself, because that is what the search for a pattern looks for first.
 _RULED = (
     "autocast", "GradScaler", "unscale_", ".scale(", ".half(", "float16", "torch.half", "HalfTensor", "is_bf16_supported",
 )  # fmt: skip
-_RULED_SHORT = re.compile(r"\bapex\b|\.amp\b|\bamp\.|import amp\b")
+_RULED_SHORT = tuple(
+    map(re.compile, (r"apex(?!\w)(?<!\wapex)", r"\.amp(?!\w)", r"amp\.(?<!\wamp\.)", r"import amp(?!\w)"))
+)
 _MENTIONED = ("fp16", "bf16", "deepspeed", "loss_scale", "TrainingArguments", "mixed_precision")
-_MENTIONED_SHORT = re.compile(r"\bamp\b|\bprecision\s*=")
+_MENTIONED_SHORT = tuple(map(re.compile, (r"amp(?!\w)(?<!\wamp)", r"precision(?<!\wprecision)\s*=")))
 # Without any of these calls there is no training here whose order could be wrong.
 _ACTS = {"backward", "manual_backward", "autocast", "GradScaler", "scale", "unscale_", "scale_loss", "initialize"}
 
@@ -75,6 +78,22 @@ class Script:
         return tuple(s for s in found if s is not None)
 
     @cached_property
+    def scaler_of(self) -> dict[ast.AST, Scaler]:
+        """The scalers by the calls that make them."""
+        return {scaler.node: scaler for scaler in self.scalers}
+
+    @cached_property
+    def _scalers_by_name(self) -> dict[str, list[Scaler]]:
+        found: dict[str, list[Scaler]] = {}
+        for scaler in self.scalers:
+            found.setdefault(scaler.key.rsplit(".", 1)[-1], []).append(scaler)
+        return found
+
+    def scalers_named(self, key: str) -> list[Scaler]:
+        """The scalers kept under the last name of `key`, as far as anyone writes them by hand."""
+        return self._scalers_by_name.get(key.rsplit(".", 1)[-1], [])[:MAX_BINDINGS]
+
+    @cached_property
     def autocasts(self) -> tuple[Autocast, ...]:
         """Every call that makes an autocast region, wherever it is written."""
         found = []
@@ -92,6 +111,38 @@ class Script:
             for event in trace:
                 found.setdefault(event.kind, []).append(event)
         return found
+
+    @cached_property
+    def _parts(self) -> dict[Function, int]:
+        """Functions by the part of the script they belong to: see `near`."""
+        first: dict[Function | str, int] = {}  # the first trace that each function, class or the module is met in
+        joined = list(range(len(self.traces)))  # each trace and an earlier one of the same part
+        for number, trace in enumerate(self.traces):
+            functions = {event.function for event in trace}
+            # The tests of a class share a class and nothing else.
+            names = {f.cls for f in functions if f.cls and not f.name.lstrip("_").startswith("test")}
+            names |= {"<module>"} if any(self._is_global(event) for event in trace) else set()
+            everything: set[Function | str] = {*functions, *names}
+            for met in everything:
+                joined[_top(joined, first.setdefault(met, number))] = _top(joined, number)
+        return {met: _top(joined, number) for met, number in first.items() if isinstance(met, Function)}
+
+    def _is_global(self, event: Event) -> bool:
+        """Whether an event is about a variable of the module's, seen from inside a function."""
+        root = (event.optimizer or event.scaler).partition(".")[0].partition("[")[0]
+        if not root or root == "self" or event.roots:
+            return False
+        scope: Function | None = event.function
+        while scope is not None and scope is not self.outline.module:
+            if root in scope.params or any(b.function is scope for b in self.outline.bindings.get(root, ())):
+                return False
+            scope = scope.parent
+        return True
+
+    def near(self, event: Event, *kinds: str) -> Iterator[Event]:
+        """The events of these kinds that the text joins to `event`: along calls, by one class or by global variables."""
+        part = self._parts[event.function]
+        return (e for e in self.events(*kinds) if self._parts[e.function] == part)
 
     def events(self, *kinds: str) -> Iterator[Event]:
         """Each event of these kinds, once per trace it is in."""
@@ -121,11 +172,23 @@ class Script:
         return found
 
 
+def _top(joined: list[int], number: int) -> int:
+    """The trace that stands for all those joined with this one."""
+    while joined[number] != number:
+        joined[number] = joined[joined[number]]
+        number = joined[number]
+    return number
+
+
+def _mentions(text: str, words: tuple[str, ...], short: tuple[re.Pattern[str], ...]) -> bool:
+    return any(word in text for word in words) or any(pattern.search(text) for pattern in short)
+
+
 def read_script(source: Source, settings: Settings) -> Script:
     """Read a script's facts; SyntaxError when it is not Python of this interpreter's version or older."""
     text = source.text
-    ruled = any(word in text for word in _RULED) or _RULED_SHORT.search(text)
-    if not ruled and not any(word in text for word in _MENTIONED) and not _MENTIONED_SHORT.search(text):
+    ruled = _mentions(text, _RULED, _RULED_SHORT)
+    if not ruled and not _mentions(text, _MENTIONED, _MENTIONED_SHORT):
         return Script(source, settings, ast.Module([], []), about=False)
     tree = ast.parse(text, filename=source.path)
     # A script that is only about configurations has nothing for the rules below HS200.

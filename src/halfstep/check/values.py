@@ -142,11 +142,49 @@ def enabled_of(outline: Outline, node: ast.expr | None, function: Function) -> s
     return text_of(node)
 
 
+def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:
+    """A call with its `**options` written out, where one dictionary of this file shows what they are."""
+    keywords: list[ast.keyword] = []
+    for keyword in call.keywords:
+        keywords += [keyword] if keyword.arg is not None else _entries(outline, keyword, function)
+    return ast.copy_location(ast.Call(call.func, call.args, keywords), call)
+
+
+def _entries(outline: Outline, options: ast.keyword, function: Function) -> list[ast.keyword]:
+    """What `**options` gives, as far as every dictionary it may be agrees: one written out, kept, or returned."""
+    node = options.value
+    if isinstance(node, ast.Call):
+        target = outline.call_target(node, function)
+        inside = ast.walk(target.node) if target is not None else ()
+        values = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
+        if target is None and text_of(node.func) == "dict" and not node.args and all(k.arg for k in node.keywords):
+            return node.keywords
+    else:
+        values = outline.values(key_of(node), function) if key_of(node) else [node]
+    tables = [_table(value) for value in values[:MAX_WAYS]]
+    if not tables or not all(tables):
+        return [options]
+    common = [
+        ast.keyword(key, value)
+        for key, value in tables[0].items()
+        if all(text_of(table.get(key)) == text_of(value) for table in tables)
+    ]
+    return common if len(tables) == 1 else [*common, options]
+
+
+def _table(node: ast.expr) -> dict[str, ast.expr]:
+    """The entries of a dictionary with plain keys; none for anything else."""
+    if not isinstance(node, ast.Dict) or not all(isinstance(key, ast.Constant) for key in node.keys):
+        return {}
+    return {str(constant(key)): value for key, value in zip(node.keys, node.values, strict=True)}
+
+
 def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Function) -> Autocast:
-    hidden = any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
+    written = _spread(outline, call, function) if any(k.arg is None for k in call.keywords) else call
+    hidden = any(k.arg is None for k in written.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
     if api == "torch.amp.autocast":
-        device_node, dtype_node = argument(call, 0, "device_type"), argument(call, 1, "dtype")
-        enabled_node = argument(call, 2, "enabled")
+        device_node, dtype_node = argument(written, 0, "device_type"), argument(written, 1, "dtype")
+        enabled_node = argument(written, 2, "enabled")
         value = constant(device_node)
         if value is ... and device_node is not None and key_of(device_node):
             known = {constant(v) for v in outline.values(key_of(device_node), function)}
@@ -154,7 +192,7 @@ def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Functio
         device = value.split(":")[0] if isinstance(value, str) else None
     else:
         device = api.split(".")[1]
-        enabled_node, dtype_node = argument(call, 0, "enabled"), argument(call, 1, "dtype")
+        enabled_node, dtype_node = argument(written, 0, "enabled"), argument(written, 1, "dtype")
     if dtype_node is not None:
         dtypes = dtypes_of(outline, dtype_node, function)
     else:

@@ -52,7 +52,7 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
     )
     references = (
         _DOCS + "#gradient-clipping",
-        "https://github.com/deepspeedai/DeepSpeed/issues/742",
+        "https://github.com/deepspeedai/DeepSpeed/pull/742",
         "measured: DeepSpeed 0.19.6 and 0.19.8 raise ValueError",
     )
 

@@ -223,7 +223,7 @@ class AmpRemoved(DeepSpeedRule):
             ("amp",),
             f"DeepSpeed refuses this block from 0.19.8 on{state}.{before}",
             instead="Remove it; use fp16, bf16 or torch_autocast.",
-            severity="error" if gone else None,
+            severity="error" if gone else "advice" if deepspeed.amp is False else None,
             fix=fix,
         )
 
@@ -317,8 +317,7 @@ class Bf16OverflowUnseen(DeepSpeedRule):
     )
     good = ('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true, "check_grad_overflow": true}}',)
     references = (
-        "https://github.com/deepspeedai/DeepSpeed/issues/5242",
-        "https://github.com/deepspeedai/DeepSpeed/issues/8415",
+        "https://github.com/deepspeedai/DeepSpeed/pull/8035",
         "measured: DeepSpeed 0.19.6 and 0.19.7, stage 3, weights NaN after one inf",
     )
     settings = Settings(deepspeed=(0, 19, 7))

@@ -189,7 +189,7 @@ class InitialScaleTooHigh(DeepSpeedRule):
     )
     references = (
         _DOCS,
-        "https://github.com/deepspeedai/DeepSpeed/issues/4986",
+        "https://github.com/zai-org/CogVideo/issues/233",
         "measured: 2^40 skips 6 of the first 6 steps",
     )
 

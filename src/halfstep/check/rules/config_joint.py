@@ -12,7 +12,7 @@ from halfstep.check.deepspeed_facts import DeepSpeed
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.joint import JointRule, Use, uses_name
 from halfstep.check.names import key_of
-from halfstep.check.node import Scalar
+from halfstep.check.node import Entry, Scalar
 from halfstep.check.rule import Rule
 
 __all__ = ["RULES"]
@@ -326,6 +326,7 @@ class TrainerMismatch(JointRule):
             named = trainer.entry("deepspeed")
             if named is None or not _names(named.value, config, use):
                 continue
+            said: dict[Entry | None, list[str]] = {}  # by the argument that says so; None: by its default
             for path, argument, default in self._PAIRS:
                 theirs, ours = config.value(*path), trainer.value(argument)
                 given = trainer.entry(argument)
@@ -334,16 +335,20 @@ class TrainerMismatch(JointRule):
                         trainer.origin in {"TrainingArguments", "Seq2SeqTrainingArguments"} and not trainer.root.open
                     )
                     ours = default if plain and trainer.value(f"{argument}_full_eval") is None else None
-                if (
-                    not isinstance(theirs, bool | int | float)
-                    or not isinstance(ours, bool | int | float)
-                    or ours == theirs
-                ):
+                plain = isinstance(theirs, bool | int | float) and isinstance(ours, bool | int | float)
+                if not plain or ours == theirs:
                     continue
                 told = f"{argument} is {ours}" + ("" if given else " by default")
-                message = f"{told}, and {'.'.join(path)} of the DeepSpeed configuration is {theirs}: the Trainer stops."
+                said.setdefault(given, []).append(
+                    f"{told}, and {'.'.join(path)} of the DeepSpeed configuration is {theirs}"
+                )
+            # Without a Trainer in the script, the arguments may be for something else.
+            trains = any(isinstance(n, ast.Call) and key_of(n.func).endswith("Trainer") for n in use.nodes)
+            for given, parts in said.items():
                 place = trainer.where(given or named.key_span)
-                yield self.finding(place, message, instead='Make them equal, or write "auto" in the configuration.')
+                instead = 'Make them equal, or write "auto" in the configuration.'
+                severity: Severity | None = None if trains else "warning"
+                yield self.finding(place, f"{'; '.join(parts)}: the Trainer stops.", instead=instead, severity=severity)
 
 
 class ZeroInitWithoutConfig(JointRule):

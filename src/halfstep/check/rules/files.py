@@ -2,6 +2,9 @@
 
 Whatever stands in the way of checking a file becomes one finding at one place, like any other: it can be selected,
 ignored and shown in every format. These rules have no `check`; the readers that meet the obstacle make the finding.
+They are advice: they say that a file was not checked, which is no mistake in its precision. A Python 2 script, or syntax
+newer than this interpreter, is right where it is used. Only a configuration that does not parse is an error (HS004),
+because the library it is written for refuses it too.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class CannotRead(Rule):
 
     code = "HS001"
     name = "cannot-read"
-    severity = "error"
+    severity = "advice"
     reason = (
         "A file that cannot be opened was not checked, and a green result would be a lie about it. It vanished after it "
         "was listed, it may not be read, or it is a device, a socket or a broken link."
@@ -41,7 +44,7 @@ class NotText(Rule):
 
     code = "HS002"
     name = "not-text"
-    severity = "error"
+    severity = "advice"
     reason = (
         "Python reads a source file as UTF-8 unless its first two lines name another encoding, and stops at the first byte "
         "that does not fit; JSON and YAML are UTF-8 too. A zero byte means a binary file or UTF-16. Nothing in such a "
@@ -73,10 +76,10 @@ class SyntaxFault(Rule):
 
     code = "HS004"
     name = "syntax-error"
-    severity = "error"
+    severity = "advice"
     reason = (
         "What does not parse was not checked. The place is where the parser gave up, which is often just after the "
-        "mistake. A cell of a notebook that does not parse is advice, and the other cells are checked without it."
+        "mistake. In a notebook, the cells that do parse are checked without it."
     )
     bad = ("import torch\n\nscaler = torch.amp.GradScaler('cuda'\n", "print 'Python 2'\n")
     good = ("import torch\n\nmodel = torch.nn.Linear(2, 2)\n",)

@@ -11,6 +11,7 @@ from halfstep.check.order import STEPS, TraceRule, earlier, later
 from halfstep.check.rule import Rule
 from halfstep.check.script import Script
 from halfstep.check.trace import Trace
+from halfstep.check.values import text_of
 
 __all__ = ["RULES"]
 
@@ -33,23 +34,25 @@ _STEPS = re.compile(
 )
 
 
-def _window(event: Event) -> str:
+def _window(script: Script, event: Event) -> str:
     """What the step's condition divides the batch number by: `accumulation_steps` of `(i + 1) % accumulation_steps == 0`."""
     for text, _ in event.accumulating:
-        found = _WINDOW.search(text)
+        bound = script.outline.bindings.get(text, ())  # a flag that a caller works out and hands on
+        value = bound[0].value if len(bound) == 1 and bound[0].index is None else None
+        found = _WINDOW.search(text) or _WINDOW.search(text_of(value))
         if found:
             return found.group(1)
     return ""
 
 
-def _step_of(trace: Trace, index: int) -> Event | None:
+def _step_of(script: Script, trace: Trace, index: int) -> Event | None:
     """The step that ends the accumulation window of a backward in every iteration of a loop."""
     event = trace[index]
     following = next(later(trace, index, *STEPS), None)
     if following is None or event.accumulating:
         return None
     step = trace[following]
-    return step if step.loops == event.loops and step.kind != "owned_step" and _window(step) else None
+    return step if step.loops == event.loops and step.kind != "owned_step" and _window(script, step) else None
 
 
 class LossNotDivided(TraceRule):
@@ -70,10 +73,10 @@ class LossNotDivided(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward each iteration, a step every n, and nothing divided by n anywhere."""
         event = trace[index]
-        step = _step_of(trace, index)
+        step = _step_of(script, trace, index)
         if step is None or event.kind != "backward":
             return None
-        window = _window(step)
+        window = _window(script, step)
         last = window.rsplit(".", 1)[-1]
         if last in {"0", "1"} or self._nominal(script, last):
             return None
@@ -86,6 +89,9 @@ class LossNotDivided(TraceRule):
         if any(last in re.split(r"\W+", text) for text in outline.divisors) or "sum" in outline.strings:
             return None
         if any(_STEPS.search(text) for text in outline.divisors) or self._weighted(script, event):
+            return None
+        calls = (c for name in ("div", "div_", "mul_", "true_divide") for c, _ in outline.calls.get(name, ()))
+        if any(last in re.split(r"\W+", text_of(argument)) for c in calls for argument in c.args):
             return None
         return self.finding(
             script.where(event.node),
@@ -102,14 +108,14 @@ class LossNotDivided(TraceRule):
 
     @staticmethod
     def _weighted(script: Script, event: Event) -> bool:
-        """Whether the loss is divided or multiplied by something on its way, whatever it is called."""
-        values = [
-            b.value
-            for b in script.outline.lookup(event.subject.partition(".")[0], event.function)
-            if b.value is not None
-        ]
-        nodes = [n for v in (*values, event.node) for n in ast.walk(v)]
-        return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div) for n in nodes)
+        """Whether the loss is divided on its way by something other than a number, whatever it is called."""
+        names = {n.id for n in ast.walk(event.node) if isinstance(n, ast.Name)} | {event.subject.partition(".")[0]}
+        bound = [b for name in names - {"", "self"} for b in script.outline.lookup(name, event.function)]
+        nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]
+        return any(
+            isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div) and not isinstance(n.right, ast.Constant)
+            for n in nodes
+        )
 
 
 class ClearedEveryMicroBatch(TraceRule):
@@ -133,10 +139,10 @@ class ClearedEveryMicroBatch(TraceRule):
         back = next(later(trace, index, "backward"), None)
         if back is None or event.guards != trace[back].guards or event.loops != trace[back].loops:
             return None
-        step = _step_of(trace, back)
+        step = _step_of(script, trace, back)
         if step is None or event.accumulating or (event.optimizer and event.optimizer != step.optimizer):
             return None
-        if not _STEPS.search(_window(step)) or any(
+        if not _STEPS.search(_window(script, step)) or any(
             trace[i].loops == event.loops for i in earlier(trace, index, *STEPS, "backward")
         ):
             return None

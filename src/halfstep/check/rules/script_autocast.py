@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.check.event import Event, compatible
 from halfstep.check.finding import Finding
 from halfstep.check.names import key_of
-from halfstep.check.order import TraceRule
+from halfstep.check.order import STEPS, TraceRule, later
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script import Script
 from halfstep.check.trace import Trace
@@ -58,20 +58,31 @@ class BackwardInsideAutocast(TraceRule):
         "    scaler.step(optimizer)\n    scaler.update()\n",
     )
     good = (_RIGHT, _BF16)
-    references = (f"{_AMP}#torch.autocast", "https://github.com/pytorch/pytorch/issues/194329")
+    references = (f"{_AMP}#torch.autocast", "https://github.com/pytorch/pytorch/pull/175241")
     kinds = ("backward",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward with an autocast region around it."""
         event = trace[index]
         region = event.autocast()
-        if region is None:
+        if region is None or self._thrown_away(script, trace, index):
             return None
         return self.finding(
             script.where(event.node),
             f"backward runs inside the autocast region of line {region.node.lineno}",  # type: ignore[attr-defined]
             instead="end the `with` block after the loss; call backward outside it",
         )
+
+    @staticmethod
+    def _thrown_away(script: Script, trace: Trace, index: int) -> bool:
+        """Whether the gradients are cleared without a step, as a warm-up or a search for the batch size does."""
+        following = next(later(trace, index, "zero_grad", "handed", *STEPS), None)
+        if following is None or trace[following].kind != "zero_grad":
+            return False
+        first, last = trace[index].node, trace[following].node
+        between = range(getattr(first, "lineno", 0), getattr(last, "lineno", 0) + 1)
+        hidden = (call for name, calls in script.outline.calls.items() if "step" in name for call, _ in calls)
+        return not any(call.lineno in between for call in hidden)
 
 
 class StepInsideAutocast(TraceRule):
@@ -94,7 +105,7 @@ class StepInsideAutocast(TraceRule):
         "        loss.backward()\n        optimizer.step()\n        optimizer.zero_grad()\n",
     )
     good = (_RIGHT, _BF16)
-    references = ("https://github.com/pytorch/pytorch/issues/120376", f"{_AMP}#torch.autocast")
+    references = ("https://github.com/X-GenGroup/Flow-Factory/pull/186", f"{_AMP}#torch.autocast")
     kinds = ("scaler_step", "opt_step")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -314,11 +325,27 @@ class BceUnderAutocast(TraceRule):
         region = event.autocast()
         if region is None or any(a.device not in {"cuda", None} for a in region.autocasts):
             return None
+        if any(_off_by_default(script, a) for a in region.autocasts):
+            return None
         return self.finding(
             script.where(event.node),
             "binary cross-entropy on probabilities raises RuntimeError under CUDA autocast",
             instead="BCEWithLogitsLoss on the values before the sigmoid, or the loss in float32 outside the region",
         )
+
+
+def _off_by_default(script: Script, region: Autocast) -> bool:
+    """Whether a region is switched by a parameter that is False unless someone outside this file says otherwise."""
+    for call, function in script.outline.library_calls.get(region.api, ()):
+        if call is region.node and region.enabled in function.params and not isinstance(function.node, ast.Module):
+            a = function.node.args
+            plain = [*a.posonlyargs, *a.args]
+            defaults = dict(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
+            defaults |= {p.arg: d for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None}
+            return constant(defaults.get(region.enabled)) is False and not any(
+                k.arg == region.enabled for calls in script.outline.calls.values() for c, _ in calls for k in c.keywords
+            )
+    return False
 
 
 class DataParallelBf16(ScriptRule):

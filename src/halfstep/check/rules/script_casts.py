@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.event import Event, compatible
 from halfstep.check.finding import Finding
 from halfstep.check.names import key_of
-from halfstep.check.order import implied
+from halfstep.check.order import implied, switched_off
 from halfstep.check.outline import Function
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script import Script
@@ -43,7 +43,9 @@ for x, y in loader:
 _MASTERS = re.compile(
     r"master|FP16_Optimizer|FP16Optimizer|amp_C|Kahan|StochasticRound|optimi|AnyPrecision", re.IGNORECASE
 )
-_LOADS = re.compile(r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model")
+_LOADS = re.compile(
+    r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$"
+)
 _ADAPTERS = ("peft", "bitsandbytes", "unsloth", "loralib")
 
 
@@ -62,8 +64,8 @@ def _casts(script: Script, dtype: str, kind: str) -> Iterator[Event]:
             ):
                 continue
             near = [e for t in script.traces for e in t if t is trace or _same_class(e, event)]
-            steps = [e for e in near if e.kind == kind and implied(event, e)]
-            if steps and _trained(event, [e for e in near if e.kind == "make_optimizer" and e.subject]):
+            steps = [e for e in near if e.kind == kind and implied(event, e) and not switched_off(script, e)]
+            if any(_trained(script, event, [e for e in near if _takes(script, e, step)]) for step in steps):
                 seen.add(event.node)
                 yield event
 
@@ -74,10 +76,24 @@ def _same_class(other: Event, cast: Event) -> bool:
     return bool(shared) and bool(cast.function.cls) and other.function.cls == cast.function.cls
 
 
-def _trained(cast: Event, made: list[Event]) -> bool:
+def _takes(script: Script, made: Event, step: Event) -> bool:
+    """Whether an optimizer that is made may be the one that steps: it is kept under that name, or handed on unnamed."""
+    if made.kind != "make_optimizer" or not made.subject:
+        return False
+    statement = script.statement(made.node)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {key_of(t).rsplit(".", 1)[-1] for t in targets} - {""}
+    if statement is not None and getattr(statement, "value", None) is not made.node:
+        names = {name for name in names if "opt" in name.lower()}  # wrapped in another optimizer
+    return not names or not step.optimizer or step.optimizer.rsplit(".", 1)[-1] in names
+
+
+def _trained(script: Script, cast: Event, made: list[Event]) -> bool:
     """Whether an optimizer takes the parameters of the model that is cast, or none is made here and a loader casts it."""
     if made:
         return any(cast.subject in m.subject.split("|") and compatible(m, cast) for m in made)
+    if script.has("make_optimizer"):
+        return False
     return cast.subject == "model" and bool(_LOADS.search(cast.function.name)) and not cast.guards
 
 
@@ -96,7 +112,10 @@ class HalfModelWithScaler(ScriptRule):
         _TRAIN.format(cast="\nmodel.to(torch.float16)", optimizer="AdamW"),
     )
     good = (_TRAIN.format(cast="", optimizer="SGD"), _TRAIN.format(cast="", optimizer="SGD") + "model.half()\n")
-    references = ("https://github.com/pytorch/pytorch/issues/74739", "https://docs.pytorch.org/docs/stable/amp.html")
+    references = (
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/5140",
+        "https://github.com/yk7333/d3po/issues/6",
+    )
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Float16 casts of trained models in scripts whose scaler steps their optimizer."""
@@ -125,7 +144,7 @@ class HalfWeightsPlainOptimizer(ScriptRule):
         _PLAIN.format(cast="model = model.half()\n", optimizer="SGD"),
     )
     good = (_PLAIN.format(cast="", optimizer="Adam").replace(".half()", ""),)
-    references = ("https://arxiv.org/abs/1710.03740", "https://github.com/pytorch/pytorch/issues/120376")
+    references = ("https://arxiv.org/abs/1710.03740", "https://github.com/pytorch/pytorch/issues/147437")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Float16 casts of trained models in scripts that step a torch optimizer directly."""
@@ -205,7 +224,7 @@ class HalfLoadWithFp16Training(ScriptRule):
     )
     references = (
         "https://github.com/huggingface/transformers/issues/23165",
-        "https://github.com/pytorch/pytorch/issues/74739",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/945",
     )
 
     def check(self, script: Script) -> Iterator[Finding]:

@@ -77,23 +77,24 @@ class ScalerNotSaved(ScriptRule):
     good = (_TRAIN.format(load=_LOAD, save=_SAVE),)
     references = (
         _DOCS,
-        "https://github.com/huggingface/transformers/issues/11663",
-        "https://github.com/ultralytics/ultralytics/issues/22189",
+        "https://github.com/huggingface/transformers/pull/11663",
+        "https://github.com/ultralytics/ultralytics/pull/22189",
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Saved optimizer states in scripts that restore them and never save a scaler."""
         scalers = _used(script)
-        if not scalers or script.has("save_scaler") or not script.has("load_optimizer"):
+        if not scalers or script.has("save_scaler"):
             return
         if _kept_elsewhere(script):
             return
         if any("scaler" in text for text in script.outline.strings if text.isidentifier()):
             return  # a key or attribute of that name: the scaler travels some other way
         for event in _once(script.events("save_optimizer")):
-            if _entry(script, event.node) is None or _elsewhere(script, event):
+            if _entry(script, event.node) is None or not _restored_beside_steps(script, event):
                 continue
-            scaler = scalers[0]
+            stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.near(event, "scaler_step")}
+            scaler = next((s for s in scalers if s.key.rsplit(".", 1)[-1] in stepped), scalers[0])
             yield self.finding(
                 script.where(event.node),
                 f"the optimizer's state is saved here and restored later, but the state of `{scaler.key}` is not",
@@ -102,11 +103,21 @@ class ScalerNotSaved(ScriptRule):
             )
 
 
-def _elsewhere(script: Script, event: Event) -> bool:
-    """Whether a state is saved in a test, whose file may hold other tests with scalers."""
-    if not event.function.name.lstrip("_").startswith("test"):
-        return False
-    return not any(event in trace and any(e.kind == "scaler_step" for e in trace) for trace in script.traces)
+def _restored_beside_steps(script: Script, event: Event) -> bool:
+    """Whether what is saved here is also restored, in the part of the script whose steps a scaler takes."""
+    return all(any(True for _ in script.near(event, kind)) for kind in ("scaler_step", "load_optimizer"))
+
+
+def _restored_by_another_name(script: Script) -> bool:
+    """Whether states are restored through a variable that goes over several objects, or is looked up by name."""
+    for call, function in script.outline.calls.get("load_state_dict", ()):
+        key = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        bound = script.outline.lookup(key, function) if key and "." not in key else []
+        if any(b.value is None or isinstance(b.value, (ast.IfExp, ast.Subscript)) for b in bound):
+            return True
+        if any(isinstance(b.value, ast.Call) and text_of(b.value.func) == "getattr" for b in bound):
+            return True
+    return False
 
 
 def _entry(script: Script, node: ast.AST) -> ast.AST | None:
@@ -216,15 +227,12 @@ class ScalerNotRestored(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Saved scaler states in scripts that restore the optimizer alone."""
-        if (
-            script.has("load_scaler")
-            or not script.has("load_optimizer")
-            or not _used(script)
-            or _kept_elsewhere(script)
-        ):
+        if script.has("load_scaler") or not _used(script) or _kept_elsewhere(script):
+            return
+        if _restored_by_another_name(script):
             return
         for event in _once(script.events("save_scaler")):
-            if _entry(script, event.node) is not None:
+            if _entry(script, event.node) is not None and _restored_beside_steps(script, event):
                 yield self.finding(
                     script.where(event.node),
                     f"the state of `{event.scaler}` is saved here, but only the optimizer's is restored",

@@ -94,7 +94,7 @@ class EpsUnderflowsHalf(ScriptRule):
         "import torch\ny = x / (x.half().abs() + 1e-6)\n",
         "import torch\nz = w.to(torch.float16).float().clamp(min=1e-12)\n",
     )
-    references = ("https://github.com/pytorch/pytorch/issues/40497",)
+    references = ("https://github.com/pytorch/pytorch/issues/147437",)
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Constants below half the smallest float16, added to or clamping a value that is surely float16."""
@@ -180,7 +180,7 @@ class EmulatedBf16(ScriptRule):
     )
     references = (
         "https://github.com/pytorch/pytorch/pull/148322",
-        "https://github.com/Lightning-AI/litgpt/issues/1108",
+        "https://github.com/MakazhanAlpamys/Soup/issues/387",
     )
 
     def check(self, script: Script) -> Iterator[Finding]:

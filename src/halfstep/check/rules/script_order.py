@@ -16,6 +16,7 @@ from halfstep.check.order import (
     implied,
     later,
     scaled_before,
+    switched_off,
     without_amp,
 )
 from halfstep.check.rule import Rule
@@ -59,13 +60,8 @@ for i, (x, y) in enumerate(loader):
 """
 
 
-def _switched_off(script: Script, key: str) -> bool:
-    made = [s for s in script.scalers if s.key.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    return bool(made) and all(s.enabled == "no" for s in made)
-
-
 def _made_here(script: Script, key: str) -> bool:
-    return any(s.key.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1] for s in script.scalers)
+    return bool(script.scalers_named(key))
 
 
 def _alone(script: Script, event: Event) -> ast.stmt | None:
@@ -98,19 +94,14 @@ class MissingUpdate(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step with no update anywhere in its trace."""
         event = trace[index]
-        if any(trace[i].scaler == event.scaler for i in later(trace, index, "update")):
-            return None
-        updates = {e.scaler for e in script.events("update")}
         here = {e.scaler for e in trace if e.kind == "update"}
         given = {e.scaler for e in trace if e.kind == "handed"}  # to functions elsewhere, which may update it
-        if event.scaler in here | given or _switched_off(script, event.scaler):
+        if event.scaler in here | given or switched_off(script, event):
             return None
         if here and not all(_made_here(script, key) for key in (event.scaler, *here)):
             return None  # under another name, perhaps
-        if not event.loops and (updates or not _made_here(script, event.scaler)):
-            return None  # the caller may update
-        if updates and not here and event.scaler not in updates:
-            return None
+        if not self._whole(script, trace, event):
+            return None  # whoever calls this may update
         statement = _alone(script, event)
         last = not any(trace[i].scaler == event.scaler for i in later(trace, index, "scaler_step"))
         fix = None
@@ -124,6 +115,18 @@ class MissingUpdate(TraceRule):
             instead=f"call {event.scaler}.update() once, after the last step of the iteration",
             fix=fix,
         )
+
+    @staticmethod
+    def _whole(script: Script, trace: Trace, event: Event) -> bool:
+        """Whether the trace shows everything done with the scaler: its making, or the whole of an iteration."""
+        last = event.scaler.rsplit(".", 1)[-1]
+        if "." not in event.scaler and any(e.kind == "make_scaler" for e in trace):
+            return True  # a variable of this very run
+        if any(e.scaler.rsplit(".", 1)[-1] == last for e in script.events("update")):
+            return False
+        around = [e.loops[:1] for e in trace if e.kind == "backward" and e.scaled != "no"]
+        whole = bool(event.loops) and event.loops[:1] in around
+        return whole or _made_here(script, event.scaler)
 
 
 class UnscaledBackward(TraceRule):
@@ -161,10 +164,13 @@ class UnscaledBackward(TraceRule):
         step = trace[following]
         if event.loops != step.loops[: len(event.loops)] and step.loops != event.loops[: len(step.loops)]:
             return None
-        if _switched_off(script, step.scaler) or between(trace, index, following, "get_scale"):
+        if switched_off(script, step) or between(trace, index, following, "get_scale"):
             return None
         if any(trace[i].function is not event.function for i in earlier(trace, index, "scale")):
             return None  # scaled by a function that returns the loss
+        calling = {e.function for e in script.events("backward")}
+        if any(e.function not in calling for e in script.events("scale")):
+            return None  # scaled by an object that the loss comes out of
         others = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
         if any(set(e.guards) ^ set(event.guards) for e in others) or exclusive(trace, event, "scaler_step"):
             return None  # scaled in another branch
@@ -218,7 +224,7 @@ class StepBypassesScaler(TraceRule):
         if without_amp(event) or (isinstance(call, ast.Call) and (call.args or call.keywords)):
             return None
         start = scaled_before(trace, index)
-        if start is None or _switched_off(script, trace[start].scaler) or self._holds_scaler(script, event):
+        if start is None or switched_off(script, trace[start]) or self._holds_scaler(script, event):
             return None
         if any(
             e.kind == "scaler_step" and not (set(e.guards) <= set(event.guards)) for e in trace[start:]
@@ -283,7 +289,7 @@ class ClipBeforeUnscale(TraceRule):
         if without_amp(event):
             return None
         start = scaled_before(trace, index)
-        if start is None or _switched_off(script, trace[start].scaler):
+        if start is None or switched_off(script, trace[start]):
             return None
         if between(trace, start, index, "unscale", *STEPS):
             return None

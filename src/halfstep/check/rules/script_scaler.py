@@ -11,6 +11,7 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.names import key_of
 from halfstep.check.order import TraceRule, earlier, later, without_amp
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.script_scaler_calls import framework_precisions
 from halfstep.check.script import Script
 from halfstep.check.trace import Trace
 from halfstep.check.values import Scaler
@@ -73,16 +74,20 @@ class ScalerWithBf16(ScriptRule):
     )
     references = (
         "https://github.com/pytorch/pytorch/issues/127176",
-        "https://github.com/decoderesearch/SAELens/pull/723",
+        "https://github.com/huggingface/accelerate/pull/1036",
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Scalers that may be on for a loss computed under a region that is surely bfloat16."""
-        if not any(a.dtype == "bfloat16" for a in script.autocasts):
+        owned = framework_precisions(script) == {"bfloat16"}
+        if not owned and not any(a.dtype == "bfloat16" for a in script.autocasts):
             return
-        stepped = {
-            last for trace in script.traces for i in range(len(trace)) if (last := self._in_bf16(script, trace, i))
-        }
+        if owned and not script.autocasts:
+            stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
+        else:
+            stepped = {
+                last for trace in script.traces for i in range(len(trace)) if (last := self._in_bf16(script, trace, i))
+            }
         for scaler in script.scalers:
             made = _creation(script, scaler)
             flags = {scaler.enabled, *(text for text, _ in made.guards)} if made is not None else {scaler.enabled}
@@ -137,7 +142,7 @@ class ScalerInLoop(TraceRule):
         "        scaler.step(optimizer)\n        scaler.update()\n",
     )
     references = (
-        "https://github.com/conservationtechlab/animl-py/issues/304",
+        "https://github.com/conservationtechlab/animl-py/issues/298",
         f"{_AMP}#torch.amp.GradScaler",
     )
     kinds = ("make_scaler",)
@@ -145,7 +150,7 @@ class ScalerInLoop(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scaler made in a loop that steps with it and keeps its optimizer."""
         event = trace[index]
-        made = next((s for s in script.scalers if s.node is event.node), None)
+        made = script.scaler_of.get(event.node)
         if made is None or not made.key or made.enabled == "no" or self._first_time(event, made.key):
             return None
         function = event.function
@@ -235,7 +240,7 @@ class Fp16WithoutScaler(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A plain backward of a loss computed under float16, in a script without any scaler."""
         event = trace[index]
-        used = [s for s in script.scalers if script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key]
+        used = any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers)
         if event.scaled != "no" or used or without_amp(event) or script.outline.names.uses(*_OWNERS):
             return None
         if any("scaler" in name.lower() and name != "GradScaler" for name in script.outline.loads) or script.has(

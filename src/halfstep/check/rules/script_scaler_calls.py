@@ -1,17 +1,18 @@
-"""HS124-HS126: what a scaler is made and called with."""
+"""HS124-HS126, HS131: what a scaler is made and called with, and beside whom."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
+from halfstep.check.event import Event
 from halfstep.check.finding import Finding
 from halfstep.check.names import key_of
-from halfstep.check.order import TraceRule
+from halfstep.check.order import TraceRule, scalers_at, switched_off, without_amp
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script import Script
 from halfstep.check.trace import Trace
-from halfstep.check.values import Scaler, argument, constant
+from halfstep.check.values import Scaler, argument, constant, text_of
 
 __all__ = ["RULES"]
 
@@ -117,10 +118,89 @@ class ScalerStepClosure(TraceRule):
         closure = argument(call, 1, "closure")
         if closure is None or isinstance(closure, ast.Constant) or "closure" not in (key_of(closure) or "closure"):
             return None
+        if not self._is_torch(script, trace[index]):
+            return None  # a project's own scaler may well take one
         return self.finding(
             script.where(call),
             "the scaler cannot step with a closure",
             instead="an optimizer that needs no closure, or bfloat16 without a scaler",
+        )
+
+    @staticmethod
+    def _is_torch(script: Script, event: Event) -> bool:
+        """Whether the scaler is made in this file, and by torch's class alone."""
+        last = event.scaler.rsplit(".", 1)[-1]
+        bound = [b for key, found in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == last for b in found]
+        makers = [n for b in bound if b.value is not None for n in ast.walk(b.value) if isinstance(n, ast.Call)]
+        known = {scaler.node for scaler in script.scalers}
+        named = [m for m in makers if text_of(m.func).endswith("Scaler")]
+        return any(m in known for m in makers) and all(m in known for m in named)
+
+
+_FRAMEWORKS = {
+    "accelerate.Accelerator": "mixed_precision",
+    "lightning.Fabric": "precision",
+    "lightning.fabric.Fabric": "precision",
+    "lightning_fabric.Fabric": "precision",
+}
+_ACCELERATE = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="fp16")
+{made}model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    with accelerator.autocast():
+        loss = loss_fn(model(x), y)
+    {backward}
+    {step}
+"""
+
+
+def framework_precisions(script: Script) -> set[str]:
+    """The 16-bit formats that Accelerate or Fabric is told to run in here; "?" where the text does not show it."""
+    found = set()
+    for api in _FRAMEWORKS.keys() & script.outline.library_calls.keys():
+        for call, _ in script.outline.library_calls[api]:
+            value = argument(call, 3 if api.endswith("Fabric") else 2, _FRAMEWORKS[api])
+            text = str(constant(value)) if constant(value) is not ... else "?"
+            found.add("bfloat16" if "bf16" in text else "float16" if "16" in text else "?")
+    return found
+
+
+class ScalerBesideFramework(TraceRule):
+    """A scaler of the script's own scales what Accelerate or Fabric scales already."""
+
+    code = "HS131"
+    name = "scaler-beside-framework"
+    severity = "error"
+    reason = (
+        "With mixed_precision='fp16' Accelerate keeps a GradScaler of its own, and the optimizer that `prepare` returns steps "
+        "through it; so does Fabric with precision='16-mixed'. A second scaler around it either multiplies the loss twice, or hands "
+        "its step to an optimizer whose own scaler has scaled nothing, which raises AssertionError."
+    )
+    bad = (
+        _ACCELERATE.format(
+            made="scaler = torch.amp.GradScaler('cuda')\n",
+            backward="scaler.scale(loss).backward()",
+            step="scaler.step(optimizer)\n    scaler.update()",
+        ),
+    )
+    good = (_ACCELERATE.format(made="", backward="accelerator.backward(loss)", step="optimizer.step()"),)
+    references = ("https://huggingface.co/docs/accelerate/package_reference/accelerator",)
+    kinds = ("scaler_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A step of a scaler made here, in a script whose framework is told to run in float16."""
+        event = trace[index]
+        if framework_precisions(script) != {"float16"} or switched_off(script, event) or without_amp(event):
+            return None
+        if not scalers_at(script, event) or not script.outline.calls.keys() & {"prepare", "setup", "setup_optimizers"}:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.scaler}` steps an optimizer that already has the framework's own float16 scaler",
+            instead="accelerator.backward(loss) or fabric.backward(loss), then optimizer.step(), and no scaler here",
         )
 
 
@@ -145,4 +225,4 @@ class UpdateWithInt(TraceRule):
         return self.finding(script.where(call), f"{value} is an int: update raises", instead=f"{float(value)}")
 
 
-RULES: tuple[type[Rule], ...] = (ScalerArguments, ScalerStepClosure, UpdateWithInt)
+RULES: tuple[type[Rule], ...] = (ScalerArguments, ScalerStepClosure, UpdateWithInt, ScalerBesideFramework)

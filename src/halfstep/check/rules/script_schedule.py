@@ -68,7 +68,7 @@ class SchedulerIgnoresSkips(TraceRule):
     )
     references = (
         "https://github.com/pytorch/pytorch/issues/44511",
-        "https://github.com/Lightning-AI/pytorch-lightning/issues/16228",
+        "https://github.com/pytorch/pytorch/issues/55585",
     )
     kinds = ("sched_step",)
 

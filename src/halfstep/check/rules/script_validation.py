@@ -49,6 +49,8 @@ class ScalerInValidation(TraceRule):
         event = trace[index]
         if event.inside("no_grad") is None:
             return None
+        if event.roots and event.guards:
+            return None  # a function for both, which asks what it is called for
         return self.finding(
             script.where(event.node),
             f"`{event.scaler}.scale` where no gradients are computed",

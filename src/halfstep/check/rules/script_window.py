@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 from halfstep.check.event import Event
 from halfstep.check.finding import Finding
-from halfstep.check.order import STEPS, TraceRule, between, earlier, implied, later, scaled_before, without_amp
+from halfstep.check.order import STEPS, TraceRule, between, earlier, implied, is_amp, later, scaled_before, without_amp
 from halfstep.check.rule import Rule
 from halfstep.check.script import Script
 from halfstep.check.trace import Trace
+from halfstep.check.values import text_of
 
 __all__ = ["RULES"]
 
+_FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _START = """\
 import torch
@@ -44,13 +48,29 @@ for x, y in loader:
 """
 
 
-def _guarded_step(trace: Trace, event: Event) -> Event | None:
+def _guarded_step(script: Script, trace: Trace, event: Event) -> Event | None:
     """The step of this event's loop that waits for the end of the window, when the event does not."""
-    if event.accumulating or not event.loops:
+    if event.accumulating:
         return None
     steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == event.scaler and e.loops == event.loops]
-    waiting = [e for e in steps if any("%" in text for text, _ in e.accumulating) and implied(event, e)]
+    waiting = [e for e in steps if _waits(script, e) and _beside(event, e)]
     return waiting[0] if waiting and len(waiting) == len(steps) else None
+
+
+def _waits(script: Script, step: Event) -> bool:
+    """Whether a step waits for the end of a window: by a count, or, in a method called once a batch, by a flag."""
+    if step.loops:
+        return any("%" in text for text, _ in step.accumulating)
+    for text, _ in step.accumulating:
+        found = script.outline.values(text, step.function) if text.replace(".", "").isidentifier() else []
+        if not any(_FINITE.search(text_of(value)) for value in found):
+            return True
+    return False
+
+
+def _beside(event: Event, step: Event) -> bool:
+    """Whether the event surely happens where the step does, whatever the conditions on mixed precision itself."""
+    return {g for g in event.guards if not is_amp(g)} <= set(step.guards)
 
 
 class DoubleUnscale(TraceRule):
@@ -112,13 +132,13 @@ class UnscaleEveryMicroBatch(TraceRule):
         + "    if (i + 1) % accumulate == 0:\n        scaler.step(optimizer)\n        scaler.update()\n        optimizer.zero_grad()\n",
     )
     good = (_WHOLE,)
-    references = (f"{_DOCS}#gradient-accumulation", "https://github.com/huggingface/accelerate/issues/641")
+    references = (f"{_DOCS}#gradient-accumulation", "https://github.com/microsoft/Swin-Transformer/issues/311")
     kinds = ("unscale",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An unscale in every iteration of a loop that steps now and then."""
         event = trace[index]
-        step = _guarded_step(trace, event)
+        step = _guarded_step(script, trace, event)
         if step is None:
             return None
         return self.finding(
@@ -150,7 +170,7 @@ class UpdateEveryMicroBatch(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An update in every iteration of a loop that steps now and then."""
         event = trace[index]
-        step = _guarded_step(trace, event)
+        step = _guarded_step(script, trace, event)
         if step is None or any(e.kind == "unscale" and e.loops == event.loops for e in trace):
             return None  # with an unscale_ there is an inf check to count, and HS106 speaks of that
         return self.finding(
@@ -235,7 +255,7 @@ class ScaledGradientsRead(TraceRule):
     )
     references = (
         f"{_DOCS}#working-with-unscaled-gradients",
-        "https://github.com/Lightning-AI/pytorch-lightning/issues/11407",
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
     )
     kinds = ("grad_read",)
 
