@@ -105,6 +105,13 @@ def test_namesakes_are_left_alone(text):
     assert read(text) == ()
 
 
+def test_a_table_of_reasons_by_key_is_no_configuration():
+    """Keys of DeepSpeed with sentences behind them tell of a configuration; they are none."""
+    keys = ("train_micro_batch_size_per_gpu", "elasticity", "sparse_gradients", "zero_allow_untested_optimizer")
+    table = ", ".join(f"'{key}': 'why {key} is not read here'" for key in keys)
+    assert read(f"import deepspeed\nREASONS = {{{table}}}\n") == ()
+
+
 def test_a_dictionary_handed_to_deepspeed_is_its_whatever_it_holds():
     """What deepspeed.initialize gets is a configuration, and its origin says so."""
     text = "import deepspeed\nc = {'train_batch_size': 8}\nengine, *_ = deepspeed.initialize(model=m, config=c)\n"

@@ -121,6 +121,8 @@ def kind_of(block: Block) -> Kind | None:
 def is_deepspeed(block: Block) -> bool:
     """Whether a mapping is a DeepSpeed configuration."""
     keys = set(block.keys())
+    if _tells_of_keys(block):
+        return False
     zero = block.entry("zero_optimization")
     if zero is not None and (isinstance(zero.value, Block) or _is_flag(zero.value)):
         return True
@@ -132,6 +134,13 @@ def is_deepspeed(block: Block) -> bool:
     if keys <= DEEPSPEED_KEYS and "train_batch_size" in keys and len(keys & _DEEPSPEED_WITH) >= 3:
         return True
     return bool(modes) and len(keys) == len(modes) and any(_is_telling(block, name) for name in modes)
+
+
+def _tells_of_keys(block: Block) -> bool:
+    """Whether the values are sentences: a table about the keys (help texts, reasons), not a configuration."""
+    values = [entry.value for entry in block.entries]
+    texts = [v.value for v in values if isinstance(v, Scalar) and isinstance(v.value, str)]
+    return len([text for text in texts if " " in text.strip()]) * 4 >= len(values) >= 3
 
 
 def _has_mode(block: Block, name: str) -> bool:

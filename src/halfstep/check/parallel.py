@@ -74,9 +74,8 @@ def _check_in_processes(targets: Sequence[Target], options: Options, workers: in
             # Interrupted: nobody waits for results, so the workers need not finish what they have.
             for child in multiprocessing.active_children():
                 child.terminate()
-            raise
-        finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 @contextlib.contextmanager
