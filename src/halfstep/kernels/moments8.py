@@ -11,8 +11,8 @@ distance between codes, so rounding to the nearest would freeze it; it is rounde
 which is right on average. The random numbers are a hash of place and step: the same in every run. A second moment
 above zero never becomes zero, because the update divides by its root.
 
-Error bounds, with d the distance between the codes around x: d / 2 for the first moment, d for the second, and
-d <= 2 sqrt(|x| scale) / levels + scale / levels^2.
+Error bounds, with d the distance between the codes around x: d / 2 + scale / (4 levels^2) for the first moment (the
+nearest code is chosen by the roots), d for the second, and d <= 2 sqrt(|x| scale) / levels + scale / levels^2.
 """
 
 from __future__ import annotations
