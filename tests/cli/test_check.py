@@ -206,7 +206,10 @@ def test_an_interrupt_ends_it_with_130(tmp_path):
     """Workers and all, without a traceback."""
     for i in range(1500):
         (tmp_path / f"{i}.py").write_text("import torch\n" + "x = torch.float16 + 1\n" * 300)
-    command = [sys.executable, "-m", "halfstep", "check", str(tmp_path)]
+    # A suite that runs in the background of a shell has the interrupt switched off, and its children inherit that.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{listen}; from halfstep.cli import main; main()"
+    command = [sys.executable, "-c", program, "check", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     for _ in range(200):
