@@ -2,7 +2,7 @@
 
 import pytest
 
-from check_scripts import codes
+from check_scripts import codes, findings
 
 WRONG = {
     "HS106 unscale on every batch, through methods": """\
@@ -220,3 +220,23 @@ def train(model, loader, optimizer, args):
 def test_a_mistake_is_found_however_it_is_wrapped(name):
     """The rule named in the case speaks, and no other."""
     assert {code.partition(":")[0] for code in codes(WRONG[name])} == {name.split()[0]}
+
+
+def test_a_scaler_to_be_dropped_is_one_finding():
+    """Where bfloat16 makes the scaler useless, that it is not saved, or made in a loop, is not said as well."""
+    script = """\
+import torch
+for epoch in range(epochs):
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+"""
+    assert [finding.code for finding in findings(script)] == ["HS120"]
+    assert {"HS121", "HS170"} <= {finding.code for finding in findings(script.replace("bfloat16", "float16"))}

@@ -11,6 +11,7 @@ from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.names import key_of
 from halfstep.check.outline import Function
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.script_scaler import ScalerWithBf16
 from halfstep.check.script import Script
 from halfstep.check.values import Scaler, constant, text_of
 
@@ -40,9 +41,11 @@ _SAVE = ', "scaler": scaler.state_dict()'
 
 
 def _used(script: Script) -> list[Scaler]:
-    """The scalers of the script that may be on and that take steps."""
+    """The scalers of the script that may be on, that take steps, and that are of use."""
     stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
-    return [s for s in script.scalers if s.key.rsplit(".", 1)[-1] in stepped and s.enabled != "no"]
+    idle = {id(s.node) for s in ScalerWithBf16.idle(script)}
+    scalers = [s for s in script.scalers if s.key.rsplit(".", 1)[-1] in stepped and s.enabled != "no"]
+    return [s for s in scalers if id(s.node) not in idle]
 
 
 def _once(events: Iterator[Event]) -> list[Event]:

@@ -16,7 +16,7 @@ from halfstep.check.script import Script
 from halfstep.check.trace import Trace
 from halfstep.check.values import Scaler
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "ScalerWithBf16"]
 
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
@@ -79,6 +79,16 @@ class ScalerWithBf16(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Scalers that may be on for a loss computed under a region that is surely bfloat16."""
+        for scaler in self.idle(script):
+            yield self.finding(
+                script.where(scaler.node),
+                "autocast computes in bfloat16 here, whose range is float32's: the scaler only costs time and skips steps",
+                instead="drop the scaler: loss.backward(), optimizer.step()",
+            )
+
+    @classmethod
+    def idle(cls, script: Script) -> Iterator[Scaler]:
+        """The scalers of which that is sure; other rules say nothing of what is to be dropped."""
         owned = framework_precisions(script) == {"bfloat16"}
         if not owned and not any(a.dtype == "bfloat16" for a in script.autocasts):
             return
@@ -86,18 +96,14 @@ class ScalerWithBf16(ScriptRule):
             stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
         else:
             stepped = {
-                last for trace in script.traces for i in range(len(trace)) if (last := self._in_bf16(script, trace, i))
+                last for trace in script.traces for i in range(len(trace)) if (last := cls._in_bf16(script, trace, i))
             }
         for scaler in script.scalers:
             made = _creation(script, scaler)
             flags = {scaler.enabled, *(text for text, _ in made.guards)} if made is not None else {scaler.enabled}
             # A flag that speaks of a number format may be on for float16 alone.
             if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in flags):
-                yield self.finding(
-                    script.where(scaler.node),
-                    "autocast computes in bfloat16 here, whose range is float32's: the scaler only costs time and skips steps",
-                    instead="drop the scaler: loss.backward(), optimizer.step()",
-                )
+                yield scaler
 
     @staticmethod
     def _in_bf16(script: Script, trace: Trace, index: int) -> str:
@@ -152,6 +158,8 @@ class ScalerInLoop(TraceRule):
         event = trace[index]
         made = script.scaler_of.get(event.node)
         if made is None or not made.key or made.enabled == "no" or self._first_time(event, made.key):
+            return None
+        if any(scaler.node is made.node for scaler in ScalerWithBf16.idle(script)):
             return None
         function = event.function
         if event.loops:
