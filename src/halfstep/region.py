@@ -2,8 +2,10 @@
 
 `compute_region` is torch.autocast, entered anew each time (an autocast object is not re-entrant, and its cache of
 cast weights must not outlive an optimizer step), plus one rule: losses, softmax, log-softmax, large sums and norms
-compute in fp32 on every device. CUDA's autocast does that by itself. The CPU's does not: its list of fp32 operations
-has the losses, but softmax, exp, sum and norm run in 16 bits there. So the operations that CUDA keeps in fp32 are
+compute in fp32 on every device. CUDA's autocast does that by itself, with one gap that is not closed yet: cross_entropy
+asks for its log-softmax in the logits' own dtype, which autocast lets pass, so on CUDA it is rounded to 16 bits unless the
+logits are fp32; the truth table says so. The CPU's autocast has the losses on its list of fp32 operations, but softmax,
+exp, sum and norm run in 16 bits there. So the operations that CUDA keeps in fp32 are
 registered for the CPU too, by torch's own dispatcher, and they act only inside a Halfstep region; elsewhere they
 pass through and a plain torch.autocast("cpu") behaves as it always did. (One limit: torch.compile does not look at this
 switch, so one compiled function must not be called both inside a region and inside a plain torch.autocast("cpu").)

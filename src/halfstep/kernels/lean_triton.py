@@ -34,17 +34,16 @@ from halfstep.kernels.jit_triton import (
 from halfstep.kernels.sgd_triton import lion_factors_kernel, lion_update, sgd_factors_kernel, sgd_update
 from halfstep.kernels.table import ChunkTable
 
-__all__ = ["NUM_FACTORS", "NUM_SETTINGS", "RULES", "LeanLaunch", "chunk_of", "prepare_factors"]
+__all__ = ["LeanLaunch", "chunk_of", "prepare_factors"]
 
-NUM_SETTINGS = 7  # columns of the float64 table of a group's settings
 NUM_FACTORS = 10  # columns of the fp32 table of a tensor's factors in this step
 
-# rule -> number, moments it holds, kernel that prepares its factors
-RULES = {
-    "adam": (0, 2, adam_factors_kernel),
-    "sgd": (1, 1, sgd_factors_kernel),
-    "plain_sgd": (2, 0, sgd_factors_kernel),
-    "lion": (3, 1, lion_factors_kernel),
+# rule -> its number in the kernel, and the kernel that prepares its factors
+_RULES = {
+    "adam": (0, adam_factors_kernel),
+    "sgd": (1, sgd_factors_kernel),
+    "plain_sgd": (2, sgd_factors_kernel),
+    "lion": (3, lion_factors_kernel),
 }
 
 
@@ -261,7 +260,7 @@ def prepare_factors(
     """Advance the step counts unless the flag is set, and compute each tensor's factors for this step."""
     count = len(steps)
     factors = torch.empty((count, NUM_FACTORS), dtype=torch.float32, device=steps.device)
-    RULES[rule][2][(triton.cdiv(count, 128),)](
+    _RULES[rule][1][(triton.cdiv(count, 128),)](
         hyper, group_of, steps, divisor, found_inf, factors, count, BLOCK=128, num_warps=4
     )
     return factors
@@ -291,7 +290,7 @@ class LeanLaunch:
                     factors,
                     steps,
                     found_inf,
-                    RULE=RULES[self.rule][0],
+                    RULE=_RULES[self.rule][0],
                     GRAD=_TL[self.grad_dtype],
                     WEIGHT=_WEIGHT[self.weight_dtype],
                     HOLD=_HOLD[self.held_dtype],

@@ -159,8 +159,6 @@ class ScalerInLoop(TraceRule):
         made = script.scaler_of.get(event.node)
         if made is None or not made.key or made.enabled == "no" or self._first_time(event, made.key):
             return None
-        if any(scaler.node is made.node for scaler in ScalerWithBf16.idle(script)):
-            return None
         function = event.function
         if event.loops:
             inside = [e for e in trace if e.loops[: len(event.loops)] == event.loops]
@@ -179,6 +177,8 @@ class ScalerInLoop(TraceRule):
             if not (steps and per_epoch and given) or fresh or event.roots or "epochs" in function.name:
                 return None
             severity, said = "warning", f"each time `{function.name}` is called, once an epoch"
+        if any(scaler.node is made.node for scaler in ScalerWithBf16.idle(script)):
+            return None
         return self.finding(
             script.where(event.node),
             f"`{made.key}` is made anew {said}: the scale it has found is thrown away",
