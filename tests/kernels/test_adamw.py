@@ -17,18 +17,21 @@ def stated_in_float64(p, g, m, v, largest, t, how):
     lr, (b1, b2) = float(how.lr), how.betas
     p, g, m, v = (x.double() for x in (p, g, m, v))
     g = -g if how.maximize else g
+    g_size = g.abs()  # of its terms, which may cancel
     if how.decoupled:
         p = p - lr * how.weight_decay * p
     else:
+        g_size = torch.maximum(g_size, how.weight_decay * p.abs())
         g = g + how.weight_decay * p
-    m_size = torch.maximum(m.abs(), g.abs())
+    m_size = torch.maximum(m.abs(), g_size)
+    v_size = torch.maximum(v, g_size**2)
     m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
     if how.amsgrad:
         largest = torch.maximum(largest.double(), v)
     m_hat, v_hat = m / (1 - b1**t), (largest if how.amsgrad else v) / (1 - b2**t)
     update = lr * m_hat / (v_hat.sqrt() + how.eps)
     size = lr * m_size / (1 - b1**t) / (v_hat.sqrt() + how.eps)
-    return p - update, m, v, largest, torch.maximum(p.abs(), size), m_size
+    return p - update, m, v, largest, torch.maximum(p.abs(), size), m_size, v_size
 
 
 options = st.builds(
@@ -52,8 +55,8 @@ def test_one_step_is_float64s_within_a_few_ulp(how, t, seed, exponent):
     v = torch.rand(64, generator=generator) * 2.0 ** (2 * exponent)
     largest = v * 1.5 if how.amsgrad else None
     new = adamw_update(p, g, m, v, largest, torch.tensor(float(t)), how)
-    *stated, p_size, m_size = stated_in_float64(p, g, m, v, largest, t, how)
-    for ours, exact, size in zip(new, stated, (p_size, m_size, stated[2], stated[2]), strict=True):
+    *stated, p_size, m_size, v_size = stated_in_float64(p, g, m, v, largest, t, how)
+    for ours, exact, size in zip(new, stated, (p_size, m_size, v_size, v_size), strict=True):
         if exact is None:
             assert ours is None
             continue
