@@ -1,21 +1,18 @@
 """Times the optimizer step, finite check, unscale and clip included, against the peers that are installed.
 
-    python benchmarks/bench_step.py [--model vit_l_16 | gpt_1b] [--loop] [--out FILE.md]
+    python benchmarks/bench_step.py [--model vit_l_16 | gpt_1b] [--out FILE.md]
 
-The gradients are synthetic and stay on the device, so only the step is timed. With --loop, whole training steps of the
-model are timed too: Halfstep's Engine against a hand-written torch AMP loop. Needs a CUDA device.
+The gradients are synthetic and stay on the device, so only the step is timed; `bench_loop.py` times whole training steps.
+Needs a CUDA device.
 """
 
 import argparse
 import gc
 import statistics
-import time
 
 import torch
-import torch.nn.functional as F
 
 import halfstep
-from halfstep.engine import Engine
 from halfstep.environment import environment
 from halfstep.models import vit
 from halfstep.scaler import LossScaler
@@ -177,69 +174,6 @@ def bench_steps(shapes, rounds, count, only):
     return rows
 
 
-def loop_rate(make, batch, steps, image_size):
-    """Images per second and peak GiB of a training loop."""
-    torch.manual_seed(0)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    step = make()
-    x = torch.randn(batch, 3, image_size, image_size, device="cuda")
-    y = torch.randint(0, 1000, (batch,), device="cuda")
-    for _ in range(5):
-        step(x, y)
-    rates = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step(x, y)
-        torch.cuda.synchronize()
-        rates.append(batch * steps / (time.perf_counter() - start))
-    return statistics.median(rates), min(rates), max(rates), torch.cuda.max_memory_allocated() / 2**30
-
-
-def hand_written(build, dtype):
-    """The AMP loop people write."""
-
-    def make():
-        model = build().cuda()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
-
-        def step(x, y):
-            with torch.autocast("cuda", dtype=dtype):
-                loss = F.cross_entropy(model(x), y)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-
-        return step
-
-    return make
-
-
-def engine_loop(build, precision):
-    """The same with the Engine."""
-
-    def make():
-        model = build().cuda()
-        engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-4), precision, max_norm=1.0)
-
-        def step(x, y):
-            with engine.forward():
-                loss = F.cross_entropy(model(x), y)
-            engine.backward(loss)
-            engine.step()
-
-        return step
-
-    return make
-
-
 def shapes_of(model):
     """The parameter shapes of a model: a ViT of this package, or gpt_1b, a decoder of 1.0 billion parameters."""
     if model == "gpt_1b":
@@ -259,8 +193,6 @@ def main():
         "--only", action="append", help="run only the implementations whose name holds one of these texts"
     )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--loop", action="store_true")
-    parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--out")
     args = parser.parse_args()
     shapes = shapes_of(args.model)
@@ -286,26 +218,6 @@ def main():
         lines.append(
             f"| {name} | {moved or ''} | {shown} | {median:.3f} ({low:.3f} to {high:.3f}) | {share} | {held} | {peak} |"
         )
-    if args.loop:
-        build = getattr(vit, args.model)
-        lines += [
-            "",
-            f"Whole step at 224 pixels, batch {args.batch}, AdamW, clip 1.0, eager; median (min to max) of 5 rounds",
-            "",
-        ]
-        lines += ["| loop | images/s | peak GiB |", "|---|---|---|"]
-        cases = [
-            ("torch AMP bf16, by hand, fused AdamW", hand_written(build, torch.bfloat16)),
-            ("Halfstep bf16", engine_loop(build, "bf16")),
-            ("torch AMP fp16, by hand, fused AdamW", hand_written(build, torch.float16)),
-            ("Halfstep fp16", engine_loop(build, "fp16")),
-            ("Halfstep bf16-lean", engine_loop(build, "bf16-lean")),
-            ("Halfstep bf16-lean, 8-bit moments", engine_loop(build, "bf16-lean,states=8bit")),
-            ("Halfstep fp16-lean", engine_loop(build, "fp16-lean")),
-        ]
-        for name, make in cases:
-            median, low, high, peak = loop_rate(make, args.batch, 10, 224)
-            lines.append(f"| {name} | {median:.0f} ({low:.0f} to {high:.0f}) | {peak:.1f} |")
     text = "\n".join(lines)
     print(text)
     if args.out:

@@ -4,10 +4,12 @@ import copy
 import gc
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from engine_models import LEAN, PRESETS, Net, batches, build, same, snapshot, train_step
 from halfstep.engine import Engine
@@ -511,3 +513,28 @@ def test_an_engine_does_not_keep_old_gradients_alive():
     engine.step()
     gc.collect()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"])
+def test_a_dropped_engine_frees_its_tensors_at_once(precision):
+    """Weights and optimizer states go with the last name for them, without waiting for a garbage collection."""
+
+    def train():
+        model = nn.Linear(8, 4)
+        engine = Engine(model, torch.optim.AdamW(model.parameters()), precision, max_norm=1.0)
+        for _ in range(2):
+            with engine.forward():
+                loss = model(torch.ones(2, 8)).sum()
+            engine.backward(loss)
+            engine.step()
+        states = [t for s in engine.optimizers[0].state.values() for t in s.values()]
+        return [weakref.ref(t) for t in (model.weight, *states)]
+
+    train()  # what is made once in a process stays
+    gc.disable()
+    try:
+        left = train()
+        assert len(left) > 1
+        assert all(ref() is None for ref in left)
+    finally:
+        gc.enable()

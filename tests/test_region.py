@@ -1,6 +1,8 @@
 """Regions: what computes in 16 bits inside them, what stays in fp32, and that nothing changes outside."""
 
+import importlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.engine import Engine
-from halfstep.region import COMPUTE_DTYPES, compute_region, fp32_operations, upcast
+from halfstep.region import COMPUTE_DTYPES, _in_fp32, compute_region, fp32_operations, recomputing, upcast
 
 FP32 = torch.float32
 every_compute = pytest.mark.parametrize("compute", ["bf16", "fp16"])
@@ -365,13 +367,74 @@ def test_compiled_models_follow_the_rule(fresh_compiler, compute):
     assert layer.weight.grad.isfinite().all()
 
 
+def test_compiled_code_is_kept_apart_by_device_and_dtype():
+    """Inside a region the key of torch.compile's cache names the region, after the user's own tag; outside it does not."""
+    importlib.import_module("torch._dynamo")
+    config = torch.compiler.config
+    tags = []
+    with config.patch(cache_key_tag="mine"):
+        for compute in ("bf16", "fp16"):
+            with compute_region("cpu", compute):
+                tags.append(config.cache_key_tag)
+        assert tags == ["mine halfstep cpu bf16", "mine halfstep cpu fp16"]
+        with compute_region("cpu", "fp32"):
+            assert config.cache_key_tag == "mine"
+        assert config.cache_key_tag == "mine"
+
+
+@pytest.mark.slow
+@compiles
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Requires: [g++]")
+def test_what_was_compiled_elsewhere_is_not_used_in_a_region(fresh_compiler, monkeypatch, tmp_path):
+    """A model compiled and kept on disk under plain autocast, or in the other dtype, is compiled anew for a region."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, layer = torch.randn(4, 8), nn.Linear(8, 8)
+
+    def forward(x):
+        h = layer(x)
+        return h, h.softmax(-1)
+
+    found = []
+    for region in (torch.autocast("cpu", torch.bfloat16), compute_region("cpu", "bf16"), compute_region("cpu", "fp16")):
+        torch._dynamo.reset()
+        with region:
+            outputs = torch.compile(forward, fullgraph=True)(x)
+        outputs[1].sum().backward()  # only then is it written to the disk
+        found.append([t.dtype for t in outputs])
+    assert found == [[torch.bfloat16] * 2, [torch.bfloat16, FP32], [torch.float16, FP32]]
+
+
 @compiles
 def test_the_list_of_added_operations_can_be_read_while_they_are_installed():
     """fp32_operations tells what the rule adds, also after a region has been entered."""
     with compute_region("cpu", "bf16"):
-        names = set(fp32_operations())
+        names = set(fp32_operations("cpu"))
     assert {"softmax.int", "log_softmax.int", "sum.default", "exp.default", "logsumexp.default"} <= names
     assert not any("out" in name or "layer_norm" in name for name in names)
+
+
+def test_cuda_gets_the_losses_that_its_list_lacks():
+    """cross_entropy and ctc_loss are on the CPU's list of fp32 operations and not on CUDA's."""
+    with compute_region("cpu", "bf16"):
+        names = fp32_operations("cuda")
+    assert names == ("cross_entropy_loss.default", "ctc_loss.IntList", "ctc_loss.Tensor")
+    assert fp32_operations("xpu") == ()
+
+
+@every_compute
+def test_the_kernel_for_cuda_computes_in_fp32_inside_a_region_only(compute):
+    """Inside, the loss of 16-bit logits is that of their fp32 values; outside, it is torch's own, rounded."""
+    kernel = _in_fp32(torch.ops.aten.cross_entropy_loss.default, "AutocastCUDA")
+    logits = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(COMPUTE_DTYPES[compute])
+    target = torch.arange(64) % 32
+    exact = F.cross_entropy(logits.float(), target)
+    with recomputing():
+        inside = kernel(logits, target)
+    outside = kernel(logits, target)
+    assert inside.dtype is FP32
+    assert torch.equal(inside, exact)
+    assert torch.equal(outside, F.cross_entropy(logits, target))
+    assert outside.dtype is logits.dtype
 
 
 def test_upcast_changes_16_bit_tensors_only():

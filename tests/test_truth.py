@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -273,15 +272,3 @@ def test_lean_classes_and_adopted_ones_hold_the_same():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert truth_of(PRESETS["bf16-lean"], list(model.parameters()), [optimizer]).bytes_per_parameter == 14
-
-
-@pytest.mark.parametrize(("precision", "told"), [("bf16", True), ("fp16", True), ("fp32", False)])
-def test_a_loss_that_cuda_rounds_is_told(precision, told):
-    """On CUDA autocast leaves cross_entropy's log-softmax in 16 bits, and the table does not hide it; a CPU does not."""
-    weight = torch.zeros(4)
-    there = SimpleNamespace(
-        numel=weight.numel, element_size=weight.element_size, dtype=weight.dtype, device=torch.device("cuda"), grad=None
-    )
-    policy = Policy.parse(precision)
-    assert any("cross_entropy" in text for text in truth_of(policy, [there], []).lossy) == told
-    assert not any("cross_entropy" in text for text in truth_of(policy, [weight], []).lossy)

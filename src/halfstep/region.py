@@ -2,13 +2,19 @@
 
 `compute_region` is torch.autocast, entered anew each time (an autocast object is not re-entrant, and its cache of
 cast weights must not outlive an optimizer step), plus one rule: losses, softmax, log-softmax, large sums and norms
-compute in fp32 on every device. CUDA's autocast does that by itself, with one gap that is not closed yet: cross_entropy
-asks for its log-softmax in the logits' own dtype, which autocast lets pass, so on CUDA it is rounded to 16 bits unless the
-logits are fp32; the truth table says so. The CPU's autocast has the losses on its list of fp32 operations, but softmax,
-exp, sum and norm run in 16 bits there. So the operations that CUDA keeps in fp32 are
-registered for the CPU too, by torch's own dispatcher, and they act only inside a Halfstep region; elsewhere they
-pass through and a plain torch.autocast("cpu") behaves as it always did. (One limit: torch.compile does not look at this
-switch, so one compiled function must not be called both inside a region and inside a plain torch.autocast("cpu").)
+compute in fp32 on every device. torch's two lists of fp32 operations each lack a part of that:
+
+    CPU     has the losses, but runs softmax, exp, sum and norm in 16 bits
+    CUDA    has the others, but not cross_entropy (nor ctc_loss): its log-softmax asks for the logits' own dtype, which
+            autocast lets pass, so a bf16 run of torch.amp rounds log-probabilities to 8 bits unless the logits are fp32
+
+So each device gets what the other's list has, by torch's own dispatcher. The registrations act only inside a Halfstep
+region; elsewhere they pass through and a plain torch.autocast behaves as it always did.
+
+torch.compile keeps what it compiled on disk, and before 2.13 its key knew that autocast was on but not in which dtype: a
+model compiled in bf16 was silently used again for fp16, days later even. Nor can it know of our rule. So inside a
+region the key has a tag of the region's own. (One limit: within one process torch.compile does not look at the switch, so one
+compiled function must not be called both inside a region and inside a plain torch.autocast.)
 
 Normalisation layers are left out on purpose: they take and give 16 bits with fp32 inside.
 """
@@ -17,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,15 +36,19 @@ __all__ = ["COMPUTE_DTYPES", "compute_region", "fp32_operations", "recomputing",
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Base names of CUDA's fp32 list that the CPU's lacks; overloads are read from the installed torch.
-_FP32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow", "softplus", "softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod", "norm", "linalg_vector_norm",
-    "linalg_matrix_norm", "logsumexp", "dist", "renorm", "cosine_similarity", "pdist",
-)  # fmt: skip
+# Base names of fp32 operations that one device's list lacks and the other's has; overloads are read from the installed torch.
+_LACKING = {
+    "cpu": (
+        "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+        "tan", "pow", "softplus", "softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod", "norm",
+        "linalg_vector_norm", "linalg_matrix_norm", "logsumexp", "dist", "renorm", "cosine_similarity", "pdist",
+    ),
+    "cuda": ("cross_entropy_loss", "ctc_loss"),
+}  # fmt: skip
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 _local = threading.local()
-_library: torch.library.Library | None = None
+_libraries: dict[str, torch.library.Library] = {}  # registrations live as long as these objects
 _install = threading.Lock()
 
 
@@ -48,29 +59,45 @@ def compute_region(device_type: str, compute: str) -> Iterator[None]:
         with torch.autocast(device_type, enabled=False):
             yield
         return
-    if device_type == "cpu":
-        _install_cpu_rule()
+    _install_rule(device_type)
     before = getattr(_local, "active", False)
     _local.active = True
     try:
         dtype = COMPUTE_DTYPES[compute]
         # The cache of cast weights does not know the dtype: inside a region of the other one it would mix them up.
         other = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is not dtype
-        with torch.autocast(device_type, dtype=dtype, cache_enabled=not other):
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=not other), _own_compilations(device_type, compute):
             yield
     finally:
         _local.active = before
 
 
+@contextlib.contextmanager
+def _own_compilations(device_type: str, compute: str) -> Iterator[None]:
+    """What torch.compile compiles inside this block is kept apart from what it compiles elsewhere."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled in this process yet
+        yield
+        return
+    config = torch.compiler.config
+    before = config.cache_key_tag
+    config.cache_key_tag = f"{before} halfstep {device_type} {compute}"
+    try:
+        yield
+    finally:
+        config.cache_key_tag = before
+
+
 @functools.cache
-def fp32_operations() -> tuple[str, ...]:
-    """The operations that the CPU rule adds, as the dispatcher names them."""
+def fp32_operations(device_type: str) -> tuple[str, ...]:
+    """The operations that the rule adds on a kind of device, as the dispatcher names them."""
+    own = _KEYS.get(device_type, "")
+    other = _KEYS["cuda" if device_type == "cpu" else "cpu"]
     names = []
-    for base in _FP32:
+    for base in _LACKING.get(device_type, ()):
         packet = getattr(torch.ops.aten, base, None)
         for overload in packet.overloads() if packet is not None else ():
             name = f"aten::{base}" if overload == "default" else f"aten::{base}.{overload}"
-            if "out" not in overload and _has(name, "AutocastCUDA") and not _has(name, "AutocastCPU"):
+            if "out" not in overload and _has(name, other) and not _has(name, own):
                 names.append(f"{base}.{overload}")
     return tuple(names)
 
@@ -103,28 +130,33 @@ def _upcast_one(value: Any) -> Any:
     return value.float() if is_16_bit else value
 
 
-def _install_cpu_rule() -> None:
-    """Register the fp32 operations once per process, when a 16-bit region is first entered on a CPU."""
-    global _library  # noqa: PLW0603 - registrations live as long as this object
-    with _install:
-        if _library is not None:
+def _install_rule(device_type: str) -> None:
+    """Register the fp32 operations once per process, when a 16-bit region is first entered on such a device."""
+    with _install:  # also where torch.compile stops tracing, so that the switch is set when the block is compiled
+        if device_type in _libraries or device_type not in _LACKING:
             return
-        names = fp32_operations()  # before the first registration, which would change the answer
+        # Before any registration, which would change the answers.
+        names = {kind: fp32_operations(kind) for kind in _LACKING}[device_type]
+        key = _KEYS[device_type]
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name in names:
             base, overload = name.split(".")
             operation = getattr(getattr(torch.ops.aten, base), overload)
             own = base if overload == "default" else name
-            library.impl(own, _in_fp32(operation), "AutocastCPU")  # type: ignore[no-untyped-call]
-        _library = library
+            library.impl(own, _in_fp32(operation, key), key)  # type: ignore[no-untyped-call]
+        _libraries[device_type] = library
 
 
-def _in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:
-    below_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001
+def _in_fp32(operation: Any, key: str) -> Callable[..., Any]:
+    below_autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # noqa: SLF001
+    composite = _has(operation.name(), "CompositeImplicitAutograd")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        active = getattr(_local, "active", False)
+        if not active and composite:  # its parts have rules of their own, which must still be seen
+            return operation.decompose(*args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):  # noqa: SLF001 - how an autocast kernel redispatches
-            if getattr(_local, "active", False):
+            if active:
                 args, kwargs = upcast(args), upcast(kwargs)
             return operation(*args, **kwargs)
 

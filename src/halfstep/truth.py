@@ -121,10 +121,7 @@ def build_truth(
             f"{total_bytes / num_params:.2f} held" + (" + 4 for the moving average" if ema else ""),
         ),
     ]
-    lossy = _lossy(policy, accumulate, support)
-    if compute in {"bf16", "fp16"} and any(p.device.type == "cuda" for p in params):
-        lossy += (f"cross_entropy: torch's CUDA autocast rounds its log-softmax to {compute}; give it logits.float()",)
-    return Truth(tuple(rows), lossy, gives_up, round(total_bytes / num_params, 4))
+    return Truth(tuple(rows), _lossy(policy, accumulate, support), gives_up, round(total_bytes / num_params, 4))
 
 
 def _master(policy: Policy, masters: list[Any]) -> str:

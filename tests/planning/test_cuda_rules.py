@@ -28,13 +28,15 @@ def test_layer_norm_gives_fp32_under_autocast(on_cuda):
         assert nn.Linear(8, 8)(x).dtype is torch.bfloat16
 
 
-def test_cross_entropy_keeps_its_log_softmax_in_16_bits(on_cuda):
-    """F.cross_entropy names the input's dtype for its log-softmax, which autocast respects; the loss itself is fp32."""
+def test_cross_entropy_computes_in_fp32(on_cuda):
+    """As a region computes it on CUDA: a copy of the logits in fp32, and everything after it in fp32."""
     x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(x, torch.zeros(4, dtype=torch.long))
     assert loss.dtype is torch.float32
-    assert loss.grad_fn.next_functions[0][0].name().startswith("ToCopy")
+    log_softmax = loss.grad_fn.next_functions[0][0]
+    assert log_softmax.name() == "LogSoftmaxBackward0"
+    assert log_softmax.next_functions[0][0].name() == "ToCopyBackward0"
 
 
 def test_dropout_saves_a_mask_of_bytes(on_cuda):
@@ -42,6 +44,17 @@ def test_dropout_saves_a_mask_of_bytes(on_cuda):
     x = torch.randn(4, 8, requires_grad=True)
     assert F.dropout(x, 0.1).grad_fn.name() == "NativeDropoutBackward0"
     assert F.dropout(x, 0.0) is x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_products_by_groups_in_any_precision(on_cuda, dtype):
+    """Experts' products give their shapes in fp32 and fp16 too, and gradients for both factors."""
+    x = torch.randn(24, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 16, 40, dtype=dtype, requires_grad=True)
+    out = torch._grouped_mm(x, weight, offs=torch.tensor([6, 12, 18, 24], dtype=torch.int32))
+    assert (out.shape, out.dtype) == ((24, 40), dtype)
+    out.sum().backward()
+    assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
 
 
 def test_registrations_are_taken_back():

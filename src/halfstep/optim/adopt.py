@@ -63,12 +63,14 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
 
 def _refuse_to_step(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None:
     """The stock optimizer no longer owns its weights; stepping it would bypass the masters."""
+    # The text, not the objects: a cycle would keep weights and states on the GPU until the next garbage collection.
+    text = (
+        f"This {type(optimizer).__name__} was adopted by halfstep.optim.{type(lean).__name__}, which holds the masters; "
+        "call engine.step() instead of optimizer.step()."
+    )
 
     def step(*_args: object, **_kwargs: object) -> None:
-        raise SettingError(
-            f"This {type(optimizer).__name__} was adopted by halfstep.optim.{type(lean).__name__}, which holds the masters; "
-            "call engine.step() instead of optimizer.step()."
-        )
+        raise SettingError(text)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - keeps schedulers from warning
     optimizer.step = step  # type: ignore[method-assign,assignment]

@@ -11,6 +11,7 @@ import copy
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,7 +26,7 @@ from halfstep.planning.trace import StepOptions
 from halfstep.planning.workspaces import CUBLAS_BYTES
 from halfstep.policy import Policy
 
-__all__ = ["MeasuredStep", "measure_step", "quiet_gpu", "require_gpu"]
+__all__ = ["MeasuredStep", "measure_step", "quiet_gpu", "require_gpu", "start_counting"]
 
 
 @dataclass(frozen=True)
@@ -63,46 +64,57 @@ def quiet_gpu() -> Iterator[None]:
         restore_rng(before)
 
 
+def start_counting(device: torch.device) -> int:
+    """Begin a new peak on a GPU; the bytes to take off it at the end, so that it counts what is made from now on.
+
+    cuBLAS's workspaces are made first and not taken off: they are a part of every prediction.
+    """
+    x = torch.ones(16, 16, device=device, requires_grad=True)
+    (x @ x).sum().backward()  # type: ignore[no-untyped-call] # a handle for this thread, and one for autograd's
+    del x
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device) - CUBLAS_BYTES["new"]
+
+
 def measure_step(
     job: Job, policy: Policy, batch: int, options: StepOptions | None = None, seed: int = 0
 ) -> MeasuredStep:
     """Run two steps of `job` on the GPU and measure the second; the job's own objects are not changed."""
     device = require_gpu("Measuring a step")
-    options = options or StepOptions()
     place = {"seed": seed, "rank": 0, "world_size": 1, "device": device, "batch_size": batch}
     with quiet_gpu(), quietly():
-        _warm(device)
-        already = torch.cuda.memory_allocated() - CUBLAS_BYTES["new"]
-        # A copy: the job may hand out one and the same module, and the Engine casts it in place.
-        model = copy.deepcopy(job.call("model", **place)).to(device).train()
-        optimizer = job.call("optimizer", model=model, **place)
-        engine = Engine(
-            model, optimizer, policy, max_norm=1.0, accumulate=options.accumulate, ema=0.999 if options.ema else None
+        # In a function of its own, so that all it made is gone when the memory is handed back.
+        return _two_steps(job, policy, place, options or StepOptions())
+
+
+def _two_steps(job: Job, policy: Policy, place: dict[str, Any], options: StepOptions) -> MeasuredStep:
+    device = place["device"]
+    already = start_counting(device)
+    # A copy: the job may hand out one and the same module, and the Engine casts it in place.
+    model = copy.deepcopy(job.call("model", **place)).to(device).train()
+    optimizer = job.call("optimizer", model=model, **place)
+    engine = Engine(
+        model, optimizer, policy, max_norm=1.0, accumulate=options.accumulate, ema=0.999 if options.ema else None
+    )
+    try:
+        data = job.call("data", split="train", epoch=0, **place)
+        with job.guard("data"):
+            inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), next(iter(data)))
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats(device)
+            for _ in range(options.accumulate):
+                with engine.forward():
+                    loss = job.call("loss", model=model, batch=inputs, split="train", epoch=0, **place)
+                engine.backward(loss)
+                del loss
+                engine.step()
+            torch.cuda.synchronize(device)
+        return MeasuredStep(
+            place["batch_size"],
+            torch.cuda.max_memory_allocated(device) - already,
+            torch.cuda.max_memory_reserved(device),
+            torch.cuda.get_device_name(device),
         )
-        try:
-            data = job.call("data", split="train", epoch=0, **place)
-            with job.guard("data"):
-                inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), next(iter(data)))
-            for _ in range(2):
-                torch.cuda.reset_peak_memory_stats()
-                for _ in range(options.accumulate):
-                    with engine.forward():
-                        loss = job.call("loss", model=model, batch=inputs, split="train", epoch=0, **place)
-                    engine.backward(loss)
-                    del loss
-                    engine.step()
-                torch.cuda.synchronize()
-            return MeasuredStep(
-                batch,
-                torch.cuda.max_memory_allocated() - already,
-                torch.cuda.max_memory_reserved(),
-                torch.cuda.get_device_name(),
-            )
-        finally:
-            engine.close()
-
-
-def _warm(device: torch.device) -> None:
-    """Make cuBLAS take its workspaces, in this thread and in autograd's."""
-    x = torch.ones(16, 16, device=device, requires_grad=True)
-    (x @ x).sum().backward()  # type: ignore[no-untyped-call]
+    finally:
+        engine.close()

@@ -26,7 +26,7 @@ from halfstep.events import say
 from halfstep.job import Job
 from halfstep.runlog import RunLog
 from halfstep.train.config import TrainConfig, changed_fields
-from halfstep.train.memory import compare_memory, measured_peak
+from halfstep.train.memory import PeakCounter, compare_memory
 from halfstep.train.recorder import Listener, Recorder, Silence
 from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, to_device
@@ -94,6 +94,7 @@ class _Run:
         found = self._find(resume)
         torch.manual_seed(config.seed)
         self.device = _device(config.device)
+        self.memory = PeakCounter(self.device)
         self.model, self.engine = self._build(precision)
         self.data = DataStream(job, split="train", **self._place())
         self.validation = DataStream(job, split="val", **self._place())
@@ -192,7 +193,7 @@ class _Run:
                 break
         if stop and self.saved_at != engine.attempts:
             self._save(epoch, whole=False, validated=False)
-        if (peak := measured_peak(self.device)) is not None and not stop:
+        if (peak := self.memory.peak()) is not None and not stop:
             log.event("memory", **compare_memory(self.job, engine.policy, config, peak))
         return self._outcome(epoch, stop)
 

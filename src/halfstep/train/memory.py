@@ -10,15 +10,25 @@ from halfstep.engine_state import restore_rng, rng_state
 from halfstep.events import say
 from halfstep.job import Job
 from halfstep.planning import predict_peak
+from halfstep.planning.measured import start_counting
 from halfstep.policy import Policy
 from halfstep.train.config import TrainConfig
 
-__all__ = ["compare_memory", "measured_peak"]
+__all__ = ["PeakCounter", "compare_memory"]
 
 
-def measured_peak(device: torch.device) -> int | None:
-    """The most memory that tensors took on a GPU, or None on a device that does not count it."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+class PeakCounter:
+    """The most memory that a run's tensors took on a GPU; a device that does not count it gives None."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._already = start_counting(device) if device.type == "cuda" else 0
+
+    def peak(self) -> int | None:
+        """Bytes at the fullest moment since the start, without what was there before."""
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self._device) - self._already
 
 
 def compare_memory(job: Job, policy: Policy, config: TrainConfig, measured: int) -> dict[str, Any]:
