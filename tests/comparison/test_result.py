@@ -94,6 +94,15 @@ def test_notes_name_what_to_know(tmp_path):
     assert not any("64x32x10" in note for note in read_comparison([write_case(tmp_path / "cpu")]).notes)
 
 
+def test_a_stop_names_the_rows_with_fewer_repeats(tmp_path):
+    """Their losses are means over other seeds, and the note says how to read them."""
+    folder = write_case(tmp_path / "c", stopped=True)
+    (folder / "runs" / "bf16-2.jsonl").unlink()
+    (note,) = (note for note in read_comparison([folder]).notes if "stopped early" in note)
+    assert "Of 3 repeats, fewer are there for bf16 (2)" in note
+    assert "fp16" not in note
+
+
 def test_other_directories_are_refused(tmp_path):
     """None at all, or one without a survey."""
     with pytest.raises(SettingError, match="no directory"):

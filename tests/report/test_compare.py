@@ -1,5 +1,6 @@
 """A comparison at a terminal."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from comparison_cases import write_case
@@ -20,6 +21,15 @@ def test_text_has_rows_verdict_gates_and_files(tmp_path):
     assert max(map(len, text.splitlines())) <= 120
     assert "\x1b[" not in text
     assert "\x1b[" in as_text(comparison, colour=True)
+
+
+def test_runs_with_different_warm_ups_are_told_as_such(tmp_path):
+    """Rows of several directories may have been warmed up for other numbers of steps."""
+    comparison = read_comparison([write_case(tmp_path / "case")])
+    first, *others = comparison.rows
+    mixed = replace(comparison, rows=(replace(first, warmup_steps=4), *others))
+    assert "Not timed: the first 4 to 10 steps of each run" in as_text(mixed)
+    assert "Not timed: the first 10 steps of each run" in as_text(comparison)
 
 
 def test_progress_without_a_terminal_is_a_line_per_round(capsys):

@@ -178,7 +178,7 @@ def _notes(runs: list[RunRecord], survey: dict[str, Any], rows: list[Row]) -> li
         short = sum("stopped_after" in run.measured for run in runs)
         notes.append(
             f"The comparison was stopped early: {missing} of {len(survey['contenders'])} rows have no run, and {short} runs are "
-            "shorter than the others."
+            "shorter than the others." + _fewer(rows)
         )
     notes += [
         f"{run.contender.label}: the census of operators failed ({run.measured['census_failed']})."
@@ -193,6 +193,18 @@ def _notes(runs: list[RunRecord], survey: dict[str, Any], rows: list[Row]) -> li
     ]
     notes += [f"{row.label}: {note}" for row in rows for note in row.notes]
     return list(dict.fromkeys(notes + _misaligned(rows, survey)))
+
+
+def _fewer(rows: list[Row]) -> str:
+    """The rows that a stop left with fewer repeats than others, whose losses are then means over other seeds."""
+    most = max((row.num_runs for row in rows), default=0)
+    fewer = [f"{row.label} ({row.num_runs})" for row in rows if row.num_runs < most]
+    if not fewer:
+        return ""
+    return (
+        f" Of {most} repeats, fewer are there for {', '.join(fewer)}: compare those rows' losses by their gap to fp32, which is "
+        "taken seed by seed."
+    )
 
 
 def _misaligned(rows: list[Row], survey: dict[str, Any]) -> list[str]:

@@ -97,7 +97,9 @@ def as_text(
     warm = [row for row in comparison.rows if row.warmup_seconds is not None]
     if warm:
         shown = ", ".join(f"{row.label} {show_seconds(row.warmup_seconds or 0)}" for row in warm)
-        console.print(Text(f"Not timed: the first {warm[0].warmup_steps} steps of each run ({shown}).", style="dim"))
+        counts = sorted({row.warmup_steps for row in warm})
+        steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        console.print(Text(f"Not timed: the first {steps} steps of each run ({shown}).", style="dim"))
     console.print(Text(comparison.verdict.text, style=_STYLES[comparison.verdict.kind]))
     for note in comparison.notes:
         console.print(Text(f"note: {note}"))
