@@ -42,6 +42,19 @@ def test_large_batches_are_never_loaded():
     assert drawn == [2, 3]
 
 
+def test_integers_are_repeated():
+    """Token ids, masks and labels keep the numbers of the small batch; floating-point numbers are not made up."""
+
+    def data(batch_size):
+        yield torch.arange(batch_size), torch.ones(3, batch_size, dtype=torch.bool), torch.zeros(batch_size)
+
+    ids, mask, values = look_at_data(small_job(data=data), CONTEXT).at(5)
+    assert ids.tolist() == [0, 1, 0, 1, 0]
+    assert mask.shape == (3, 5)
+    assert mask.all()
+    assert values.device.type == "meta"
+
+
 def test_ragged_batches_are_drawn_at_their_size():
     """Where lengths change with the batch, the batch of the asked size is loaded, and that is said."""
 

@@ -80,24 +80,30 @@ def test_fp32_list_is_read_from_this_torch():
         (torch.float32, None, 4, "efficient"),
         (torch.float32, None, 2, "math"),
         (torch.bfloat16, "plain", 4, "efficient"),
-        (torch.bfloat16, "learnt", 4, "math"),
+        (torch.bfloat16, "learnt", 4, "efficient"),
+        (torch.float32, "permuted", 4, "math"),
+        (torch.bfloat16, "permuted", 4, "math"),
     ],
 )
 def test_attention_kernel(dtype, mask, heads, kernel):
-    """16 bits take flash attention, masks and fp32 the memory-efficient one, grouped fp32 and learnt masks the formula."""
+    """16 bits take flash attention, masks and fp32 the memory-efficient one, grouped fp32 and permuted masks the formula."""
     q, k = torch.zeros(2, 4, 8, 16, dtype=dtype), torch.zeros(2, heads, 8, 16, dtype=dtype)
-    bias = None if mask is None else torch.zeros(2, 1, 8, 8, dtype=dtype, requires_grad=mask == "learnt")
+    bias = None if mask is None else torch.zeros(2, 4, 8, 8, dtype=dtype, requires_grad=mask == "learnt")
+    if mask == "permuted":  # as T5 makes it: an embedding of (rows, columns, heads)
+        bias = torch.zeros(8, 8, 4, dtype=dtype).permute(2, 0, 1)[None]
     assert kernel_for(q, k, k, bias) == kernel
 
 
 def test_attention_runs_forwards_and_backwards(on_cuda):
     """Every kernel gives the query's shape, padded heads and boolean masks included, and gradients for all three."""
-    for size, mask in ((16, None), (12, None), (16, torch.ones(2, 1, 6, 6, dtype=torch.bool))):
+    learnt = torch.zeros(1, 4, 6, 6, dtype=torch.bfloat16, requires_grad=True)
+    for size, mask in ((16, None), (12, None), (16, torch.ones(2, 1, 6, 6, dtype=torch.bool)), (16, learnt)):
         qkv = [torch.randn(2, 4, 6, size, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         out = F.scaled_dot_product_attention(*qkv, mask)
         assert out.shape == qkv[0].shape
         out.sum().backward()
         assert all(t.grad.shape == t.shape for t in qkv)
+    assert learnt.grad.shape == learnt.shape
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -2,11 +2,12 @@
 
     bf16, fp16, no mask          flash attention (on Hopper and Blackwell cuDNN's, which keeps the same)
     a mask, or fp32              memory-efficient attention
-    a mask that is learnt        the plain formula, which keeps the whole matrix of attention weights
-    neither kernel takes it      the plain formula
+    neither kernel takes it      the plain formula, which keeps the whole matrix of attention weights
 
 The two kernels keep q, k, v, the output and one fp32 number per row. They call for heads of at most 256 numbers (flash)
-and for the same number of heads in q, k and v (memory-efficient), so grouped queries in fp32 fall back to the formula.
+and for the same number of heads in q, k and v (memory-efficient), so grouped queries in fp32 fall back to the formula. Rows
+must lie together in memory: a bias that was permuted out of an embedding, as T5 makes it, falls back too, and a contiguous
+one, as Swin makes it, does not. That the bias is learnt does not matter.
 Follows sdp_utils.cpp and attention.cpp of torch 2.11 to 2.13.
 """
 
@@ -34,7 +35,7 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
     """The kernel that CUDA's scaled_dot_product_attention takes: "flash", "efficient" or "math"."""
     if q.dim() != 4 or k.dim() != 4 or not q.dtype is k.dtype is v.dtype or 0 in (*q.shape, *k.shape):
         return "math"
-    if mask is not None and mask.requires_grad:
+    if any(t.stride(-1) != 1 for t in (q, k, v, mask) if t is not None and t.shape[-1] > 1):
         return "math"
     if mask is None and q.dtype in _16_BIT and q.shape[-1] == v.shape[-1] <= _FLASH_MOST:
         return "flash"

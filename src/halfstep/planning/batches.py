@@ -4,10 +4,14 @@ A plan asks about batches of thousands of images, which nobody wants to load. So
 small sizes, and every dimension that grows in step with the size is taken to go on like that. Where something else
 differs between the two (sequences padded to the longest of the batch, say), there is no line, and the batch of the
 asked size is loaded after all.
+
+A batch made up like this has no numbers, apart from its integers (token ids, masks, labels), which are few and decide
+things; those of the small batch are repeated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +24,7 @@ from halfstep.engine_state import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.job import Job
 from halfstep.planning.fakes import CPU
+from halfstep.planning.integers import MOST_NUMBERS, is_integer
 
 __all__ = ["Batches", "look_at_data"]
 
@@ -62,14 +67,20 @@ def look_at_data(job: Job, context: dict[str, Any]) -> Batches:
 
     def at(size: int) -> Any:
         made = [
-            torch.empty([factor * size + rest for factor, rest in line or ()], dtype=leaf.dtype, device="meta")
-            if isinstance(leaf, Tensor)
-            else leaf
+            _at(leaf, [factor * size + rest for factor, rest in line or ()]) if isinstance(leaf, Tensor) else leaf
             for leaf, line in zip(leaves, lines, strict=True)
         ]
         return pytree.tree_unflatten(made, structure)
 
     return Batches(at)
+
+
+def _at(leaf: Tensor, shape: list[int]) -> Tensor:
+    """A tensor of this shape: integers repeated from `leaf`, anything else without numbers."""
+    if not is_integer(leaf) or not leaf.numel() or math.prod(shape) > MOST_NUMBERS:
+        return torch.empty(shape, dtype=leaf.dtype, device="meta")
+    times = [-(-size // small) for size, small in zip(shape, leaf.shape, strict=True)]
+    return leaf.to(CPU).repeat(times)[tuple(map(slice, shape))].contiguous()
 
 
 def _line(a: Any, b: Any) -> list[tuple[int, int]] | None:

@@ -52,7 +52,7 @@ _FP32_OUT = ("sum", "prod", "cumsum", "cumprod", "norm", "linalg_vector_norm", "
 _CPU_ONLY = (
     "avg_pool3d", "adaptive_avg_pool3d", "upsample_nearest1d", "reflection_pad1d", "reflection_pad2d",
     "replication_pad1d", "replication_pad2d", "replication_pad3d", "grid_sampler", "fft_fft", "fft_ifft", "fft_rfft",
-    "fft_irfft", "quantile", "nanquantile", "stft", "cross_entropy_loss",
+    "fft_irfft", "quantile", "nanquantile", "stft",
 )  # fmt: skip
 _16_BIT = (torch.float16, torch.bfloat16)
 _lock = threading.RLock()
@@ -83,6 +83,8 @@ def as_on_cuda() -> Iterator[None]:
                         put(name, torch.library.fallthrough_kernel, "AutocastCPU")
             put("dropout", _dropout, "AutogradCPU")
             put("scaled_dot_product_attention", attend, "AutogradCPU")
+            if hasattr(torch.ops.aten, "_grouped_mm"):
+                put("_grouped_mm", _multiply_groups, "Meta")
             for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
                 put(f"{kind}.input", run_recurrent(kind), "AutogradCPU")
             yield
@@ -149,8 +151,7 @@ def _into_fp32(operation: Any) -> Callable[..., Any]:
 def _softmax_in_fp32(operation: Any, inner: Any) -> Callable[..., Any]:
     """CUDA's kernels take fp16 in and give fp32 out (`half_to_float`); bf16 is copied to fp32 before.
 
-    A dtype that the caller names stays. That is why F.cross_entropy keeps its log-softmax in 16 bits under CUDA's
-    autocast: it names the input's.
+    A dtype that the caller names stays.
     """
 
     def kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
@@ -168,3 +169,19 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0 or not x.numel():
         return x
     return torch.native_dropout(x, p, train)[0]
+
+
+def _multiply_groups(
+    a: Tensor,
+    b: Tensor,
+    ends: Tensor | None = None,
+    bias: Tensor | None = None,  # noqa: ARG001 - the schema's order
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The result of a product by groups: torch's own shape function knows bf16 alone, the CUDA kernel fp32 and fp16 too."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape.insert(0, len(a) if ends is None or a.dim() == 3 else len(ends))
+    row = -(-shape[-1] * a.element_size() // 16) * 16 // a.element_size()  # rows begin at multiples of 16 bytes
+    strides = [shape[-2] * row, row, 1][-len(shape) :]
+    return a.new_empty_strided(shape, strides, dtype=dtype or a.dtype)

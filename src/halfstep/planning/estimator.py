@@ -132,8 +132,16 @@ class Estimator:
             return None
         low, high = sorted(sorted(self._traces, key=lambda size: abs(size - batch))[:2])
         if (low, high) not in self._lines:
-            self._lines[low, high] = line_through(self._traces[low].ledger, low, self._traces[high].ledger, high)
+            line = self._through(low, high)
+            if line is None:  # what a model makes once and keeps (a table of positions) is in the first trace alone
+                first = next(size for size in self._traces if size in (low, high))
+                self._traces[first] = self._run(first)
+                line = self._through(low, high)
+            self._lines[low, high] = line
         return self._lines[low, high]
+
+    def _through(self, low: int, high: int) -> Line | None:
+        return line_through(self._traces[low].ledger, low, self._traces[high].ledger, high)
 
     def checked(self, batch: int) -> Estimate:
         """The estimate at a batch size, traced unless the line has been found to hold."""

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.engine_state import restore_rng, rng_state
 from halfstep.job import Job
+from halfstep.planning.integers import MOST_NUMBERS, is_integer
 
 __all__ = ["build_model", "fake_batch", "new_mode", "to_fake"]
 
@@ -59,17 +60,21 @@ def to_fake(model: nn.Module, mode: FakeTensorMode) -> None:
     for module in model.modules():
         for table in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001 - there is no public way to both
             for name, tensor in list(table.items()):
-                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and not _keeps_numbers(tensor):
                     setattr(module, name, fake(tensor))  # not table[name]: recurrent layers keep a list as well
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """The batch with fake tensors of the same shapes and dtypes."""
+    """The batch with fake tensors of the same shapes and dtypes; integers that have numbers keep them."""
 
     def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or _keeps_numbers(leaf):
             return leaf
         with mode:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=CPU)
 
     return pytree.tree_map(fake, batch)
+
+
+def _keeps_numbers(tensor: Tensor) -> bool:
+    return tensor.device == CPU and is_integer(tensor) and tensor.numel() <= MOST_NUMBERS

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfstep.casting import uncast_forwards, wrap_forwards
+from halfstep.engine_state import restore_rng, rng_state
 from halfstep.job import Job
 from halfstep.planning.cuda_rules import as_on_cuda
 from halfstep.planning.fakes import CPU, build_model, fake_batch, new_mode
@@ -57,11 +58,23 @@ def trace_step(
     job: Job, policy: Policy, batch: Any, context: dict[str, Any], options: StepOptions, *, real: bool = False
 ) -> Traced:
     """Run one step of `job` on fake tensors shaped like `batch` and write down its memory."""
+    before = rng_state()
+    try:
+        # TorchScript runs functions otherwise from their second call on, and two traces would not be the same step.
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            return _trace(job, policy, batch, {**context, "device": CPU}, options, real=real)
+    finally:
+        restore_rng(before)  # the batch's integers are real, and so is a draw among them
+
+
+def _trace(
+    job: Job, policy: Policy, batch: Any, context: dict[str, Any], options: StepOptions, *, real: bool
+) -> Traced:
     mode = new_mode()
-    model = build_model(job, mode, {**context, "device": CPU}, real=real)
+    model = build_model(job, mode, context, real=real)
     notes: list[str] = []
     with mode, as_on_cuda(), _prepared(model, policy, options):
-        optimizer = job.call("optimizer", model=model, **context, device=CPU)
+        optimizer = job.call("optimizer", model=model, **context)
         with quietly():
             optimizer, kind = prepare_optimizer(optimizer, policy, model)
         inputs = fake_batch(batch, mode)
@@ -82,6 +95,7 @@ def trace_step(
             copies.clear()
             lines = tracer.settled()
         tracer.stop()
+    notes += tracer.integers.notes()
     if options.ema:
         held += [Held("average", 4 * p.numel(), by_step=False) for p in model.parameters() if p.requires_grad]
     return _traced(model, job, inputs, held, lines, tuple(notes))
@@ -127,7 +141,7 @@ def _micro_batch(
     tracer.phase = "forward"
     dtype = COMPUTE_DTYPES.get(policy.compute)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        loss = job.call("loss", model=model, batch=inputs, split="train", epoch=0, **context, device=CPU)
+        loss = job.call("loss", model=model, batch=inputs, split="train", epoch=0, **context)
     tracer.end_forward()
     tracer.phase = "backward"
     scaled = loss.float() * 1.0

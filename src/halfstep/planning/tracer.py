@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep.planning.integers import Integers
 from halfstep.planning.ledger import Entry
 
 __all__ = ["Tracer"]
@@ -38,6 +39,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, workspace: Workspace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._workspace = workspace
+        self.integers = Integers()
         self._numbers: dict[int, int] = {}  # storage -> block, of the living
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._casts: set[int] = set()  # storages of parameters, whose casts go to the cache
@@ -68,9 +70,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.rand.default and not args[0]:
             # Stochastic depth: `if torch.rand([]) < rate`. The one tensor whose number can be told beforehand.
             return torch.tensor(_EVEN_CHANCE)
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":
-            return out
+        if func.namespace == "prim":  # questions about a tensor, three for each operation
+            return func(*args, **(kwargs or {}))
+        out = self.integers.run(func, args, kwargs or {})
         scratch = self._workspace(func, args, kwargs or {}, out)  # None where no rule knows the operation
         new = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and _key(t) not in self._numbers]
         for tensor in new:

@@ -1,8 +1,8 @@
 """What to say when a step cannot run on fake tensors: which part, why, and what is known all the same.
 
-Three things stop a trace: code that looks at a number inside a tensor (`.item()`, `if loss > 1`), operations whose result's
-shape depends on numbers (`nonzero`, boolean masks), and operations of other libraries that come without a fake kernel. The
-model's own part of the memory does not depend on any of them, so it is told.
+Three things stop a trace: code that looks at a floating-point number inside a tensor (`.item()`, `if loss > 1`), operations
+whose result's shape depends on such numbers (`x[x > 0]`), and operations of other libraries that come without a fake
+kernel. Integers of the batch may be looked at, as a trace knows them. The model's own part of the memory does not depend on any of them, so it is told.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def _what(causes: list[BaseException]) -> str:
         operation = getattr(cause, "func", None)
         if isinstance(cause, DataDependentOutputException):
             return (
-                f"The step reads a number out of a tensor ({operation}), and a plan runs on tensors without numbers: {said}. Keep "
+                f"The step reads a number out of a tensor ({operation}), and a plan knows integers of the batch only: {said}. Keep "
                 ".item(), float(tensor) and `if tensor` out of the loss and the model, or measure on a GPU with --verify."
             )
         if isinstance(cause, DynamicOutputShapeException):
             return (
                 f"The step has an operation whose result's shape depends on numbers ({operation}), such as nonzero or a boolean "
-                f"mask: {said}. Use torch.where or a weight of 0 instead, or measure on a GPU with --verify."
+                f"mask, and not on integers of the batch: {said}. Use torch.where or a weight of 0 instead, or measure on a GPU with --verify."
             )
         if isinstance(cause, UnsupportedOperatorException):
             return (

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["as_data", "as_text", "found_data", "found_text", "grouped", "verified_data", "verified_text"]
 
 _TOP = 10  # modules named
+_LARGE_SCRATCH = 1 << 30  # more than a step needs without a transform of whole images
 _ORDER = (
     "weights", "master", "gradients", "states", "average", "activations", "cast cache", "temporaries", "batch", "buffers",
     "workspaces", "communication", "rounding",
@@ -131,10 +132,16 @@ def grouped(modules: Mapping[str, int]) -> list[tuple[str, int, int]]:
 
 def _uncertainty(plan: Plan) -> str:
     lines = ["What is uncertain"]
-    scratch = max(e.estimate.peak.breakdown.get("workspaces", 0) for e in plan.entries)
+    taken = {e.precision: e.estimate.peak.breakdown.get("workspaces", 0) for e in plan.entries}
+    most = max(taken, key=lambda precision: taken[precision])
     lines.append(
-        f"- workspaces ({gib(scratch)}): cuDNN chooses its algorithms itself; single fp32 convolutions were seen to take gigabytes"
+        f"- workspaces ({gib(taken[most])} in {most}): cuDNN chooses its algorithms itself, by card and version"
     )
+    if most.startswith("fp32") and taken[most] > _LARGE_SCRATCH:
+        lines.append(
+            "  In true fp32 it transforms whole images for some convolutions, which takes gigabytes; 16-bit formats were never\n"
+            "  seen to take that. Where it does not fit, torch falls back to an algorithm that takes less."
+        )
     if plan.capacity is not None:
         lines.append(
             f"- CUDA context: {gib(plan.capacity.context_bytes)} taken off the GPU's memory, 0.4 to 0.7 by card and driver"

@@ -1,0 +1,49 @@
+"""Checks for inf and nan on tensors without numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from halfstep.planning.answers import plan
+from halfstep.planning.fakes import new_mode
+from halfstep.planning.tracer import Tracer
+from planning_jobs import small_job
+
+
+@pytest.mark.parametrize(
+    ("check", "expected"),
+    [
+        (lambda x: torch.isfinite(x).all(), True),
+        (lambda x: torch.isnan(x).any(), False),
+        (lambda x: torch.isinf(x).any() or torch.isnan(x).any(), False),
+        (lambda x: (torch.isinf(x) | torch.isnan(x)).any(), False),
+        (lambda x: (~torch.isfinite(x)).any(), False),
+        (lambda x: torch.isfinite(x.sum()), True),
+        (lambda x: (x != x).any(), False),  # noqa: PLR0124
+    ],
+)
+def test_numbers_are_finite(check, expected):
+    """Every usual way to ask for inf and nan is answered as in a step that works."""
+    with new_mode(), Tracer(lambda *_: None):
+        assert bool(check(torch.randn(4, 5))) is expected
+
+
+@pytest.mark.parametrize("check", [lambda x: (x > 0).all(), lambda x: (x == 2.0).any(), lambda x: (x * x).any()])
+def test_other_questions_stay_unanswered(check):
+    """A comparison whose answer depends on numbers is refused, as before."""
+    with new_mode(), Tracer(lambda *_: None), pytest.raises(DataDependentOutputException):
+        bool(check(torch.randn(4, 5)))
+
+
+def test_a_guarded_loss_is_planned():
+    """A loss that stops at a nan is planned as the same loss without the check."""
+
+    def guarded(model, batch):
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        if not torch.isfinite(loss):
+            raise FloatingPointError
+        return loss
+
+    usual = plan(small_job(), 4096, precision=("bf16",)).entries[0].peak_bytes
+    assert abs(plan(small_job(loss=guarded), 4096, precision=("bf16",)).entries[0].peak_bytes - usual) <= 2048
