@@ -3,11 +3,12 @@
 import pytest
 
 from halfstep.errors import SettingError
-from halfstep.planning.answers import plan
+from halfstep.planning.answers import STATE_CAUSES, plan
 from halfstep.targets import load_target
 from planning_jobs import small_job
 
 MIB = 1 << 20
+MODEL_STATE = (*STATE_CAUSES, "gradients")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,12 @@ def test_state_is_the_same_in_fp32_and_autocast(vit):
     full, mixed, lean = vit.entries
     assert full.state_bytes == pytest.approx(mixed.state_bytes, rel=0.001)
     assert lean.state_bytes < mixed.state_bytes
-    assert "only where activations decide" in " ".join(vit.notes)
+    told = " ".join(vit.notes)
+    assert "only where that decides" in told
+    beside = [
+        sum(b for c, b in e.estimate.peak.breakdown.items() if c not in MODEL_STATE) / 2**30 for e in (full, mixed)
+    ]
+    assert f"{beside[0]:.2f} GiB in fp32 and {beside[1]:.2f} in bf16" in told
 
 
 def test_fewest_gpus_fit_and_one_less_does_not(vit):

@@ -185,11 +185,16 @@ def _story(entries: Sequence[Entry]) -> list[str]:
     full, mixed = by_name.get("fp32"), by_name.get("bf16") or by_name.get("fp16")
     if full is None or mixed is None:
         return []
-    before, after = (e.estimate.peak.breakdown.get("activations", 0) for e in (full, mixed))
+    # Not the activations of both: the two peaks may be at different moments, and what is an activation at one is scratch
+    # at the other.
+    before, after = (
+        sum(size for cause, size in e.estimate.peak.breakdown.items() if cause not in (*STATE_CAUSES, "gradients"))
+        for e in (full, mixed)
+    )
     told = [
         f"fp32 and {mixed.precision} hold the same {full.state_bytes / 2**30:.2f} GiB of weights, gradients and optimizer states. Autocast "
-        f"shrinks activations alone, here from {before / 2**30:.2f} to {after / 2**30:.2f} GiB, so only where activations decide can it "
-        "lower the number of GPUs."
+        f"changes only what is held beside them, activations above all: at the fullest moment {before / 2**30:.2f} GiB in fp32 and "
+        f"{after / 2**30:.2f} in {mixed.precision}. So only where that decides can it lower the number of GPUs."
     ]
     counts = {e.precision: a.num_gpus for e in entries for a in e.answers if a.strategy == "ddp"}
     before_count, after_count = counts.get(full.precision), counts.get(mixed.precision)
