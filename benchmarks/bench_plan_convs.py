@@ -2,26 +2,21 @@
 
     python benchmarks/bench_plan_convs.py measure FILE.json      on a GPU, with torchvision where it is installed
     python benchmarks/bench_plan_convs.py check FILE.json        anywhere: the rules against what FILE holds
-    python benchmarks/bench_plan_convs.py ask FILE.json [SECONDS]    on a GPU: cuDNN's choice for many shapes, none of them run
 
 A dispatch mode stands around every convolution, forwards and backwards, and reads the allocator's requested bytes: the
-peak during the call, less what was there before and less the results. The same shapes come back in many networks; each
-is kept once.
+peak during the call, less what was there before and less the results. The same call comes back in many networks; each is
+kept once, with the network in which it came first.
 
-`ask` puts the question that torch puts to cuDNN before a convolution, through cuDNN's graph interface, and takes the
-first answer that torch would take. It costs about a millisecond and no memory, so that tens of thousands of shapes can be
-asked about, and what it returns is the workspace itself.
+The file is written to be small. `shapes` holds what a convolution is apart from its batch, `kinds` how it was called (the
+pass, the dtype, the layouts of its tensors and which results were wanted or whether it has a bias), `origins` the networks;
+a row is the number of each of the three, the batch and the bytes taken.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import itertools
 import json
-import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +39,7 @@ FORWARD, BACKWARD = _aten.convolution.default, _aten.convolution_backward.defaul
 class _Watch(TorchDispatchMode):
     """Writes down every convolution with the bytes its kernel took on the side."""
 
-    def __init__(self, found: dict[str, dict[str, Any]], origin: str) -> None:
+    def __init__(self, found: dict[str, tuple[int, int, str]], origin: str) -> None:
         super().__init__()
         self.found, self.origin = found, origin
 
@@ -58,18 +53,58 @@ class _Watch(TorchDispatchMode):
         torch.cuda.synchronize()
         peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
         results = sum(t.numel() * t.element_size() for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
-        row = {"pass": "forward" if func is FORWARD else "backward", "args": [_plain(a) for a in args]}
-        key = json.dumps(row)
-        self.found.setdefault(key, {**row, "scratch": peak - results, "results": results, "origin": self.origin})
+        key = json.dumps(_described(func, args))
+        self.found.setdefault(key, (args[0 if func is FORWARD else 1].shape[0], peak - results, self.origin))
         return out
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-        kind = "channels_last" if last and not value.is_contiguous() else "contiguous"
-        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "format": kind}
-    return list(value) if isinstance(value, (list, tuple)) else value
+def _described(func: Any, args: Any) -> list[Any]:
+    """Shape, kind and batch of a call; the shape of a gradient follows from the others."""
+    forward = func is FORWARD
+    x, w = args[:2] if forward else args[1:3]
+    rest = args[3:9] if forward else args[4:10]
+    tensors = args[:2] if forward else args[:3]
+    wanted = args[2] is not None if forward else list(args[10])
+    shape = [list(x.shape[1:]), list(w.shape), *(list(a) if isinstance(a, (list, tuple)) else a for a in rest)]
+    layouts = ["channels_last" if _is_last(t) else "contiguous" for t in tensors]
+    dtype = str(x.dtype).removeprefix("torch.")
+    return [shape, ["forward" if forward else "backward", dtype, layouts, wanted], x.shape[0]]
+
+
+def _is_last(tensor: Tensor) -> bool:
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and not tensor.is_contiguous()
+
+
+def _called(shape: list[Any], kind: list[Any], batch: int) -> tuple[Any, list[Any], Any]:
+    """Operation, arguments and result of what was described, on the meta device."""
+    (image, weight, *rest), (name, dtype, layouts, wanted) = shape, kind
+    of = {"dtype": getattr(torch, dtype), "device": "meta"}
+    x, w = torch.empty([batch, *image], **of), torch.empty(weight, **of)
+    out = FORWARD(x, w, None, *rest)
+    tensors = [t.to(memory_format=getattr(torch, f"{f}_format" if f == "contiguous" else f))
+               for t, f in zip([x, w] if name == "forward" else [out, x, w], layouts, strict=True)]  # fmt: skip
+    if name == "forward":
+        return FORWARD, [*tensors, torch.empty(out.shape[1], **of) if wanted else None, *rest], out
+    args = [*tensors, [out.shape[1] if wanted[2] else 0], *rest, wanted]
+    return BACKWARD, args, BACKWARD(*args)
+
+
+def _write(path: Path, found: dict[str, tuple[int, int, str]]) -> None:
+    shapes, kinds, origins = {}, {}, {}
+    rows = []
+    for key, (batch, scratch, origin) in found.items():
+        shape, kind, _ = json.loads(key)
+        numbers = [
+            table.setdefault(json.dumps(v), len(table))
+            for table, v in ((shapes, shape), (kinds, kind), (origins, origin))
+        ]
+        rows.append([*numbers, batch, scratch])
+    head = json.dumps({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()})[:-1]
+    tables = (f'"{name}": [\n{",".join(chr(10) + v for v in values).strip()}\n]' for name, values in (
+        ("shapes", shapes), ("kinds", kinds), ("origins", origins), ("rows", [json.dumps(r, separators=(",", ":")) for r in rows]),
+    ))  # fmt: skip
+    path.write_text(f"{head},\n" + ",\n".join(tables) + "}\n", encoding="utf-8")
 
 
 def networks() -> Iterator[tuple[str, Callable[[], nn.Module], tuple[int, ...], int]]:
@@ -100,7 +135,7 @@ def measure(path: Path) -> None:
     """One forward and backward pass of every network, batch and dtype."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, tuple[int, int, str]] = {}
     for name, make, batches, size in networks():
         with torch.device("cuda"):
             model = make()
@@ -124,194 +159,28 @@ def measure(path: Path) -> None:
                 out = None
         del model
         print(name, len(found), flush=True)
-        head = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-        path.write_text(json.dumps({**head, "rows": list(found.values())}), encoding="utf-8")
+        _write(path, found)
 
 
 def check(path: Path) -> None:
     """The rules against every row, worst last."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    record = json.loads(path.read_text(encoding="utf-8"))
     worst, counted = [], Counter()
-    for row in rows:
-        args = [_meta(a) for a in row["args"]]
-        func = FORWARD if row["pass"] == "forward" else BACKWARD
-        said = scratch_bytes(func, args, {}, func(*args)) or 0
-        off = said - row["scratch"]
-        size = row["results"] + sum(a.numel() * a.element_size() for a in args if isinstance(a, Tensor))
+    for shape, kind, origin, batch, scratch in record["rows"]:
+        func, args, out = _called(record["shapes"][shape], record["kinds"][kind], batch)
+        off = (scratch_bytes(func, args, {}, out) or 0) - scratch
+        tensors = [t for t in pytree.tree_leaves((args, out)) if isinstance(t, Tensor)]
+        size = sum(t.numel() * t.element_size() for t in tensors)
         counted["all"] += 1
-        counted["within 1 MiB or 2 %"] += abs(off) <= max(1 << 20, 0.02 * max(said, row["scratch"]))
-        worst.append((abs(off) / size, off / 2**20, row["scratch"] / 2**20, row))
+        counted["within 1 MiB or 2 %"] += abs(off) <= max(1 << 20, 0.02 * max(scratch + off, scratch))
+        worst.append((abs(off) / size, off / 2**20, scratch / 2**20, shape, kind, batch, origin))
     print(dict(counted))
-    for share, off, seen, row in sorted(worst, key=lambda w: w[0])[-60:]:
-        tensors = " ".join(f"{a['shape']}{a['dtype'][0]}{a['format'][1]}" for a in row["args"] if isinstance(a, dict))
-        rest = [a for a in row["args"] if not isinstance(a, dict)]
+    for share, off, taken, shape, kind, batch, origin in sorted(worst)[-60:]:
         print(
-            f"{share:6.2f} of its size: off {off:9.1f} MiB, took {seen:9.1f}  {row['pass']} {tensors} {rest} ({row['origin']})"
+            f"{share:6.2f} of its size: off {off:9.1f} MiB, took {taken:9.1f}  batch {batch} {record['shapes'][shape]} "
+            f"{record['kinds'][kind]} ({record['origins'][origin]})"
         )
 
 
-def _meta(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    made = torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device="meta")
-    return made.to(memory_format=torch.channels_last) if value["format"] == "channels_last" else made
-
-
-# --- asking cuDNN ---------------------------------------------------------------------------------------------------
-
-_TENSOR_CORE, _DOWN_CONVERT = (
-    0,
-    1,
-)  # numerical notes; torch drops such engines for fp32 without TF32, and the second always
-# Operation: its descriptor, then its attributes for the convolution, filter, image, result, alpha and beta.
-_OPERATIONS = {
-    "forward": (10, 702, 703, 704, 705, 700, 701),
-    "input": (12, 708, 709, 710, 711, 706, 707),
-    "filter": (11, 714, 715, 716, 717, 712, 713),
-}
-_DTYPES = {"float32": 0, "float16": 2, "bfloat16": 9}
-
-
-class _Cudnn:
-    """As much of cuDNN's graph interface (cudnn_graph.h of 9.x) as a question about one convolution needs."""
-
-    def __init__(self) -> None:
-        torch.zeros(1, device="cuda")
-        self.library = ctypes.CDLL("libcudnn.so.9")
-        self.handle = ctypes.c_void_p()
-        self._do("cudnnCreate", ctypes.byref(self.handle))
-        self.made: list[ctypes.c_void_p] = []
-
-    def _do(self, name: str, *args: Any) -> None:
-        status = getattr(self.library, name)(*args)
-        if status:
-            raise RuntimeError(f"{name} answered {status}.")
-
-    def new(self, kind: int, *attributes: tuple[int, int, Any]) -> ctypes.c_void_p:
-        """A finished descriptor; attributes are (name, type, value or values)."""
-        made = ctypes.c_void_p()
-        self._do("cudnnBackendCreateDescriptor", kind, ctypes.byref(made))
-        self.made.append(made)
-        for name, of, value in attributes:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            item = {0: ctypes.c_void_p, 3: ctypes.c_int64, 4: ctypes.c_float, 15: ctypes.c_void_p}.get(of, ctypes.c_int)
-            array = (item * len(values))(*values)
-            self._do("cudnnBackendSetAttribute", made, name, of, ctypes.c_int64(len(values)), array)
-        if attributes:
-            self._do("cudnnBackendFinalize", made)
-        return made
-
-    def read(self, descriptor: Any, name: int, of: int, array: Any) -> int:
-        """Fill an array; how many there are."""
-        found = ctypes.c_int64()
-        size = 0 if array is None else len(array)
-        self._do("cudnnBackendGetAttribute", descriptor, name, of, ctypes.c_int64(size), ctypes.byref(found), array)
-        return found.value
-
-    def workspace(
-        self, operation: str, shapes: dict[str, Any], dtype: str, *, tf32: bool, last: bool = False
-    ) -> int | None:
-        """The workspace of the first engine that torch would take."""
-        try:
-            return self._workspace(operation, shapes, dtype, tf32=tf32, last=last)
-        finally:
-            for descriptor in self.made:
-                self.library.cudnnBackendDestroyDescriptor(descriptor)
-            self.made.clear()
-
-    def _workspace(self, operation: str, shapes: dict[str, Any], dtype: str, *, tf32: bool, last: bool) -> int | None:
-        tensors = [
-            self.new(17, (901, 1, _DTYPES[dtype]), (902, 3, shape), (903, 3, _strides(shape, last=last)),
-                     (906, 3, ord(name)), (900, 3, 16)).value
-            for name, shape in ((n, shapes[n]) for n in "wxy")
-        ]  # fmt: skip
-        spread = len(shapes["stride"])
-        conv = self.new(
-            1, (100, 1, 0), (101, 7, 1), (106, 3, spread), (105, 3, shapes["padding"]), (104, 3, shapes["padding"]),
-            (103, 3, shapes["stride"]), (102, 3, [1] * spread),
-        )  # fmt: skip
-        kind, of_conv, of_w, of_x, of_y, alpha, beta = _OPERATIONS[operation]
-        parts = [(name, 15, tensor) for name, tensor in zip((of_w, of_x, of_y), tensors, strict=True)]
-        done = self.new(kind, (of_conv, 15, conv.value), *parts, (alpha, 4, 1.0), (beta, 4, 0.0))
-        graph = self.new(15, (800, 0, self.handle.value), (801, 15, done.value))
-        heuristics = self.new(4, (201, 15, graph.value), (200, 8, 0))
-        count = self.read(heuristics, 202, 15, None)
-        configs = (ctypes.c_void_p * count)(*[self.new(3).value for _ in range(count)])
-        for index in range(self.read(heuristics, 202, 15, configs)):
-            config = ctypes.c_void_p(configs[index])
-            engine = (ctypes.c_void_p * 1)(self.new(2).value)
-            self.read(config, 300, 15, engine)
-            notes = (ctypes.c_int * 10)()
-            seen = set(notes[: self.read(ctypes.c_void_p(engine[0]), 1303, 11, notes)])
-            if _DOWN_CONVERT in seen or (dtype == "float32" and not tf32 and _TENSOR_CORE in seen):
-                continue
-            try:
-                plan = self.new(5, (400, 0, self.handle.value), (401, 15, config.value))
-            except RuntimeError:
-                continue
-            size = (ctypes.c_int64 * 1)()
-            self.read(plan, 402, 3, size)
-            return size[0]
-        return None
-
-
-def _strides(shape: list[int], *, last: bool) -> list[int]:
-    order = [0, *range(2, len(shape)), 1] if last else range(len(shape))
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim], step = step, step * shape[dim]
-    return strides
-
-
-# fmt: off
-_CHANNELS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 960, 1024, 1280, 1920, 2048)
-_IMAGES = (7, 8, 13, 14, 16, 17, 20, 24, 28, 32, 35, 40, 48, 56, 60, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 512)
-_BATCHES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 192, 256)
-# fmt: on
-
-
-def _questions() -> Iterator[tuple[str, bool, int, int, int, int, int, int]]:
-    """Dtype, whether TF32 may be used, batch, channels in and out, image, filter, stride; first a few that were measured, then at random."""
-    for (channels, image), batch in itertools.product(
-        ((256, 64), (512, 32), (768, 32), (192, 128), (384, 64)), (1, 2, 4, 8, 12, 16, 24, 32)
-    ):
-        yield "float32", False, batch, channels, channels, image, 3, 1
-    rng = random.Random(0)
-    while True:
-        inside = rng.choice(_CHANNELS)
-        outside = rng.choices((inside, 2 * inside, inside // 2, rng.choice(_CHANNELS)), (8, 3, 3, 2))[0]
-        side, stride = rng.choices(((3, 1), (1, 1), (5, 1), (3, 2), (1, 2)), (16, 2, 1, 1, 1))[0]
-        dtype, tf32 = rng.choices((("float32", False), ("float32", True), ("bfloat16", False)), (16, 2, 1))[0]
-        yield dtype, tf32, rng.choice(_BATCHES), inside, outside, rng.choice(_IMAGES), side, stride
-
-
-def ask(path: Path, seconds: float = 50) -> None:
-    """Ask about shapes until the time is over."""
-    cudnn = _Cudnn()
-    rows, start = [], time.perf_counter()
-    for dtype, tf32, batch, inside, outside, image, side, stride in _questions():
-        if time.perf_counter() - start > seconds:
-            break
-        result = (image + 2 * (side // 2) - side) // stride + 1
-        shapes = {
-            "x": [batch, inside, image, image], "w": [outside, inside, side, side], "y": [batch, outside, result, result],
-            "stride": [stride] * 2, "padding": [side // 2] * 2,
-        }  # fmt: skip
-        said = []
-        for operation in _OPERATIONS:
-            try:
-                said.append(cudnn.workspace(operation, shapes, dtype, tf32=tf32))
-            except RuntimeError as error:
-                said.append(str(error))
-        rows.append([dtype, tf32, batch, inside, outside, image, side, stride, *said])
-    head = {
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "columns": "dtype tf32 n c k image side stride forward input filter",
-    }
-    path.write_text(json.dumps({**head, "rows": rows}), encoding="utf-8")
-    print(len(rows), "shapes in", round(time.perf_counter() - start, 1), "s")
-
-
 if __name__ == "__main__":
-    {"measure": measure, "check": check, "ask": ask}[sys.argv[1]](Path(sys.argv[2]), *map(float, sys.argv[3:]))
+    {"measure": measure, "check": check}[sys.argv[1]](Path(sys.argv[2]))

@@ -123,6 +123,18 @@ def test_accumulation_and_average_cost_memory():
     assert plain < averaged
 
 
+def test_only_true_fp32_transforms_whole_images():
+    """A convolution for which cuDNN takes 8.6 GiB in fp32 takes none of that in TF32 or bf16."""
+    job = small_job(
+        model=lambda: nn.Sequential(nn.Conv2d(256, 256, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 4)),
+        data=lambda batch_size: [(torch.randn(batch_size, 256, 64, 64), torch.randint(4, (batch_size,)))],
+    )  # fmt: skip
+    peaks = {p: Estimator(job, Policy.parse(p)).at(16).peak_bytes / 2**30 for p in ("fp32", "tf32", "bf16")}
+    assert peaks["fp32"] > 8.6
+    assert peaks["tf32"] < 2
+    assert peaks["bf16"] < 2
+
+
 def test_checkpointing_saves_activations():
     """A model that computes its activations again keeps fewer of them."""
     kept, again = (

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def _trace(
         with quietly():
             optimizer, kind = prepare_optimizer(optimizer, policy, model)
         inputs = fake_batch(batch, mode)
-        tracer = Tracer(scratch_bytes)
+        tracer = Tracer(partial(scratch_bytes, tf32=policy.compute == "tf32"))
         tracer.know_weights(model)
         tracer.know([t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)])
         with tracer, tracer.modules():

@@ -35,8 +35,13 @@ _REDUCE_THREADS, _THREADS_PER_MULTIPROCESSOR = 512, 2048
 _MULTIPROCESSORS = 132  # of an H100 or H200; others have fewer, and take less
 
 
-def scratch_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:  # noqa: ARG001 - what a dispatch mode has
-    """Bytes that the CUDA kernel of an operation takes while it runs; None where no rule is about it."""
+def scratch_bytes(func: Any, args: Any, kwargs: Any, out: Any, *, tf32: bool = False) -> int | None:  # noqa: ARG001 - what a dispatch mode has
+    """Bytes that the CUDA kernel of an operation takes while it runs; None where no rule is about it.
+
+    `tf32` says that fp32 may be multiplied in TF32, for which cuDNN has other kernels.
+    """
+    if func in _CONVOLUTIONS:
+        return int(_CONVOLUTIONS[func](args, out, tf32=tf32))
     rule = _RULES.get(func)
     return None if rule is None else int(rule(args, out))
 
@@ -51,10 +56,10 @@ def _attention_backward(args: Any, _out: Any) -> int:
     return int(4 * (query.numel() + rows))
 
 
-def _convolution_backward(args: Any, _out: Any) -> int:
+def _convolution_backward(args: Any, _out: Any, *, tf32: bool) -> int:
     grad, has_bias = args[0], args[10][2]
     dims = [0, *range(2, grad.dim())]
-    return backward_bytes(args, _partial_sums(grad, dims, grad.shape[1]) if has_bias else 0)
+    return backward_bytes(args, _partial_sums(grad, dims, grad.shape[1]) if has_bias else 0, tf32=tf32)
 
 
 def _embedding_backward(args: Any, _out: Any) -> int:
@@ -96,7 +101,9 @@ _RULES: dict[Any, Any] = {
     _aten.sum.dim_IntList: _sum,
     _aten._scaled_dot_product_flash_attention_backward.default: _attention_backward,  # noqa: SLF001
     _aten._scaled_dot_product_efficient_attention_backward.default: _attention_backward,  # noqa: SLF001
+    _aten.embedding_dense_backward.default: _embedding_backward,
+}
+_CONVOLUTIONS: dict[Any, Any] = {
     _aten.convolution.default: forward_bytes,
     _aten.convolution_backward.default: _convolution_backward,
-    _aten.embedding_dense_backward.default: _embedding_backward,
 }

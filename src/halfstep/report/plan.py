@@ -139,8 +139,9 @@ def _uncertainty(plan: Plan) -> str:
     )
     if most.startswith("fp32") and taken[most] > _LARGE_SCRATCH:
         lines.append(
-            "  In true fp32 it transforms whole images for some convolutions, which takes gigabytes; 16-bit formats were never\n"
-            "  seen to take that. Where it does not fit, torch falls back to an algorithm that takes less."
+            "  In true fp32 it transforms whole images for some convolutions, which takes gigabytes, and a few more images can switch\n"
+            "  it on or off; TF32 and 16-bit formats were never seen to take that. Where it does not fit, torch falls back to an\n"
+            "  algorithm that takes less, so a step in fp32 may run where this plan says that it does not fit."
         )
     if plan.capacity is not None:
         lines.append(
