@@ -131,6 +131,9 @@ def test_only_true_fp32_transforms_whole_images():
     )  # fmt: skip
     peaks = {p: Estimator(job, Policy.parse(p)).at(16).peak_bytes / 2**30 for p in ("fp32", "tf32", "bf16")}
     assert peaks["fp32"] > 8.6
+    limited = Estimator(job, Policy.parse("fp32"), room=4 << 30)
+    assert limited.at(16).peak_bytes == limited.at(16).need_bytes < 2 << 30
+    assert limited.largest(4 << 30, 16).batch > 16
     assert peaks["tf32"] < 2
     assert peaks["bf16"] < 2
 

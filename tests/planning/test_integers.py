@@ -18,7 +18,7 @@ from planning_jobs import small_job
 def traced(work):
     """The result of `work`, and the tracer it ran under."""
     with new_mode():
-        tracer = Tracer(lambda *_: None)
+        tracer = Tracer(lambda *_: {})
         with tracer:
             return work(), tracer
 

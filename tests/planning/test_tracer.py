@@ -13,7 +13,7 @@ from planning_jobs import small_job
 def tracer():
     """A tracer under a fake mode, in its forward phase."""
     with new_mode():
-        found = Tracer(lambda *_: None)
+        found = Tracer(lambda *_: {})
         found.phase = "forward"
         with found:
             yield found
@@ -69,7 +69,7 @@ def test_modules_are_named():
     mode = new_mode()
     model = build_model(small_job(), mode, {})
     with mode:
-        tracer = Tracer(lambda *_: None)
+        tracer = Tracer(lambda *_: {})
         tracer.know_weights(model)
         x = torch.empty(2, 16)
         with tracer, tracer.modules():

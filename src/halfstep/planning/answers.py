@@ -109,13 +109,14 @@ def plan(
     for policy in dict.fromkeys(policies):
         if policy.compute == "fp8":
             raise SettingError("precision fp8 is named but not built yet, so there is nothing to plan. Use bf16-lean.")
-        estimator = Estimator(job, policy, options=StepOptions(accumulate, ema), batches=batches)
+        room = None if capacity is None else capacity.usable_bytes
+        estimator = Estimator(job, policy, options=StepOptions(accumulate, ema), batches=batches, room=room)
         entries.append(_entry(estimator, batch, capacity, gpus))
         notes += [n for n in entries[-1].estimate.notes if n not in notes]
     if capacity is None:
         notes.append(
             "No memory size is known: this machine has no GPU and none was named. Give --gpu A100 or --memory 80GiB to "
-            "learn whether it fits and on how many GPUs; the peaks themselves do not depend on it."
+            "learn whether it fits and on how many GPUs; the peaks themselves depend on it only by transforms, if there are any."
         )
     notes += _story(entries)
     return Plan(
@@ -138,7 +139,7 @@ def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, gpus: in
     if capacity is None:
         return Entry(estimate.precision, batch, estimate, state, None)
     usable = capacity.usable_bytes
-    fits = max(estimate.peak_bytes, estimate.build_bytes) <= usable
+    fits = max(estimate.need_bytes, estimate.build_bytes) <= usable
     largest = estimator.largest(usable, batch)
     answers = tuple(_answer(estimator, layout, strategy, batch, usable, gpus) for strategy in STRATEGIES)
     return Entry(estimate.precision, batch, estimate, state, fits, answers, largest)
@@ -148,7 +149,7 @@ def _answer(estimator: Estimator, layout: Layout, strategy: str, batch: int, usa
     def need(num: int, *, checked: bool = False) -> dict[str, int]:
         micro = -(-batch // num)
         estimate = estimator.checked(micro) if checked else estimator.at(micro, trace=False)
-        return per_gpu(estimate.peak, layout, strategy, num)
+        return per_gpu(estimate.least, layout, strategy, num)
 
     def fits(num: int, *, checked: bool = False) -> bool:
         return sum(need(num, checked=checked).values()) <= usable

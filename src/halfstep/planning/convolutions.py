@@ -41,8 +41,8 @@ measured networks come out within 1.5 %. Known misses: channels that are rare (2
 layers of 60 x 60, filters of 1 x 7, 5 x 5 filters backwards, and one-pixel filters of 320 channels and more, which take
 copies or even transforms backwards. Tensors of gigabytes have ways of their own.
 
-Other versions and cards choose otherwise. If the memory for a way is not there, torch takes the next in cuDNN's list, so
-such a peak is what a large GPU will show, not what a small one needs. A way that no card could hold is left out.
+Other versions and cards choose otherwise. If the memory for a way is not there, torch takes the next in cuDNN's list. So
+the whole transform is a cause of its own, which a plan counts where there is room and never needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["backward_bytes", "forward_bytes"]
+__all__ = ["backward_bytes", "forward_bytes", "transform_bytes"]
 
 _LEAST_BYTES = 16  # of channels that kernels take at once; fewer are filled up: to 8 in 16 bits, to 4 in fp32
 _SUMS_PER_IMAGE = 400  # numbers of a one-pixel filter per position: up to here 16-bit gradients are summed by image
@@ -185,6 +185,15 @@ def forward_bytes(args: Any, out: Tensor, *, tf32: bool = False) -> int:
     if last:
         return copies + conv.x_bytes + conv.y_bytes + conv.w_bytes
     return copies + _whole_transform(conv)
+
+
+def transform_bytes(args: Any, out: Tensor) -> int | None:
+    """The part of `forward_bytes` that is taken only where there is room; None for formats that have no such part."""
+    x, weight = args[0], args[1]
+    if x.element_size() != 4 or x.dim() < 3 or not x.numel():
+        return None
+    conv = _described(x, weight, out, stride=args[3], transposed=args[6], groups=args[8])
+    return 0 if conv.depthwise or _channels_last(x, weight) else _whole_transform(conv)
 
 
 def backward_bytes(args: Any, bias_bytes: int, *, tf32: bool = False) -> int:

@@ -15,7 +15,8 @@ from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import say
 from halfstep.job import Job
 from halfstep.planning.batches import Batches, look_at_data
-from halfstep.planning.ledger import Line, line_through
+from halfstep.planning.capacity import capacity_of
+from halfstep.planning.ledger import OPTIONAL, Line, line_through
 from halfstep.planning.replay import Peak, replay
 from halfstep.planning.trace import StepOptions, Traced, trace_step
 from halfstep.planning.untraceable import explain_failure
@@ -35,6 +36,7 @@ class Estimate:
     precision: str
     batch: int
     peak: Peak
+    least: Peak  # the same without what is taken only where there is room
     num_params: int
     traced: bool  # or on the line between two traces
     build_bytes: int  # the most that making the Engine takes
@@ -44,6 +46,11 @@ class Estimate:
     def peak_bytes(self) -> int:
         """What torch.cuda.max_memory_allocated() is predicted to say."""
         return self.peak.allocated
+
+    @property
+    def need_bytes(self) -> int:
+        """What a step must have; where there is more, it may take more."""
+        return self.least.allocated
 
 
 class Estimator:
@@ -57,11 +64,13 @@ class Estimator:
         options: StepOptions | None = None,
         seed: int = 0,
         batches: Batches | None = None,
+        room: int | None = None,
     ) -> None:
         self.job, self.policy = job, policy
         self.options = options or StepOptions()
         self._context = {"seed": seed, "rank": 0, "world_size": 1}
         self._batches = batches
+        self._room = room  # bytes that a GPU has for tensors, if that is known
         self._traces: dict[int, Traced] = {}
         self._known: dict[int, Estimate] = {}
         self._lines: dict[tuple[int, int], Line | None] = {}
@@ -112,10 +121,14 @@ class Estimator:
             return known
         line = None if trace or batch in self._traces else self._line(batch)
         traced = self.trace(batch) if line is None else next(iter(self._traces.values()))
+        ledger = traced.ledger if line is None else line.ledger(batch)
+        peak = replay(ledger, self.workspaces, self._room)
+        has_optional = any(entry.cause == OPTIONAL and entry.num_bytes for entry in ledger.lines)
         estimate = Estimate(
             precision=str(self.policy),
             batch=batch,
-            peak=replay(traced.ledger if line is None else line.ledger(batch), self.workspaces),
+            peak=peak,
+            least=replay(ledger, self.workspaces, 0) if has_optional else peak,
             num_params=traced.num_params,
             traced=line is None,
             build_bytes=traced.build_bytes + self.workspaces,
@@ -148,23 +161,23 @@ class Estimator:
         return self.at(batch, trace=not self._line_holds)
 
     def largest(self, limit_bytes: int, start: int) -> Estimate | None:
-        """The largest micro-batch whose peak is within `limit_bytes`, traced; None if not even one example fits."""
+        """The largest micro-batch whose need is within `limit_bytes`, traced; None if not even one example fits."""
         self.trace(start)
         self.trace(max(1, start // 2) if start > 1 else 2)
         for _ in range(4):
             best = self._on_line(limit_bytes)
             if best <= 1:  # the line may be wrong so far down, and one example is worth a trace
                 one = self.at(1)
-                return one if one.peak_bytes <= limit_bytes else None
+                return one if one.need_bytes <= limit_bytes else None
             guess = self.at(best, trace=False)
             found = self.at(best)
             if (
-                found.peak_bytes <= limit_bytes
-                and abs(found.peak_bytes - guess.peak_bytes) <= _CLOSE * found.peak_bytes
+                found.need_bytes <= limit_bytes
+                and abs(found.need_bytes - guess.need_bytes) <= _CLOSE * found.need_bytes
             ):
                 return found
         # A step that does not grow along a line: the largest of the traced sizes that fit is a sure answer.
-        sure = [size for size in self._traces if self.at(size).peak_bytes <= limit_bytes]
+        sure = [size for size in self._traces if self.at(size).need_bytes <= limit_bytes]
         return self.at(max(sure)) if sure else None
 
     def _on_line(self, limit_bytes: int) -> int:
@@ -172,12 +185,12 @@ class Estimator:
         sizes = sorted(self._traces)
         line = self._line(sizes[-1])
         # The allocator's rounding, as a share; the quick peaks do not have it.
-        top = self.at(sizes[-1]).peak
+        top = self.at(sizes[-1]).least
         share = top.allocated / max(1, top.allocated - top.breakdown.get("rounding", 0))
 
         def fits(size: int) -> bool:
             if line is None:
-                return self.at(size).peak_bytes <= limit_bytes
+                return self.at(size).need_bytes <= limit_bytes
             return (line.requested(size) + self.workspaces) * share <= limit_bytes
 
         low, high = 0, 1
@@ -188,7 +201,7 @@ class Estimator:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        while low > 1 and self.at(low, trace=False).peak_bytes > limit_bytes:
+        while low > 1 and self.at(low, trace=False).need_bytes > limit_bytes:
             low -= max(1, low // 200)
         return low
 
@@ -203,7 +216,9 @@ def predict_peak(
 ) -> Estimate | None:
     """The predicted peak of one training step, or None with a message if the job cannot be traced."""
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
-    estimator = Estimator(job, chosen, options=StepOptions(accumulate, ema), seed=seed)
+    here = capacity_of(None, None)
+    room = None if here is None else here.usable_bytes
+    estimator = Estimator(job, chosen, options=StepOptions(accumulate, ema), seed=seed, room=room)
     try:
         return estimator.at(batch)
     except HalfstepError as error:

@@ -54,7 +54,6 @@ def find_batch_size(
     for note in notes:
         say(note)
     options = StepOptions(accumulate, ema)
-    estimator = Estimator(job, policy, options=options)
     if memory is None and not torch.cuda.is_available():
         raise SettingError(
             "find_batch_size() tries batches on a GPU, and torch sees none here. Give memory='80GiB' to have the plan's answer for "
@@ -66,11 +65,12 @@ def find_batch_size(
     else:
         free, _ = torch.cuda.mem_get_info()
         limit = int((free + torch.cuda.memory_reserved()) / 1.03)
+    estimator = Estimator(job, policy, options=options, room=limit)
     predicted = estimator.largest(limit, _START)
     if predicted is None:
         one = estimator.at(1)
         raise SettingError(
-            f"Not even one example fits in {policy}: a step needs {one.peak_bytes / 2**30:.2f} GiB and {limit / 2**30:.2f} GiB can be "
+            f"Not even one example fits in {policy}: a step needs {one.need_bytes / 2**30:.2f} GiB and {limit / 2**30:.2f} GiB can be "
             "used. Use a leaner precision, activation checkpointing, or shard the model over several GPUs."
         )
     if memory is not None:

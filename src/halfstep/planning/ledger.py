@@ -13,7 +13,7 @@ import numpy as np
 
 from halfstep.errors import SettingError
 
-__all__ = ["CAUSES", "Entry", "Ledger", "Line", "line_through"]
+__all__ = ["CAUSES", "OPTIONAL", "Entry", "Ledger", "Line", "line_through"]
 
 # Every cause a byte can have, in the order in which tables show them.
 CAUSES = {
@@ -28,9 +28,12 @@ CAUSES = {
     "cast cache": "16-bit copies of fp32 weights, kept by autocast",
     "temporaries": "what an operation needs while it runs, and gradients of activations",
     "workspaces": "scratch memory of cuBLAS, cuDNN and attention kernels",
+    "transforms": "whole images transformed by cuDNN for fp32 convolutions, where there is room for that",
     "rounding": "blocks larger than what was asked for",
 }
 
+
+OPTIONAL = "transforms"  # the cause that a step can do without: torch takes another algorithm where there is no room
 
 _PARTS = ("held", "made", "lines")
 
@@ -74,10 +77,16 @@ class Line:
         self._source = np.array(
             [i if e.num_bytes is not None else takes[e.block] for i, e in enumerate(entries)], dtype=np.int64
         )
-        self._sign = np.array([1 if e.num_bytes is not None else -1 for e in entries])
+        needed = {takes[e.block] for e in low.lines if e.num_bytes is not None and e.cause != OPTIONAL}
+        self._sign = np.array(
+            [
+                0 if i >= start and source not in needed else 1 if e.num_bytes is not None else -1
+                for i, (e, source) in enumerate(zip(entries, self._source, strict=True))
+            ]
+        )
 
     def requested(self, batch: int) -> int:
-        """The most bytes that tensors ask for at once, without the allocator's rounding."""
+        """The most bytes that a step must have at once, without the allocator's rounding and without what is optional."""
         return int(np.cumsum(self._at(batch)[self._source] * self._sign).max())
 
     def ledger(self, batch: int) -> Ledger:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.planning.allocator import Allocator
-from halfstep.planning.ledger import CAUSES, Entry, Ledger
+from halfstep.planning.ledger import CAUSES, OPTIONAL, Entry, Ledger
 
 __all__ = ["Peak", "replay"]
 
@@ -29,18 +29,18 @@ class Peak:
     phases: dict[str, int]  # the peak of each phase
 
 
-def replay(ledger: Ledger, workspaces: int) -> Peak:
-    """The peak of the second of two steps of a ledger."""
+def replay(ledger: Ledger, workspaces: int, room: int | None = None) -> Peak:
+    """The peak of the second of two steps of a ledger; what is optional is taken where it fits into `room`."""
     allocator = Allocator()
     allocator.take(workspaces // 2)
     allocator.take(workspaces - workspaces // 2)
     for entry in ledger.held:
         allocator.take(entry.num_bytes or 0)
-    _run(allocator, ledger.lines, {})
+    _run(allocator, ledger.lines, {}, room)
     for entry in ledger.made:
         allocator.take(entry.num_bytes or 0)
     phases: dict[str, int] = {}
-    top, where = _run(allocator, ledger.lines, phases)
+    top, where = _run(allocator, ledger.lines, phases, room)
     breakdown = dict.fromkeys(CAUSES, 0) | {"workspaces": workspaces}
     modules: dict[str, int] = {}
     alive = {e.block: e for e in ledger.lines[: where + 1] if e.num_bytes is not None}
@@ -64,7 +64,7 @@ def replay(ledger: Ledger, workspaces: int) -> Peak:
     )
 
 
-def _run(allocator: Allocator, lines: Iterable[Entry], phases: dict[str, int]) -> tuple[int, int]:
+def _run(allocator: Allocator, lines: Iterable[Entry], phases: dict[str, int], room: int | None) -> tuple[int, int]:
     """Replay one step; the most that was allocated, and after which line."""
     blocks: dict[int, Any] = {}
     top, where = allocator.allocated, 0
@@ -74,7 +74,8 @@ def _run(allocator: Allocator, lines: Iterable[Entry], phases: dict[str, int]) -
             if entry.block in blocks:
                 allocator.give(blocks.pop(entry.block))
             continue
-        if not entry.num_bytes:
+        too_large = entry.cause == OPTIONAL and room is not None and allocator.allocated + entry.num_bytes > room
+        if not entry.num_bytes or too_large:
             continue
         blocks[entry.block] = allocator.take(entry.num_bytes)
         phases[entry.phase] = max(phases.get(entry.phase, 0), allocator.allocated)

@@ -27,7 +27,7 @@ from halfstep.planning.ledger import Entry, Ledger
 from halfstep.planning.optimizers import Held, held_by, prepare_optimizer, run_plain, states_of, step_scratch
 from halfstep.planning.quiet import quietly
 from halfstep.planning.tracer import Tracer
-from halfstep.planning.workspaces import scratch_bytes
+from halfstep.planning.workspaces import scratch_by_cause
 from halfstep.policy import Policy
 from halfstep.region import COMPUTE_DTYPES
 
@@ -79,7 +79,7 @@ def _trace(
         with quietly():
             optimizer, kind = prepare_optimizer(optimizer, policy, model)
         inputs = fake_batch(batch, mode)
-        tracer = Tracer(partial(scratch_bytes, tf32=policy.compute == "tf32"))
+        tracer = Tracer(partial(scratch_by_cause, tf32=policy.compute == "tf32"))
         tracer.know_weights(model)
         tracer.know([t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)])
         with tracer, tracer.modules():
@@ -88,9 +88,9 @@ def _trace(
                 _micro_batch(tracer, job, policy, model, inputs, context)
             tracer.phase = "step"
             held = _update(tracer, optimizer, kind, notes)
-            tracer.scratch(3 * sum(c.numel() * c.element_size() for c in copies))
+            tracer.scratch({"workspaces": 3 * sum(c.numel() * c.element_size() for c in copies)})
             if options.ema:
-                tracer.scratch(12 * max((p.numel() for p in model.parameters()), default=0))
+                tracer.scratch({"workspaces": 12 * max((p.numel() for p in model.parameters()), default=0)})
             for param in model.parameters():
                 param.grad = None
             copies.clear()
@@ -158,7 +158,7 @@ def _update(tracer: Tracer, optimizer: Any, kind: str, notes: list[str]) -> list
     if kind != "plain":
         scratch = step_scratch(optimizer, kind)
         if scratch:
-            tracer.scratch(scratch)
+            tracer.scratch({"workspaces": scratch})
         return held_by(optimizer, kind)
     start = len(tracer.lines)
     problem = run_plain(optimizer, optimizer.step)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from halfstep.planning.ledger import Entry
 __all__ = ["Tracer"]
 
 _EVEN_CHANCE = 0.5  # above any rate at which layers are dropped, so that all of them run
-Workspace = Callable[[Any, Any, Any, Any], int | None]
+Workspace = Callable[[Any, Any, Any, Any], Mapping[str, int]]  # bytes by cause
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,15 +73,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # questions about a tensor, three for each operation
             return func(*args, **(kwargs or {}))
         out = self.integers.run(func, args, kwargs or {})
-        scratch = self._workspace(func, args, kwargs or {}, out)  # None where no rule knows the operation
+        scratch = self._workspace(func, args, kwargs or {}, out)  # empty where no rule knows the operation
         new = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and _key(t) not in self._numbers]
         for tensor in new:
             cause = ""
             if func is torch.ops.aten._to_copy.default and _key(args[0]) in self._casts:  # noqa: SLF001
                 cause = "cast cache"
             self._take(tensor, cause)
-        if scratch is not None:  # also if it is 0: ledgers of other batch sizes have a line here
-            self.scratch(scratch)
+        self.scratch(scratch)
         return out
 
     def _take(self, tensor: Tensor, cause: str = "") -> None:
@@ -106,11 +105,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks += 1
         return self._blocks - 1
 
-    def scratch(self, num_bytes: int) -> None:
-        """A kernel takes this much and gives it back at once."""
-        block = self._number()
-        self.lines.append(self._entry(block, num_bytes, "workspaces"))
-        self.lines.append(self._entry(block, None))
+    def scratch(self, taken: Mapping[str, int]) -> None:
+        """A kernel takes this much, by cause, and gives it back at once; 0 too, as other batch sizes have a line there."""
+        blocks = [self._number() for _ in taken]
+        self.lines += [self._entry(b, size, cause) for b, (cause, size) in zip(blocks, taken.items(), strict=True)]
+        self.lines += [self._entry(b, None) for b in blocks]
 
     def _gone(self, key: int) -> None:
         block = self._numbers.pop(key, -1)

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.planning.convolutions import backward_bytes, forward_bytes
+from halfstep.planning.convolutions import backward_bytes, forward_bytes, transform_bytes
+from halfstep.planning.ledger import OPTIONAL
 
-__all__ = ["CUBLAS_BYTES", "scratch_bytes"]
+__all__ = ["CUBLAS_BYTES", "scratch_by_cause", "scratch_bytes"]
 
 # cuBLAS keeps 32 MiB per handle on Hopper and later and about 8 MiB before, and torch has a handle in the main thread and
 # one in autograd's: measured 64 MiB on an H200 after one product and its backward pass.
@@ -44,6 +45,15 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any, out: Any, *, tf32: bool = F
         return int(_CONVOLUTIONS[func](args, out, tf32=tf32))
     rule = _RULES.get(func)
     return None if rule is None else int(rule(args, out))
+
+
+def scratch_by_cause(func: Any, args: Any, kwargs: Any, out: Any, *, tf32: bool = False) -> dict[str, int]:
+    """The same by cause: what the operation needs, and what it takes if there is room; nothing where no rule is about it."""
+    total = scratch_bytes(func, args, kwargs, out, tf32=tf32)
+    if total is None:
+        return {}
+    optional = transform_bytes(args, out) if func is _aten.convolution.default and not tf32 else None
+    return {"workspaces": total} if optional is None else {"workspaces": total - optional, OPTIONAL: optional}
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 __all__ = ["as_data", "as_text", "found_data", "found_text", "grouped", "verified_data", "verified_text"]
 
 _TOP = 10  # modules named
-_LARGE_SCRATCH = 1 << 30  # more than a step needs without a transform of whole images
 _ORDER = (
     "weights", "master", "gradients", "states", "average", "activations", "cast cache", "temporaries", "batch", "buffers",
-    "workspaces", "communication", "rounding",
+    "workspaces", "transforms", "communication", "rounding",
 )  # fmt: skip
 
 
@@ -137,12 +136,14 @@ def _uncertainty(plan: Plan) -> str:
     lines.append(
         f"- workspaces ({gib(taken[most])} in {most}): cuDNN chooses its algorithms itself, by card and version"
     )
-    if most.startswith("fp32") and taken[most] > _LARGE_SCRATCH:
-        lines.append(
-            "  In true fp32 it transforms whole images for some convolutions, which takes gigabytes, and a few more images can switch\n"
-            "  it on or off; TF32 and 16-bit formats were never seen to take that. Where it does not fit, torch falls back to an\n"
-            "  algorithm that takes less, so a step in fp32 may run where this plan says that it does not fit."
-        )
+    for entry in plan.entries:
+        extra = entry.estimate.peak_bytes - entry.estimate.need_bytes
+        if extra > 0:
+            lines.append(
+                f"- transforms ({gib(extra)} more at the peak in {entry.precision}): in true fp32 cuDNN transforms whole images for some\n"
+                "  convolutions where there is room, and a few more images can switch it on or off; TF32 and 16 bits were never seen\n"
+                f"  to take that. Where there is none, torch takes another algorithm: {gib(entry.estimate.need_bytes)} are enough."
+            )
     if plan.capacity is not None:
         lines.append(
             f"- CUDA context: {gib(plan.capacity.context_bytes)} taken off the GPU's memory, 0.4 to 0.7 by card and driver"
@@ -196,6 +197,7 @@ def _entry_data(entry: Entry) -> dict[str, Any]:
         "precision": entry.precision,
         "batch": entry.batch,
         "peak_bytes": entry.peak_bytes,
+        "need_bytes": entry.estimate.need_bytes,
         "reserved_bytes": peak.reserved,
         "moment": peak.moment,
         "module": peak.module,

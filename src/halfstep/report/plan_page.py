@@ -19,7 +19,7 @@ __all__ = ["PLAN_CSS", "plan_section", "render_plan_page"]
 _COLOURS = {
     "weights": "#3b82c4", "buffers": "#8c9aa8", "master": "#1f5f99", "states": "#6fa8dc", "average": "#a3c4e6",
     "batch": "#c3c9d0", "gradients": "#d55e00", "activations": "#009e73", "cast cache": "#66c2a5",
-    "temporaries": "#e2a13a", "workspaces": "#b58bc7", "rounding": "#d9d9d9", "communication": "#7a5200",
+    "temporaries": "#e2a13a", "workspaces": "#b58bc7", "transforms": "#7f4f96", "rounding": "#d9d9d9", "communication": "#7a5200",
 }  # fmt: skip
 _OTHER = "#999999"
 PLAN_CSS = """
