@@ -171,7 +171,7 @@ def predict(path: Path, table: Path | None, only: tuple[str, ...] = ()) -> None:
 
 
 _ABOUT = {
-    False: """Four rules were settled by rows of this table: when cuDNN transforms whole images for a wide fp32 convolution (unet,
+    False: """Three rules were settled by rows of this table: when cuDNN transforms whole images for a wide fp32 convolution (unet,
 resnet50), what a one-pixel filter takes backwards (unet, timm_efficientnet_b0), and that attention with a permuted bias takes the
 plain formula (hf_t5).""",
     True: """The models were predicted as they came, with rules that no row of this table had settled, but for hf_swin_tiny: its rows
