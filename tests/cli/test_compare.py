@@ -109,6 +109,7 @@ def test_without_plotly_the_figures_are_kept(tmp_path, monkeypatch):
         (["digits", "--set", "nothing=1"], "Unknown setting"),
         (["digits", "--fail-if", "bf16.los > 1"], "Did you mean 'loss'"),
         (["digitz", "--out", "{tmp}/o"], "digits"),
+        (["--resume", "{tmp}"], "holds no comparison to go on with"),
     ],
 )
 def test_bad_input_is_one_message(args, message, tmp_path):
@@ -118,9 +119,15 @@ def test_bad_input_is_one_message(args, message, tmp_path):
     assert message in str(result.exception)
 
 
-@pytest.mark.parametrize("args", [["a", "b"], ["--from", "x", "--steps", "3"], ["--from", "x", "-p", "fp32"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["a", "b"], ["--from", "x", "--steps", "3"], ["--from", "x", "-p", "fp32"], ["--resume", "x", "digits"],
+        ["--resume", "x", "--from", "y"], ["--resume", "x", "--repeats", "5"], ["--resume", "x", "--force"],
+    ],
+)  # fmt: skip
 def test_contradictions_are_usage_errors(args):
-    """Two targets, or settings for runs that are done."""
+    """Two targets, settings for runs that are done, or a comparison that goes on otherwise than it was begun."""
     result = run(*args)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit | click.UsageError)

@@ -40,7 +40,7 @@ def test_flags_are_few_and_listed():
     assert flags == {
         "check": ["--deepspeed", "--diff", "--fix", "--format", "--gpu", "--ignore", "--select", "--stdin-filename"],
         "compare": [
-            "--batch", "--data", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision", "--repeats",
+            "--batch", "--data", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision", "--repeats", "--resume",
             "--set", "--steps", "-p",
         ],
         "explain": ["--json"],

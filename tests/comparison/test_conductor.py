@@ -137,8 +137,9 @@ def test_ctrl_c_keeps_what_is_done_and_still_reports(tmp_path):
                 break
         time.sleep(1)
         running.send_signal(signal.SIGINT)
-        running.communicate(timeout=300)
+        _, said = running.communicate(timeout=300)
     assert running.returncode == 130
+    assert f"--resume {out}" in said
     values = json.loads((out / "comparison.json").read_text())
     assert values["stopped_by"] == "SIGINT"
     assert any("stopped early" in note for note in values["notes"])

@@ -49,6 +49,12 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     help="Run nothing; report on these directories.",
 )
 @click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Finish a comparison that was stopped, in its place.",
+)
+@click.option(
     "--fail-if", "gates", multiple=True, metavar="EXPR", help='Exit with 3 if this holds, e.g. "bf16.loss_gap > 0.02".'
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON and show no progress.")
@@ -64,6 +70,7 @@ def command(
     out: Path | None,
     force: bool,
     folders: tuple[Path, ...],
+    resume: Path | None,
     gates: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -77,10 +84,22 @@ def command(
     halfstep compare job.py -p fp32 -p bf16 -p bf16-lean,compile=on --peer torch-amp --steps 500
     halfstep compare --fail-if "bf16.loss_gap > 0.02 or bf16.speedup < 1.5"
     halfstep compare --from runs/on-a100 --from runs/on-h200
+    halfstep compare --resume runs/compare-digits-20261115-101500
     """
-    if folders:
-        given = {"--precision": precision, "--peer": peer, "--steps": steps, "--repeats": repeats, "--batch": batch}
-        for flag, value in {**given, "--set": settings, "--data": data_dir}.items():
+    given = {
+        "--precision": precision, "--peer": peer, "--steps": steps, "--repeats": repeats, "--batch": batch, "--set": settings,
+        "--data": data_dir,
+    }  # fmt: skip
+    if resume is not None:
+        for flag, value in {**given, "TARGET": targets, "--from": folders, "--out": out, "--force": force}.items():
+            if value:
+                raise click.UsageError(
+                    f"{flag} does not go with --resume, which finishes a comparison as it was begun."
+                )
+        comparison = _go_on(resume, gates, quiet=as_json)
+        where = resume
+    elif folders:
+        for flag, value in given.items():
             if value:
                 raise click.UsageError(f"{flag} has no effect on runs that are done; --from only reads them.")
         comparison, where = _rebuild((*folders, *map(Path, targets)), out, force=force)
@@ -144,6 +163,18 @@ def _run(
             shown.close()
 
 
+def _go_on(folder: Path, gates: tuple[str, ...], *, quiet: bool) -> Comparison:
+    from halfstep.comparison.compare import go_on
+    from halfstep.report.compare import CompareProgress
+
+    shown = None if quiet else CompareProgress()
+    try:
+        return go_on(folder, fail_if=gates, watcher=shown)
+    finally:
+        if shown is not None:
+            shown.close()
+
+
 def _rebuild(folders: tuple[Path, ...], out: Path | None, *, force: bool) -> tuple[Comparison, Path]:
     """A comparison out of earlier run files; written beside them if there is one directory and no --out."""
     from halfstep.comparison import read_comparison
@@ -190,6 +221,7 @@ def _report(comparison: Comparison, where: Path, gates: tuple[str, ...], *, as_j
     if aside:
         click.echo(aside, err=True)
     if comparison.stopped_by:
+        click.echo(f"To make the runs that are missing: halfstep compare --resume {where}", err=True)
         sys.exit(_EXIT[comparison.stopped_by])
     if any(answer.failed for answer in answers):
         sys.exit(3)

@@ -16,13 +16,14 @@ from halfstep.comparison.contender import DEFAULT_PRECISIONS, Contender, parse_c
 from halfstep.comparison.gate import parse_gate
 from halfstep.comparison.process import INSIDE
 from halfstep.comparison.record import RUNS, SURVEY
+from halfstep.comparison.remainder import Remainder, read_remainder
 from halfstep.comparison.result import Comparison, read_comparison
 from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import SettingError
 from halfstep.job import Job
 from halfstep.torch_build import require_torch
 
-__all__ = ["PAGE", "RESULT", "compare", "home_of", "new_folder", "prepare_out"]
+__all__ = ["PAGE", "RESULT", "compare", "go_on", "home_of", "new_folder", "prepare_out"]
 
 RESULT, PAGE = "comparison.json", "report.html"
 _LOADED = "halfstep.target_files."  # what files are called that were loaded as targets
@@ -68,6 +69,24 @@ def compare(
     return _run(contenders, config, folder, source, data_dir, watcher or Quiet())
 
 
+def go_on(folder: str | os.PathLike[str], *, fail_if: Iterable[str] = (), watcher: Watcher | None = None) -> Comparison:
+    """Finish a comparison that was stopped: the runs that are missing or were cut short, into the same directory."""
+    require_torch("halfstep compare --resume")
+    earlier = read_remainder(Path(folder))
+    for gate in fail_if:
+        parse_gate(gate, [contender.label for contender in earlier.contenders])
+    survey = earlier.survey
+    return _run(
+        earlier.contenders,
+        earlier.settings,
+        Path(folder),
+        survey["source"],
+        survey["data_dir"],
+        watcher or Quiet(),
+        earlier,
+    )
+
+
 def _run(
     contenders: Sequence[Contender],
     config: CompareSettings,
@@ -75,6 +94,7 @@ def _run(
     target: str | None,
     data_dir: str | os.PathLike[str] | None,
     watcher: Watcher,
+    earlier: Remainder | None = None,
 ) -> Comparison:
     from halfstep.train.stop import StopRequest  # its room needs torch, and rebuilding a report does not
 
@@ -86,9 +106,10 @@ def _run(
             out,
             target=target,
             data_dir=root,
-            command=_command(contenders, config, target, root),
+            command=_command(contenders, config, target, root) if earlier is None else earlier.survey["command"],
             watcher=watcher,
             stopped=lambda: bool(stop),
+            earlier=earlier,
         )
         conductor.run()
     if not (out / SURVEY).exists():
@@ -120,7 +141,7 @@ def prepare_out(folder: Path, *, force: bool) -> None:
         )
     for name in (RESULT, PAGE, SURVEY):
         (folder / name).unlink(missing_ok=True)
-    for kind in ("*.jsonl", "*.log", "*.part", "*.spec.json"):
+    for kind in ("*.jsonl", "*.log", "*.part", "*.spec.json", "*.safetensors"):
         for path in (folder / RUNS).glob(kind):
             path.unlink()
 

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from halfstep.comparison.contender import Contender
 from halfstep.comparison.process import ChildProcess, Stopped
 from halfstep.comparison.record import RUNS, SURVEY, run_name, write_run
+from halfstep.comparison.remainder import CONTINUED, Remainder, check_same
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import ChildSpec
 from halfstep.errors import HalfstepError, MissingError, SettingError
@@ -98,12 +99,15 @@ class Conductor:
         command: Sequence[str],
         watcher: Watcher,
         stopped: Callable[[], bool],
+        earlier: Remainder | None = None,
     ) -> None:
         self.contenders, self.settings, self.out = list(contenders), settings, out
         self.target, self.data_dir, self.command = target, data_dir, tuple(command)
         self.watcher, self.stopped = watcher, stopped
         self.reference = next((c for c in contenders if is_reference(c)), contenders[0])
-        self.given_up: set[str] = set()
+        self.earlier = earlier
+        known = earlier.failed if earlier is not None else ()
+        self.given_up = {label for label, kind in known if kind in _FINAL}
         self.found: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -114,10 +118,10 @@ class Conductor:
             self._survey()
             for repeat in range(self.settings.repeats):
                 self._round(repeat, gradients)
-        except Stopped:
+            gradients.unlink(missing_ok=True)
+        except Stopped:  # the reference's gradients stay, for the rows that may still come
             self._note_stop()
         finally:
-            gradients.unlink(missing_ok=True)
             for leftover in (self.out / RUNS).glob("*.spec.json"):
                 leftover.unlink()
 
@@ -130,7 +134,11 @@ class Conductor:
         if answer["is"] == "failed":
             kinds: dict[str, type[HalfstepError]] = {"not installed": MissingError, "unsupported": SettingError}
             raise kinds.get(answer["kind"], HalfstepError)(answer["reason"])
-        total = self.settings.repeats * len(self.contenders) * self.settings.steps
+        if self.earlier is not None:
+            check_same(self.earlier.survey, answer["survey"])
+            answer["survey"]["notes"] = list(dict.fromkeys([*self.earlier.survey["notes"], CONTINUED]))
+        num_done = 0 if self.earlier is None else len(self.earlier.done)
+        total = (self.settings.repeats * len(self.contenders) - num_done) * self.settings.steps
         self.found = {
             **answer["survey"],
             "settings": self.settings.as_dict(),
@@ -161,7 +169,8 @@ class Conductor:
     # --- rounds -------------------------------------------------------------------------------------------------
 
     def _round(self, repeat: int, gradients: Path) -> None:
-        rows = [c for c in self.contenders if c.label not in self.given_up]
+        done = frozenset() if self.earlier is None else self.earlier.done
+        rows = [c for c in self.contenders if c.label not in self.given_up and (c.label, repeat) not in done]
         if repeat % 2:
             rows.reverse()
         if repeat == 0:  # a stable sort: the reference first, the others as they are
@@ -181,6 +190,8 @@ class Conductor:
 
     def _start(self, contender: Contender, repeat: int, gradients: Path) -> _Live:
         name = run_name(contender.label, repeat)
+        out = self.out / RUNS / f"{name}.jsonl"
+        out.unlink(missing_ok=True)  # what a stopped run left
         spec = ChildSpec(
             self.found["source"],
             self.found["data_dir"],
@@ -192,7 +203,7 @@ class Conductor:
             survey=repeat == 0,
             gradients=str(gradients) if self._gradients_tell() else None,
             is_reference=contender.label == self.reference.label,
-            out=str(self.out / RUNS / f"{name}.jsonl"),
+            out=str(out),
             command=self.command,
         )
         process = ChildProcess(spec, self.out / RUNS, name, self.stopped)
