@@ -12,7 +12,9 @@ from halfstep.check.config_yaml import parse_yaml
 from halfstep.check.node import UNKNOWN, Block, Items, Scalar, is_placeholder, walk
 from halfstep.errors import SettingError
 
-KEYS = st.text(alphabet="abcdefgh_", min_size=1, max_size=6).filter(lambda key: yaml.safe_load(key) == key)
+KEYS = st.text(alphabet="abcdefgh_", min_size=1, max_size=6).filter(
+    lambda key: yaml.safe_load(key) == key and not is_placeholder(key)  # a template's `__name__` is no key
+)
 WORDS = st.text(alphabet="abc 0123\u00e9\u4e2d\U0001f600", max_size=6)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS,

@@ -69,3 +69,37 @@ def test_a_scaler_given_as_a_parameter_is_one_by_its_use():
     """A parameter on which unscale_ is called is a scaler, whatever it is called."""
     text = "def f(helper):\n    helper.unscale_(optimizer)\n    helper.step(optimizer)\n    helper.update()"
     assert kinds(text) == ["unscale", "scaler_step", "update"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("model_out.loss.backward()", "backward"),
+        ("model_out['loss'].backward()", "backward"),
+        ("self.model.loss.backward()", "backward"),
+        ("model.backward(loss)", "owned_backward"),
+        ("model_engine.backward(out.loss)", "owned_backward"),
+        ("self.model.backward()", "owned_backward"),
+    ],
+)
+def test_a_loss_that_a_model_gives_is_no_model(text, kind):
+    """`backward` of a loss is torch's own, whatever the model it came out of is called; of a model it is the model's."""
+    facts = script(f"import torch\n# autocast\n{text}\n")
+    assert [e.kind for t in facts.traces for e in t] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("loss", "subject", "scaled"),
+    [
+        ("sum(losses.values())", "losses", "no"),
+        ("criterion(out, y)", "out", "no"),
+        ("(loss * loss_scale)", "loss", "maybe"),
+        ("(loss + scaled_kl)", "loss", "no"),
+        ("(scale * loss + scale * aux)", "scale", "maybe"),
+    ],
+)
+def test_what_backward_is_called_on(loss, subject, scaled):
+    """The subject is a variable and not the function around it; a sum carries a scale only if all of it does."""
+    facts = script(f"import torch\n# autocast\n{loss}.backward()\n")
+    (event,) = [e for t in facts.traces for e in t if e.kind == "backward"]
+    assert (event.subject, event.scaled) == (subject, scaled)

@@ -55,6 +55,15 @@ def test_a_partial_is_called_later():
     assert autocast.dtype == "bfloat16"
 
 
+def test_options_are_read_from_their_dictionary():
+    """`**options` gives what its dictionary says, and nothing sure of an entry that is put in later."""
+    before = "options = {'device_type': 'cuda', 'enabled': amp}\n"
+    (plain,) = region("torch.autocast(**options)", before)
+    (later,) = region("torch.autocast(**options)", before + "if dt:\n    options['dtype'] = dt\n")
+    assert (plain.device, plain.dtype, plain.enabled) == ("cuda", "float16", "amp")
+    assert (later.device, later.dtype, later.enabled) == ("cuda", None, "amp")
+
+
 def test_two_possible_formats_are_no_answer():
     """A format chosen by a branch is left open."""
     (autocast,) = region(

@@ -32,6 +32,7 @@ _OPTIMIZER = re.compile(
     re.IGNORECASE,
 )
 _MODEL = re.compile(r"^(ddp_)?(model|net|network)$|_model$")
+_LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _RESTORES = re.compile(r"resume|restore|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
@@ -231,12 +232,10 @@ class Recogniser:
             scaler = next((s for a in call.args for s in self._scales_in(a, function)), "")
             return Seen("backward", scaler=scaler, scaled="yes" if scaler else "no")
         key = key_of(receiver)
-        if (
-            key == "self"
-            or "model" in key
-            or "engine" in key
-            or (isinstance(receiver, ast.Call) and key_of(receiver.func) == "super")
-        ):
+        own = "model" in key or "engine" in key
+        if own and not call.args and _LOSS.search(key):
+            own = False  # `model_out.loss`, `model_out["loss"]`: a tensor that a model has given
+        if key == "self" or own or (isinstance(receiver, ast.Call) and key_of(receiver.func) == "super"):
             return Seen("owned_backward", subject=key)
         if call.args and (not key or "loss" not in _last(key).lower() or _OWNERS.search(key) or "scaler" in key):
             return Seen("owned_backward", subject=key)
@@ -366,13 +365,23 @@ def _grad_of(node: ast.expr) -> bool:
 
 
 def _hand_scaled(node: ast.AST) -> bool:
-    for part in ast.walk(node):
-        if isinstance(part, (ast.Name, ast.Attribute)):
-            name = part.id if isinstance(part, ast.Name) else part.attr
-            if "scale" in name.lower():
-                return True
-    return False
+    """Whether an expression may carry a loss scale; a sum only if each term does, for `loss + scaled_kl` is a weighting."""
+    left = [node]
+    while left:
+        part = left.pop()
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
+            left += [part.left, part.right]
+        elif not any("scale" in _name(inner).lower() for inner in ast.walk(part)):
+            return False
+    return True
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _first_key(node: ast.AST) -> str:
-    return next((key_of(part) for part in ast.walk(node) if isinstance(part, ast.Name)), "")
+    """The first variable of an expression that is not called: `losses` of `sum(losses.values())`."""
+    parts = list(ast.walk(node))
+    called = [part.func for part in parts if isinstance(part, ast.Call)]
+    return next((part.id for part in parts if isinstance(part, ast.Name) and part not in called), "")

@@ -26,6 +26,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {
         "script_autograd",
         "script_casts",
         "script_checkpoint",
+        "script_context",
         "script_deprecated",
         "script_numbers",
         "script_order",

@@ -153,6 +153,7 @@ def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:
 def _entries(outline: Outline, options: ast.keyword, function: Function) -> list[ast.keyword]:
     """What `**options` gives, as far as every dictionary it may be agrees: one written out, kept, or returned."""
     node = options.value
+    name = key_of(node)
     if isinstance(node, ast.Call):
         target = outline.call_target(node, function)
         inside = ast.walk(target.node) if target is not None else ()
@@ -160,16 +161,18 @@ def _entries(outline: Outline, options: ast.keyword, function: Function) -> list
         if target is None and text_of(node.func) == "dict" and not node.args and all(k.arg for k in node.keywords):
             return node.keywords
     else:
-        values = outline.values(key_of(node), function) if key_of(node) else [node]
+        values = outline.values(name, function) if name else [node]
     tables = [_table(value) for value in values[:MAX_WAYS]]
     if not tables or not all(tables):
         return [options]
+    # `options["dtype"] = dtype`, perhaps under a condition, comes after the dictionary and before the call.
+    added = {key for key in outline.bindings if key.startswith(f"{name}[")} if name else set()
     common = [
         ast.keyword(key, value)
         for key, value in tables[0].items()
-        if all(text_of(table.get(key)) == text_of(value) for table in tables)
+        if all(text_of(table.get(key)) == text_of(value) for table in tables) and f"{name}[{key!r}]" not in added
     ]
-    return common if len(tables) == 1 else [*common, options]
+    return common if len(tables) == 1 and not added else [*common, options]
 
 
 def _table(node: ast.expr) -> dict[str, ast.expr]:

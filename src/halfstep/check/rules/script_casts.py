@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.event import Event, compatible
 from halfstep.check.finding import Finding
 from halfstep.check.names import key_of
-from halfstep.check.order import implied, switched_off
+from halfstep.check.order import implied, is_amp, switched_off, without_amp
 from halfstep.check.outline import Function
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script import Script
@@ -64,10 +64,22 @@ def _casts(script: Script, dtype: str, kind: str) -> Iterator[Event]:
             ):
                 continue
             near = [e for t in script.traces for e in t if t is trace or _same_class(e, event)]
-            steps = [e for e in near if e.kind == kind and implied(event, e) and not switched_off(script, e)]
+            steps = [e for e in near if e.kind == kind and _meets(event, e) and not switched_off(script, e)]
             if any(_trained(script, event, [e for e in near if _takes(script, e, step)]) for step in steps):
                 seen.add(event.node)
                 yield event
+
+
+def _meets(cast: Event, step: Event) -> bool:
+    """Whether a step is taken on weights that were cast: always, or whenever a flag such as `args.fp16` is on.
+
+    A scaler has flags of its own, and two flags may exclude each other, so for its step only "always" will do.
+    """
+    if implied(cast, step):
+        return True
+    flags = set(cast.guards) - set(step.guards)
+    asked = all(holds and is_amp((text, holds)) for text, holds in flags) and not without_amp(cast)
+    return step.kind == "opt_step" and asked and compatible(cast, step) and not without_amp(step)
 
 
 def _same_class(other: Event, cast: Event) -> bool:
@@ -95,6 +107,11 @@ def _trained(script: Script, cast: Event, made: list[Event]) -> bool:
     if script.has("make_optimizer"):
         return False
     return cast.subject == "model" and bool(_LOADS.search(cast.function.name)) and not cast.guards
+
+
+def _holds_masters(name: str) -> bool:
+    """Whether a name speaks of float32 copies of the weights, or of an optimizer that keeps some."""
+    return bool(_MASTERS.search(name)) and ("optimizer" not in name.lower() or "16" in name)
 
 
 class HalfModelWithScaler(ScriptRule):
@@ -142,23 +159,28 @@ class HalfWeightsPlainOptimizer(ScriptRule):
     bad = (
         _PLAIN.format(cast="model.half()\n", optimizer="Adam"),
         _PLAIN.format(cast="model = model.half()\n", optimizer="SGD"),
+        _PLAIN.format(cast="if args.fp16:\n    model.half()\n", optimizer="SGD"),
     )
-    good = (_PLAIN.format(cast="", optimizer="Adam").replace(".half()", ""),)
+    good = (
+        _PLAIN.format(cast="", optimizer="Adam").replace(".half()", ""),
+        _PLAIN.format(cast="if args.fp16:\n    export(model.half())\n    raise SystemExit\n", optimizer="SGD"),
+    )
     references = ("https://arxiv.org/abs/1710.03740", "https://github.com/pytorch/pytorch/issues/147437")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Float16 casts of trained models in scripts that step a torch optimizer directly."""
         if script.scalers or script.has("scaler_step", "owned_backward", "owned_step", "apex_initialize"):
             return
-        if any(_MASTERS.search(name) and "optimizer" not in name.lower() for name in script.outline.loads):
+        if any(map(_holds_masters, script.outline.loads)):
             return
         backs = list(script.events("backward"))
         if not backs or any(b.scaled != "no" for b in backs):
             return
         for event in _casts(script, "float16", "opt_step"):
+            flags = " and ".join(f"`{text}`" for text, holds in event.guards if holds and is_amp((text, holds)))
             yield self.finding(
                 script.where(event.node),
-                f"`{event.subject}` is trained in float16 with no float32 master weights and no loss scale: small updates are lost",
+                f"{f'where {flags} holds, ' if flags else ''}`{event.subject}` is trained in float16 with no float32 master weights and no loss scale: small updates are lost",
                 instead=f"keep `{event.subject}` in float32 and train under autocast with a GradScaler, or under bfloat16 autocast",
             )
 

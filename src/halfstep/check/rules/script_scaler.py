@@ -42,6 +42,15 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
+_ITEM = """\
+import torch
+for batch in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        out = model(**batch)
+    out["loss"].backward()
+    optimizer.step()
+"""
 # Whoever imports these has its loss scaled out of sight.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
@@ -240,8 +249,9 @@ class Fp16WithoutScaler(TraceRule):
         _PLAIN.format(dtype="float16"),
         "import torch\nfrom torch.cuda.amp import autocast\nfor x, y in loader:\n    optimizer.zero_grad()\n    with autocast():\n"
         "        out = model(x)\n        loss = criterion(out, y)\n    loss.backward()\n    optimizer.step()\n",
+        _ITEM.format(dtype="float16"),
     )
-    good = (_RIGHT, _PLAIN.format(dtype="bfloat16"))
+    good = (_RIGHT, _PLAIN.format(dtype="bfloat16"), _ITEM.format(dtype="bfloat16"))
     references = (f"{_AMP}#gradient-scaling", "https://arxiv.org/abs/1710.03740")
     kinds = ("backward",)
 
@@ -277,19 +287,27 @@ class Fp16WithoutScaler(TraceRule):
 
 def _comes_from(opened: ast.AST, event: Event, script: Script) -> bool:
     """Whether the loss of a backward is computed in a `with` block, or from what is."""
-    nodes = [n for n in ast.walk(opened) if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Store)]
-    inside = {key_of(n) for n in nodes} - {"self"}
-    root = event.subject.partition(".")[0]
-    if not root or event.node in set(ast.walk(opened)):
+    if not isinstance(event.node, ast.Call) or event.node in set(ast.walk(opened)):
         return False
-    if root in inside or event.subject in inside:
+    inside = {key for node in ast.walk(opened) for key in _stored(node)} - {"self", ""}
+    # Of `losses["total"]`, `out.loss` or `sum(losses.values())`, whatever part the block has made.
+    loss = [part for whole in (event.node.func, *event.node.args) for part in ast.walk(whole)]
+    if inside & {key_of(part) for part in loss}:
         return True
-    for binding in script.outline.lookup(root, event.function):
-        if binding.value is not None and binding.function is event.function:
-            names = {n.id for n in ast.walk(binding.value) if isinstance(n, ast.Name)}
-            if names & inside:
-                return True
+    for name in {part.id for part in loss if isinstance(part, ast.Name)}:
+        for binding in script.outline.lookup(name, event.function):
+            if binding.value is not None and binding.function is event.function:
+                names = {n.id for n in ast.walk(binding.value) if isinstance(n, ast.Name)}
+                if names & inside:
+                    return True
     return False
+
+
+def _stored(node: ast.AST) -> tuple[str, ...]:
+    """The variables that a node gives a value: of `losses["ce"] = ...` the entry, and the dictionary it is put into."""
+    if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
+        return ()
+    return (key_of(node), key_of(node.value)) if isinstance(node, ast.Subscript) else (key_of(node),)
 
 
 RULES: tuple[type[Rule], ...] = (ScalerWithBf16, ScalerInLoop, ScalerUnused, Fp16WithoutScaler)

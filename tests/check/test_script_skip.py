@@ -1,0 +1,134 @@
+"""HS112 where the two halves of an iteration stand in different methods, and where giving it up is right."""
+
+import pytest
+
+from check_scripts import codes
+
+TRAINER = """\
+import math
+import torch
+
+class Trainer({base}):
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def clip(self):
+        self.scaler.unscale_(self.optimizer)
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def give_up(self):
+        self.optimizer.zero_grad()
+
+    def start_over(self):
+        self.scaler.update()
+
+    def train_step(self, x, y):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(x, y)
+        self.scaler.scale(loss).backward()
+        norm = self.clip()
+        {test}
+        {step}
+        return loss
+"""
+FIT = """\
+
+    def fit(self, loader):
+        for x, y in loader:
+            {call}
+"""
+STEP = "self.scaler.step(self.optimizer); self.scaler.update()"
+
+
+def trainer(test, *, step=STEP, call="self.train_step(x, y)", base="object"):
+    fit = FIT.format(call=call) if call else ""
+    return TRAINER.format(base=base, test=test.replace("\n", "\n        "), step=step) + fit
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        trainer("if not math.isfinite(norm):\n    return None"),
+        trainer("if not math.isfinite(norm):\n    self.optimizer.zero_grad()\n    return None"),
+        trainer("if not math.isfinite(norm):\n    return self.give_up()"),
+        trainer(
+            "if not math.isfinite(norm):\n    return None", call="loss = self.train_step(x, y)\n            log(loss)"
+        ),
+        trainer("if not math.isfinite(norm):\n    return None", call=""),
+        trainer("bad = not math.isfinite(norm)\nif bad:\n    return None"),
+        trainer("if not math.isfinite(norm):\n    print('no update')\n    return None"),
+        trainer("if self.stats['has_inf']:\n    return None"),
+        trainer(f"if not math.isfinite(norm):\n    return None\nelse:\n    {STEP}", step="pass"),
+        trainer("if not math.isfinite(norm):\n    self.log('skipped')\n    return None", base="Base"),
+    ],
+)
+def test_a_step_that_is_given_up_in_a_method_is_found(text):
+    """A method that returns between another's `unscale_` and the update is found, at the `unscale_`."""
+    assert codes(text) == ["HS112:10"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # the scaler is updated after all
+        trainer("if not math.isfinite(norm):\n    self.scaler.update()\n    return None"),
+        trainer("if not math.isfinite(norm):\n    return self.start_over()"),
+        trainer(
+            "if not math.isfinite(norm):\n    return None",
+            step="self.scaler.step(self.optimizer)",
+            call="self.train_step(x, y)\n            self.scaler.update()",
+        ),
+        trainer(
+            "try:\n    if not math.isfinite(norm):\n        return None\n    self.scaler.step(self.optimizer)\n"
+            "finally:\n    self.scaler.update()",
+            step="pass",
+        ),
+        # or may be, out of sight
+        trainer("if not math.isfinite(norm):\n    return self.skip_batch()", base="Base"),
+        trainer("if not math.isfinite(norm):\n    reset(self.scaler)\n    return None"),
+        # the run ends
+        trainer("if not math.isfinite(norm):\n    raise ArithmeticError(norm)"),
+        trainer(
+            "if not math.isfinite(norm):\n    return None",
+            call="if self.train_step(x, y) is None:\n                break",
+        ),
+        trainer(
+            "if not math.isfinite(norm):\n    return None",
+            call="loss = self.train_step(x, y)\n            if loss is None:\n                raise ArithmeticError",
+        ),
+        trainer("if not math.isfinite(norm):\n    return None", call="").replace("def train_step", "def fit_one"),
+        # without a scaler there is nothing to update
+        trainer("if not self.use_amp and not math.isfinite(norm):\n    return None"),
+    ],
+)
+def test_a_step_that_is_given_up_rightly_is_left_alone(text):
+    """Nothing is said where the update is made or may be made, where the run ends, or where the scaler is off."""
+    assert codes(text) == []
+
+
+LOOP = """\
+import math
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16, enabled=use_amp):
+        loss = model(x, y)
+    scaler.scale(loss).backward()
+    if use_amp:
+        scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    bad = not math.isfinite(norm)
+    if bad:
+        {leave}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_an_unscale_under_a_flag_is_followed_out_of_its_branch():
+    """The test may stand after the `if` that the `unscale_` is in; `break` ends the loop and is no skip."""
+    assert codes(LOOP.format(leave="continue")) == ["HS112:10"]
+    assert codes(LOOP.format(leave="break")) == []
