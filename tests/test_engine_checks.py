@@ -279,6 +279,13 @@ def test_a_model_without_anything_to_train_is_refused():
         named_trainables(model, [torch.optim.SGD(model.parameters())])
 
 
+def test_a_model_on_two_kinds_of_device_is_refused():
+    """Its 16-bit region would be one device's only; the message names what is where."""
+    model = torch.nn.Sequential(layer(), torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(SettingError, match=r"on cpu \(0\.weight.*\) and on meta \(1\.weight"):
+        named_trainables(model, [torch.optim.SGD(model.parameters())])
+
+
 def test_idle_parameters_are_said(caplog):
     """Trainable parameters that no optimizer holds stay as they are, and that is said."""
     model = nn.Sequential(layer(), nn.Linear(2, 2))

@@ -153,6 +153,15 @@ def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
             found[names[id(param)]] = param
     if not any(p.requires_grad for p in found.values()):
         raise SettingError("No parameter in the optimizer requires a gradient; there is nothing to train.")
+    places: dict[str, list[str]] = {}
+    for name, param in found.items():
+        places.setdefault(param.device.type, []).append(name)
+    if len(places) > 1:  # a 16-bit region is one device's, and the others would not be in it
+        where = " and ".join(f"on {kind} ({_few(names)})" for kind, names in places.items())
+        raise SettingError(
+            f"The model's parameters are {where}. Move the whole model with model.to(device) before its optimizer and Engine are made; "
+            "`with torch.device(...):` does not move what torch.Tensor(...) makes."
+        )
     idle = [name for name, p in model.named_parameters() if p.requires_grad and name not in found]
     if idle:
         say(f"Trainable parameters that are in no optimizer stay as they are: {_few(idle)}.")
