@@ -11,8 +11,8 @@ compute in fp32 on every device. torch's two lists of fp32 operations each lack 
 So each device gets what the other's list has, by torch's own dispatcher. The registrations act only inside a Halfstep
 region; elsewhere they pass through and a plain torch.autocast behaves as it always did.
 
-torch.compile keeps what it compiled on disk, and before 2.13 its key knew that autocast was on but not in which dtype: a
-model compiled in bf16 was silently used again for fp16, days later even. Nor can it know of our rule. So inside a
+torch.compile keeps what it compiled on disk, and the key of torch 2.11 knows that autocast is on but not in which dtype (2.13
+knows it): a model compiled in bf16 was silently used again for fp16. Nor can it know of our rule. So inside a
 region the key has a tag of the region's own. (One limit: within one process torch.compile does not look at the switch, so one
 compiled function must not be called both inside a region and inside a plain torch.autocast.)
 

@@ -53,6 +53,20 @@ def test_missing_and_shortened_runs_are_left(tmp_path):
     assert left.failed == {("fp16", "out of memory")}
 
 
+def test_a_comparison_is_stopped_until_its_last_run_is_done(tmp_path):
+    """The survey says so from the first run on: a comparison that is killed can be finished like one that was stopped."""
+    seen = []
+
+    class Reader(Quiet):
+        def stepped(self, label, repeat, count):
+            seen.append(json.loads((tmp_path / "out" / "survey.json").read_text())["stopped"])
+
+    compare(str(write_job(tmp_path)), ["fp32"], steps=6, repeats=1, batch=8, out=tmp_path / "out", watcher=Reader())
+    assert seen
+    assert all(seen)
+    assert json.loads((tmp_path / "out" / "survey.json").read_text())["stopped"] is False
+
+
 def test_nothing_left_is_refused(tmp_path):
     """A comparison that was not stopped, one that is whole all the same, and a directory without one."""
     folder = write_case(tmp_path / "c")

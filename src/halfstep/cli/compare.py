@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from halfstep.comparison.conductor import Watcher
     from halfstep.comparison.result import Comparison
 
 __all__ = ["command"]
@@ -143,10 +147,8 @@ def _run(
 ) -> Comparison:
     from halfstep.comparison import compare
     from halfstep.comparison.contender import DEFAULT_PRECISIONS
-    from halfstep.report.compare import CompareProgress
 
-    shown = None if quiet else CompareProgress()
-    try:
+    with _progress(quiet=quiet) as shown:
         return compare(
             target,
             precision or DEFAULT_PRECISIONS,
@@ -158,18 +160,23 @@ def _run(
             watcher=shown,
             **settings,
         )
-    finally:
-        if shown is not None:
-            shown.close()
 
 
 def _go_on(folder: Path, gates: tuple[str, ...], *, quiet: bool) -> Comparison:
     from halfstep.comparison.compare import go_on
+
+    with _progress(quiet=quiet) as shown:
+        return go_on(folder, fail_if=gates, watcher=shown)
+
+
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Watcher | None]:
+    """The live display, or nobody who watches."""
     from halfstep.report.compare import CompareProgress
 
     shown = None if quiet else CompareProgress()
     try:
-        return go_on(folder, fail_if=gates, watcher=shown)
+        yield shown
     finally:
         if shown is not None:
             shown.close()

@@ -118,9 +118,11 @@ class Conductor:
             self._survey()
             for repeat in range(self.settings.repeats):
                 self._round(repeat, gradients)
+            self.found["stopped"] = False
+            self._write_survey()
             gradients.unlink(missing_ok=True)
-        except Stopped:  # the reference's gradients stay, for the rows that may still come
-            self._note_stop()
+        except Stopped:
+            pass  # the reference's gradients stay, for the rows that may still come
         finally:
             for leftover in (self.out / RUNS).glob("*.spec.json"):
                 leftover.unlink()
@@ -146,7 +148,7 @@ class Conductor:
             "reference": self.reference.label,
             "command": list(self.command),
             "side_by_side": self._fits_together(answer["survey"]),
-            "stopped": False,
+            "stopped": True,  # until the last run is done, so that one that was killed says so too
         }
         self._write_survey()
         self.watcher.surveyed(self.found, total)
@@ -154,11 +156,6 @@ class Conductor:
     def _write_survey(self) -> None:
         text = json.dumps(self.found, indent=1)
         (self.out / SURVEY).write_text(text + "\n", encoding="utf-8")
-
-    def _note_stop(self) -> None:
-        if self.found:
-            self.found["stopped"] = True
-            self._write_survey()
 
     def _fits_together(self, found: dict[str, Any]) -> bool:
         if found["device"] != "cpu":
