@@ -1,6 +1,6 @@
 """Times whole training steps with nothing but a loop and a clock, to hold against what `halfstep compare` says.
 
-    python benchmarks/bench_loop.py [--model vit_l_16] [--batch 128] [--steps 16] [--compile] [--only TEXT ...] [--out FILE.md]
+    python benchmarks/bench_loop.py [--model vit_l_16] [--batch 128] [--steps 16] [--compile [MODE]] [--only TEXT ...] [--out FILE.md]
 
 Each loop runs in a process of its own, one after the other, as in `compare`; a GPU that has been busy for minutes runs at
 lower clocks. The loop of torch AMP is the one of its documentation, with a fused AdamW. Needs a CUDA device.
@@ -15,6 +15,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+from halfstep.compiling import compile_model, parse_compile
 from halfstep.engine import Engine
 from halfstep.environment import environment
 from halfstep.models import vit
@@ -22,6 +23,7 @@ from halfstep.models import vit
 WARM_UP = 4
 CASES = {
     "fp32, by hand": ("hand", torch.float32),
+    "tf32, by hand": ("hand", "tf32"),
     "torch AMP bf16, by hand": ("hand", torch.bfloat16),
     "torch AMP fp16, by hand": ("hand", torch.float16),
     "Halfstep bf16": ("engine", "bf16"),
@@ -32,7 +34,12 @@ CASES = {
 
 
 def hand_written(model, dtype):
-    """The loop people write; without autocast and scaler for fp32."""
+    """The loop people write; without autocast and scaler for fp32 and tf32."""
+    if dtype == "tf32":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32, dtype = True, torch.float32
+    else:
+        torch.backends.cudnn.allow_tf32 = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
 
@@ -68,8 +75,7 @@ def time_one(name, args):
     kind, how = CASES[name]
     model = getattr(vit, args.model)().cuda()
     if kind == "hand":
-        if args.compile:
-            model.compile()
+        compile_model(model, args.compile)
         step = hand_written(model, how)
     else:
         step = engine_loop(model, how, compiled=args.compile)
@@ -92,7 +98,15 @@ def main():
     parser.add_argument("--model", default="vit_l_16", help="a ViT of this package")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        type=parse_compile,
+        const=True,
+        default=False,
+        metavar="MODE",
+        help="also a mode of torch.compile",
+    )
     parser.add_argument("--only", action="append", help="only the loops whose name holds one of these texts")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)  # what a child process is told
     parser.add_argument("--out")
@@ -100,7 +114,7 @@ def main():
     if args.case:
         print(json.dumps(time_one(args.case, args)))
         return
-    how = "compiled" if args.compile else "eager"
+    how = f"compiled ({args.compile})" if isinstance(args.compile, str) else "compiled" if args.compile else "eager"
     lines = [
         f"{args.model} at 224 pixels, batch {args.batch}, {how}, AdamW, clip 1.0; {args.steps} steps after {WARM_UP}, timed as a whole",
         "", f"{environment()}", "", "| loop | images/s | peak GiB |", "|---|---|---|",

@@ -113,6 +113,43 @@ def test_a_parameter_that_gets_a_gradient_late_is_noticed(watched):
         watch.check("step")
 
 
+def test_gradients_are_moved_out_of_a_graph_once_a_window():
+    """A copy takes the place of each gradient, later ones add to it in place, and an edit is still noticed."""
+    model = layer()
+    watch = GradientWatch(dict(model.named_parameters()), in_graphs=True)
+    watch.move_out()  # nothing there yet
+    backward(model)
+    watch.remember()
+    inside = model.weight.grad
+    watch.move_out()
+    watch.check("backward")
+    assert model.weight.grad is not inside
+    inside.fill_(torch.nan)  # what the next replay does to it
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))
+    kept = model.weight.grad
+    backward(model)
+    watch.remember()
+    watch.move_out()
+    assert model.weight.grad is kept
+    assert torch.equal(kept, torch.full((2, 3), 2.0))
+    watch.forget()
+    model.weight.grad.mul_(2)
+    watch.remember()
+    model.bias.grad.mul_(2)
+    watch.move_out()
+    with pytest.raises(SettingError, match="gradients of bias changed"):
+        watch.check("step")
+
+
+def test_without_graphs_gradients_stay_where_they_are(watched):
+    """Moving costs a copy, so nobody else pays it."""
+    model, watch = watched
+    backward(model)
+    before = model.weight.grad
+    watch.move_out()
+    assert model.weight.grad is before
+
+
 def test_long_lists_of_names_are_cut():
     """Three names and a count are enough."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))

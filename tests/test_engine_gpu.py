@@ -117,3 +117,62 @@ def test_a_compiled_model_is_stepped_by_the_same_kernels(precision):
         runs.append(losses)
     assert runs[1] == pytest.approx(runs[0], rel=0.02)
     assert runs[1][-1] < 0.7 * runs[1][0]
+
+
+class WithLoss(torch.nn.Module):
+    """A model that computes its own loss, so that the loss too is a result of the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.net(x), y)
+
+
+def train_in_graphs(precision, compiled, *, accumulate=1, peek=False):
+    torch.manual_seed(0)
+    model = WithLoss().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = Engine(model, optimizer, precision, max_norm=1.0, compile=compiled, accumulate=accumulate)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(256, 32, generator=generator).cuda(), torch.randint(0, 4, (256,), generator=generator).cuda()
+    losses, norms = [], []
+    for number in range(12):
+        for part in range(accumulate):
+            inputs = x[part::accumulate] * (math.inf if number == 7 and part == 0 else 1)
+            with engine.forward():
+                loss = model(inputs, y[part::accumulate])
+            engine.backward(loss)
+            if peek:  # a forward between backward and step replays the graph
+                with engine.evaluate():
+                    model(x[part::accumulate], y[part::accumulate])
+            result = engine.step()
+        losses.append(loss.item())
+        norms.append(result.grad_norm)
+    return losses[:7] + losses[8:], norms[:7] + norms[8:], engine
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-lean", "bf16-lean,states=8bit"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_model_in_cuda_graphs_trains_as_compiled(precision, accumulate):
+    """With graphs the losses and norms are those without, over skips and accumulation, and torch did record graphs."""
+    from torch._dynamo.utils import counters
+
+    plain_losses, plain_norms, plain = train_in_graphs(precision, True, accumulate=accumulate)
+    torch._dynamo.reset()
+    counters.clear()
+    losses, norms, engine = train_in_graphs(precision, "reduce-overhead", accumulate=accumulate)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert engine.applied == plain.applied == 11
+    assert losses == pytest.approx(plain_losses, rel=1e-3)
+    assert norms == pytest.approx(plain_norms, rel=1e-2)
+
+
+def test_gradients_in_a_graph_survive_a_forward_before_the_step():
+    """Validation between backward and step replays graphs; the step still has its own gradients."""
+    torch._dynamo.reset()
+    calm_losses, calm_norms, _ = train_in_graphs("bf16", "reduce-overhead", accumulate=2)
+    losses, norms, _ = train_in_graphs("bf16", "reduce-overhead", accumulate=2, peek=True)
+    assert losses == pytest.approx(calm_losses, rel=1e-3)
+    assert norms == pytest.approx(calm_norms, rel=1e-3)

@@ -31,7 +31,7 @@ FLOORS = [
     ["tensorfile"],
     ["release"],
     ["steps"],
-    ["casting", "optim", "ema", "buffers", "backends", "window", "result"],
+    ["casting", "optim", "ema", "buffers", "backends", "window", "result", "compiling"],
     ["region", "truth"],
     ["gradscaler"],
     ["scaler"],
@@ -55,7 +55,7 @@ FLOORS = [
 LEVEL = {name: len(FLOORS) - i for i, floor in enumerate(FLOORS) for name in floor}
 NEEDS_TORCH = {
     "comparison", "planning", "train", "export", "builtin_jobs", "models", "data", "engine", "engine_state", "engine_checks", "checkpoint", "checkpoint_folder",
-    "tree", "tensorfile", "release", "steps", "casting", "optim", "ema", "region", "buffers", "backends", "window", "gradscaler", "scaler",
+    "tree", "tensorfile", "release", "steps", "casting", "optim", "ema", "region", "buffers", "backends", "window", "compiling", "gradscaler", "scaler",
     "readback", "kernels",
 }  # fmt: skip
 NO_TORCH_AT_IMPORT = set(LEVEL) - NEEDS_TORCH | {"__init__"}

@@ -30,6 +30,7 @@ from halfstep.buffers import BufferGuard
 from halfstep.casting import cast_model, sum_gradients_in_fp32, uncast_forwards, wrap_forwards
 from halfstep.checkpoint import load_checkpoint, save_checkpoint
 from halfstep.choice import resolve
+from halfstep.compiling import check_compile, compile_model, records_graphs
 from halfstep.ema import Ema
 from halfstep.engine_checks import GradientWatch, check_loss, check_scaler, check_settings, named_trainables
 from halfstep.engine_state import checkpoint_parts, load_engine, load_engine_checkpoint, state_of
@@ -60,9 +61,10 @@ class Engine:
     """Trains one model with one or several optimizers under a precision policy.
 
     `precision` is a policy, its text, a foreign name, or "auto". `max_norm` clips the true gradients; None does not clip.
-    `ema` is the decay of a moving average of the masters. `compile=True` compiles the model in place. `deterministic=True`
-    asks torch for deterministic algorithms. `gradient_release=True` updates each parameter inside backward. `scaler` replaces the policy's loss scaler. `on_step(result)` is called when
-    the outcome of a step has arrived. `watch` is an object with `attach(engine)`.
+    `ema` is the decay of a moving average of the masters. `compile=True` compiles the model in place, and `compile="reduce-overhead"` in
+    that mode of torch.compile, with CUDA graphs. `deterministic=True` asks torch for deterministic algorithms. `gradient_release=True`
+    updates each parameter inside backward. `scaler` replaces the policy's loss scaler. `on_step(result)` is called when the outcome of
+    a step has arrived. `watch` is an object with `attach(engine)`.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Engine:
         accumulate: int = 1,
         scheduler: Any = None,
         ema: float | None = None,
-        compile: bool = False,  # noqa: A002 - torch's own word for it
+        compile: bool | str = False,  # noqa: A002 - torch's own word for it
         deterministic: bool = False,
         gradient_release: bool = False,
         watch: Any = None,
@@ -86,6 +88,7 @@ class Engine:
         given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         schedulers = list(scheduler) if isinstance(scheduler, Sequence) else [] if scheduler is None else [scheduler]
         check_settings(model, given, schedulers, max_norm, accumulate)
+        check_compile(compile)
         self.backend = backend or SingleDevice()
         self.model = model
         self._module = self.backend.unwrap(model)
@@ -101,7 +104,7 @@ class Engine:
         self._params = named_trainables(self._module, given)
         self.device = next(iter(self._params.values())).device
         if gradient_release:
-            check_release(self.policy, max_norm, accumulate, compiled=compile)
+            check_release(self.policy, max_norm, accumulate, compiled=bool(compile))
         self._undo = contextlib.ExitStack()  # what close() puts back
         self._apply_precision(given, lean=gradient_release)
         self.optimizers = [path.optimizer for path in self._paths]
@@ -109,7 +112,7 @@ class Engine:
         check_scaler(self.scaler, self.policy.compute)
         self.ema = None if ema is None else Ema(self._params, ema, self._master_of)
         self._buffers = BufferGuard(self._module)
-        self._watch_grads = GradientWatch(self._params)
+        self._watch_grads = GradientWatch(self._params, in_graphs=records_graphs(compile, self.device))
         self.window = Window(accumulate)
         self._readback = Readback()
         self._tables: dict[Any, Any] = {}  # of the kernel that takes the norm
@@ -128,8 +131,7 @@ class Engine:
             self._undo.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
-        if compile:
-            self._module.compile()
+        compile_model(self._module, compile)
         if watch is not None:
             watch.attach(self)
 
@@ -161,6 +163,7 @@ class Engine:
         """Compute in the policy's precision inside this block."""
         self._require_open()
         self._buffers.save()
+        self._watch_grads.move_out()
         with self._region():
             yield
 
@@ -169,6 +172,7 @@ class Engine:
         """Validation: eval mode, no gradients, the policy's precision; with `ema=True` on the averaged weights."""
         self._require_open()
         self._deliver(wait=True)
+        self._watch_grads.move_out()
         if ema and self.ema is None:
             raise SettingError("evaluate(ema=True) needs Engine(ema=DECAY); this engine keeps no average.")
         training = [m for m in self._module.modules() if m.training]

@@ -4,6 +4,10 @@ Gradients between `backward` and `step` are multiplied by the loss scale. A bare
 them, and clipping or editing them by hand works on numbers that are 65536 times too large; both train on, wrongly and
 silently. Every tensor has a version that counts its in-place changes, so the Engine notes the version of each gradient
 after its own backward and compares before it goes on. That costs no device work.
+
+A model compiled into CUDA graphs writes its gradients to the same memory at every replay. Until the next forward they are
+good, so a step over one micro-batch uses them where they are. Gradients that must outlive another forward (accumulation,
+a second loss) are moved out when it begins, each once per window: from then on autograd adds to the copy in place.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ __all__ = ["GradientWatch", "check_loss", "check_scaler", "check_settings", "nam
 class GradientWatch:
     """Notices gradients that changed outside the Engine."""
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self._params = params
+    def __init__(self, params: Mapping[str, Tensor], *, in_graphs: bool = False) -> None:
+        self._params, self._in_graphs = params, in_graphs
         self._seen: dict[str, tuple[Tensor, int]] = {}
+        self._moved: set[str] = set()  # out of a graph's memory
 
     def remember(self) -> None:
         """Take the gradients as they are for the Engine's own."""
@@ -35,7 +40,21 @@ class GradientWatch:
 
     def forget(self) -> None:
         """Expect no gradients."""
-        self._seen = {}
+        self._seen, self._moved = {}, set()
+
+    def move_out(self) -> None:
+        """Save the gradients from the next replay of a CUDA graph; one that was edited stays noticed."""
+        if not self._in_graphs:
+            return
+        for name, param in self._params.items():
+            old = param.grad
+            if old is None or name in self._moved:
+                continue
+            param.grad = old.clone()
+            self._moved.add(name)
+            seen = self._seen.get(name)
+            if seen is not None and seen[0] is old and seen[1] == old._version:  # noqa: SLF001
+                self._seen[name] = (param.grad, param.grad._version)  # noqa: SLF001
 
     def check(self, what: str) -> None:
         """Raise if a gradient appeared, changed or went since `remember`."""

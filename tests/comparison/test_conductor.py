@@ -123,6 +123,23 @@ def test_a_row_that_is_far_too_slow_is_cut(tmp_path):
     assert conductor.given_up == {"bf16"}
 
 
+def test_the_next_process_starts_while_the_one_before_ends(tmp_path, monkeypatch):
+    """As on a GPU: one run after the other, the next begun before `finish`; a failure between does not stop them."""
+    order = []
+    start, finish = Conductor._start, Conductor._finish
+    monkeypatch.setattr(Conductor, "_fits_together", lambda *_: False)
+    monkeypatch.setattr(Conductor, "_may_start_early", lambda _: True)
+    monkeypatch.setattr(
+        Conductor, "_start", lambda self, row, *a: (order.append(f"start {row.label}"), start(self, row, *a))[1]
+    )
+    monkeypatch.setattr(Conductor, "_finish", lambda self, *a: (order.append("finish"), finish(self, *a))[1])
+    done = compare(str(write_job(tmp_path)), ["fp32", "fp8", "bf16"], steps=4, repeats=2, batch=8, out=tmp_path / "out")
+    first = ["start fp32", "start fp8", "finish", "start bf16", "finish", "finish"]
+    assert order == [*first, "start bf16", "start fp32", "finish", "finish"]
+    assert {row.label: row.status for row in done.rows} == {"fp32": "done", "fp8": "failed", "bf16": "done"}
+    assert {p.name for p in (tmp_path / "out" / "runs").iterdir() if p.suffix != ".jsonl"} == {"fp8-0.log"}
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_still_reports(tmp_path):
     """SIGINT in the middle of a round: exit 130, and every row is there as far as it came."""

@@ -4,7 +4,8 @@ How it works. Each run is a process (see `child`). A round is one run of every r
 take turns: a few steps of one, then a few of the next, in an order that is reversed every time, so that neither a busy
 neighbour nor a rising temperature favours anybody. All processes of a round are alive at once, and only one of them
 works. Where they would not fit in memory together (on a GPU always: its memory is what is measured), a round is one run
-after the other, and the turns of a run follow each other.
+after the other, and the turns of a run follow each other; on a GPU the next process imports torch while the one before
+it validates and writes its file.
 
 The reference row goes first in the first round, because the others compare their first gradients with its own. A run
 that fails is written down with its reason, and the others go on. A row that cannot run here at all (out of memory, not
@@ -173,17 +174,29 @@ class Conductor:
         if repeat == 0:  # a stable sort: the reference first, the others as they are
             rows.sort(key=lambda c: c.label != self.reference.label)
         groups = [rows] if self.found["side_by_side"] else [[row] for row in rows]
-        for group in groups:
-            live: list[_Live] = []
-            try:
-                live += (self._start(row, repeat, gradients) for row in group)
-                self._play(live, repeat)
-            except Stopped:
-                self._wrap_up(live)
-                raise
-            finally:
-                for run in live:
-                    run.process.close()
+        live: list[_Live] = []
+        upcoming: list[_Live] = []
+        try:
+            for group, following in zip(groups, [*groups[1:], []], strict=True):
+                live, upcoming = upcoming, []
+                if not live:
+                    live += (self._start(row, repeat, gradients) for row in group)
+                self._train(live, repeat)
+                if self._may_start_early():
+                    upcoming += (self._start(row, repeat, gradients) for row in following)
+                self._finish(live, repeat)
+                _close(live)
+        except Stopped:
+            self._wrap_up(live)
+            for run in upcoming:
+                run.process.log.unlink(missing_ok=True)  # it has not begun
+            raise
+        finally:
+            _close([*live, *upcoming])
+
+    def _may_start_early(self) -> bool:
+        """Whether the next process may import torch while this one ends; on a CPU it would take its time and memory."""
+        return bool(self.found["device"] != "cpu")
 
     def _start(self, contender: Contender, repeat: int, gradients: Path) -> _Live:
         name = run_name(contender.label, repeat)
@@ -210,7 +223,7 @@ class Conductor:
         """Without the same weights and batch, or without fp32, a difference of gradients means nothing."""
         return is_reference(self.reference) and self.found["same_weights"] and self.found["same_batches"]
 
-    def _play(self, live: list[_Live], repeat: int) -> None:
+    def _train(self, live: list[_Live], repeat: int) -> None:
         for run in list(live):
             if self._ask(run, live, repeat, do="warm"):
                 self.watcher.stepped(run.contender.label, repeat, self.settings.num_warmup)
@@ -221,6 +234,8 @@ class Conductor:
                     self._turn(run, live, repeat)
             forwards = not forwards
             self._cut_slow(live)
+
+    def _finish(self, live: list[_Live], repeat: int) -> None:
         for run in list(live):
             self._ask(run, live, repeat, do="finish")
             if run in live:
@@ -277,6 +292,12 @@ class Conductor:
             record={},
             failure=failure,
         )
+
+
+def _close(live: list[_Live]) -> None:
+    for run in live:
+        run.process.close()
+    live.clear()
 
 
 def _available_bytes() -> int | None:

@@ -4,6 +4,7 @@
     bf16-lean,states=8bit,compile=on    the same with the model compiled
     torch-amp                           a peer, in bf16 unless it says otherwise
     torch-amp:fp16,compile=on           a peer in fp16, compiled
+    bf16,compile=reduce-overhead        compiled in a mode of torch.compile, here with CUDA graphs
 
 `compile=` is not part of a policy, because it changes no number format; it is taken off before the policy is parsed.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from halfstep.compiling import parse_compile
 from halfstep.errors import SettingError, unknown
 from halfstep.policy import parse_with_notes
 
@@ -22,7 +24,6 @@ __all__ = ["DEFAULT_PRECISIONS", "PEERS", "PEER_FORMATS", "Contender", "parse_co
 DEFAULT_PRECISIONS = ("fp32", "bf16", "fp16", "bf16-lean", "fp16-lean")
 PEERS = ("torch-amp", "accelerate", "fabric")
 PEER_FORMATS = ("bf16", "fp16", "fp32")
-_SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Contender:
 
     label: str  # unique among the rows, and what `--fail-if` calls it
     policy: str  # as it prints; for a peer, its format
-    compile: bool = False
+    compile: bool | str = False  # a text is a mode of torch.compile
     peer: str | None = None
     notes: tuple[str, ...] = ()  # what was said about a name of another tool
 
@@ -72,7 +73,7 @@ def _precision(text: str) -> Contender:
             "`halfstep probe` says which one it is here."
         )
     policy, notes = parse_with_notes(rest)
-    return Contender(f"{policy},compile=on" if compiled else str(policy), str(policy), compiled, notes=notes)
+    return Contender(_label(str(policy), compiled), str(policy), compiled, notes=notes)
 
 
 def _peer(text: str) -> Contender:
@@ -84,23 +85,25 @@ def _peer(text: str) -> Contender:
         raise unknown("format of a peer", form, PEER_FORMATS)
     form = form or "bf16"
     label = name if form == "bf16" else f"{name}:{form}"
-    return Contender(f"{label},compile=on" if compiled else label, form, compiled, name)
+    return Contender(_label(label, compiled), form, compiled, name)
 
 
-def _take_compile(text: str) -> tuple[str, bool]:
+def _label(name: str, compiled: bool | str) -> str:
+    return f"{name},compile={'on' if compiled is True else compiled}" if compiled else name
+
+
+def _take_compile(text: str) -> tuple[str, bool | str]:
     """The text without its `compile=` setting, and what that said."""
     if not isinstance(text, str):
         raise SettingError(f"A precision is text such as 'bf16' or 'bf16-lean,compile=on', not {text!r}.")
     kept: list[str] = []
-    compiled: list[bool] = []
+    compiled: list[bool | str] = []
     for item in text.split(","):
-        key, equals, value = (part.strip() for part in item.partition("="))
+        key, _, value = (part.strip() for part in item.partition("="))
         if key.casefold() != "compile":
             kept.append(item)
-        elif not equals or value.casefold() not in _SWITCH:
-            raise SettingError(f"compile={value!r} in {text!r} is neither on nor off.")
         else:
-            compiled.append(_SWITCH[value.casefold()])
+            compiled.append(parse_compile(value))
     if len(compiled) > 1:
         raise SettingError(f"{text!r} gives 'compile' twice; keep one.")
-    return ",".join(kept), compiled == [True]
+    return ",".join(kept), compiled[0] if compiled else False

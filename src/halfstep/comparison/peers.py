@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from halfstep.comparison.contender import Contender
 from halfstep.comparison.loops import Outcome, Parts
+from halfstep.compiling import compile_model
 from halfstep.errors import MissingError, SettingError
 from halfstep.steps import choose_path
 from halfstep.tf32 import set_tf32
@@ -52,8 +53,7 @@ class _Stock:
         self.device = self.params[0].device
         self.dtype = _DTYPES[contender.policy]
         self.path = choose_path(self.optimizer, parts.model).reason.partition(":")[0]
-        if contender.compile:
-            self.model.compile()
+        compile_model(self.model, contender.compile)
         self._grads: dict[str, int] = {}
         self._grad_bytes = 0
 

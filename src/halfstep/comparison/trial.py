@@ -27,6 +27,7 @@ from halfstep.comparison.clock import StepClock, peak_bytes, reset_peak, residen
 from halfstep.comparison.gradients import compare_gradients, save_gradients
 from halfstep.comparison.loops import Loop, Outcome, build_parts, make_loop
 from halfstep.comparison.spec import TrialSpec
+from halfstep.compiling import records_graphs
 from halfstep.engine_state import restore_rng, rng_state
 from halfstep.job import Job, trainable
 from halfstep.train.stream import DataStream, fingerprint, to_device
@@ -126,7 +127,7 @@ class Trial:
             self._compare_gradients()
             self._weigh()
         self._outcomes.append(self.loop.step())
-        self._losses.append(loss.detach().float())
+        self._losses.append(loss.detach().to(torch.float32, copy=True))  # a CUDA graph writes the next one over it
         self._sizes.append(batch_size_of(raw) or self.spec.batch)
 
     def _forward(self, epoch: int, batch: Any, split: str = "train") -> Tensor:
@@ -156,6 +157,9 @@ class Trial:
     def finish(self, *, quick: bool = False) -> None:
         """Everything that is measured once training is over, or only the quick part of it."""
         self.record["peak_bytes"] = peak_bytes(self.device)
+        if records_graphs(self.spec.contender.compile, self.device):
+            # A replay takes memory that the allocator counted only while the graph was recorded.
+            self.record["peak_bytes"] = max(self.record["peak_bytes"], self.record["warmup_peak_bytes"])
         self.record["held"]["optimizer"] = _bytes(self.loop.state_tensors())
         self.record["truth"] = self.loop.truth()
         self.record["samples"] = statistics.median(self._sizes)

@@ -185,7 +185,7 @@ def _peers(best: Row, rows: Sequence[Row]) -> str:
     peers = [
         row
         for row in rows
-        if row.contender.peer and row.status == "done" and row.contender.compile == best.contender.compile
+        if row.contender.peer and row.status == "done" and bool(row.contender.compile) == bool(best.contender.compile)
     ]
     if not peers or best.step_seconds is None:
         return ""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from halfstep.compiling import SWITCH, check_compile, parse_compile
 from halfstep.errors import SettingError, unknown
 
 __all__ = ["TrainConfig", "changed_fields", "parse_settings"]
@@ -28,7 +29,7 @@ class TrainConfig:
     accumulate: int = 1
     max_norm: float | None = 1.0
     ema: float | None = None
-    compile: bool = False
+    compile: bool | str = False  # a text is a mode of torch.compile
     deterministic: bool = False
     gradient_release: bool = False
     eval_every: int = 1  # epochs between validations; the end of the run is always validated
@@ -46,6 +47,7 @@ class TrainConfig:
                 _at_least(name, getattr(self, name), 1)
         _at_least("keep_best", self.keep_best, 0)
         _at_least("seed", self.seed, 0)
+        check_compile(self.compile)
 
 
 def _at_least(name: str, value: Any, least: int) -> None:
@@ -73,9 +75,11 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if type(None) in kinds and text.casefold() in {"none", "off"}:
         return None
+    if key == "compile":
+        return parse_compile(text)
     try:
         if bool in kinds:
-            return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}[text.casefold()]
+            return SWITCH[text.casefold()]
         if int in kinds:
             return int(text)
         if float in kinds:

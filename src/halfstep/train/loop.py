@@ -220,7 +220,7 @@ class _Run:
         with self.engine.forward():
             loss = self.job.call("loss", model=self.model, batch=batch, epoch=epoch, split="train", **self._place())
         self.engine.backward(loss)
-        loss = loss.detach().float()
+        loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph writes the next one over it
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._num_losses += 1
         self._samples += _batch_size(batch, self.config.batch)

@@ -1,0 +1,49 @@
+"""What `compile=` may say, and compiling a model in place.
+
+`True` is torch.compile as it comes. A text is one of its modes; "reduce-overhead" and "max-autotune" also record the
+compiled forward and backward as CUDA graphs, so that a step is a few launches instead of a thousand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep.errors import SettingError
+
+__all__ = ["MODES", "SWITCH", "check_compile", "compile_model", "parse_compile", "records_graphs"]
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}  # what people write
+
+
+def check_compile(compile: Any) -> None:  # noqa: A002 - the option's name
+    """Refuse a `compile=` that is neither a switch nor a mode of torch.compile."""
+    if isinstance(compile, str):
+        if compile not in MODES:
+            raise SettingError(
+                f"compile={compile!r} is neither on nor off, nor a mode of torch.compile: {', '.join(MODES)}."
+            )
+    elif not isinstance(compile, bool):
+        raise SettingError(f"compile={compile!r} must be True, False or a mode of torch.compile: {', '.join(MODES)}.")
+
+
+def parse_compile(text: str) -> bool | str:
+    """The setting that a text stands for: a switch or a mode; torch's default mode is `True`."""
+    value: bool | str = SWITCH.get(text.casefold(), text)
+    check_compile(value)
+    return True if value == "default" else value
+
+
+def records_graphs(compile: bool | str, device: torch.device) -> bool:  # noqa: A002
+    """Whether this setting records CUDA graphs on this device."""
+    return device.type == "cuda" and compile in _GRAPH_MODES
+
+
+def compile_model(model: nn.Module, compile: bool | str) -> None:  # noqa: A002
+    """Compile the model's forward in place, if the setting says so."""
+    if compile:
+        model.compile(mode=compile if isinstance(compile, str) else None)
