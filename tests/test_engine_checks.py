@@ -117,36 +117,59 @@ def test_gradients_are_moved_out_of_a_graph_once_a_window():
     """A copy takes the place of each gradient, later ones add to it in place, and an edit is still noticed."""
     model = layer()
     watch = GradientWatch(dict(model.named_parameters()), in_graphs=True)
-    watch.move_out()  # nothing there yet
+    with watch.set_aside():  # nothing there yet
+        pass
     backward(model)
     watch.remember()
     inside = model.weight.grad
-    watch.move_out()
+    with watch.set_aside():
+        inside.fill_(torch.nan)  # what a replay does to it
     watch.check("backward")
-    assert model.weight.grad is not inside
-    inside.fill_(torch.nan)  # what the next replay does to it
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
     kept = model.weight.grad
     backward(model)
     watch.remember()
-    watch.move_out()
+    with watch.set_aside():
+        pass
     assert model.weight.grad is kept
     assert torch.equal(kept, torch.full((2, 3), 2.0))
     watch.forget()
-    model.weight.grad.mul_(2)
     watch.remember()
     model.bias.grad.mul_(2)
-    watch.move_out()
+    with watch.set_aside():
+        pass
     with pytest.raises(SettingError, match="gradients of bias changed"):
         watch.check("step")
 
 
-def test_without_graphs_gradients_stay_where_they_are(watched):
+def test_hidden_gradients_come_back_as_they_were():
+    """No weight has a gradient inside the block, after it each has its own; one made inside stays and is noticed."""
+    model = layer()
+    watch = GradientWatch(dict(model.named_parameters()), hide=True)
+    backward(model)
+    watch.remember()
+    before = model.weight.grad
+    with pytest.raises(ZeroDivisionError), watch.set_aside():
+        assert model.weight.grad is None
+        raise ZeroDivisionError
+    assert model.weight.grad is before
+    watch.check("step")
+    with watch.set_aside():
+        watch.put_back()  # as backward() inside the block does
+        watch.check("backward")
+    with watch.set_aside():
+        backward(model)
+    with pytest.raises(SettingError, match="gradients of weight, bias changed"):
+        watch.check("step")
+
+
+def test_gradients_that_are_not_in_the_way_stay_where_they_are(watched):
     """Moving costs a copy, so nobody else pays it."""
     model, watch = watched
     backward(model)
     before = model.weight.grad
-    watch.move_out()
+    with watch.set_aside():
+        assert model.weight.grad is before
     assert model.weight.grad is before
 
 

@@ -10,7 +10,13 @@ from engine_models import Net, batches, same, snapshot
 from gpu_sync import no_synchronisation
 from halfstep.engine import Engine
 
-pytestmark = pytest.mark.gpu
+# Compiling, torch uses deprecated parts of itself in some versions, and says of fp32 that TF32 would be faster.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),  # said of the one that holds its memory pool
+]
 
 
 def build(precision, **options):

@@ -197,7 +197,9 @@ def test_patterns_that_match_nothing_are_reported():
 )
 def test_automatic_gradients_are_fp32_when_accumulating(text, accumulate, expected):
     """`grads=auto` is the weights' format with one micro-batch and fp32 with more."""
-    assert Policy.parse(text).grads_format(accumulate) == expected
+    policy = Policy.parse(text)
+    assert policy.grads_format(accumulate) == expected
+    assert policy.widens_grads(accumulate) == (policy.params != expected)
 
 
 REFUSED = [

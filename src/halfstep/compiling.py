@@ -6,6 +6,7 @@ compiled forward and backward as CUDA graphs, so that a step is a few launches i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,18 @@ def records_graphs(compile: bool | str, device: torch.device) -> bool:  # noqa: 
 
 
 def compile_model(model: nn.Module, compile: bool | str) -> None:  # noqa: A002
-    """Compile the model's forward in place, if the setting says so."""
-    if compile:
-        model.compile(mode=compile if isinstance(compile, str) else None)
+    """Compile the model's call in place, if the setting says so."""
+    if not compile:
+        return
+    mode = compile if isinstance(compile, str) else None
+    if not type(model).forward.__module__.startswith("torch."):
+        model.compile(mode=mode)
+        return
+    # The compiler skips torch's own functions and looks at what they call. Of a bare nn.Sequential of torch's layers it
+    # would compile nothing, and of one of other modules each by itself; a function of ours around it is taken whole.
+    call: Callable[..., Any] = model._call_impl  # noqa: SLF001 - what torch's compile() compiles
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    model._compiled_call_impl = torch.compile(forward, mode=mode)  # noqa: SLF001 - where it puts it

@@ -112,7 +112,8 @@ class Engine:
         check_scaler(self.scaler, self.policy.compute)
         self.ema = None if ema is None else Ema(self._params, ema, self._master_of)
         self._buffers = BufferGuard(self._module)
-        self._watch_grads = GradientWatch(self._params, in_graphs=records_graphs(compile, self.device))
+        widened = self.policy.widens_grads(accumulate)
+        self._watch_grads = GradientWatch(self._params, in_graphs=records_graphs(compile, self.device), hide=widened)
         self.window = Window(accumulate)
         self._readback = Readback()
         self._tables: dict[Any, Any] = {}  # of the kernel that takes the norm
@@ -152,7 +153,7 @@ class Engine:
             if isinstance(each, LeanOptimizer):
                 for param in (p for group in each.param_groups for p in group["params"] if p.requires_grad):
                     each.hold_master(param, masters.get(param))
-        if policy.params != "fp32" and policy.grads_format(self.accumulate) == "fp32":
+        if policy.widens_grads(self.accumulate):
             sum_gradients_in_fp32(self._params.values(), policy)
         self._paths = [choose_path(o, self._module) for o in held]
 
@@ -163,8 +164,7 @@ class Engine:
         """Compute in the policy's precision inside this block."""
         self._require_open()
         self._buffers.save()
-        self._watch_grads.move_out()
-        with self._region():
+        with self._watch_grads.set_aside(), self._region():
             yield
 
     @contextlib.contextmanager
@@ -172,14 +172,13 @@ class Engine:
         """Validation: eval mode, no gradients, the policy's precision; with `ema=True` on the averaged weights."""
         self._require_open()
         self._deliver(wait=True)
-        self._watch_grads.move_out()
         if ema and self.ema is None:
             raise SettingError("evaluate(ema=True) needs Engine(ema=DECAY); this engine keeps no average.")
         training = [m for m in self._module.modules() if m.training]
         swapped = self.ema.swapped() if ema and self.ema is not None else contextlib.nullcontext()
         self._module.eval()
         try:
-            with swapped, torch.no_grad(), self._region():
+            with swapped, self._watch_grads.set_aside(), torch.no_grad(), self._region():
                 yield
         finally:
             for module in training:
@@ -203,6 +202,7 @@ class Engine:
         """
         self._require_open()
         check_loss(loss)
+        self._watch_grads.put_back()  # where backward() is inside the block of forward()
         self._watch_grads.check("backward")
         if self.window.found_inf is not None:
             raise SettingError("backward() after unscale(): these gradients are divided already. Call step() first.")

@@ -5,15 +5,18 @@ them, and clipping or editing them by hand works on numbers that are 65536 times
 silently. Every tensor has a version that counts its in-place changes, so the Engine notes the version of each gradient
 after its own backward and compares before it goes on. That costs no device work.
 
-A model compiled into CUDA graphs writes its gradients to the same memory at every replay. Until the next forward they are
-good, so a step over one micro-batch uses them where they are. Gradients that must outlive another forward (accumulation,
-a second loss) are moved out when it begins, each once per window: from then on autograd adds to the copy in place.
+While a forward runs, the gradients of its window are sometimes in the way, and are set aside. A model compiled into CUDA
+graphs writes its gradients to the same memory at every replay: until the next forward they are good, so a step over one
+micro-batch uses them where they are, but those that must outlive a forward (accumulation, a second loss) move out once
+per window, and from then on autograd adds to the copy in place. And torch.compile cannot trace a 16-bit weight that has
+an fp32 gradient: it gives up at every layer. So where gradients are summed in fp32, weights have none during a forward.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +32,11 @@ __all__ = ["GradientWatch", "check_loss", "check_scaler", "check_settings", "nam
 class GradientWatch:
     """Notices gradients that changed outside the Engine."""
 
-    def __init__(self, params: Mapping[str, Tensor], *, in_graphs: bool = False) -> None:
-        self._params, self._in_graphs = params, in_graphs
+    def __init__(self, params: Mapping[str, Tensor], *, in_graphs: bool = False, hide: bool = False) -> None:
+        self._params, self._in_graphs, self._hide = params, in_graphs, hide
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self._moved: set[str] = set()  # out of a graph's memory
+        self._aside: dict[str, Tensor] = {}
 
     def remember(self) -> None:
         """Take the gradients as they are for the Engine's own."""
@@ -42,10 +46,28 @@ class GradientWatch:
         """Expect no gradients."""
         self._seen, self._moved = {}, set()
 
-    def move_out(self) -> None:
-        """Save the gradients from the next replay of a CUDA graph; one that was edited stays noticed."""
-        if not self._in_graphs:
-            return
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Keep the gradients out of the way of a forward; one that was edited stays noticed."""
+        if self._in_graphs:
+            self._move_out()
+        if self._hide:
+            for name, param in self._params.items():
+                if param.grad is not None:
+                    self._aside[name], param.grad = param.grad, None
+        try:
+            yield
+        finally:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Give the weights their gradients again; one that was made meanwhile stays, and is noticed."""
+        for name, grad in self._aside.items():
+            if self._params[name].grad is None:
+                self._params[name].grad = grad
+        self._aside.clear()
+
+    def _move_out(self) -> None:
         for name, param in self._params.items():
             old = param.grad
             if old is None or name in self._moved:

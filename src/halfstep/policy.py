@@ -90,6 +90,10 @@ class Policy:
             return self.grads
         return self.params if accumulate == 1 else "fp32"
 
+    def widens_grads(self, accumulate: int = 1) -> bool:
+        """Whether 16-bit weights have fp32 gradients, so that their sums are exact enough."""
+        return self.params != "fp32" and self.grads_format(accumulate) == "fp32"
+
     def keeps_fp32(self, module_name: str) -> bool:
         """Whether a module computes in fp32 in spite of `compute`, by its dotted name in `named_modules()`.
 

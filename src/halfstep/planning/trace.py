@@ -116,7 +116,7 @@ def _prepared(model: nn.Module, policy: Policy, options: StepOptions) -> Iterato
         for param in model.parameters():
             if param.is_floating_point() and param not in kept:
                 param.data = param.data.to(dtype)
-                if policy.grads_format(options.accumulate) == "fp32":
+                if policy.widens_grads(options.accumulate):
                     param.grad_dtype = torch.float32
     wrap_forwards(model, policy)
     try:
