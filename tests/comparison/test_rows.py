@@ -100,7 +100,24 @@ def test_figures_of_gates_are_plain_numbers(tmp_path):
     assert all(isinstance(value, int | float) for value in figures.values())
     assert figures["skips"] == 6
     assert figures["step_ms"] == pytest.approx(6, rel=0.05)
+    assert figures["mean_step_ms"] == pytest.approx(6, rel=0.05)
     assert figures["memory_gib"] == pytest.approx(400 / 1024)
+
+
+def test_a_slow_step_moves_the_mean_and_not_the_median(tmp_path):
+    """A GPU that slows down for one step in ten: the median is what a step takes, the mean what the run took."""
+    import dataclasses
+
+    folder = write_case(tmp_path / "c", repeats=1)
+    (run,) = (r for p in run_files(folder) if (r := read_run(p)).contender.label == "fp32")
+    slices = tuple((3 * turn[0], *turn[1:]) for turn in run.slices)
+    slowed = dataclasses.replace(run, slices=slices)
+    row = build_row([slowed], [run], read_json(folder / SURVEY), "fp32")
+    assert row.mean_seconds == pytest.approx(sum(slowed.seconds) / len(slowed.seconds))
+    assert row.mean_seconds > 1.1 * row.step_seconds.value
+    assert row.step_seconds.value == pytest.approx(
+        build_row([run], [run], read_json(folder / SURVEY), "fp32").step_seconds.value, rel=0.02
+    )
 
 
 def test_noise_is_the_mean_distance_of_seeds(tmp_path):

@@ -33,6 +33,7 @@ class Row:
     reason: str
     num_runs: int  # that were completed
     step_seconds: Estimate | None = None
+    mean_seconds: float | None = None  # of a step, slow ones and all: what a clock over the whole run would give
     spread: float | None = None  # the middle half of the steps spans this share of the median
     samples_per_second: Estimate | None = None
     speedup: Estimate | None = None  # against the reference
@@ -65,7 +66,8 @@ class Row:
 # What `--fail-if` can ask a row for, and in which words.
 METRICS = {
     "step_ms": "median time of a step, in milliseconds",
-    "samples_per_second": "examples trained on per second",
+    "mean_step_ms": "mean time of a step, in milliseconds: what a clock over the whole run gives",
+    "samples_per_second": "examples trained on per second, at the median time of a step",
     "speedup": "times as fast as the reference",
     "memory_gib": "peak memory, in GiB",
     "memory_ratio": "peak memory against the reference's",
@@ -86,6 +88,8 @@ def metric_of(row: Row, name: str) -> float | None:
     """One of `METRICS` as a plain number, or None where it was not measured."""
     if name == "step_ms":
         return None if row.step_seconds is None else row.step_seconds.value * 1e3
+    if name == "mean_step_ms":
+        return None if row.mean_seconds is None else row.mean_seconds * 1e3
     if name == "memory_gib":
         return None if row.peak_bytes is None else row.peak_bytes / 2**30
     value = getattr(row, name)
@@ -137,6 +141,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], found: 
         **_losses(whole, reference, comparable=found["same_weights"] and found["same_batches"]),
         **_flops(seconds.value, contender.compute, found, samples),
         step_seconds=seconds,
+        mean_seconds=statistics.fmean(steps),
         spread=_spread(steps),
         samples_per_second=seconds.over(samples),
         speedup=_speedup(timed, reference),

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["census_tables", "data_table", "environment_list", "scroll", "summary_table", "truth_table"]
 
+_MEAN_DIFFERS = 0.01  # of the median, from which on the mean step is shown too
+
 
 def scroll(table: Markup, label: str) -> Markup:
     """A table that scrolls sideways where it does not fit; focusable, so that a keyboard can scroll it too."""
@@ -54,7 +56,7 @@ def summary_table(comparison: Comparison) -> Markup:
                 row,
                 "step_ms",
                 show_seconds(row.step_seconds.value),
-                "" if row.spread is None else f"spread {row.spread:.0%}",
+                _spread(row),
             ),
             cell(row, "samples_per_second", _number(row.samples_per_second, ",.0f")),
             cell(row, "speedup", "reference")
@@ -98,6 +100,16 @@ def _number(estimate: Estimate | None, digits: str, unit: str = "") -> str:
 
 def _range(estimate: Estimate | None) -> str:
     return "" if estimate is None or estimate.low == estimate.high else f"{estimate.low:.2f} to {estimate.high:.2f}"
+
+
+def _spread(row: Row) -> str:
+    """How steps differ, and their mean where it is another figure than the median."""
+    from halfstep.comparison.table import show_seconds
+
+    parts = [] if row.spread is None else [f"spread {row.spread:.0%}"]
+    if row.mean_seconds and row.step_seconds and abs(row.mean_seconds / row.step_seconds.value - 1) > _MEAN_DIFFERS:
+        parts.append(f"mean {show_seconds(row.mean_seconds)}")
+    return ", ".join(parts)
 
 
 def _half(estimate: Estimate | None) -> str:
