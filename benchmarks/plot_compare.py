@@ -8,7 +8,7 @@ import html
 import json
 from pathlib import Path
 
-WIDTH, LABELS, BAR, GAP, TOP, BOTTOM = 760, 250, 20, 9, 46, 14
+WIDTH, LETTER, BAR, GAP, TOP, BOTTOM = 760, 8.2, 20, 9, 46, 14
 STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1b1f24; }
   .soft { fill: #59616b; } .title { font-weight: 600; font-size: 15px; }
@@ -23,7 +23,8 @@ STYLE = """
 def bars(title, unit, rows):
     """One bar per row of (label, kind, value, low, high, text)."""
     height = TOP + len(rows) * (BAR + GAP) + BOTTOM
-    room = WIDTH - LABELS - 110
+    labels = max(len(label) for label, *_ in rows) * LETTER  # the column's width, for the widest fonts in use
+    room = WIDTH - labels - 110
     largest = max(high for *_, high, _ in rows)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(title)}">',
@@ -34,10 +35,10 @@ def bars(title, unit, rows):
     for number, (label, kind, value, low, high, text) in enumerate(rows):
         y = TOP + number * (BAR + GAP)
         middle = y + BAR / 2
-        scaled = [LABELS + room * amount / largest for amount in (value, low, high)]
+        scaled = [labels + room * amount / largest for amount in (value, low, high)]
         parts += [
-            f'<text x="{LABELS - 8}" y="{middle + 4.5}" text-anchor="end">{html.escape(label)}</text>',
-            f'<rect class="{kind}" x="{LABELS}" y="{y}" width="{scaled[0] - LABELS:.1f}" height="{BAR}" rx="3"/>',
+            f'<text x="{labels - 8:.0f}" y="{middle + 4.5}" text-anchor="end">{html.escape(label)}</text>',
+            f'<rect class="{kind}" x="{labels:.0f}" y="{y}" width="{scaled[0] - labels:.1f}" height="{BAR}" rx="3"/>',
             f'<text x="{scaled[2] + 8:.1f}" y="{middle + 4.5}">{html.escape(text)}</text>',
         ]
         if high > low:
@@ -52,18 +53,18 @@ def table(values):
         known = {name: value for name, value in machine["environment"].items() if value}
         lines += [f"{machine['machine']}; {known}", "", f"`{' '.join(machine['command'])}`", ""]
     lines += [
-        "| row | samples/s (95 % interval) | step ms | speed | peak GiB | final loss | gap to fp32 | cosine | share of matmul rate |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| row | samples/s (95 % interval) | step ms | mean step ms | speed | peak GiB | final loss | gap to fp32 | cosine | share of matmul rate |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in values["rows"]:
         if not row["samples_per_second"]:
-            lines.append(f"| {row['label']} | {row['reason']} | | | | | | | |")
+            lines.append(f"| {row['label']} | {row['reason']} | | | | | | | | |")
             continue
         rate, figures = row["samples_per_second"], row["figures"]
         shown = [
             "-" if figures[name] is None else format(figures[name], digits)
             for name, digits in (
-                ("step_ms", ".2f"), ("speedup", ".3f"), ("memory_gib", ".2f"), ("loss", ".4f"), ("loss_gap", "+.4f"),
+                ("step_ms", ".2f"), ("mean_step_ms", ".2f"), ("speedup", ".3f"), ("memory_gib", ".2f"), ("loss", ".4f"), ("loss_gap", "+.4f"),
                 ("cosine", ".6f"), ("flops_share", ".1%"),
             )
         ]  # fmt: skip
@@ -105,7 +106,7 @@ def main():
         for row in sorted(done, key=lambda row: row["samples_per_second"]["value"])
     ]
     held = [
-        (row["label"], kind_of(row), *([row["peak_bytes"] / 2**30] * 3), f"{row['peak_bytes'] / 2**30:.3g}")
+        (row["label"], kind_of(row), *([row["peak_bytes"] / 2**30] * 3), f"{row['peak_bytes'] / 2**30:.1f}")
         for row in sorted(done, key=lambda row: -row["peak_bytes"])
     ]
     args.out.mkdir(parents=True, exist_ok=True)

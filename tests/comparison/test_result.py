@@ -99,8 +99,11 @@ def test_a_stop_names_the_rows_with_fewer_repeats(tmp_path):
     folder = write_case(tmp_path / "c", stopped=True)
     (folder / "runs" / "bf16-2.jsonl").unlink()
     (note,) = (note for note in read_comparison([folder]).notes if "stopped early" in note)
-    assert "Of 3 repeats, fewer are there for bf16 (2)" in note
+    assert note.startswith("The comparison was stopped early. Of 3 repeats, fewer are there for bf16 (2): compare")
     assert "fp16" not in note
+    (folder / "runs" / "fp16-2.jsonl").unlink()
+    (note,) = (note for note in read_comparison([folder]).notes if "stopped early" in note)
+    assert "Of 3 repeats, all are there for fp32 alone: compare" in note
 
 
 def test_other_directories_are_refused(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from comparison_cases import write_case
 from halfstep.comparison.result import read_comparison
 from halfstep.errors import MissingError
+from halfstep.planning.ledger import CAUSES
 from halfstep.report import page
 from halfstep.report.page import render_page
 from halfstep.report.page_plots import build_plots, thin
@@ -47,6 +48,23 @@ def test_every_string_is_escaped(tmp_path, plain):
     assert "alert(&quot;x&quot;)" in html
     assert "<b>lossy</b>" not in html
     assert "<!--" not in html
+
+
+def test_parts_of_memory_keep_their_order_and_colour(tmp_path, plain):
+    """Every cause that a plan knows has a place in the bars and a colour that no other cause has."""
+    values = read_comparison([write_case(tmp_path / "c")]).as_dict()
+    parts = [*CAUSES, "not predicted"]
+    values["rows"][0] |= {"memory": dict.fromkeys(reversed(parts), 2.0**30), "predicted_bytes": 2.0**30}
+    values["rows"][1] |= {"memory": {"optimizer": 2.0**30, "weights": 2.0**30}, "predicted_bytes": None}
+    (plot,) = (plot for plot in build_plots(values) if plot.id == "plot-memory")
+    names = [bar["name"] for bar in plot.data]
+    assert names[:2] == ["process", "weights"]
+    assert names[-1] == "not predicted"
+    assert names.index("optimizer") + 1 == names.index("states")
+    colours = {bar["name"]: bar["marker"]["color"] for bar in plot.data}
+    assert len({colours[name] for name in parts}) == len(parts)
+    assert colours["optimizer"] == colours["states"]
+    assert "Compiled rows are not predicted" in plot.caption
 
 
 def test_every_plot_has_a_name_and_a_table(tmp_path, plain):

@@ -176,10 +176,9 @@ def _notes(runs: list[RunRecord], survey: dict[str, Any], rows: list[Row]) -> li
     missing = len(survey["contenders"]) - len(rows)
     if survey["stopped"]:
         short = sum("stopped_after" in run.measured for run in runs)
-        notes.append(
-            f"The comparison was stopped early: {missing} of {len(survey['contenders'])} rows have no run, and {short} runs are "
-            "shorter than the others." + _fewer(rows)
-        )
+        gaps = [f"{missing} of {len(survey['contenders'])} rows have no run"] if missing else []
+        gaps += [f"{short} {'run is' if short == 1 else 'runs are'} shorter than the others"] if short else []
+        notes.append(f"The comparison was stopped early{': ' * bool(gaps)}{' and '.join(gaps)}." + _fewer(rows))
     notes += [
         f"{run.contender.label}: the census of operators failed ({run.measured['census_failed']})."
         for run in runs
@@ -201,8 +200,12 @@ def _fewer(rows: list[Row]) -> str:
     fewer = [f"{row.label} ({row.num_runs})" for row in rows if row.num_runs < most]
     if not fewer:
         return ""
+    whole = [row.label for row in rows if row.num_runs == most]
+    which = f"fewer are there for {', '.join(fewer)}"
+    if len(whole) < len(fewer):
+        which = f"all are there for {', '.join(whole)} alone"
     return (
-        f" Of {most} repeats, fewer are there for {', '.join(fewer)}: compare those rows' losses by their gap to fp32, which is "
+        f" Of {most} repeats, {which}: compare losses of rows with other repeats by their gap to fp32, which is "
         "taken seed by seed."
     )
 

@@ -17,19 +17,17 @@ from halfstep.report.page_tables import data_table
 __all__ = ["Plot", "build_plots", "thin"]
 
 MOST_POINTS = 400
-_MEMORY = ("process", "weights", "gradients", "optimizer", "activations, rest")
+# In the order of the bars. What is counted in a row that has no prediction has the colour of its predicted parts.
+_MEMORY = {
+    "process": "@p0", "weights": "@p1", "buffers": "@c2", "gradients": "@p2", "optimizer": "@p3", "states": "@p3",
+    "master": "@c5", "average": "@c1", "activations, rest": "@p5", "activations": "@p5", "cast cache": "@c8", "temporaries": "@p4",
+    "batch": "@c6", "workspaces": "@c7", "transforms": "@c4", "rounding": "@p0", "not predicted": "@c0",
+}  # fmt: skip
 _FORMATS = ("bf16", "fp16", "fp8", "tf32", "fp32", "casts", "other")
 _PART_COLOURS = ("@p1", "@p2", "@p3", "@p4", "@p5", "@c8")
-_NAMED_COLOURS = {
-    "process": "@p0",
-    "fp32": "@p0",
-    "bf16": "@p1",
-    "fp16": "@p2",
-    "casts": "@p5",
-    "fp8": "@p3",
-    "tf32": "@p4",
-    "other": "@p3",
-}
+_NAMED_COLOURS = _MEMORY | {
+    "fp32": "@p0", "bf16": "@p1", "fp16": "@p2", "casts": "@p5", "fp8": "@p3", "tf32": "@p4", "other": "@p3",
+}  # fmt: skip
 Values = dict[str, Any]
 
 
@@ -169,11 +167,13 @@ def _memory(values: Values) -> Plot | None:
         return None
     largest = max(sum(row["memory"].values()) for row in rows)
     unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    names = sorted({name for row in rows for name in row["memory"]}, key=lambda n: (*_MEMORY, n).index(n))
+    names = sorted(dict.fromkeys(n for row in rows for n in row["memory"]), key=lambda n: (*_MEMORY, n).index(n))
     parts = {name: [row["memory"].get(name, 0.0) / size for row in rows] for name in names}
     caption = "The peak while training, by what it holds. Weights, gradients and optimizer states are counted; the rest of the peak is activations."
-    if any(row.get("predicted_bytes") for row in rows):
+    if predicted := [row for row in rows if row.get("predicted_bytes")]:
         caption = "The peak while training. Its parts are predicted, by cause; what was measured beyond the prediction is a part of its own."
+        if len(predicted) < len(rows):
+            caption += " Compiled rows are not predicted: there the weights, gradients and optimizer's states are counted, and the rest is activations."
     if "process" in names:
         caption += " On a CPU it is the resident set, and most of it is the process itself: the interpreter and torch."
     return _parts_plot("plot-memory", "Peak memory", caption, unit, [r["label"] for r in rows], parts, ",.3f")
