@@ -133,7 +133,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], found: 
     samples = float(timed[0].measured.get("samples") or found["samples"] or found["batch"])
     steps = [second for run in timed for second in run.seconds]
     surveyed = next((run.measured for run in timed if "split" in run.measured), {})
-    gradients = next((run.measured["gradients"] for run in timed if "gradients" in run.measured), {})
+    gradients: dict[str, Any] = next((run.measured["gradients"] for run in timed if "gradients" in run.measured), {})
     memory = _memory(whole)
     return Row(
         **base,
