@@ -155,12 +155,23 @@ def test_hidden_gradients_come_back_as_they_were():
     assert model.weight.grad is before
     watch.check("step")
     with watch.set_aside():
-        watch.put_back()  # as backward() inside the block does
-        watch.check("backward")
+        watch.check("backward")  # inside the block
+        assert model.weight.grad is before
     with watch.set_aside():
         backward(model)
     with pytest.raises(SettingError, match="gradients of weight, bias changed"):
         watch.check("step")
+
+
+def test_gradients_dropped_during_a_forward_do_not_come_back():
+    """A window that is reset inside the block stays empty."""
+    model = layer()
+    watch = GradientWatch(dict(model.named_parameters()), hide=True)
+    backward(model)
+    watch.remember()
+    with watch.set_aside():
+        watch.forget()
+    assert model.weight.grad is None
 
 
 def test_gradients_that_are_not_in_the_way_stay_where_they_are(watched):

@@ -202,7 +202,6 @@ class Engine:
         """
         self._require_open()
         check_loss(loss)
-        self._watch_grads.put_back()  # where backward() is inside the block of forward()
         self._watch_grads.check("backward")
         if self.window.found_inf is not None:
             raise SettingError("backward() after unscale(): these gradients are divided already. Call step() first.")

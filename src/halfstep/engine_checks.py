@@ -44,7 +44,7 @@ class GradientWatch:
 
     def forget(self) -> None:
         """Expect no gradients."""
-        self._seen, self._moved = {}, set()
+        self._seen, self._moved, self._aside = {}, set(), {}
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -58,9 +58,9 @@ class GradientWatch:
         try:
             yield
         finally:
-            self.put_back()
+            self._put_back()
 
-    def put_back(self) -> None:
+    def _put_back(self) -> None:
         """Give the weights their gradients again; one that was made meanwhile stays, and is noticed."""
         for name, grad in self._aside.items():
             if self._params[name].grad is None:
@@ -80,6 +80,7 @@ class GradientWatch:
 
     def check(self, what: str) -> None:
         """Raise if a gradient appeared, changed or went since `remember`."""
+        self._put_back()  # where this is asked inside the block of a forward
         changed, gone = [], []
         for name, param in self._params.items():
             grad, seen = param.grad, self._seen.get(name)
