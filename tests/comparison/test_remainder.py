@@ -34,10 +34,10 @@ def stop(folder, *missing):
         (folder / "runs" / f"{name}.jsonl").unlink()
 
 
-def cut_short(folder, name):
+def cut_short(folder, name, mark='"stopped_after": 7'):
     """Make a run look as if the stop had met it in the middle."""
     path = folder / "runs" / f"{name}.jsonl"
-    path.write_text(path.read_text().replace('"base_bytes"', '"stopped_after": 7, "base_bytes"'))
+    path.write_text(path.read_text().replace('"base_bytes"', f'{mark}, "base_bytes"'))
 
 
 def test_missing_and_shortened_runs_are_left(tmp_path):
@@ -45,11 +45,12 @@ def test_missing_and_shortened_runs_are_left(tmp_path):
     folder = write_case(tmp_path / "c", failures={"fp16": {"kind": "out of memory", "reason": "no room"}})
     stop(folder, "bf16-2")
     cut_short(folder, "fp32-1")
+    cut_short(folder, "bf16-0", '"unsurveyed": true')  # trained to its end, but its operators were not looked at
     left = read_remainder(folder)
     assert [c.label for c in left.contenders] == ["fp32", "bf16", "fp16"]
     assert left.settings.steps == 40
     everything = {(c.label, repeat) for c in left.contenders for repeat in range(3)}
-    assert everything - left.done == {("bf16", 2), ("fp32", 1)}
+    assert everything - left.done == {("bf16", 2), ("fp32", 1), ("bf16", 0)}
     assert left.failed == {("fp16", "out of memory")}
 
 

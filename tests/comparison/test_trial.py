@@ -84,6 +84,7 @@ def test_a_run_that_is_stopped_early_is_still_a_run(job):
     trial.run_slice(5)
     trial.finish(quick=True)
     assert trial.record["stopped_after"] == 9
+    assert trial.record["unsurveyed"]
     assert "split" not in trial.record
     assert "validation" in trial.record
 

@@ -1,8 +1,8 @@
 """What is left to do of a comparison that was stopped: its rows, settings and target, and the runs that are done.
 
-A run that was cut short by the stop counts as not done and is made again. The machine must be the one of the earlier runs,
-with the same torch: otherwise the rows would not compare like with like, and two directories put side by side with `--from`
-say that, where one directory could not.
+A run that was cut short by the stop, or stopped before its phases and operators were looked at, counts as not done and is
+made again. The machine must be the one of the earlier runs, with the same torch: otherwise the rows would not compare like
+with like, and two directories put side by side with `--from` say that, where one directory could not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def read_remainder(folder: Path) -> Remainder:
     contenders = tuple(Contender.from_dict(values) for values in survey["contenders"])
     settings = CompareSettings.from_dict(survey["settings"])
     runs = [read_run(path) for path in run_files(folder)]
-    done = {(run.contender.label, run.repeat) for run in runs if "stopped_after" not in run.measured}
+    done = {
+        (run.contender.label, run.repeat) for run in runs if not run.measured.keys() & {"stopped_after", "unsurveyed"}
+    }
     if not survey["stopped"] or len(done) == len(contenders) * settings.repeats:
         raise SettingError(
             f"The comparison in {folder} was not stopped: there is nothing to go on with. To see it again: --from {folder}."

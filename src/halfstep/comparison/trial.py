@@ -167,7 +167,9 @@ class Trial:
         self._curves = self.curves()  # before further steps add to the engine's
         if len(self._losses) < self.spec.settings.steps:
             self.record["stopped_after"] = len(self._losses)
-        if self.spec.survey and not quick:
+        if self.spec.survey and quick:
+            self.record["unsurveyed"] = True  # what follows is missing, and `--resume` makes the run again
+        elif self.spec.survey:
             self.record["split"] = self._split()
             try:
                 self.record["census"] = self._census()
