@@ -174,16 +174,16 @@ class _Walk:
                 self.items.append(event)
 
     def arguments(self, call: ast.Call, target: Function) -> dict[str, str]:
-        """The parameters of a call, each with the caller's variable or the flag it stands for."""
+        """The parameters of a call, each with the caller's variable or the count that it holds."""
         params = _positional(target)
         found: dict[str, str] = {}
         for name, value in zip(params, call.args, strict=False):
             if isinstance(value, ast.Starred):
                 break
-            found[name] = self.flag(value) if key_of(value) else ""
+            found[name] = self.window(value) or key_of(value)
         for keyword in call.keywords:
             if keyword.arg in params:
-                found[keyword.arg] = self.flag(keyword.value) if key_of(keyword.value) else ""
+                found[keyword.arg] = self.window(keyword.value) or key_of(keyword.value)
         return found
 
     def literals(self, call: ast.Call, target: Function) -> dict[str, bool]:
@@ -337,9 +337,13 @@ class _Walk:
                 return key_of(value)
             if isinstance(value, ast.IfExp) and isinstance(value.orelse, ast.Constant) and value.orelse.value is None:
                 return text_of(value.test)
-            if _counts(value):
-                return text_of(value)
-        return key
+        return self.window(test) or key
+
+    def window(self, node: ast.expr) -> str:
+        """What a variable says that counts a window: `(i + 1) % n == 0`; "" for any other."""
+        bindings = self.outline.lookup(key_of(node), self.function) if key_of(node) else ()
+        value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
+        return text_of(value) if value is not None and _counts(value) else ""
 
 
 def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
