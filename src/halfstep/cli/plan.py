@@ -79,10 +79,7 @@ def command(
         raise SettingError("--find tries batches on this machine's GPU, or plans for --memory SIZE; leave out --gpu.")
     found = load_target(target, data_dir=data_dir)
     if find:
-        usual = (
-            ("auto",) if memory is None else ("bf16", "bf16-lean")
-        )  # this machine's choice says nothing about another GPU
-        _find(found, precision or usual, memory, accumulate, ema=ema, as_json=as_json)
+        _find(found, precision, memory, accumulate, ema=ema, as_json=as_json)
         return
     _plan(found, batch, precision, gpu, memory, count, accumulate, ema=ema, verify=verify, html=html, as_json=as_json)
 
@@ -90,10 +87,21 @@ def command(
 def _find(
     found: Any, precision: tuple[str, ...], memory: str | None, accumulate: int, *, ema: bool, as_json: bool
 ) -> None:
+    from halfstep.errors import SettingError
+    from halfstep.events import say
     from halfstep.planning import find_batch_size
     from halfstep.report.plan import found_data, found_text
 
-    results = [find_batch_size(found.job, each, memory=memory, accumulate=accumulate, ema=ema) for each in precision]
+    # This machine's choice says nothing about another GPU.
+    usual = ("auto",) if memory is None else ("bf16", "bf16-lean")
+    results = []
+    for each in precision or usual:
+        try:
+            results.append(find_batch_size(found.job, each, memory=memory, accumulate=accumulate, ema=ema))
+        except SettingError as error:
+            if precision or not results:
+                raise
+            say(f"{each} is left out. {error}")  # nobody asked for it, and there is an answer to show
     if as_json:
         click.echo(json.dumps([found_data(result) for result in results], indent=2))
         return
