@@ -104,15 +104,26 @@ def plan(
     capacity = capacity_of(gpu, memory)
     policies = [Policy.parse(p) if isinstance(p, str) else p for p in precision]
     batches = look_at_data(job, {"seed": 0, "rank": 0, "world_size": 1})
+    batch = batches.size or batch
     notes = [*batches.notes, *(capacity.notes if capacity is not None else ())]
     entries = []
+    left_out: dict[str, list[str]] = {}  # why -> which precisions
     for policy in dict.fromkeys(policies):
         if policy.compute == "fp8":
             raise SettingError("precision fp8 is named but not built yet, so there is nothing to plan. Use bf16-lean.")
         room = None if capacity is None else capacity.usable_bytes
         estimator = Estimator(job, policy, options=StepOptions(accumulate, ema), batches=batches, room=room)
-        entries.append(_entry(estimator, batch, capacity, gpus))
+        try:
+            entries.append(_entry(estimator, batch, capacity, gpus))
+        except SettingError as error:
+            if precision is not DEFAULT_PRECISIONS or policy.params == "fp32":
+                raise
+            left_out.setdefault(str(error), []).append(
+                str(policy)
+            )  # nobody asked for it, and the others can be planned
+            continue
         notes += [n for n in entries[-1].estimate.notes if n not in notes]
+    notes += [f"Left out: {' and '.join(names)}. {why}" for why, names in left_out.items()]
     if capacity is None:
         notes.append(
             "No memory size is known: this machine has no GPU and none was named. Give --gpu A100 or --memory 80GiB to "
@@ -140,6 +151,8 @@ def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, gpus: in
         return Entry(estimate.precision, batch, estimate, state, None)
     usable = capacity.usable_bytes
     fits = max(estimate.need_bytes, estimate.build_bytes) <= usable
+    if estimator.batches.fixed:
+        return Entry(estimate.precision, batch, estimate, state, fits)
     largest = estimator.largest(usable, batch)
     answers = tuple(_answer(estimator, layout, strategy, batch, usable, gpus) for strategy in STRATEGIES)
     return Entry(estimate.precision, batch, estimate, state, fits, answers, largest)

@@ -22,7 +22,7 @@ _ORDER = (
 def as_text(plan: Plan, width: int = 100) -> str:
     """The whole plan for a terminal."""
     parts = [_title(plan), _summary(plan)]
-    if plan.capacity is not None:
+    if any(entry.answers for entry in plan.entries):
         parts.append(_gpus(plan))
     parts += [_causes(plan), _modules(plan.entries[0]), _uncertainty(plan)]
     notes = [textwrap.fill(note, width, initial_indent="- ", subsequent_indent="  ") for note in plan.notes]
@@ -64,7 +64,7 @@ def _summary(plan: Plan) -> str:
         )
         largest = (
             "-"
-            if entry.fits is None
+            if not entry.answers
             else "none"
             if entry.largest is None
             else f"{entry.largest.batch} x {entry.accumulate}"

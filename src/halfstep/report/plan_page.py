@@ -51,7 +51,7 @@ def plan_section(plan: Plan) -> Markup:
         _bars(plan),
         _summary(plan),
     ]
-    if capacity is not None:
+    if any(entry.answers for entry in plan.entries):
         children.append(_strategies(plan))
     children.append(_modules(plan))
     children.append(tag("ul", *(tag("li", note) for note in plan.notes)))
