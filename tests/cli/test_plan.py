@@ -57,6 +57,9 @@ def test_find_with_a_memory_size():
     ("args", "said"),
     [
         (("--gpus", "none"), "--gpus"),
+        (("--gpus", "\N{SUPERSCRIPT TWO}"), "--gpus"),
+        (("--html", "no/such/folder/plan.html"), "folder that exists"),
+        (("--html", "."), "folder that exists"),
         (("--find", "--batch", "8"), "--find looks for the batch itself"),
         (("--find", "--gpu", "A100"), "leave out --gpu"),
         (("--memory", "lots"), "is no size"),

@@ -70,13 +70,15 @@ def command(
     from halfstep.torch_build import require_torch
 
     require_torch("halfstep plan")
-    count = None if gpus == "auto" else int(gpus) if gpus.isdigit() and int(gpus) else 0
+    count = None if gpus == "auto" else int(gpus) if gpus.isdecimal() else 0
     if count == 0:
         raise SettingError(f"--gpus {gpus!r} must be auto or a number of GPUs, 1 or more.")
     if find and (verify or html is not None or batch is not None or count is not None):
         raise SettingError("--find looks for the batch itself; leave out --batch, --gpus, --verify and --html with it.")
     if find and gpu is not None:
         raise SettingError("--find tries batches on this machine's GPU, or plans for --memory SIZE; leave out --gpu.")
+    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+        raise SettingError(f"--html {html} cannot be written: give the name of a file in a folder that exists.")
     found = load_target(target, data_dir=data_dir)
     if find:
         _find(found, precision, memory, accumulate, ema=ema, as_json=as_json)
