@@ -126,3 +126,29 @@ def test_data_with_a_size_of_its_own_is_planned_at_that_size():
     assert "By strategy" not in shown
     assert "By strategy" in as_text(plan(small_job(), 12, precision=("fp32",), memory="1GiB"))
     assert "without accumulation" not in render_plan_page(found)
+
+
+def test_batch_is_split_into_the_micro_batches_asked_for():
+    """With accumulation the peak is that of one micro-batch, and the GPUs share micro-batches, not the whole batch."""
+    whole = plan(small_job(), 16, precision=("fp32",), memory="8GiB").entries[0]
+    parts = plan(small_job(), 64, precision=("fp32",), memory="8GiB", accumulate=4)
+    (entry,) = parts.entries
+    assert (entry.batch, entry.estimate.batch, parts.accumulate) == (64, 16, 4)
+    assert entry.estimate.peak.breakdown["batch"] == whole.estimate.peak.breakdown["batch"]
+    assert entry.answers[0].micro_batch == 16
+    assert "batch 64 in 4 micro-batches" in as_text(parts)
+    assert "in each of 4 micro-batches" in as_text(parts)
+    with pytest.raises(SettingError, match="cannot be made of accumulate=8"):
+        plan(small_job(), 4, precision=("fp32",), accumulate=8)
+
+
+def test_micro_batches_of_a_part_have_room_for_summed_gradients():
+    """Where one GPU needs several micro-batches, 16-bit weights have fp32 gradients, and the largest one allows for them."""
+    from torch import nn
+
+    wide = small_job(model=lambda: nn.Sequential(nn.Linear(16, 1 << 20), nn.Linear(1 << 20, 4)))
+    policy = "bf16-lean,states=8bit"
+    once = plan(wide, 200, precision=(policy,), memory="1.2GiB").entries[0]
+    summed = plan(wide, 400, precision=(policy,), memory="1.2GiB", accumulate=2).entries[0]
+    assert once.largest.batch < 200
+    assert once.largest.batch == summed.largest.batch

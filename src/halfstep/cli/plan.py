@@ -30,7 +30,9 @@ __all__ = ["command"]
     metavar="N|auto",
     help="How many GPUs there are at the most; auto: as many as it takes.",
 )
-@click.option("--accumulate", type=int, default=1, show_default=True, metavar="N", help="Micro-batches per update.")
+@click.option(
+    "--accumulate", type=int, default=1, show_default=True, metavar="N", help="Micro-batches that make the batch."
+)
 @click.option("--ema", is_flag=True, help="Count a moving average of the weights.")
 @click.option(
     "--data", "data_dir", type=click.Path(path_type=Path), metavar="DIR", help="An ImageNet-style folder for the ViTs."
@@ -150,7 +152,8 @@ def _plan(
     if verify:
         options = StepOptions(accumulate, ema)
         seen = [
-            (entry, measure_step(found.job, Policy.parse(entry.precision), size, options)) for entry in made.entries
+            (entry, measure_step(found.job, Policy.parse(entry.precision), entry.estimate.batch, options))
+            for entry in made.entries
         ]
     if html is not None:
         from halfstep.report.plan_page import render_plan_page

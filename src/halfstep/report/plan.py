@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halfstep.planning import Entry, FoundBatch, MeasuredStep, Plan
 
-__all__ = ["as_data", "as_text", "found_data", "found_text", "grouped", "verified_data", "verified_text"]
+__all__ = ["as_data", "as_text", "at_once", "found_data", "found_text", "grouped", "verified_data", "verified_text"]
 
 _TOP = 10  # modules named
 _ORDER = (
@@ -41,7 +41,8 @@ def _title(plan: Plan) -> str:
     if plan.capacity is not None:
         many = f"{plan.gpus} x " if plan.gpus else ""
         where = f" on {many}{plan.capacity.name} ({gib(plan.capacity.total_bytes)} GiB, of which tensors can use {gib(plan.capacity.usable_bytes)})"
-    return f"Plan for {plan.job}, batch {plan.batch}{where}\nPredicted in {plan.seconds:.1f} s without running it; GiB throughout."
+    parts = f" in {plan.accumulate} micro-batches" if plan.accumulate > 1 else ""
+    return f"Plan for {plan.job}, batch {plan.batch}{parts}{where}\nPredicted in {plan.seconds:.1f} s without running it; GiB throughout."
 
 
 def _summary(plan: Plan) -> str:
@@ -96,9 +97,14 @@ def _gpus(plan: Plan) -> str:
         ]
         rows.append([entry.precision, *cells])
     asked = f"the fewest of {plan.gpus} GPUs" if plan.gpus else "the fewest GPUs"
-    return f"By strategy: {asked} x examples on each, without accumulation (what decides)\n" + table(
+    return f"By strategy: {asked} x examples on each{at_once(plan)} (what decides)\n" + table(
         ["precision", *strategies], rows
     )
+
+
+def at_once(plan: Plan) -> str:
+    """What is said of the examples on each GPU: all at once, or in the micro-batches that were asked for."""
+    return ", without accumulation" if plan.accumulate == 1 else f" in each of {plan.accumulate} micro-batches"
 
 
 def _causes(plan: Plan) -> str:
@@ -175,6 +181,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     return {
         "job": plan.job,
         "batch": plan.batch,
+        "accumulate": plan.accumulate,
         "gpu": None
         if capacity is None
         else {
@@ -196,6 +203,7 @@ def _entry_data(entry: Entry) -> dict[str, Any]:
     return {
         "precision": entry.precision,
         "batch": entry.batch,
+        "micro_batch": entry.estimate.batch,
         "peak_bytes": entry.peak_bytes,
         "need_bytes": entry.estimate.need_bytes,
         "reserved_bytes": peak.reserved,
