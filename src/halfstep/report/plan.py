@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halfstep.planning import Entry, FoundBatch, MeasuredStep, Plan
 
-__all__ = ["as_data", "as_text", "at_once", "found_data", "found_text", "grouped", "verified_data", "verified_text"]
+__all__ = [
+    "as_data",
+    "as_text",
+    "at_once",
+    "found_data",
+    "found_text",
+    "grouped",
+    "largest_text",
+    "verified_data",
+    "verified_text",
+]
 
 _TOP = 10  # modules named
 _ORDER = (
@@ -63,13 +73,7 @@ def _summary(plan: Plan) -> str:
         fewest = (
             "none" if entry.answers and best is None else "-" if best is None else f"{best.num_gpus} ({best.strategy})"
         )
-        largest = (
-            "-"
-            if not entry.answers
-            else "none"
-            if entry.largest is None
-            else f"{entry.largest.batch} x {entry.accumulate}"
-        )
+        largest = "-" if not entry.answers else "none" if entry.largest is None else largest_text(entry)
         fits = {True: "fits", False: "too large", None: "-"}[entry.fits]
         activations = gib(peak.breakdown.get("activations", 0))
         rows.append(
@@ -85,6 +89,13 @@ def _summary(plan: Plan) -> str:
             ]
         )
     return table(head, rows)
+
+
+def largest_text(entry: Entry) -> str:
+    """The largest micro-batch and how many make the batch."""
+    if entry.largest is None:
+        return "-"
+    return f"{entry.largest.batch}{' or more' if entry.largest.at_end else ''} x {entry.accumulate}"
 
 
 def _gpus(plan: Plan) -> str:
@@ -274,7 +285,8 @@ def found_text(found: FoundBatch) -> str:
         if found.confirmed
         else "by the plan alone; no trial was made"
     )
-    return f"Largest micro-batch in {found.precision}: {found.batch} (predicted peak {gib(found.predicted.peak_bytes)} GiB; {how})"
+    more = " or more, where the search ends" if found.predicted.at_end else ""
+    return f"Largest micro-batch in {found.precision}: {found.batch}{more} (predicted peak {gib(found.predicted.peak_bytes)} GiB; {how})"
 
 
 def found_data(found: FoundBatch) -> dict[str, Any]:

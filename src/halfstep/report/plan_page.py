@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from halfstep.report.markup import Markup, join, tag
-from halfstep.report.plan import at_once, grouped
+from halfstep.report.plan import at_once, grouped, largest_text
 
 if TYPE_CHECKING:
     from halfstep.planning import Plan
@@ -118,9 +118,9 @@ def _summary(plan: Plan) -> Markup:
     head = ["precision", "fits one GPU", "fewest GPUs", "largest micro-batch", *causes]
     rows = []
     for entry in plan.entries:
-        largest = "-" if entry.largest is None else f"{entry.largest.batch} x {entry.accumulate}"
         fits = {True: "yes", False: "no", None: "not known"}[entry.fits]
-        cells = [fits, entry.min_gpus or "-", largest, *(_gib(entry.estimate.peak.breakdown.get(c, 0)) for c in causes)]
+        sizes = (_gib(entry.estimate.peak.breakdown.get(c, 0)) for c in causes)
+        cells = [fits, entry.min_gpus or "-", largest_text(entry), *sizes]
         rows.append([entry.precision, *cells])
     return _table("In numbers", head, rows)
 
