@@ -155,6 +155,17 @@ def test_cpus_nobody_measured_are_unknown(cpu, system):
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "sm80", None),
         ("sm90", "NVIDIA Hopper", "sm90", None),
         ("GFX942", "AMD CDNA 3", "gfx942", None),
+        ("sm_80", "NVIDIA Ampere", "sm80", None),
+        ("sm_90a", "NVIDIA Hopper", "sm90", None),
+        ("compute_75", "NVIDIA Turing", "sm75", None),
+        ("8.9", "NVIDIA Ada", "sm89", None),
+        ("gfx90a:sramecc+:xnack-", "AMD CDNA 2", "gfx90a", None),
+        ("A100 80G", "NVIDIA A100 80GB", "sm80", 80),
+        ("a10g", "NVIDIA A10G", "sm86", 24),
+        ("NVIDIA RTX A5000", "NVIDIA RTX A5000", "sm86", 24),
+        ("RTX 4060 Ti 16GB", "NVIDIA RTX 4060 Ti 16GB", "sm89", 16),
+        ("TITAN Xp", "NVIDIA Titan Xp", "sm61", 12),
+        ("RTX 2080 SUPER", "NVIDIA RTX 2080 Super", "sm75", 8),
     ],
 )
 def test_a_gpu_is_found_however_it_is_written(asked, name, arch, gib):
@@ -169,7 +180,7 @@ def test_an_ambiguous_name_takes_the_smallest_and_says_so():
     assert any("it may also mean A100 80GB" in note for note in find_gpu("A100").notes)
 
 
-@pytest.mark.parametrize(("asked", "hint"), [("RTX 4095", "RTX 4090"), ("H20", "H200"), ("T5", "T4")])
+@pytest.mark.parametrize(("asked", "hint"), [("RTX 4095", "RTX 4090"), ("H2000", "H200"), ("T5", "T4")])
 def test_an_unknown_gpu_is_refused_with_the_nearest(asked, hint):
     """The error names the nearest device and the list, and that an architecture will do."""
     with pytest.raises(SettingError, match=f"Unknown GPU '{asked}'. Did you mean '{hint}'") as caught:

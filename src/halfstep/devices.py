@@ -291,24 +291,39 @@ def _macs(arch: str, *chips: str) -> tuple[Device, ...]:
 DEVICES: tuple[Device, ...] = (
     *_rows("sm60", ("P100", 16)),
     *_rows("sm61", ("GTX 1060", 6), ("GTX 1070", 8), ("GTX 1080", 8), ("GTX 1080 Ti", 11), ("P40", 24), ("P4", 8)),
-    *_rows("sm70", ("V100 16GB", 16), ("V100 32GB", 32), ("Titan V", 12)),
+    *_rows("sm61", ("GTX 1050 Ti", 4), ("GTX 1070 Ti", 8), ("Titan Xp", 12)),
+    *_rows("sm70", ("V100 16GB", 16), ("V100 32GB", 32), ("V100S", 32), ("Titan V", 12)),
     *_rows("sm75", ("T4", 16), ("RTX 2060", 6), ("RTX 2070", 8), ("RTX 2080", 8), ("RTX 2080 Ti", 11)),
-    *_rows("sm75", ("Titan RTX", 24), ("Quadro RTX 6000", 24), ("Quadro RTX 8000", 48)),
+    *_rows("sm75", ("RTX 2060 Super", 8), ("RTX 2070 Super", 8), ("RTX 2080 Super", 8), ("Titan RTX", 24)),
+    *_rows("sm75", ("Quadro RTX 4000", 8), ("Quadro RTX 5000", 16), ("Quadro RTX 6000", 24), ("Quadro RTX 8000", 48)),
     *_rows("sm75-no-tensor", ("GTX 1650", 4), ("GTX 1660", 6), ("GTX 1660 Ti", 6), ("GTX 1660 Super", 6)),
-    *_rows("sm80", ("A100 40GB", 40), ("A100 80GB", 80), ("A30", 24)),
+    *_rows("sm80", ("A100 40GB", 40), ("A100 80GB", 80), ("A800 40GB", 40), ("A800 80GB", 80), ("A30", 24)),
     *_rows("sm86", ("RTX 3060", 12), ("RTX 3070", 8), ("RTX 3080 10GB", 10), ("RTX 3080 12GB", 12)),
     *_rows("sm86", ("RTX 3080 Ti", 12), ("RTX 3090", 24), ("RTX 3090 Ti", 24), ("A10", 24), ("A40", 48)),
-    Device("A10G", "sm86", 24),
-    Device("RTX A6000", "sm86", 48, aliases=("A6000",)),
-    *_rows("sm89", ("RTX 4060", 8), ("RTX 4070", 12), ("RTX 4070 Super", 12), ("RTX 4070 Ti", 12)),
-    *_rows("sm89", ("RTX 4070 Ti Super", 16), ("RTX 4080", 16), ("RTX 4080 Super", 16), ("RTX 4090", 24)),
-    *_rows("sm89", ("L4", 24), ("L40", 48), ("L40S", 48)),
+    *_rows("sm86", ("RTX 3050", 8), ("RTX 3060 Ti", 8), ("RTX 3070 Ti", 8), ("A2", 16), ("A16", 16), ("A10G", 24)),
+    *(
+        Device(f"RTX A{n}", "sm86", gb, aliases=(f"A{n}",))
+        for n, gb in ((4000, 16), (4500, 20), (5000, 24), (6000, 48))
+    ),
+    *_rows("sm86", ("RTX A2000 6GB", 6), ("RTX A2000 12GB", 12)),
+    *_rows(
+        "sm89",
+        ("RTX 4060", 8),
+        ("RTX 4060 Ti 8GB", 8),
+        ("RTX 4060 Ti 16GB", 16),
+        ("RTX 4070", 12),
+        ("RTX 4070 Super", 12),
+    ),
+    *_rows("sm89", ("RTX 4070 Ti", 12), ("RTX 4070 Ti Super", 16), ("RTX 4080", 16), ("RTX 4080 Super", 16)),
+    *_rows("sm89", ("RTX 4090", 24), ("RTX 4090 D", 24), ("L4", 24), ("L40", 48), ("L40S", 48)),
+    *_rows("sm89", ("RTX 2000 Ada", 16), ("RTX 4000 Ada", 20), ("RTX 4500 Ada", 24), ("RTX 5000 Ada", 32)),
     Device("RTX 6000 Ada", "sm89", 48, aliases=("RTX 6000 Ada Generation",)),
-    *_rows("sm90", ("H100 SXM", 80), ("H100 PCIe", 80), ("H100 NVL", 94), ("H200", 141)),
+    *_rows("sm90", ("H100 SXM", 80), ("H100 PCIe", 80), ("H100 NVL", 94), ("H200", 141), ("H800", 80), ("H20", 96)),
     # The driver's name for it carries the CPU's memory.
     Device("GH200", "sm90", 96, aliases=("GH200 480GB", "GH200 96GB")),
     *_rows("sm100", ("B200", 180)),
     *_rows("sm103", ("B300", 288)),
+    *_rows("sm120", ("RTX 5060", 8), ("RTX 5060 Ti 8GB", 8), ("RTX 5060 Ti 16GB", 16)),
     *_rows("sm120", ("RTX 5070", 12), ("RTX 5070 Ti", 16), ("RTX 5080", 16), ("RTX 5090", 32)),
     Device("RTX PRO 6000 Blackwell", "sm120", 96, aliases=("RTX PRO 6000",)),
     *_rows("gfx908", ("MI100", 32)),
@@ -340,13 +355,14 @@ _NOISE = frozenset(
 def parse_name(name: str) -> Name:
     """Take a device name apart, in any case and with any separators: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80."""
     text = name.casefold().partition(" mig ")[0].replace("max-q", "")
-    memory = re.search(r"(\d+)\s*gi?b\b", text)
+    memory = re.search(r"(\d+)\s*gi?b\b|(?<![a-z0-9])(\d+)\s*g\b", text)  # "80 GB", "80G", and not "A10G"
     if memory:
         text = text.replace(memory.group(0), " ")
     words = [re.sub(r"^(sxm)\d$", r"\1", word) for word in re.split(r"[^a-z0-9]+", text) if word]
     core = "".join(word for word in words if word not in _NOISE | _FORMS)
     form = next((word for word in words if word in _FORMS), "")
-    return Name(core, form, int(memory.group(1)) if memory else None, laptop=bool({"laptop", "mobile"} & set(words)))
+    size = int(memory.group(1) or memory.group(2)) if memory else None
+    return Name(core, form, size, laptop=bool({"laptop", "mobile"} & set(words)))
 
 
 def find_devices(name: str) -> tuple[Device, ...]:

@@ -141,7 +141,7 @@ def find_gpu(name: str) -> Hardware:
         raise SettingError(
             "No GPU was named. Name one, such as 'A100' or 'RTX 4090', or an architecture such as 'sm90'."
         )
-    arch = ARCHITECTURES.get(name.strip().casefold())
+    arch = ARCHITECTURES.get(_architecture(name.strip().casefold()))
     if arch is not None and arch.kind in GPU_KINDS:
         return _from_table(f"{arch.vendor} {arch.label}", arch.kind, arch.name, arch.vendor, None, 1)
     asked = parse_name(name)
@@ -165,6 +165,14 @@ def find_gpu(name: str) -> Hardware:
     if memory:
         notes.append("Its memory is the vendor's number; the driver keeps some of it.")
     return _from_table(full_name, arch.kind, arch.name, arch.vendor, memory, 1).with_notes(*notes)
+
+
+def _architecture(text: str) -> str:
+    """An architecture as the table has it: "sm80" of "sm_80", "compute_80" and "8.0", "gfx90a" of "gfx90a:sramecc+:xnack-"."""
+    nvidia = re.fullmatch(r"(?:(?:sm|compute)[_ ]?)(\d+)[af]?|(\d+)\.(\d)", text)
+    if nvidia is None:
+        return text.partition(":")[0] if text.startswith("gfx") else text
+    return f"sm{nvidia.group(1) or nvidia.group(2) + nvidia.group(3)}"
 
 
 def probe() -> Hardware:

@@ -1089,6 +1089,66 @@ def with_accelerate(model, optimizer, loader):
         optimizer.step()
         optimizer.zero_grad()
 """,
+    "gradients divided by the tokens of the window": """\
+import torch
+from torchtune import training
+for i, batch in enumerate(loader):
+    tokens = (batch["labels"] != -100).sum()
+    num_tokens += tokens
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(batch) * tokens
+    loss.backward()
+    if (i + 1) % gradient_accumulation_steps == 0:
+        training.scale_grads(model, 1 / num_tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "gradients divided one by one at the end of the window": """import torch
+for i, batch in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(batch)
+    loss.backward()
+    seen += len(batch)
+    if (i + 1) % gradient_accumulation_steps == 0:
+        for p in model.parameters():
+            p.grad /= seen
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "a window's end under a name, handed on": HEAD
+    + """def finish(last, loss):
+    scaler.scale(loss).backward()
+    if not last:
+        return
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+for i, (x, y) in enumerate(loader):
+    last = (i + 1) % accum == 0
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y) / accum
+    finish(last, loss)
+""",
+    "out of memory is caught and the batch given up": HEAD
+    + """for x, y in loader:
+    optimizer.zero_grad(set_to_none=True)
+    try:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x, y)
+        scaler.scale(loss).backward()
+    except torch.cuda.OutOfMemoryError:
+        optimizer.zero_grad(set_to_none=True)
+        continue
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    try:
+        scaler.step(optimizer)
+    finally:
+        scaler.update()
+""",
     "a loss divided by what is left of the window": """\
 import torch
 

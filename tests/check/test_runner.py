@@ -51,9 +51,11 @@ def test_a_rule_that_fails_is_a_finding_and_the_others_go_on():
 
 @pytest.mark.parametrize("text", ["def f(:", "print 'hello'", "x = (", "'''", "\tx\n  y", "if x:\n", "x = 08", "f'{'"])
 def test_python_that_does_not_parse_is_one_finding(text):
-    """HS004 with a place, and no other."""
+    """HS004 with a place and the Python that read it, and no other."""
     (found,) = check(text)
     assert (found.code, found.severity) == ("HS004", "advice")
+    assert f"not valid Python 3.{sys.version_info.minor}: " in found.message
+    assert "?." not in found.message
     assert found.line >= 1
     assert found.column >= 1
 

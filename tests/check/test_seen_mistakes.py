@@ -213,6 +213,124 @@ def train(model, loader, optimizer, args):
             optimizer.zero_grad()
     return total
 """,
+    "HS106 a window's end under a name, and every micro-batch unscaled": """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    is_last = (i + 1) % accum == 0 or (i + 1) == len(loader)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y) / accum
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if is_last:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    "HS107 a window's end under a name, and every micro-batch updated": """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    is_last = (i + 1) % accum == 0 or (i + 1) == len(loader)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y) / accum
+    scaler.scale(loss).backward()
+    if is_last:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.update()
+""",
+    "HS180 a window's end under a name, and the loss not divided": """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    is_last = (i + 1) % accum == 0 or (i + 1) == len(loader)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y)
+    scaler.scale(loss).backward()
+    if is_last:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    "HS181 a window's end under a name, and every micro-batch cleared": """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    is_last = (i + 1) % accum == 0 or (i + 1) == len(loader)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x, y) / accum
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    if is_last:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    "HS102 a batch that is given up when memory runs out": """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad(set_to_none=True)
+    try:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x, y)
+        loss.backward()
+    except torch.cuda.OutOfMemoryError:
+        optimizer.zero_grad(set_to_none=True)
+        continue
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "HS104 a batch that is given up when memory runs out": """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad(set_to_none=True)
+    try:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x, y)
+        scaler.scale(loss).backward()
+    except torch.cuda.OutOfMemoryError:
+        optimizer.zero_grad(set_to_none=True)
+        continue
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "HS104 a scaler that may be None, handed on": """\
+import torch
+
+class Trainer:
+    def train(self):
+        scaler = torch.amp.GradScaler("cuda") if self.amp else None
+        for i, batch in enumerate(self.loader):
+            with torch.autocast("cuda", dtype=torch.float16, enabled=self.amp):
+                loss = self.model(batch)
+            if scaler is not None:
+                scaler.scale(loss).backward()
+                self._optim_step(scaler)
+            else:
+                loss.backward()
+                self._optim_step(None)
+
+    def _optim_step(self, scaler):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if scaler is not None:
+            scaler.step(self.optim)
+            scaler.update()
+        else:
+            self.optim.step()
+        self.optim.zero_grad()
+""",
 }
 
 

@@ -53,7 +53,8 @@ def test_a_script_without_an_ending_is_known_by_its_first_line(tree):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("gone.py", "no file or folder"), ("notes.txt", "cannot be checked"), ("a\0.py", "no file")]
+    ("name", "words"),
+    [("gone.py", "no file or folder"), ("notes.txt", "cannot be checked"), ("a\0.py", "no file"), ("", "no file")],
 )
 def test_what_cannot_be_checked_is_refused_by_name(tree, name, words):
     """A message with the name and the way out."""

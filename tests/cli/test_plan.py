@@ -57,6 +57,9 @@ def test_find_with_a_memory_size():
     ("args", "said"),
     [
         (("--gpus", "none"), "--gpus"),
+        (("--gpus", "\N{SUPERSCRIPT TWO}"), "--gpus"),
+        (("--html", "no/such/folder/plan.html"), "folder that exists"),
+        (("--html", "."), "folder that exists"),
         (("--find", "--batch", "8"), "--find looks for the batch itself"),
         (("--find", "--gpu", "A100"), "leave out --gpu"),
         (("--memory", "lots"), "is no size"),
@@ -68,3 +71,16 @@ def test_bad_settings_are_explained(args, said):
     result = run(*args)
     assert result.exit_code == 1
     assert said in str(result.exception)
+
+
+def test_find_shows_what_it_found_where_a_usual_precision_cannot_be(tmp_path):
+    """An optimizer without a lean form still gets its answer in bf16."""
+    (tmp_path / "job.py").write_text(
+        "import torch, halfstep\n"
+        "job = halfstep.Job(model=lambda: torch.nn.Linear(4, 2), data=lambda batch_size: [torch.ones(batch_size, 4)],\n"
+        "    loss=lambda model, batch: model(batch).sum(), optimizer=lambda params: torch.optim.RMSprop(params))\n"
+    )
+    result = run(str(tmp_path / "job.py"), "--find", "--memory", "2GiB")
+    assert result.exit_code == 0, result.output
+    assert "Largest micro-batch in bf16:" in result.output
+    assert "bf16-lean:" not in result.output

@@ -1,9 +1,12 @@
 """The answers of a plan: what fits, on how many GPUs, and why."""
 
 import pytest
+import torch
 
 from halfstep.errors import SettingError
 from halfstep.planning.answers import STATE_CAUSES, plan
+from halfstep.report.plan import as_text
+from halfstep.report.plan_page import render_plan_page
 from halfstep.targets import load_target
 from planning_jobs import small_job
 
@@ -96,3 +99,56 @@ def test_model_state_decides_when_weights_do_not_fit():
     answers = {a.strategy: a for a in plan(wide, 64, precision=("fp32",), memory="6GiB").entries[0].answers}
     assert answers["ddp"].num_gpus is None
     assert answers["ddp"].decides == "model state"
+
+
+def test_precisions_nobody_asked_for_are_left_out_where_they_cannot_be():
+    """An optimizer without a lean form is planned in the other precisions, and asked for by name it is refused."""
+    job = small_job(optimizer=torch.optim.RMSprop)
+    found = plan(job, 8, memory="8GiB")
+    assert [e.precision for e in found.entries] == ["fp32", "bf16", "fp16"]
+    (told,) = [note for note in found.notes if "Left out" in note]
+    assert "bf16-lean and bf16-lean,states=8bit" in told
+    assert "RMSprop" in told
+    with pytest.raises(SettingError, match="RMSprop"):
+        plan(job, 8, precision=("bf16", "bf16-lean"), memory="8GiB")
+
+
+def test_data_with_a_size_of_its_own_is_planned_at_that_size():
+    """The plan names the batches the data really gives, and tells nothing that would need others."""
+    own = [(torch.randn(12, 16), torch.randint(4, (12,)))]
+    found = plan(small_job(data=lambda: own), 1_000_000, precision=("fp32",), memory="1GiB")
+    (entry,) = found.entries
+    assert (found.batch, entry.batch, entry.fits) == (12, 12, True)
+    assert (entry.answers, entry.largest, entry.min_gpus) == ((), None, None)
+    assert "batches of 12" in found.notes[0]
+    shown = as_text(found)
+    assert "batch 12" in shown
+    assert "By strategy" not in shown
+    assert "By strategy" in as_text(plan(small_job(), 12, precision=("fp32",), memory="1GiB"))
+    assert "without accumulation" not in render_plan_page(found)
+
+
+def test_batch_is_split_into_the_micro_batches_asked_for():
+    """With accumulation the peak is that of one micro-batch, and the GPUs share micro-batches, not the whole batch."""
+    whole = plan(small_job(), 16, precision=("fp32",), memory="8GiB").entries[0]
+    parts = plan(small_job(), 64, precision=("fp32",), memory="8GiB", accumulate=4)
+    (entry,) = parts.entries
+    assert (entry.batch, entry.estimate.batch, parts.accumulate) == (64, 16, 4)
+    assert entry.estimate.peak.breakdown["batch"] == whole.estimate.peak.breakdown["batch"]
+    assert entry.answers[0].micro_batch == 16
+    assert "batch 64 in 4 micro-batches" in as_text(parts)
+    assert "in each of 4 micro-batches" in as_text(parts)
+    with pytest.raises(SettingError, match="cannot be made of accumulate=8"):
+        plan(small_job(), 4, precision=("fp32",), accumulate=8)
+
+
+def test_micro_batches_of_a_part_have_room_for_summed_gradients():
+    """Where one GPU needs several micro-batches, 16-bit weights have fp32 gradients, and the largest one allows for them."""
+    from torch import nn
+
+    wide = small_job(model=lambda: nn.Sequential(nn.Linear(16, 1 << 20), nn.Linear(1 << 20, 4)))
+    policy = "bf16-lean,states=8bit"
+    once = plan(wide, 200, precision=(policy,), memory="1.2GiB").entries[0]
+    summed = plan(wide, 400, precision=(policy,), memory="1.2GiB", accumulate=2).entries[0]
+    assert once.largest.batch < 200
+    assert once.largest.batch == summed.largest.batch

@@ -85,3 +85,20 @@ def test_random_numbers_are_given_back():
     before = torch.get_rng_state()
     look_at_data(small_job(), CONTEXT)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_lists_beside_tensors_grow_with_the_batch():
+    """Names of files or captions are repeated, so that large batches need not be loaded."""
+    drawn = []
+
+    def data(batch_size):
+        drawn.append(batch_size)
+        names = [f"{i}.png" for i in range(batch_size)]
+        yield {"image": torch.zeros(batch_size, 3), "name": names, "crop": [4, 4]}
+
+    found = look_at_data(small_job(data=data), CONTEXT)
+    batch = found.at(5)
+    assert batch["image"].shape == (5, 3)
+    assert batch["name"] == ["0.png", "1.png", "0.png", "1.png", "0.png"]
+    assert batch["crop"] == [4, 4]
+    assert (found.notes, drawn) == ((), [2, 3])

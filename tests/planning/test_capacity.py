@@ -51,3 +51,16 @@ def test_machine_without_gpu_has_no_size(monkeypatch):
     cpu = capacity.find_gpu("A100")
     monkeypatch.setattr(capacity, "probe", lambda: type(cpu)("a CPU", "cpu", "x86", "CPU", cpu.support))
     assert capacity_of(None, None) is None
+
+
+@pytest.mark.parametrize(("gpu", "memory"), [("MI300X", None), ("Arc A770", None), ("M2", "16GiB")])
+def test_gpus_the_rules_were_not_made_for_are_told(gpu, memory):
+    """A plan for another maker's GPU says that its peaks are CUDA's; one for NVIDIA's, or of unknown make, does not."""
+    assert any("those of CUDA" in note for note in capacity_of(gpu, memory).notes)
+    assert not any("those of CUDA" in n for name in ("T4", "Something 9000") for n in capacity_of(name, "16GiB").notes)
+
+
+def test_shared_memory_is_the_reason_that_is_given():
+    """Where a size is asked for, only what concerns memory is said."""
+    with pytest.raises(SettingError, match=r"not known \(Its memory is the machine's own, shared with the CPU\); give"):
+        capacity_of("M2", None)

@@ -82,3 +82,10 @@ def test_running_out_of_memory_is_an_answer(monkeypatch):
     assert found.confirmed
     assert found.batch <= 900 < max(tried)
     assert dict(found.trials)[found.batch]
+
+
+def test_data_with_a_size_of_its_own_has_no_largest():
+    """Where the data takes no notice of the size, the error says what to change, and no number is made up."""
+    own = [(torch.randn(12, 16), torch.randint(4, (12,)))]
+    with pytest.raises(SettingError, match="takes no notice of batch_size"):
+        find_batch_size(small_job(data=lambda: own), "bf16", memory="1GiB")

@@ -53,3 +53,18 @@ def test_stochastic_depth_runs_every_layer():
 
     usual = plan(small_job(), 4096, precision=("bf16",)).entries[0].peak_bytes
     assert plan(small_job(loss=by_chance), 4096, precision=("bf16",)).entries[0].peak_bytes == usual
+
+
+def test_frozen_parameters_count_as_weights_alone():
+    """What could be estimated holds gradients and states only for what is trained."""
+
+    def half_frozen():
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
+        model[0].requires_grad_(False)
+        return model
+
+    with pytest.raises(PlanError) as caught:
+        plan(small_job(model=half_frozen, loss=reads_a_number), 8, precision=("bf16",))
+    message = str(caught.value)
+    assert "320 parameters hold 0.00 GiB" in message
+    assert "(16 bytes each; the 256 frozen ones have weights alone, 4)" in message

@@ -7,6 +7,7 @@ import pytest
 from halfstep.planning import MeasuredStep, plan
 from halfstep.planning.finder import FoundBatch
 from halfstep.report.plan import as_data, as_text, found_text, grouped, table, verified_data, verified_text
+from halfstep.report.plan_page import render_plan_page
 from planning_jobs import small_job
 
 
@@ -51,3 +52,13 @@ def test_trials_are_shown(found):
     """A confirmed batch lists its trials."""
     text = found_text(FoundBatch(8, "bf16", found.entries[1].estimate, confirmed=True, trials=((8, True), (9, False))))
     assert "8 fits, 9 does not" in text
+
+
+def test_end_of_the_search_is_no_largest_batch():
+    """Where even the last size that is tried fits, the text says so instead of calling it the largest."""
+    roomy = plan(small_job(), 64, precision=("fp32",), memory="400GiB")
+    largest = roomy.entries[0].largest
+    assert f"{largest.batch} or more x 1" in as_text(roomy)
+    assert f"{largest.batch} or more" in render_plan_page(roomy)
+    assert "or more, where the search ends" in found_text(FoundBatch(largest.batch, "fp32", largest, confirmed=False))
+    assert "or more" not in as_text(plan(small_job(), 64, precision=("fp32",), memory="1GiB"))

@@ -143,7 +143,15 @@ class _Walk:
             if target is not None:
                 if target is not self.function:
                     self.items.append(
-                        Jump(call, target, _arguments(call, target), self.literals(call, target), under, loops, regions)
+                        Jump(
+                            call,
+                            target,
+                            self.arguments(call, target),
+                            self.literals(call, target),
+                            under,
+                            loops,
+                            regions,
+                        )
                     )
                 continue
             seen = self.recogniser.see(call, self.function)
@@ -164,6 +172,19 @@ class _Walk:
                     regions,
                 )
                 self.items.append(event)
+
+    def arguments(self, call: ast.Call, target: Function) -> dict[str, str]:
+        """The parameters of a call, each with the caller's variable or the count that it holds."""
+        params = _positional(target)
+        found: dict[str, str] = {}
+        for name, value in zip(params, call.args, strict=False):
+            if isinstance(value, ast.Starred):
+                break
+            found[name] = self.window(value) or key_of(value)
+        for keyword in call.keywords:
+            if keyword.arg in params:
+                found[keyword.arg] = self.window(keyword.value) or key_of(keyword.value)
+        return found
 
     def literals(self, call: ast.Call, target: Function) -> dict[str, bool]:
         """The parameters of a call whose value is a literal, and whether it is true."""
@@ -305,7 +326,7 @@ class _Walk:
         return ((self.flag(test), holds),)
 
     def flag(self, test: ast.expr) -> str:
-        """A condition's text, with a variable that only renames another, or holds a scaler made under a flag, replaced."""
+        """A condition's text; a variable that renames another, counts a window or holds a scaler made under a flag is replaced."""
         key = key_of(test)
         if not key:
             return text_of(test)
@@ -316,7 +337,13 @@ class _Walk:
                 return key_of(value)
             if isinstance(value, ast.IfExp) and isinstance(value.orelse, ast.Constant) and value.orelse.value is None:
                 return text_of(value.test)
-        return key
+        return self.window(test) or key
+
+    def window(self, node: ast.expr) -> str:
+        """What a variable says that counts a window: `(i + 1) % n == 0`; "" for any other."""
+        bindings = self.outline.lookup(key_of(node), self.function) if key_of(node) else ()
+        value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
+        return text_of(value) if value is not None and _counts(value) else ""
 
 
 def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
@@ -335,6 +362,13 @@ def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
     return value, dtype
 
 
+def _counts(value: ast.expr) -> bool:
+    """Whether a value says by a count that a window ends: `(i + 1) % n == 0`, alone or beside other tests."""
+    return isinstance(value, (ast.Compare, ast.BoolOp)) and any(
+        isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in ast.walk(value)
+    )
+
+
 _CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}
 
 
@@ -345,16 +379,3 @@ def _leaves(body: list[ast.stmt]) -> bool:
 def _positional(target: Function) -> list[str]:
     params = list(target.params)
     return params[1:] if target.method and params and params[0] in {"self", "cls"} else params
-
-
-def _arguments(call: ast.Call, target: Function) -> dict[str, str]:
-    params = _positional(target)
-    found: dict[str, str] = {}
-    for name, value in zip(params, call.args, strict=False):
-        if isinstance(value, ast.Starred):
-            break
-        found[name] = key_of(value)
-    for keyword in call.keywords:
-        if keyword.arg in params:
-            found[keyword.arg] = key_of(keyword.value)
-    return found

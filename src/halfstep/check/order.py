@@ -63,21 +63,30 @@ class TraceRule(ScriptRule):
 def earlier(trace: Trace, index: int, *kinds: str) -> Iterator[int]:
     """Indices of earlier events of these kinds that can happen together with `trace[index]`, nearest first."""
     for i in range(index - 1, -1, -1):
-        if trace[i].kind in kinds and compatible(trace[i], trace[index]):
+        if trace[i].kind in kinds and compatible(trace[i], trace[index]) and not _aside(trace[i], trace[index]):
             yield i
 
 
 def later(trace: Trace, index: int, *kinds: str) -> Iterator[int]:
     """Indices of later events of these kinds that can happen together with `trace[index]`, nearest first."""
     for i in range(index + 1, len(trace)):
-        if trace[i].kind in kinds and compatible(trace[i], trace[index]):
+        if trace[i].kind in kinds and compatible(trace[i], trace[index]) and not _aside(trace[i], trace[index]):
             yield i
 
 
 def between(trace: Trace, first: int, last: int, *kinds: str) -> list[Event]:
     """The events of these kinds between two others that can happen together with both."""
     a, b = trace[first], trace[last]
-    return [e for e in trace[first + 1 : last] if e.kind in kinds and compatible(e, a) and compatible(e, b)]
+    met = (e for e in trace[first + 1 : last] if e.kind in kinds and compatible(e, a) and compatible(e, b))
+    return [e for e in met if not _aside(e, a, b)]
+
+
+def _aside(event: Event, *others: Event) -> bool:
+    """Whether an event happens only in an `except` that none of the others is in: not on the way they take."""
+    return any(
+        text.startswith("except@") and not any((text, holds) in other.guards for other in others)
+        for text, holds in event.guards
+    )
 
 
 def implied(a: Event, b: Event) -> bool:

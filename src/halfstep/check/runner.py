@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import stat
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -217,7 +218,9 @@ def syntax_fault(source: Source, error: SyntaxError) -> Finding:
     """The finding for Python that does not parse."""
     cell, line = source.place(max(error.lineno or 1, 1))
     where = (source.path, line, max(error.offset or 1, 1), None, None, cell)
-    return SyntaxFault.finding(where, f"This is not valid Python: {error.msg}.")
+    # The Python that reads is named: what is newer than it is no fault of the file.
+    said = error.msg.rstrip(".?!")
+    return SyntaxFault.finding(where, f"This is not valid Python {sys.version_info[0]}.{sys.version_info[1]}: {said}.")
 
 
 def too_deep(source: Source) -> Finding:

@@ -41,7 +41,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Target]:
     for given in paths:
         path = os.fspath(given)
         try:
-            is_folder = Path(path).is_dir()
+            is_folder = bool(path) and Path(path).is_dir()  # an empty name is a variable that was not set
             exists = is_folder or os.path.lexists(path)
         except ValueError:  # a zero byte in the name
             exists = is_folder = False

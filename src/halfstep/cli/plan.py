@@ -30,7 +30,9 @@ __all__ = ["command"]
     metavar="N|auto",
     help="How many GPUs there are at the most; auto: as many as it takes.",
 )
-@click.option("--accumulate", type=int, default=1, show_default=True, metavar="N", help="Micro-batches per update.")
+@click.option(
+    "--accumulate", type=int, default=1, show_default=True, metavar="N", help="Micro-batches that make the batch."
+)
 @click.option("--ema", is_flag=True, help="Count a moving average of the weights.")
 @click.option(
     "--data", "data_dir", type=click.Path(path_type=Path), metavar="DIR", help="An ImageNet-style folder for the ViTs."
@@ -70,19 +72,18 @@ def command(
     from halfstep.torch_build import require_torch
 
     require_torch("halfstep plan")
-    count = None if gpus == "auto" else int(gpus) if gpus.isdigit() and int(gpus) else 0
+    count = None if gpus == "auto" else int(gpus) if gpus.isdecimal() else 0
     if count == 0:
         raise SettingError(f"--gpus {gpus!r} must be auto or a number of GPUs, 1 or more.")
     if find and (verify or html is not None or batch is not None or count is not None):
         raise SettingError("--find looks for the batch itself; leave out --batch, --gpus, --verify and --html with it.")
     if find and gpu is not None:
         raise SettingError("--find tries batches on this machine's GPU, or plans for --memory SIZE; leave out --gpu.")
+    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
+        raise SettingError(f"--html {html} cannot be written: give the name of a file in a folder that exists.")
     found = load_target(target, data_dir=data_dir)
     if find:
-        usual = (
-            ("auto",) if memory is None else ("bf16", "bf16-lean")
-        )  # this machine's choice says nothing about another GPU
-        _find(found, precision or usual, memory, accumulate, ema=ema, as_json=as_json)
+        _find(found, precision, memory, accumulate, ema=ema, as_json=as_json)
         return
     _plan(found, batch, precision, gpu, memory, count, accumulate, ema=ema, verify=verify, html=html, as_json=as_json)
 
@@ -90,10 +91,21 @@ def command(
 def _find(
     found: Any, precision: tuple[str, ...], memory: str | None, accumulate: int, *, ema: bool, as_json: bool
 ) -> None:
+    from halfstep.errors import SettingError
+    from halfstep.events import say
     from halfstep.planning import find_batch_size
     from halfstep.report.plan import found_data, found_text
 
-    results = [find_batch_size(found.job, each, memory=memory, accumulate=accumulate, ema=ema) for each in precision]
+    # This machine's choice says nothing about another GPU.
+    usual = ("auto",) if memory is None else ("bf16", "bf16-lean")
+    results = []
+    for each in precision or usual:
+        try:
+            results.append(find_batch_size(found.job, each, memory=memory, accumulate=accumulate, ema=ema))
+        except SettingError as error:
+            if precision or not results:
+                raise
+            say(f"{each} is left out. {error}")  # nobody asked for it, and there is an answer to show
     if as_json:
         click.echo(json.dumps([found_data(result) for result in results], indent=2))
         return
@@ -140,7 +152,8 @@ def _plan(
     if verify:
         options = StepOptions(accumulate, ema)
         seen = [
-            (entry, measure_step(found.job, Policy.parse(entry.precision), size, options)) for entry in made.entries
+            (entry, measure_step(found.job, Policy.parse(entry.precision), entry.estimate.batch, options))
+            for entry in made.entries
         ]
     if html is not None:
         from halfstep.report.plan_page import render_plan_page

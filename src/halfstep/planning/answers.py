@@ -1,7 +1,7 @@
 """Does it fit, on how many GPUs, at which batch: the answers of `halfstep plan`.
 
-The global batch is what training sees, so it is held fixed: on N GPUs each takes a share of it. The smallest N that fits
-needs no accumulation; with accumulation fewer GPUs do, as long as one micro-batch fits, and that is told beside it.
+The global batch is what training sees, so it is held fixed: on N GPUs each takes a share of it, in as many micro-batches as
+are asked for. The smallest N is told for that; with more micro-batches fewer GPUs do, as long as one of them fits.
 Every answer names what decides it, because the remedies differ: activations shrink with 16-bit compute, smaller
 micro-batches and checkpointing, while model state shrinks only by sharding it or by holding it in fewer bytes.
 """
@@ -31,7 +31,7 @@ MOST_GPUS = 4096
 
 @dataclass(frozen=True)
 class Answer:
-    """The smallest number of GPUs for one strategy, without accumulation."""
+    """The smallest number of GPUs for one strategy."""
 
     strategy: str
     num_gpus: int | None  # None: no number of GPUs is enough
@@ -45,8 +45,8 @@ class Entry:
     """One precision: the step at the asked batch on one GPU, and the answers."""
 
     precision: str
-    batch: int
-    estimate: Estimate
+    batch: int  # of an update, over all GPUs and micro-batches
+    estimate: Estimate  # of one GPU that takes a whole micro-batch
     state_bytes: int  # weights, master, states and whole gradients
     fits: bool | None  # on one GPU at once; None where no memory size is known
     answers: tuple[Answer, ...] = ()
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted max_memory_allocated of a step at the whole batch on one GPU."""
+        """Predicted max_memory_allocated of a step on one GPU that takes each micro-batch whole."""
         return self.estimate.peak_bytes
 
     @property
@@ -80,6 +80,7 @@ class Plan:
     gpus: int | None  # how many there are at the most; None: as many as it takes
     notes: tuple[str, ...]
     seconds: float
+    accumulate: int = 1  # micro-batches of an update
 
 
 def plan(
@@ -96,7 +97,7 @@ def plan(
 ) -> Plan:
     """Predict the memory of one training step of `job` in each precision, and where it fits.
 
-    `batch` is the global batch. `gpu` names a GPU, `memory` gives its size instead; without both it is this machine's GPU, if
+    `batch` is the global batch, made of `accumulate` micro-batches. `gpu` names a GPU, `memory` gives its size instead; without both it is this machine's GPU, if
     there is one. `gpus` is how many there are at the most.
     """
     start = time.perf_counter()
@@ -104,15 +105,26 @@ def plan(
     capacity = capacity_of(gpu, memory)
     policies = [Policy.parse(p) if isinstance(p, str) else p for p in precision]
     batches = look_at_data(job, {"seed": 0, "rank": 0, "world_size": 1})
+    batch = batches.size * accumulate if batches.size else batch
     notes = [*batches.notes, *(capacity.notes if capacity is not None else ())]
     entries = []
+    left_out: dict[str, list[str]] = {}  # why -> which precisions
     for policy in dict.fromkeys(policies):
         if policy.compute == "fp8":
             raise SettingError("precision fp8 is named but not built yet, so there is nothing to plan. Use bf16-lean.")
         room = None if capacity is None else capacity.usable_bytes
         estimator = Estimator(job, policy, options=StepOptions(accumulate, ema), batches=batches, room=room)
-        entries.append(_entry(estimator, batch, capacity, gpus))
+        try:
+            entries.append(_entry(estimator, batch, capacity, gpus))
+        except SettingError as error:
+            if precision is not DEFAULT_PRECISIONS or policy.params == "fp32":
+                raise
+            left_out.setdefault(str(error), []).append(
+                str(policy)
+            )  # nobody asked for it, and the others can be planned
+            continue
         notes += [n for n in entries[-1].estimate.notes if n not in notes]
+    notes += [f"Left out: {' and '.join(names)}. {why}" for why, names in left_out.items()]
     if capacity is None:
         notes.append(
             "No memory size is known: this machine has no GPU and none was named. Give --gpu A100 or --memory 80GiB to "
@@ -120,7 +132,14 @@ def plan(
         )
     notes += _story(entries)
     return Plan(
-        name or job.name or "the job", batch, tuple(entries), capacity, gpus, tuple(notes), time.perf_counter() - start
+        name or job.name or "the job",
+        batch,
+        tuple(entries),
+        capacity,
+        gpus,
+        tuple(notes),
+        time.perf_counter() - start,
+        accumulate,
     )
 
 
@@ -128,11 +147,14 @@ def _check(batch: int, gpus: int | None, accumulate: int) -> None:
     for what, value in (("batch", batch), ("gpus", gpus), ("accumulate", accumulate)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise SettingError(f"{what}={value!r} must be a whole number, 1 or more.")
+    if accumulate > batch:
+        raise SettingError(f"A batch of {batch} cannot be made of accumulate={accumulate} micro-batches.")
 
 
 def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, gpus: int | None) -> Entry:
-    estimate = estimator.at(batch)
-    traced = estimator.trace(batch)
+    micro = -(-batch // estimator.options.accumulate)
+    estimate = estimator.at(micro)
+    traced = estimator.trace(micro)
     layout = layout_of(estimator.policy, traced.num_trainable, traced.unit_params, estimator.options.accumulate)
     held = sum(estimate.peak.breakdown.get(cause, 0) for cause in STATE_CAUSES)
     state = held + layout.num_params * layout.grad_bytes
@@ -140,9 +162,23 @@ def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, gpus: in
         return Entry(estimate.precision, batch, estimate, state, None)
     usable = capacity.usable_bytes
     fits = max(estimate.need_bytes, estimate.build_bytes) <= usable
-    largest = estimator.largest(usable, batch)
-    answers = tuple(_answer(estimator, layout, strategy, batch, usable, gpus) for strategy in STRATEGIES)
+    if estimator.batches.fixed:
+        return Entry(estimate.precision, batch, estimate, state, fits)
+    largest = _largest(estimator, usable, micro)
+    answers = tuple(_answer(estimator, layout, strategy, micro, usable, gpus) for strategy in STRATEGIES)
     return Entry(estimate.precision, batch, estimate, state, fits, answers, largest)
+
+
+def _largest(estimator: Estimator, usable: int, micro: int) -> Estimate | None:
+    """The largest micro-batch of one GPU; where that is only a part of the batch, with the gradients that accumulation holds."""
+    found = estimator.largest(usable, micro)
+    policy, options = estimator.policy, estimator.options
+    if found is None or found.batch >= micro or policy.grads_format(options.accumulate) == policy.grads_format(2):
+        return found
+    summing = Estimator(
+        estimator.job, policy, options=StepOptions(2, options.ema), batches=estimator.batches, room=usable
+    )
+    return summing.largest(usable, found.batch)
 
 
 def _answer(estimator: Estimator, layout: Layout, strategy: str, batch: int, usable: int, gpus: int | None) -> Answer:

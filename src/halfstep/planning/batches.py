@@ -37,6 +37,8 @@ class Batches:
 
     at: Callable[[int], Any]
     notes: tuple[str, ...] = ()
+    fixed: bool = False  # whether every batch is the same, whatever size is asked
+    size: int | None = None  # of a fixed batch, where its tensors agree on one
 
 
 def look_at_data(job: Job, context: dict[str, Any]) -> Batches:
@@ -55,19 +57,24 @@ def look_at_data(job: Job, context: dict[str, Any]) -> Batches:
         return batch
 
     first, second = (draw(size) for size in _SIZES)
-    leaves, structure = pytree.tree_flatten(first)
-    others, structure2 = pytree.tree_flatten(second)
+    leaves, structure = pytree.tree_flatten(first, is_leaf=_is_plain_list)
+    others, structure2 = pytree.tree_flatten(second, is_leaf=_is_plain_list)
     lines = [_line(a, b) for a, b in zip(leaves, others, strict=False)]
     if structure != structure2 or any(line is None for line in lines):
         note = "The shapes of batches change with more than their size; each size was planned with the first batch of that size."
         return Batches(draw, (note,))
     if not any(factor for line in lines for factor, _ in line or ()):
-        note = "The data takes no notice of batch_size; the plan is for the batches it gives, whatever size was asked."
-        return Batches(lambda _: first, (note,))
+        sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        own = sizes.pop() if len(sizes) == 1 else None
+        note = (
+            f"The data takes no notice of batch_size: it gives {f'batches of {own}' if own else 'the same batches'}, whatever size is asked. The "
+            "plan is for those, and tells neither the fewest GPUs nor the largest micro-batch. Let `data` take batch_size."
+        )
+        return Batches(lambda _: first, (note,), fixed=True, size=own)
 
     def at(size: int) -> Any:
         made = [
-            _at(leaf, [factor * size + rest for factor, rest in line or ()]) if isinstance(leaf, Tensor) else leaf
+            _at(leaf, [factor * size + rest for factor, rest in line or ()])
             for leaf, line in zip(leaves, lines, strict=True)
         ]
         return pytree.tree_unflatten(made, structure)
@@ -75,8 +82,17 @@ def look_at_data(job: Job, context: dict[str, Any]) -> Batches:
     return Batches(at)
 
 
-def _at(leaf: Tensor, shape: list[int]) -> Tensor:
-    """A tensor of this shape: integers repeated from `leaf`, anything else without numbers."""
+def _is_plain_list(value: Any) -> bool:
+    """Whether a value is a list without tensors, such as the names of a batch's files."""
+    return isinstance(value, list) and bool(value) and not any(isinstance(v, Tensor) for v in pytree.tree_leaves(value))
+
+
+def _at(leaf: Any, shape: list[int]) -> Any:
+    """A leaf of this shape: integers and lists repeated from `leaf`, other tensors without numbers, anything else as it is."""
+    if isinstance(leaf, list) and shape:
+        return (leaf * -(-shape[0] // len(leaf)))[: shape[0]]
+    if not isinstance(leaf, Tensor):
+        return leaf
     if not is_integer(leaf) or not leaf.numel() or math.prod(shape) > MOST_NUMBERS:
         return torch.empty(shape, dtype=leaf.dtype, device="meta")
     times = [-(-size // small) for size, small in zip(shape, leaf.shape, strict=True)]
@@ -85,12 +101,16 @@ def _at(leaf: Tensor, shape: list[int]) -> Tensor:
 
 def _line(a: Any, b: Any) -> list[tuple[int, int]] | None:
     """For each dimension of a leaf, (factor, rest) with size = factor * batch + rest; None if it is no such line."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+    if isinstance(a, list) and isinstance(b, list):
+        shapes = [(len(a), len(b))]
+    elif not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return [] if type(a) is type(b) else None
-    if a.dim() != b.dim() or a.dtype != b.dtype:
+    elif a.dim() != b.dim() or a.dtype != b.dtype:
         return None
+    else:
+        shapes = list(zip(a.shape, b.shape, strict=True))
     found = []
-    for low, high in zip(a.shape, b.shape, strict=True):
+    for low, high in shapes:
         factor = high - low  # the two sizes differ by one
         if factor and low != factor * _SIZES[0]:
             return None

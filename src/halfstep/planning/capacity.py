@@ -69,21 +69,39 @@ def capacity_of(gpu: str | None, memory: str | int | None) -> Capacity | None:
     """The memory to plan for: the size given, the named GPU's, or this machine's; None if no size is known."""
     if memory is not None:
         size = memory if isinstance(memory, int) else parse_memory(memory)
-        return Capacity(gpu or "the given memory", size, source="as given")
+        try:
+            notes = _beyond_cuda(find_gpu(gpu)) if gpu else ()
+        except SettingError:  # a card that is not in the table is planned by its memory
+            notes = ()
+        return Capacity(gpu or "the given memory", size, source="as given", notes=notes)
     if gpu is not None:
         return _of_hardware(find_gpu(gpu), gpu)
     here = probe()
     if here.kind == "cpu" or here.memory_bytes is None:
         return None
-    return Capacity(here.name, here.memory_bytes, source="this machine's, as torch reports it")
+    return Capacity(
+        here.name, here.memory_bytes, source="this machine's, as torch reports it", notes=_beyond_cuda(here)
+    )
+
+
+def _beyond_cuda(found: Hardware) -> tuple[str, ...]:
+    """What to say of a GPU that the prediction's rules were not made for."""
+    if found.kind in {"cuda", "cpu"}:
+        return ()
+    return (
+        f"The rules behind the peaks are those of CUDA, and none was measured on {found.name}: weights, gradients and states are exact "
+        "there too, but kernels, workspaces and the allocator differ. Leave room.",
+    )
 
 
 def _of_hardware(found: Hardware, asked: str) -> Capacity | None:
     if found.memory_bytes is None:
+        said = "; ".join(note.rstrip(".") for note in found.notes if "memory" in note)
         raise SettingError(
-            f"The memory of {asked!r} is not known ({'; '.join(found.notes) or 'it comes in several sizes'}); give --memory 80GiB."
+            f"The memory of {asked!r} is not known ({said or 'it comes in several sizes'}); give --memory 80GiB."
         )
     notes = tuple(note for note in found.notes if "taken as" in note or "as you wrote it" in note or "die" in note)
+    notes += _beyond_cuda(found)
     name = found.name.removeprefix(f"{found.vendor} ")
     known = _TOTAL_MIB.get(name)
     if known is not None and abs(known * 2**20 / found.memory_bytes - 1) < 0.1:

@@ -25,7 +25,7 @@ from halfstep.policy import Policy
 
 __all__ = ["Estimate", "Estimator", "predict_peak"]
 
-_MOST_BATCH = 1 << 22
+_MOST_BATCH = 1 << 22  # where the search for the largest ends
 _CLOSE = 0.005  # a line whose prediction is this near a trace holds
 
 
@@ -46,6 +46,11 @@ class Estimate:
     def peak_bytes(self) -> int:
         """What torch.cuda.max_memory_allocated() is predicted to say."""
         return self.peak.allocated
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the search for the largest batch ended here although more would fit."""
+        return self.batch >= _MOST_BATCH
 
     @property
     def need_bytes(self) -> int:

@@ -66,6 +66,11 @@ def find_batch_size(
         free, _ = torch.cuda.mem_get_info()
         limit = int((free + torch.cuda.memory_reserved()) / 1.03)
     estimator = Estimator(job, policy, options=options, room=limit)
+    if estimator.batches.fixed:
+        raise SettingError(
+            f"{job.describe('data')} takes no notice of batch_size, so there is no largest batch to find: it gives the same batches, "
+            "whatever size is asked. Let it take an argument named batch_size and make batches of that many examples."
+        )
     predicted = estimator.largest(limit, _START)
     if predicted is None:
         one = estimator.at(1)

@@ -44,22 +44,22 @@ def _what(causes: list[BaseException]) -> str:
         if isinstance(cause, DataDependentOutputException):
             return (
                 f"The step reads a number out of a tensor ({operation}), and a plan knows integers of the batch only: {said}. Keep "
-                ".item(), float(tensor) and `if tensor` out of the loss and the model, or measure on a GPU with --verify."
+                ".item(), float(tensor) and `if tensor` out of the loss and the model, or measure it: `halfstep train` on a GPU records the peak."
             )
         if isinstance(cause, DynamicOutputShapeException):
             return (
                 f"The step has an operation whose result's shape depends on numbers ({operation}), such as nonzero or a boolean "
-                f"mask, and not on integers of the batch: {said}. Use torch.where or a weight of 0 instead, or measure on a GPU with --verify."
+                f"mask, and not on integers of the batch: {said}. Use torch.where or a weight of 0 instead, or measure it: `halfstep train` on a GPU records the peak."
             )
         if isinstance(cause, UnsupportedOperatorException):
             return (
                 f"The operation {operation} has no fake kernel, so its result's shape is not known: {said}. Register one with "
-                "torch.library.register_fake, or measure on a GPU with --verify."
+                "torch.library.register_fake, or measure it: `halfstep train` on a GPU records the peak."
             )
     if any("no fake impl" in str(cause) for cause in causes):
         return (
             f"The step has an operation without a fake kernel, so its result's shape is not known: {said.rstrip('.')}. Register one with "
-            "torch.library.register_fake, or measure on a GPU with --verify."
+            "torch.library.register_fake, or measure it: `halfstep train` on a GPU records the peak."
         )
     return f"The step could not be run on fake tensors: {said.rstrip('.')}."
 
@@ -71,10 +71,13 @@ def _known(job: Job, policy: Policy) -> str:
             model = job.call("model", seed=0, rank=0, world_size=1, batch_size=1, device=CPU)
     except Exception:
         return "Nothing could be estimated: the model cannot be built without its numbers either."
-    num_params = sum(p.numel() for p in model.parameters())
-    each = state_bytes(policy).total
+    each = state_bytes(policy)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    held = trained * each.total + frozen * each.weights
+    apart = f"; the {frozen:,} frozen ones have weights alone, {each.weights:g}" if frozen else ""
     return (
-        f"What could be estimated: {num_params:,} parameters hold {num_params * each / 2**30:.2f} GiB of weights, master, gradients "
-        f"and Adam's states in {policy} ({each:g} bytes each). What could not: activations, temporaries and workspaces, "
+        f"What could be estimated: {trained + frozen:,} parameters hold {held / 2**30:.2f} GiB of weights, master, gradients "
+        f"and, with Adam, states in {policy} ({each.total:g} bytes each{apart}). What could not: activations, temporaries and workspaces, "
         "usually the larger part."
     )

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halfstep.planning import Entry, FoundBatch, MeasuredStep, Plan
 
-__all__ = ["as_data", "as_text", "found_data", "found_text", "grouped", "verified_data", "verified_text"]
+__all__ = [
+    "as_data",
+    "as_text",
+    "at_once",
+    "found_data",
+    "found_text",
+    "grouped",
+    "largest_text",
+    "verified_data",
+    "verified_text",
+]
 
 _TOP = 10  # modules named
 _ORDER = (
@@ -22,7 +32,7 @@ _ORDER = (
 def as_text(plan: Plan, width: int = 100) -> str:
     """The whole plan for a terminal."""
     parts = [_title(plan), _summary(plan)]
-    if plan.capacity is not None:
+    if any(entry.answers for entry in plan.entries):
         parts.append(_gpus(plan))
     parts += [_causes(plan), _modules(plan.entries[0]), _uncertainty(plan)]
     notes = [textwrap.fill(note, width, initial_indent="- ", subsequent_indent="  ") for note in plan.notes]
@@ -41,7 +51,8 @@ def _title(plan: Plan) -> str:
     if plan.capacity is not None:
         many = f"{plan.gpus} x " if plan.gpus else ""
         where = f" on {many}{plan.capacity.name} ({gib(plan.capacity.total_bytes)} GiB, of which tensors can use {gib(plan.capacity.usable_bytes)})"
-    return f"Plan for {plan.job}, batch {plan.batch}{where}\nPredicted in {plan.seconds:.1f} s without running it; GiB throughout."
+    parts = f" in {plan.accumulate} micro-batches" if plan.accumulate > 1 else ""
+    return f"Plan for {plan.job}, batch {plan.batch}{parts}{where}\nPredicted in {plan.seconds:.1f} s without running it; GiB throughout."
 
 
 def _summary(plan: Plan) -> str:
@@ -62,13 +73,7 @@ def _summary(plan: Plan) -> str:
         fewest = (
             "none" if entry.answers and best is None else "-" if best is None else f"{best.num_gpus} ({best.strategy})"
         )
-        largest = (
-            "-"
-            if entry.fits is None
-            else "none"
-            if entry.largest is None
-            else f"{entry.largest.batch} x {entry.accumulate}"
-        )
+        largest = "-" if not entry.answers else "none" if entry.largest is None else largest_text(entry)
         fits = {True: "fits", False: "too large", None: "-"}[entry.fits]
         activations = gib(peak.breakdown.get("activations", 0))
         rows.append(
@@ -86,6 +91,13 @@ def _summary(plan: Plan) -> str:
     return table(head, rows)
 
 
+def largest_text(entry: Entry) -> str:
+    """The largest micro-batch and how many make the batch."""
+    if entry.largest is None:
+        return "-"
+    return f"{entry.largest.batch}{' or more' if entry.largest.at_end else ''} x {entry.accumulate}"
+
+
 def _gpus(plan: Plan) -> str:
     strategies = [a.strategy for a in plan.entries[0].answers]
     rows = []
@@ -96,9 +108,14 @@ def _gpus(plan: Plan) -> str:
         ]
         rows.append([entry.precision, *cells])
     asked = f"the fewest of {plan.gpus} GPUs" if plan.gpus else "the fewest GPUs"
-    return f"By strategy: {asked} x examples on each, without accumulation (what decides)\n" + table(
+    return f"By strategy: {asked} x examples on each{at_once(plan)} (what decides)\n" + table(
         ["precision", *strategies], rows
     )
+
+
+def at_once(plan: Plan) -> str:
+    """What is said of the examples on each GPU: all at once, or in the micro-batches that were asked for."""
+    return ", without accumulation" if plan.accumulate == 1 else f" in each of {plan.accumulate} micro-batches"
 
 
 def _causes(plan: Plan) -> str:
@@ -175,6 +192,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     return {
         "job": plan.job,
         "batch": plan.batch,
+        "accumulate": plan.accumulate,
         "gpu": None
         if capacity is None
         else {
@@ -196,6 +214,7 @@ def _entry_data(entry: Entry) -> dict[str, Any]:
     return {
         "precision": entry.precision,
         "batch": entry.batch,
+        "micro_batch": entry.estimate.batch,
         "peak_bytes": entry.peak_bytes,
         "need_bytes": entry.estimate.need_bytes,
         "reserved_bytes": peak.reserved,
@@ -266,7 +285,8 @@ def found_text(found: FoundBatch) -> str:
         if found.confirmed
         else "by the plan alone; no trial was made"
     )
-    return f"Largest micro-batch in {found.precision}: {found.batch} (predicted peak {gib(found.predicted.peak_bytes)} GiB; {how})"
+    more = " or more, where the search ends" if found.predicted.at_end else ""
+    return f"Largest micro-batch in {found.precision}: {found.batch}{more} (predicted peak {gib(found.predicted.peak_bytes)} GiB; {how})"
 
 
 def found_data(found: FoundBatch) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from halfstep.report.markup import Markup, join, tag
-from halfstep.report.plan import grouped
+from halfstep.report.plan import at_once, grouped, largest_text
 
 if TYPE_CHECKING:
     from halfstep.planning import Plan
@@ -45,13 +45,16 @@ def plan_section(plan: Plan) -> Markup:
         if capacity is None
         else f" on {capacity.name} ({_gib(capacity.total_bytes)} GiB, {_gib(capacity.usable_bytes)} usable)"
     )
+    parts = f" in {plan.accumulate} micro-batches" if plan.accumulate > 1 else ""
     children: list[Any] = [
         tag("h2", "Memory, predicted"),
-        tag("p", f"{plan.job}, batch {plan.batch}{where}. Nothing was run: these are predictions.", class_="soft"),
+        tag(
+            "p", f"{plan.job}, batch {plan.batch}{parts}{where}. Nothing was run: these are predictions.", class_="soft"
+        ),
         _bars(plan),
         _summary(plan),
     ]
-    if capacity is not None:
+    if any(entry.answers for entry in plan.entries):
         children.append(_strategies(plan))
     children.append(_modules(plan))
     children.append(tag("ul", *(tag("li", note) for note in plan.notes)))
@@ -115,9 +118,9 @@ def _summary(plan: Plan) -> Markup:
     head = ["precision", "fits one GPU", "fewest GPUs", "largest micro-batch", *causes]
     rows = []
     for entry in plan.entries:
-        largest = "-" if entry.largest is None else f"{entry.largest.batch} x {entry.accumulate}"
         fits = {True: "yes", False: "no", None: "not known"}[entry.fits]
-        cells = [fits, entry.min_gpus or "-", largest, *(_gib(entry.estimate.peak.breakdown.get(c, 0)) for c in causes)]
+        sizes = (_gib(entry.estimate.peak.breakdown.get(c, 0)) for c in causes)
+        cells = [fits, entry.min_gpus or "-", largest_text(entry), *sizes]
         rows.append([entry.precision, *cells])
     return _table("In numbers", head, rows)
 
@@ -128,7 +131,7 @@ def _strategies(plan: Plan) -> Markup:
         [e.precision, *(f"{a.num_gpus or 'none'} x {a.micro_batch}, {a.decides}" for a in e.answers)]
         for e in plan.entries
     ]
-    return _table("Fewest GPUs x examples on each, without accumulation, and what decides", head, rows)
+    return _table(f"Fewest GPUs x examples on each{at_once(plan)}, and what decides", head, rows)
 
 
 def _modules(plan: Plan) -> Markup:

@@ -33,6 +33,9 @@ _STEPS = re.compile(
     r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq", re.IGNORECASE
 )
 
+# Helpers that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
+_RESCALES = re.compile(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
+
 
 def _window(script: Script, event: Event) -> str:
     """What the step's condition divides the batch number by: `accumulation_steps` of `(i + 1) % accumulation_steps == 0`."""
@@ -53,6 +56,18 @@ def _step_of(script: Script, trace: Trace, index: int) -> Event | None:
         return None
     step = trace[following]
     return step if step.loops == event.loops and step.kind != "owned_step" and _window(script, step) else None
+
+
+def _divides_gradients(script: Script) -> bool:
+    """Whether the script divides gradients after backward instead, by the tokens of the window for one."""
+    calls = script.outline.calls
+    if any(_RESCALES.search(name) for name in calls):
+        return True
+    by_hand = (c.func for name in ("div_", "mul_") for c, _ in calls.get(name, ()))
+    if any(isinstance(f, ast.Attribute) and "grad" in text_of(f.value) for f in by_hand):
+        return True
+    assigned = [n for n in script.outline.parents if isinstance(n, ast.AugAssign)]
+    return any(isinstance(n.op, (ast.Div, ast.Mult)) and "grad" in text_of(n.target) for n in assigned)
 
 
 class LossNotDivided(TraceRule):
@@ -92,6 +107,8 @@ class LossNotDivided(TraceRule):
             return None
         calls = (c for name in ("div", "div_", "mul_", "true_divide") for c, _ in outline.calls.get(name, ()))
         if any(last in re.split(r"\W+", text_of(argument)) for c in calls for argument in c.args):
+            return None
+        if _divides_gradients(script):
             return None
         return self.finding(
             script.where(event.node),

@@ -185,21 +185,32 @@ class ScalerBesideFramework(TraceRule):
             backward="scaler.scale(loss).backward()",
             step="scaler.step(optimizer)\n    scaler.update()",
         ),
+        _ACCELERATE.format(
+            made="scaler = torch.amp.GradScaler('cuda')\n",
+            backward="accelerator.backward(scaler.scale(loss))",
+            step="optimizer.step()",
+        ),
     )
     good = (_ACCELERATE.format(made="", backward="accelerator.backward(loss)", step="optimizer.step()"),)
     references = ("https://huggingface.co/docs/accelerate/package_reference/accelerator",)
-    kinds = ("scaler_step",)
+    kinds = ("scaler_step", "scale")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A step of a scaler made here, in a script whose framework is told to run in float16."""
+        """A step of a scaler made here, in a script whose framework is told to run in float16; or the loss it scales for that."""
         event = trace[index]
+        twice = isinstance(script.outline.parents.get(event.node), ast.Call)  # framework.backward(scaler.scale(loss))
+        if event.kind == "scale" and not (twice and script.has("owned_backward")):
+            return None
         if framework_precisions(script) != {"float16"} or switched_off(script, event) or without_amp(event):
             return None
         if not scalers_at(script, event) or not script.outline.calls.keys() & {"prepare", "setup", "setup_optimizers"}:
             return None
+        said = "scales a loss that the framework scales again with its own"
+        if event.kind == "scaler_step":
+            said = "steps an optimizer that already has the framework's own"
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}` steps an optimizer that already has the framework's own float16 scaler",
+            f"`{event.scaler}` {said} float16 scaler",
             instead="accelerator.backward(loss) or fabric.backward(loss), then optimizer.step(), and no scaler here",
         )
 

@@ -171,8 +171,9 @@ class UpdateEveryMicroBatch(TraceRule):
         """An update in every iteration of a loop that steps now and then."""
         event = trace[index]
         step = _guarded_step(script, trace, event)
-        if step is None or any(e.kind == "unscale" and e.loops == event.loops for e in trace):
-            return None  # with an unscale_ there is an inf check to count, and HS106 speaks of that
+        unscales = [e for e in trace if e.kind == "unscale" and e.loops == event.loops]
+        if step is None or not all(e.accumulating for e in unscales):
+            return None  # with an unscale_ each time there is an inf check to count, and HS106 speaks of that
         return self.finding(
             script.where(event.node),
             f"`{event.scaler}.update()` runs on every micro-batch, but `{event.scaler}.step` only when "
