@@ -228,3 +228,16 @@ def test_the_flag_is_not_read_by_the_host():
         model()
         with NoReading():
             guard.restore_if(flag)
+
+
+def test_buffers_that_cannot_be_written_into_do_not_stop_a_step():
+    """A graph's sparse edges and an expanded mask stay as they are; the others are put back."""
+    model = Counters()
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    model.register_buffer("mask", torch.zeros(1).expand(4))
+    guard = BufferGuard(model)
+    guard.save()
+    model()
+    guard.restore_if(FLAG)
+    assert not model.mean.any()
+    assert torch.equal(model.edges.to_dense(), torch.eye(3))

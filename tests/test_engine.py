@@ -538,3 +538,114 @@ def test_a_dropped_engine_frees_its_tensors_at_once(precision):
         assert all(ref() is None for ref in left)
     finally:
         gc.enable()
+
+
+def test_the_loud_stop_names_the_parameters():
+    """The gradients of the step that stopped the run are still there to be looked at, and are cleared after it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    engine = Engine(model, torch.optim.SGD(model.parameters()), "fp32", scaler=NoScaler(max_skips=3))
+    model[1].weight.register_hook(lambda grad: grad * float("inf"))
+    for _ in range(2):
+        engine.backward(model(torch.ones(1, 2)).sum())
+        engine.step()
+    engine.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(OverflowStop, match=r"non-finite gradients: 1.weight \(4 of 4\)\."):
+        engine.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert not engine.in_window
+
+
+def test_a_save_from_on_step_works():
+    """The hook is called with the window closed."""
+    states = []
+    model, _, engine = build("fp32", on_step=lambda _: states.append(engine.state_dict()))
+    for batch in batches(2):
+        train_step(model, engine, batch)
+    assert [s["counters"]["applied"] for s in states] == [1, 2]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-lean"])
+def test_parameters_that_come_later_are_refused(precision):
+    """A group added to the optimizer would be stepped unchecked and unclipped; a new Engine takes it."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.inner.parameters())
+    engine = Engine(model, optimizer, precision, max_norm=1.0)
+    train_step(model, engine, batches(1)[0])
+    optimizer.add_param_group({"params": list(model.head.parameters())})
+    with pytest.raises(HalfstepError, match=r"found \+2 parameters in the optimizer.*make a new one"):
+        train_step(model, engine, batches(1)[0])
+    engine.close()
+    engine = Engine(model, optimizer, precision, max_norm=1.0)
+    before = engine.masters()["head.weight"].clone()
+    train_step(model, engine, batches(1)[0])
+    assert not torch.equal(engine.masters()["head.weight"], before)
+
+
+@pytest.mark.parametrize("precision", ["bf16-lean", "fp16-lean", "bf16"])
+def test_a_parameter_unfrozen_later_has_an_fp32_average(precision):
+    """Frozen or not when the Engine is made, what is averaged is fp32, so that small steps are not lost."""
+    model = Net()
+    model.inner.requires_grad_(False)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1e-3), precision, ema=0.99)
+    model.inner.requires_grad_(True)
+    for batch in batches(3):
+        train_step(model, engine, batch)
+    assert {average.dtype for average in engine.ema.averages.values()} == {torch.float32}
+    assert not torch.equal(engine.ema.averages["inner.weight"], engine.masters()["inner.weight"])
+
+
+def test_masters_of_complex_weights_are_whole():
+    """A complex parameter is its own master, imaginary part included."""
+    model = nn.Linear(3, 2, dtype=torch.complex64)
+    engine = Engine(model, torch.optim.SGD(model.parameters()), "fp32")
+    assert torch.equal(engine.masters()["weight"], model.weight)
+
+
+def test_a_scheduler_past_its_end_says_what_it_counts():
+    """OneCycleLR made for too few updates stops the run with the number and the way out."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+    engine = Engine(model, optimizer, "fp32", scheduler=scheduler)
+    for _ in range(2):
+        engine.backward(model(torch.ones(1, 2)).sum())
+        engine.step()
+    engine.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(HalfstepError, match=r"OneCycleLR could not be stepped after update 3.*once per update"):
+        engine.step()
+
+
+@pytest.mark.parametrize("second", [None, 100, torch.tensor(100)], ids=str)
+def test_a_second_loss_weighs_as_much_as_its_micro_batch(second):
+    """Two losses of one weighted micro-batch add up, whether or not the weight is said again."""
+    model = nn.Linear(2, 1, bias=False)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1.0), "fp32")
+    out = model(torch.tensor([[3.0, 4.0]])).sum()
+    engine.backward(out, weight=100, retain_graph=True)
+    engine.backward(out, weight=second)
+    assert engine.step().grad_norm == pytest.approx(10.0)
+
+
+def test_one_micro_batch_has_one_weight():
+    """A second loss with another weight is refused instead of being given the first one's."""
+    model = nn.Linear(2, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters()), "fp32")
+    out = model(torch.ones(1, 2)).sum()
+    engine.backward(out, weight=100, retain_graph=True)
+    with pytest.raises(HalfstepError, match=r"weight=7 for another loss of a micro-batch that weighs 100"):
+        engine.backward(out, weight=7)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_unscaling_fp16_gradients_loses_none(accumulate):
+    """A gradient that fp16 holds only because of the loss scale is still there after unscale()."""
+    model = nn.Linear(1, 1, bias=False)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1.0), "fp16-lean", accumulate=accumulate)
+    for _ in range(2):
+        with engine.forward():
+            loss = model(torch.ones(1, 1)).float().sum() * 1e-8
+        engine.backward(loss)
+        engine.unscale()
+        assert model.weight.grad.item() == pytest.approx(1e-8, rel=1e-3)
+        model.weight.grad.mul_(2)
+        assert engine.step(last=True).grad_norm == pytest.approx(2e-8, rel=1e-3)

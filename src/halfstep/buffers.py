@@ -3,7 +3,8 @@
 An overflowing forward leaves inf or NaN in batch-norm's running averages, and unlike gradients they stay. So before
 the first forward of a step all buffers are copied, and after the step they are put back by the same flag that skipped
 it, on the device. All of them, because nothing tells which ones a forward changes: batch-norm's kernels write through
-raw pointers and do not even count as a change of the tensor. They are small beside the weights.
+raw pointers and do not even count as a change of the tensor. They are small beside the weights. Left out are buffers that
+are not one number per place in memory: sparse ones (a graph's edges) and expanded views, which torch cannot write into.
 """
 
 from __future__ import annotations
@@ -53,4 +54,10 @@ class BufferGuard:
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: b for name, b in model.named_buffers() if b.device.type != "meta"}
+    return {name: b for name, b in model.named_buffers() if b.device.type != "meta" and _is_plain(b)}
+
+
+def _is_plain(buffer: Tensor) -> bool:
+    if buffer.layout is not torch.strided:
+        return False
+    return not any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -48,6 +48,7 @@ __all__ = [
     "folder_lock",
     "load_checkpoint",
     "read_meta",
+    "replaced",
     "save_checkpoint",
 ]
 
@@ -171,6 +172,12 @@ def check_weights(
             "the checkpoint's meta has them."
         )
     return {name: have[clean_name(name)] for name in model}
+
+
+def replaced(weights: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with those of `new` in their places; a tied one is replaced under all of its names."""
+    places = {view_key(weights[clean_name(name)]): tensor for name, tensor in new.items()}
+    return {name: places.get(view_key(tensor), tensor) for name, tensor in weights.items()}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from halfstep.checkpoint import load_checkpoint, save_checkpoint
 from halfstep.choice import resolve
 from halfstep.compiling import check_compile, compile_model, records_graphs
 from halfstep.ema import Ema
-from halfstep.engine_checks import GradientWatch, check_loss, check_scaler, check_settings, named_trainables
+from halfstep.engine_checks import GradientWatch, advance, check_loss, check_scaler, check_settings, named_trainables
 from halfstep.engine_state import checkpoint_parts, load_engine, load_engine_checkpoint, state_of
 from halfstep.errors import SettingError
 from halfstep.events import say
@@ -42,11 +42,11 @@ from halfstep.optim.adopt import adopt
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.policy import Policy
 from halfstep.readback import Readback
-from halfstep.region import compute_region, recomputing
+from halfstep.region import compute_region, recomputing, upcast
 from halfstep.release import GIVES_UP, GradientRelease, check_release
 from halfstep.result import StepResult
 from halfstep.scaler import Scaler, make_scaler, stop_if_stuck
-from halfstep.steps import choose_path, coalesce, decide, take_step, unscale_in_place
+from halfstep.steps import choose_path, coalesce, decide, take_step, unscale_in_place, widen
 from halfstep.tf32 import set_tf32
 from halfstep.truth import Truth, build_truth, census
 from halfstep.window import Window
@@ -98,6 +98,7 @@ class Engine:
             raise SettingError(
                 "precision fp8 is named but not built yet. Use bf16-lean, which holds weights the same way."
             )
+        self.backend.check(self.policy)
         for note in self.notes:
             say(note)
         self.max_norm, self.accumulate, self.schedulers = max_norm, accumulate, schedulers
@@ -112,8 +113,8 @@ class Engine:
         check_scaler(self.scaler, self.policy.compute)
         self.ema = None if ema is None else Ema(self._params, ema, self._master_of)
         self._buffers = BufferGuard(self._module)
-        widened = self.policy.widens_grads(accumulate)
-        self._watch_grads = GradientWatch(self._params, in_graphs=records_graphs(compile, self.device), hide=widened)
+        hide, in_graphs = self.policy.widens_grads(accumulate), records_graphs(compile, self.device)
+        self._watch_grads = GradientWatch(self._params, self.optimizers, in_graphs=in_graphs, hide=hide)
         self.window = Window(accumulate)
         self._readback = Readback()
         self._tables: dict[Any, Any] = {}  # of the kernel that takes the norm
@@ -198,7 +199,7 @@ class Engine:
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, retain_graph: bool = False) -> None:
         """Backpropagate the scaled loss; `weight` weighs this micro-batch in its window, e.g. by its tokens.
 
-        May be called for several losses of one micro-batch: their gradients add up, and the first call's weight counts.
+        May be called for several losses of one micro-batch: their gradients add up, and the first call's weight is for all.
         """
         self._require_open()
         check_loss(loss)
@@ -232,6 +233,7 @@ class Engine:
             raise SettingError("unscale() has nothing to divide: with gradient_release the gradients are gone already.")
         if self.window.found_inf is not None:
             raise SettingError("unscale() was already called in this window; call step() before the next.")
+        widen(self._params.values())
         grads, divisor = self._gradients(), self._divisor()
         self.window.found_inf = decide(grads, divisor, None, self.backend.agree).found_inf
         unscale_in_place(grads, divisor)
@@ -281,9 +283,12 @@ class Engine:
         if self._truth is None:
             self._truth = self._build_truth(census(grads), sum(g.numel() * g.element_size() for g in grads))
             say(f"truth table\n{self._truth}")
-        self.reset_window()
-        if self.device.type == "cpu":
-            self._deliver(wait=True)
+        self.window.open()
+        try:
+            if self.device.type == "cpu":
+                self._deliver(wait=True)  # while the gradients are still there to be named
+        finally:
+            self.reset_window()
         return result
 
     def _divisor(self) -> Tensor:
@@ -306,8 +311,7 @@ class Engine:
             result.fill(found, norm, scale)
             if not found:
                 self.applied += 1
-                for scheduler in self.schedulers:
-                    scheduler.step()
+                advance(self.schedulers, self.applied)
             if self._on_step is not None:
                 self._on_step(result)
             stop_if_stuck(int(consecutive), self.scaler.settings, self.scaler.get_scale, self._params.items())
@@ -319,6 +323,7 @@ class Engine:
         return self._truth or self._build_truth({}, 0)
 
     def _build_truth(self, grads: dict[str, int], grad_bytes: int) -> Truth:
+        known = self.hardware.kind == self.device.type
         return build_truth(
             policy=self.policy,
             params=list(self._params.values()),
@@ -328,27 +333,22 @@ class Engine:
             accumulate=self.accumulate,
             loss_scale=str(self.scaler.settings),
             paths=[path.reason for path in self._paths],
-            support=self._support(),
+            support=dict(self.hardware.support).get(self.policy.compute) if known else None,
             reduce_dtype=self.backend.reduce_dtype(),
-            device=self.hardware.name if self.hardware.kind == self.device.type else self.device.type,
+            device=self.hardware.name if known else self.device.type,
             ema=self.ema is not None,
             gives_up=GIVES_UP if self._release is not None else (),
         )
-
-    def _support(self) -> str | None:
-        if self.hardware.kind != self.device.type:
-            return None
-        return dict(self.hardware.support).get(self.policy.compute)
 
     def _master_of(self, param: Tensor) -> Tensor:
         for optimizer in self.optimizers:
             if isinstance(optimizer, LeanOptimizer) and param in optimizer.state:
                 return optimizer.master_of(param)
-        return param.detach()
+        return cast(Tensor, upcast(param.detach()))
 
     def masters(self) -> dict[str, Tensor]:
         """The fp32 value of every trainable parameter, by name."""
-        return {name: self._master_of(p).float() for name, p in self._params.items()}
+        return {name: self._master_of(p) for name, p in self._params.items()}
 
     def names_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """The model's names of an optimizer's parameters, in its own order."""

@@ -26,14 +26,22 @@ from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.scaler import Scaler
 
-__all__ = ["GradientWatch", "check_loss", "check_scaler", "check_settings", "named_trainables"]
+__all__ = ["GradientWatch", "advance", "check_loss", "check_scaler", "check_settings", "named_trainables"]
 
 
 class GradientWatch:
-    """Notices gradients that changed outside the Engine."""
+    """Notices gradients that changed outside the Engine, and parameters that optimizers got after it was made."""
 
-    def __init__(self, params: Mapping[str, Tensor], *, in_graphs: bool = False, hide: bool = False) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        in_graphs: bool = False,
+        hide: bool = False,
+    ) -> None:
         self._params, self._in_graphs, self._hide = params, in_graphs, hide
+        self._optimizers, self._num_owned = optimizers, _num_owned(optimizers)
         self._seen: dict[str, tuple[Tensor, int]] = {}
         self._moved: set[str] = set()  # out of a graph's memory
         self._aside: dict[str, Tensor] = {}
@@ -79,8 +87,15 @@ class GradientWatch:
                 self._seen[name] = (param.grad, param.grad._version)  # noqa: SLF001
 
     def check(self, what: str) -> None:
-        """Raise if a gradient appeared, changed or went since `remember`."""
+        """Raise if a gradient appeared, changed or went since `remember`, or an optimizer has new parameters."""
         self._put_back()  # where this is asked inside the block of a forward
+        added = _num_owned(self._optimizers) - self._num_owned
+        if added:
+            raise SettingError(
+                f"{what}() found {added:+d} parameters in the optimizer since the Engine was made (add_param_group?); the Engine would not "
+                "check or clip them. Give the optimizer every parameter at the start (one with requires_grad=False waits until it is "
+                "unfrozen), or close() this engine and make a new one."
+            )
         changed, gone = [], []
         for name, param in self._params.items():
             grad, seen = param.grad, self._seen.get(name)
@@ -96,15 +111,21 @@ class GradientWatch:
             )
         if changed and not self._seen:
             raise SettingError(
-                f"{what}() found gradients that engine.backward() did not make ({_few(changed)}): a bare loss.backward(), or left over "
-                "from before. Write engine.backward(loss), and clear old gradients with model.zero_grad() before the Engine starts."
+                f"{what}() found gradients that engine.backward() did not make ({_few(changed)}): a bare loss.backward(), another engine's "
+                "backward through this model, or left over from before. Write engine.backward(loss), freeze this model "
+                "(requires_grad_(False)) where another is trained through it, and clear old gradients with model.zero_grad()."
             )
         if changed:
             raise SettingError(
-                f"{what}() found the gradients of {_few(changed)} changed since engine.backward(): clipped or edited by hand, or a bare "
-                "loss.backward(). They are still multiplied by the loss scale. Use Engine(max_norm=...) to clip, or call "
-                "engine.unscale() first and edit then."
+                f"{what}() found the gradients of {_few(changed)} changed since engine.backward(): clipped or edited by hand, a bare "
+                "loss.backward(), another engine's backward through this model, or a backward that failed halfway. They are still "
+                "multiplied by the loss scale. Use Engine(max_norm=...) to clip, or call engine.unscale() first and edit then; "
+                "engine.reset_window() drops this window and begins a new one."
             )
+
+
+def _num_owned(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def _few(names: Sequence[str], most: int = 3) -> str:
@@ -140,6 +161,18 @@ def check_scaler(scaler: Scaler, compute: str) -> None:
         raise SettingError(
             f"scaler={scaler!r} has no use under {compute} compute, which has fp32's range; leave scaler= out."
         )
+
+
+def advance(schedulers: Sequence[Any], applied: int) -> None:
+    """Advance every scheduler for the update that was just applied."""
+    for scheduler in schedulers:
+        try:
+            scheduler.step()
+        except ValueError as error:  # OneCycleLR at its end
+            raise SettingError(
+                f"{type(scheduler).__name__} could not be stepped after update {applied}: {error}. The Engine steps schedulers once "
+                "per update: make it for as many as the run has, which is epochs x batches / accumulate."
+            ) from error
 
 
 def check_settings(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint import Checkpoint, check_weights, clean_name
+from halfstep.checkpoint import Checkpoint, check_weights, clean_name, replaced
 from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.optim.convert import master_in, plain
@@ -71,13 +71,13 @@ def load_engine(engine: Engine, state: dict[str, Any]) -> None:
     if _same_layout(Policy.parse(state["policy"]), engine.policy):
         module.load_state_dict({own[n]: t for n, t in weights.items()})
         for optimizer, saved in zip(engine.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            _load_optimizer(optimizer, saved)
     else:
         _load_converted(engine, own, weights, state)
     for scheduler, saved in zip(engine.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     if engine.ema is not None:
-        engine.ema.load_state_dict(state["ema"])
+        engine.ema.load_state_dict(state["ema"] | {"averages": _averages(engine, state["ema"])})
     counters = state["counters"]
     for name in ("attempts", "micro_batches", "applied"):
         setattr(engine, name, counters[name])
@@ -86,13 +86,27 @@ def load_engine(engine: Engine, state: dict[str, Any]) -> None:
     engine.reset_window()
 
 
+def _averages(engine: Engine, saved: dict[str, Any]) -> dict[str, Tensor]:
+    """Saved averages under this model's names, whatever wrappers either model has."""
+    own = {clean_name(name): name for name in engine._params}  # noqa: SLF001
+    return {own.get(clean_name(name), name): average for name, average in saved["averages"].items()}
+
+
 def _same_layout(saved: Policy, here: Policy) -> bool:
-    return all(getattr(saved, name) == getattr(here, name) for name in ("params", "master", "states"))
+    names = ("params", "master", "states") if here.params == "fp32" else ("params", "master", "states", "keep_fp32")
+    return all(getattr(saved, name) == getattr(here, name) for name in names)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load a state, but go on stepping the way this engine chose: fused or foreach is how, not what."""
+    groups = zip(saved["param_groups"], optimizer.param_groups, strict=True)
+    own = [theirs | {k: mine[k] for k in ("fused", "foreach") if k in mine} for theirs, mine in groups]
+    optimizer.load_state_dict(saved | {"param_groups": own})
 
 
 def _load_converted(engine: Engine, own: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Weights and optimizer states from another layout, by way of what all layouts stand for: fp32 masters and moments."""
-    masters = dict(weights)
+    found: dict[str, Tensor] = {}  # masters that are not the weights themselves
     plain_states = []
     for optimizer, names, saved in zip(engine.optimizers, state["names"], state["optimizers"], strict=True):
         moments = optimizer.moments if isinstance(optimizer, LeanOptimizer) else _ALL_MOMENTS
@@ -102,15 +116,13 @@ def _load_converted(engine: Engine, own: dict[str, str], weights: dict[str, Tens
             entry = saved["state"].get(index)
             if entry is not None:
                 full = master_in(entry, weights[name])
-                masters[name] = weights[name] if full is None else full
+                found |= {} if full is None else {name: full}
                 entries[index] = plain(entry, moments)
         plain_states.append(saved | {"state": entries})
+    masters = replaced(weights, found)
     engine._module.load_state_dict({own[n]: t for n, t in masters.items()})  # noqa: SLF001
     for optimizer, saved in zip(engine.optimizers, plain_states, strict=True):
-        how = [{k: v for k, v in g.items() if k in {"fused", "foreach"}} for g in optimizer.param_groups]
-        optimizer.load_state_dict(saved)
-        for group, kept in zip(optimizer.param_groups, how, strict=True):
-            group.update(kept)  # how this engine steps, not how the other did
+        _load_optimizer(optimizer, saved)
         if isinstance(optimizer, LeanOptimizer):
             names = {id(p): clean_name(name) for name, p in engine._params.items()}  # noqa: SLF001
             for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint import Checkpoint, load_checkpoint
+from halfstep.checkpoint import Checkpoint, clean_name, load_checkpoint, replaced
 from halfstep.checkpoint_folder import CheckpointFolder
 from halfstep.errors import SettingError, unknown
 from halfstep.kernels.split import join
@@ -38,7 +38,7 @@ def find_checkpoint(run: Path, *, best: bool = False) -> Path:
 
 def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor]:
     """Every weight and buffer in full precision; with `ema`, the averages in place of the weights."""
-    weights = dict(checkpoint.weights)
+    weights, masters = checkpoint.weights, dict[str, Tensor]()
     engine = checkpoint.state.get("engine") if isinstance(checkpoint.state, dict) else None
     if engine is None:
         raise SettingError(
@@ -47,19 +47,21 @@ def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor
     for names, optimizer in zip(engine["names"], engine["optimizers"], strict=True):
         for name, state in _by_name(names, optimizer).items():
             if "master" in state:
-                weights[name] = state["master"]
+                masters[name] = state["master"]
             elif "low" in state:
-                weights[name] = join(weights[name], state["low"])
+                masters[name] = join(weights[name], state["low"])
+    weights = replaced(weights, masters)
     if ema:
         if engine["ema"] is None:
             raise SettingError(f"{checkpoint.path} has no moving average; the run was not given ema=.")
-        weights |= engine["ema"]["averages"]
+        weights = replaced(weights, engine["ema"]["averages"])
     return weights
 
 
 def _by_name(names: list[str], optimizer: dict[str, Any]) -> dict[str, dict[str, Any]]:
     order = [index for group in optimizer["param_groups"] for index in group["params"]]
-    return {name: optimizer["state"][i] for name, i in zip(names, order, strict=True) if i in optimizer["state"]}
+    found = zip(map(clean_name, names), order, strict=True)
+    return {name: optimizer["state"][i] for name, i in found if i in optimizer["state"]}
 
 
 def export_weights(

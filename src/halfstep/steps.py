@@ -17,18 +17,19 @@ With several optimizers the decision is one: a non-finite gradient anywhere skip
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.kernels.gradstats import dense_values, known_sums, total_norm
 from halfstep.optim.lean import LeanOptimizer
 
-__all__ = ["Decision", "StepPath", "choose_path", "coalesce", "decide", "take_step", "unscale_in_place"]
+__all__ = ["Decision", "StepPath", "choose_path", "coalesce", "decide", "take_step", "unscale_in_place", "widen"]
 
 _SWITCHED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _FUSED = (*_SWITCHED, torch.optim.Adagrad)
@@ -147,6 +148,23 @@ def unscale_in_place(grads: Sequence[Tensor], divisor: Tensor) -> None:
                 values.copy_(values.float() / divisor.to(device))
         else:
             torch._foreach_div_(group, divisor.to(device, dtype))
+
+
+@torch.no_grad()
+def widen(params: Iterable[Tensor]) -> None:
+    """Hold fp16 gradients in fp32 from now on: undivided they fit fp16, divided by a loss scale they would vanish."""
+    for param in params:
+        grad = param.grad
+        if grad is None or grad.dtype is not torch.float16:
+            continue
+        if not hasattr(param, "grad_dtype"):
+            raise SettingError(
+                f"unscale() of fp16 gradients needs torch 2.10 or later, which can hold them in fp32; this is {torch.__version__}. "
+                "Below 6e-08 they would vanish. Upgrade torch, or leave clipping to Engine(max_norm=...)."
+            )
+        param.grad = None
+        param.grad_dtype = torch.float32
+        param.grad = grad.float()
 
 
 @torch.no_grad()

@@ -35,16 +35,25 @@ class Window:
         self.found_inf: Tensor | None = None  # set once the gradients have been unscaled
         self._reference: float | Tensor | None = None
         self._weighed = False  # whether the current micro-batch is in `weight`
+        self._current: float | Tensor = 1.0  # its own weight
+        self._factor: float | Tensor = 1.0  # of its losses
 
     def weigh(self, weight: Any) -> float | Tensor:
-        """Add a micro-batch and give the factor for its loss; a second loss of the same one adds nothing."""
-        weight = _checked(weight)
+        """Add a micro-batch and give the factor for its loss; a second loss of the same one has the same factor."""
+        checked = _checked(weight)
+        if self._weighed:
+            both_known = isinstance(checked, float) and isinstance(self._current, float)
+            if weight is not None and both_known and checked != self._current:
+                raise SettingError(
+                    f"backward() was given weight={weight!r} for another loss of a micro-batch that weighs {self._current:g}, and a "
+                    "micro-batch has one weight. Leave it out there; to weigh the losses against each other, multiply them."
+                )
+            return self._factor
         if self._reference is None:
-            self._reference = self.largest = _power_of_two_above(weight, self.largest)
-        factor: float | Tensor = weight / self._reference
-        if not self._weighed:
-            self.weight, self._weighed = self.weight + factor, True
-        return factor
+            self._reference = self.largest = _power_of_two_above(checked, self.largest)
+        self._current, self._factor = checked, checked / self._reference
+        self.weight, self._weighed = self.weight + self._factor, True
+        return self._factor
 
     def is_last(self) -> bool:
         """Whether the micro-batch in progress fills the window."""

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from halfstep.backends import SingleDevice
+from halfstep.errors import SettingError
+from halfstep.policy import Policy
 
 
 def as_ddp(module):
@@ -60,3 +62,20 @@ def test_one_rank_agrees_with_itself():
     assert (backend.name, backend.rank, backend.world_size) == ("single", 0, 1)
     backend.close()
     backend.close()
+
+
+def test_a_reducing_wrapper_is_known_and_lean_weights_in_it_are_refused():
+    """DistributedDataParallel sums in fp32; casting its weights, or another format for the sums, is an error."""
+    backend = SingleDevice()
+    backend.check(Policy.parse("bf16-lean,reduce=bf16"))
+    backend.unwrap(as_ddp(nn.Linear(2, 2)))
+    assert backend.reduce_dtype() == "fp32"
+    for fine in ("fp32", "tf32", "bf16", "fp16"):
+        backend.check(Policy.parse(fine))
+    for bad, why in (
+        ("bf16-lean", "drift apart"),
+        ("fp16-lean", "drift apart"),
+        ("bf16,reduce=bf16", "would do nothing"),
+    ):
+        with pytest.raises(SettingError, match=why):
+            backend.check(Policy.parse(bad))

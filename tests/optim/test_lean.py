@@ -51,7 +51,7 @@ def give_grads(params, seed, size=1.0):
 
 
 def bits(tensor):
-    return tensor.detach().view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).clone()
+    return tensor.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).clone()
 
 
 def snapshot(optimizer):
@@ -512,6 +512,39 @@ def test_adoption_carries_the_state_over(stock):
         lean.step()
         b.step()
     assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@every_stock
+@pytest.mark.parametrize(("master", "states"), [*itertools.product(["split", "fp32"], ["fp32", "bf16", "8bit"])])
+def test_an_optimizer_adopted_again_goes_on_where_it_was(stock, master, states):
+    """A second Engine over the same optimizer takes over masters and moments bit for bit, in whatever layout they are."""
+    runs = []
+    for again in (False, True):
+        params = weights((5, 7), (300,), dtype=BF16)
+        optimizer = stock(params)
+        optimizer.param_groups[0] |= {"amsgrad": False}  # 8 bits refuse it
+        lean = adopt(optimizer, master=master, states=states)
+        for t in range(8):
+            if again and t == 5:
+                lean = adopt(optimizer, master=master, states=states)
+            give_grads(params, t)
+            lean.step()
+        runs.append((snapshot(lean), {n: v.dtype for n, v in lean.state[params[0]].items()}))
+    assert runs[0][1] == runs[1][1]
+    assert same(runs[0][0], runs[1][0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float64], ids=str)
+def test_moments_of_any_dtype_become_those_of_the_policy(dtype):
+    """A stock optimizer that stepped 16-bit weights has 16-bit moments; adopted, they are fp32 as the policy says."""
+    param = nn.Parameter(torch.ones(5, dtype=dtype))
+    optimizer = torch.optim.AdamW([param])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    kept = optimizer.state[param]["exp_avg"].clone()
+    lean = adopt(optimizer, master="split", states="fp32")
+    assert lean.state[param]["exp_avg"].dtype is FP32
+    assert torch.equal(lean.state[param]["exp_avg"], kept.float())
 
 
 @every_stock

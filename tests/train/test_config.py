@@ -45,6 +45,7 @@ def test_a_setting_that_cannot_be_is_refused(pairs, message):
         {"steps": -1},
         {"keep_last": 0},
         {"seed": -1},
+        {"seed": 2**64},
         {"eval_every": 1.5},
         {"save_every": 0},
     ],

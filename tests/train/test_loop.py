@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.checkpoint import load_checkpoint
+from halfstep.checkpoint import load_checkpoint, read_meta
 from halfstep.checkpoint_folder import CheckpointFolder
 from halfstep.errors import HalfstepError
 from halfstep.export import masters_of
@@ -315,3 +315,23 @@ def test_digits_reach_the_same_accuracy_in_every_preset(tmp_path):
         assert min(scores) >= 0.95, (precision, scores)
         means[precision] = sum(scores) / 3
     assert max(means.values()) - min(means.values()) <= 0.015, means
+
+
+def test_only_a_validated_checkpoint_has_a_score(tmp_path):
+    """Between validations a checkpoint does not inherit the last one's metric, and is not the best by it."""
+    scores = [0.1, 0.9, 0.2, 0.3]
+    job = tiny_job(metric=lambda model, batch, epoch: scores[epoch])
+    config = TrainConfig(batch=16, epochs=4, eval_every=2, keep_last=4)
+    train(job, config, precision="fp32", out=tmp_path)
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    found = [read_meta(path)["folder"]["metric"] for path in sorted(folder.root.iterdir())]
+    assert found == [None, pytest.approx(0.9), None, pytest.approx(0.3)]
+    assert folder.best().name == "step-00000008"
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "xla", "nonsense"])
+def test_a_device_that_is_not_here_is_refused(device, tmp_path):
+    """The message says which there are, before anything is built or written."""
+    with pytest.raises(HalfstepError, match=f"device='{device}' is no"):
+        train(tiny_job(), TrainConfig(steps=1, device=device), precision="fp32", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

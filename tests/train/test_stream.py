@@ -1,5 +1,6 @@
 """The data of a run and its position."""
 
+import dataclasses
 import random
 
 import pytest
@@ -137,3 +138,28 @@ def test_only_tensors_move_to_the_device():
     moved = to_device({"x": torch.ones(1), "name": "a"}, torch.device("meta"))
     assert moved["x"].device.type == "meta"
     assert moved["name"] == "a"
+
+
+class Opaque:
+    """A batch that shows nothing of itself but its address."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@dataclasses.dataclass
+class Shown:
+    """A batch that shows its attributes, one of which is opaque."""
+
+    x: float
+    other: object
+
+
+def test_an_address_is_no_part_of_a_fingerprint():
+    """Objects of the user's own classes are told apart by what they hold, not by where they are."""
+    one = torch.ones(3)
+    assert fingerprint(Opaque(one)) == fingerprint(Opaque(one.clone()))
+    assert fingerprint(Opaque(one)) != fingerprint(Opaque(one + 1))
+    assert fingerprint(Shown(1.0, object())) == fingerprint(Shown(1.0, object()))
+    assert fingerprint(Shown(1.0, object())) != fingerprint(Shown(2.0, object()))
+    assert fingerprint([one.to_sparse()]) == fingerprint([one.clone().to_sparse()])

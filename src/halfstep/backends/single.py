@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
+from halfstep.errors import SettingError
+from halfstep.policy import Policy
+
 __all__ = ["SingleDevice"]
 
 
@@ -16,16 +19,30 @@ class SingleDevice:
     name = "single"
     rank = 0
     world_size = 1
+    _reduces = False  # whether the model's own wrapper sums gradients over ranks
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The user's own module behind torch.compile's or DistributedDataParallel's wrapper."""
         while True:
             inner = getattr(model, "_orig_mod", None)
             if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-                inner = model.module
+                inner, self._reduces = model.module, True
             if inner is None:
                 return model
             model = inner
+
+    def check(self, policy: Policy) -> None:
+        """Refuse a policy that this backend cannot keep, before anything is changed."""
+        if self._reduces and policy.params != "fp32":
+            raise SettingError(
+                f"The model is in DistributedDataParallel, whose buckets have the dtype the weights had then; {policy} casts the weights, "
+                "and the ranks would drift apart unnoticed. Use a preset with fp32 weights, such as bf16 or fp16."
+            )
+        if self._reduces and policy.reduce != "fp32":
+            raise SettingError(
+                f"reduce={policy.reduce} would do nothing: DistributedDataParallel sums the gradients of fp32 weights in fp32. Leave it "
+                "out, and register one of DistributedDataParallel's own communication hooks on the model."
+            )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Around the backward of a micro-batch whose gradients need not be reduced yet."""
@@ -38,7 +55,7 @@ class SingleDevice:
 
     def reduce_dtype(self) -> str | None:
         """The dtype in which gradients are summed over ranks, if they are."""
-        return None
+        return "fp32" if self._reduces else None  # DistributedDataParallel's, of fp32 weights
 
     def close(self) -> None:
         """Give back what the backend holds."""

@@ -44,15 +44,8 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     lean = target(optimizer.param_groups, master=master, states=states)
     lean.param_groups = optimizer.param_groups
     lean.defaults = optimizer.defaults
-    for param, stored in optimizer.state.items():
-        taken = {
-            k: torch.as_tensor(v, dtype=torch.float32, device=param.device) for k, v in stored.items() if v is not None
-        }
-        if "momentum_buffer" in taken:  # torch's SGD counts no steps; what matters is that this is not the first
-            taken.setdefault("step", torch.ones((), device=param.device, dtype=torch.float32))
-        for name in [n for n in taken if n in lean.moments]:
-            taken |= lean._packed(name, taken[name], taken["step"])  # noqa: SLF001 - our own class
-        lean.state[param] = taken
+    for param in list(optimizer.state):  # torch's own state, or a lean one if it was adopted before
+        lean.state[param] = lean._converted(optimizer.state.pop(param), param)  # noqa: SLF001 - our own class
     lean._stock, optimizer.state = optimizer, lean.state  # noqa: SLF001 - our own class
     _refuse_to_step(optimizer, lean)
     say(

@@ -28,6 +28,7 @@ __all__ = ["LeanOptimizer"]
 MASTERS = ("policy", "split", "fp32", "none")
 STATES = ("policy", "fp32", "bf16", "8bit")
 _16_BIT = (torch.float16, torch.bfloat16)
+_HELD = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # moments of any other dtype are not ours
 
 
 class LeanOptimizer(torch.optim.Optimizer):
@@ -252,7 +253,7 @@ class LeanOptimizer(torch.optim.Optimizer):
             own["step"] = torch.ones((), dtype=torch.float32, device=param.device)
         for name in [n for n in self.moments if n in own]:
             scaled = f"{name}_scale" in own
-            held = "8bit" if scaled else "bf16" if own[name].dtype is torch.bfloat16 else "fp32"
+            held = "8bit" if scaled else _HELD.get(own[name].dtype)
             if held != ("fp32" if self.states == "policy" else self.states):
                 value = restore(own, name)
                 own.pop(f"{name}_scale", None)

@@ -47,6 +47,8 @@ class TrainConfig:
                 _at_least(name, getattr(self, name), 1)
         _at_least("keep_best", self.keep_best, 0)
         _at_least("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise SettingError(f"seed={self.seed} is more than torch's generators take; write a number below 2^63.")
         check_compile(self.compile)
 
 

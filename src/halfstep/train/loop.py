@@ -183,10 +183,11 @@ class _Run:
             if ended == "stop":
                 break
             last = ended == "steps" or self._done(epoch + 1)
-            if last or (epoch + 1) % config.eval_every == 0:
+            validated = last or (epoch + 1) % config.eval_every == 0
+            if validated:
                 self._validate(epoch)
             if last or config.save_every is None:
-                self._save(epoch, whole=ended == "epoch", validated=True)
+                self._save(epoch, whole=ended == "epoch", validated=validated)
             if ended == "epoch":
                 epoch += 1
             if last:
@@ -330,13 +331,20 @@ class _Run:
 
 
 def _device(name: str) -> torch.device:
-    if name != "auto":
-        try:
-            return torch.device(name)
-        except RuntimeError:
-            raise SettingError(f"device={name!r} is no device of torch; write auto, cpu, cuda or cuda:1.") from None
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator if accelerator is not None else torch.device("cpu")
+    if name == "auto":
+        return accelerator if accelerator is not None else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise SettingError(f"device={name!r} is no device of torch; write auto, cpu, cuda or cuda:1.") from None
+    number = {"cpu": 1} | ({} if accelerator is None else {accelerator.type: torch.accelerator.device_count()})
+    if (device.index or 0) >= number.get(device.type, 0):
+        here = " and ".join(f"{count} {kind}" for kind, count in number.items())
+        raise SettingError(
+            f"device={name!r} is not here: torch {torch.__version__} sees {here}. Write auto, or one of these."
+        )
+    return device
 
 
 def _batch_size(batch: Any, otherwise: int) -> int:

@@ -10,6 +10,7 @@ that data which cannot be repeated is noticed and not trained on twice.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,13 +28,21 @@ __all__ = ["DataStream", "fingerprint", "to_device"]
 def fingerprint(batch: Any) -> str:
     """A digest of a batch's tensors and plain values."""
     digest = hashlib.sha256()
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
+    for leaf in _leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(leaf).encode())
+        else:  # an address is another one in every process
+            digest.update(re.sub(r"\bat 0x[0-9a-f]+", "", repr(leaf)).encode())
     return digest.hexdigest()
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """The leaves of a batch; of an object that shows nothing of itself, those of its attributes as well."""
+    for leaf in pytree.tree_leaves(batch):
+        yield leaf
+        if getattr(type(leaf), "__repr__", None) is object.__repr__:
+            yield from pytree.tree_leaves(getattr(leaf, "__dict__", {}))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
