@@ -180,9 +180,10 @@ def _notes(runs: list[RunRecord], survey: dict[str, Any], rows: list[Row]) -> li
         gaps += [f"{short} {'run is' if short == 1 else 'runs are'} shorter than the others"] if short else []
         notes.append(f"The comparison was stopped early{': ' * bool(gaps)}{' and '.join(gaps)}." + _fewer(rows))
     notes += [
-        f"{run.contender.label}: the census of operators failed ({run.measured['census_failed']})."
+        f"{run.contender.label}: {words} failed ({run.measured[key]})."
+        for key, words in (("split_failed", "timing the parts of a step"), ("census_failed", "the census of operators"))
         for run in runs
-        if "census_failed" in run.measured
+        if key in run.measured
     ]
     notes += [
         f"{run.contender.label} was cut after {run.measured['stopped_after']} of {run.settings.steps} steps and not repeated: it is so "

@@ -132,7 +132,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], found: 
     assert seconds is not None
     samples = float(timed[0].measured.get("samples") or found["samples"] or found["batch"])
     steps = [second for run in timed for second in run.seconds]
-    surveyed = next((run.measured for run in timed if "split" in run.measured), {})
+    surveyed = next((run.measured for run in timed if {"split", "census"} & set(run.measured)), {})
     gradients: dict[str, Any] = next((run.measured["gradients"] for run in timed if "gradients" in run.measured), {})
     memory = _memory(whole)
     return Row(
