@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -38,6 +39,22 @@ def test_gates_look_at_the_rows(tmp_path):
         comparison.gate("bf17.speedup > 1")
     with pytest.raises(SettingError, match="There is no row"):
         comparison.row("bf17")
+
+
+def test_a_row_that_failed_or_was_not_run_passes_no_gate(tmp_path):
+    """Not by the seeds that were left, nor by skips that nobody could count; and a stop does not make it unknown."""
+    failures = {"fp16": {"kind": "not installed", "reason": "no fp16"}}
+    folder = write_case(tmp_path / "c", failures=failures, stopped=True)
+    run = folder / "runs" / "fp32-1.jsonl"
+    run.write_text(re.sub(r'"loss":[0-9.e-]+(?=,"grad_norm")', '"loss":"nan"', run.read_text()))
+    for path in (folder / "runs").glob("bf16-*"):
+        path.unlink()
+    comparison = read_comparison([folder])
+    assert [row.status for row in comparison.rows] == ["failed", "failed"]
+    for gate in ("fp32.loss > 100", "fp32.step_ms > 1e9", "fp16.skips > 5", "bf16.loss_gap > 100"):
+        result = comparison.gate(gate)
+        assert result.failed
+        assert "not measured" in result.seen
 
 
 def test_machines_stand_side_by_side(tmp_path):

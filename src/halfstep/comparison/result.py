@@ -42,9 +42,15 @@ class Comparison:
         raise SettingError(f"There is no row {label!r}; there are {', '.join(row.label for row in self.rows)}.")
 
     def gate(self, text: str) -> GateResult:
-        """Whether a gate such as "bf16.loss_gap > 0.02" fails."""
-        figures = {row.label: {name: metric_of(row, name) for name in METRICS} for row in self.rows}
-        return check_gate(parse_gate(text, list(figures)), figures)
+        """Whether a gate such as "bf16.loss_gap > 0.02" fails; a row that failed or has no run yet passes none."""
+        machines = _machine_names(self.surveys) if len(self.surveys) > 1 else [""]
+        pairs = zip(self.surveys, machines, strict=True)
+        labels = [
+            _named(contender["label"], machine) for survey, machine in pairs for contender in survey["contenders"]
+        ]
+        done = [row for row in self.rows if row.status == "done"]
+        figures = {row.label: {name: metric_of(row, name) for name in METRICS} for row in done}
+        return check_gate(parse_gate(text, labels), figures)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as values that JSON can hold; numbers that it lacks are strings."""
