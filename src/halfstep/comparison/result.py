@@ -11,7 +11,7 @@ from typing import Any
 
 from halfstep.comparison.gate import GateResult, check_gate, parse_gate
 from halfstep.comparison.record import SURVEY, RunRecord, read_json, read_run, run_files
-from halfstep.comparison.rows import METRICS, Row, build_row, metric_of, noise_of
+from halfstep.comparison.rows import METRICS, Row, build_row, metric_of, noise_of, seeds_tell
 from halfstep.comparison.table import plain_table, table_cells
 from halfstep.comparison.verdict import Verdict, judge
 from halfstep.errors import SettingError
@@ -179,6 +179,12 @@ def _notes(runs: list[RunRecord], survey: dict[str, Any], rows: list[Row]) -> li
                 notes.append(
                     f"The {words} of repeat {repeat} differ between rows, so their losses do not compare like with like."
                 )
+    reference = [run for run in runs if run.contender.label == survey["reference"] and run.failure is None]
+    if len(reference) > 1 and not seeds_tell(reference):
+        notes.append(
+            "Every seed gives the same weights and the same first batch, so the repeats tell about speed and not about learning: how far "
+            "fp32 is from itself is not known. Let the job draw from torch's generator without seeding it, or name its argument `seed`."
+        )
     missing = len(survey["contenders"]) - len(rows)
     if survey["stopped"]:
         short = sum("stopped_after" in run.measured for run in runs)
