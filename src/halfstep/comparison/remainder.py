@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.comparison.contender import Contender
-from halfstep.comparison.record import SURVEY, read_json, read_run, run_files
+from halfstep.comparison.record import CUT_OFF, SURVEY, RunRecord, read_run, read_survey, run_files
 from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import SettingError
 
@@ -37,17 +37,22 @@ def read_remainder(folder: Path) -> Remainder:
     """What there is and what is missing in a comparison's directory; refused if nothing is missing."""
     if not (folder / SURVEY).exists():
         raise SettingError(f"{folder} holds no comparison to go on with ({SURVEY} is missing); check the path.")
-    survey = read_json(folder / SURVEY)
+    survey = read_survey(folder)
     contenders = tuple(Contender.from_dict(values) for values in survey["contenders"])
     settings = CompareSettings.from_dict(survey["settings"])
     runs = [read_run(path) for path in run_files(folder)]
-    done = {(run.contender.label, run.repeat) for run in runs if "stopped_after" not in run.measured}
+    done = {(run.contender.label, run.repeat) for run in runs if _is_done(run)}
     if not survey["stopped"] or len(done) == len(contenders) * settings.repeats:
         raise SettingError(
             f"The comparison in {folder} was not stopped: there is nothing to go on with. To see it again: --from {folder}."
         )
     failed = {(run.contender.label, run.failure["kind"]) for run in runs if run.failure is not None}
     return Remainder(contenders, settings, survey, frozenset(done), frozenset(failed))
+
+
+def _is_done(run: RunRecord) -> bool:
+    cut_off = run.failure is not None and run.failure["kind"] == CUT_OFF
+    return "stopped_after" not in run.measured and not cut_off
 
 
 def check_same(earlier: dict[str, Any], now: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.comparison.gate import GateResult, check_gate, parse_gate
-from halfstep.comparison.record import SURVEY, RunRecord, read_json, read_run, run_files
+from halfstep.comparison.record import SURVEY, RunRecord, read_run, read_survey, run_files
 from halfstep.comparison.rows import METRICS, Row, build_row, metric_of, noise_of, seeds_tell
 from halfstep.comparison.table import plain_table, table_cells
 from halfstep.comparison.verdict import Verdict, judge
@@ -115,7 +115,7 @@ class Part:
 
 
 def _read_part(folder: Path) -> Part:
-    survey = read_json(_inside(folder) / SURVEY)
+    survey = read_survey(_inside(folder))
     return Part(survey, tuple(read_run(path) for path in run_files(folder)))
 
 
