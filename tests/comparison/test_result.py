@@ -93,6 +93,19 @@ def test_instalments_on_one_machine_become_one_comparison(tmp_path):
     assert "fp16 @ a CPU #2" in [row.label for row in read_comparison([one, other_torch]).rows]
 
 
+@pytest.mark.parametrize("setting", [{"seed": 7}, {"max_norm": None}, {"steps": 80}])
+def test_instalments_with_other_settings_stay_apart(tmp_path, setting):
+    """A clip, a seed or a length of its own would look like what the precision did."""
+    one = write_case(tmp_path / "a", (("fp32", 0.010, {}),))
+    given = {**json.loads((one / "survey.json").read_text())["settings"], **setting}
+    two = write_case(tmp_path / "b", (("bf16", 0.004, {}),), settings=given)
+    comparison = read_comparison([one, two])
+    assert [row.label for row in comparison.rows] == ["fp32 @ a CPU #1", "bf16 @ a CPU #2"]
+    assert comparison.row("bf16 @ a CPU #2").speedup is None
+    threads = write_case(tmp_path / "c", (("fp16", 0.004, {}),), threads=8)
+    assert "fp16 @ a CPU #2" in [row.label for row in read_comparison([one, threads]).rows]
+
+
 def test_different_weights_are_noticed(tmp_path):
     """The fingerprints of each repeat must agree between rows."""
     folder = write_case(tmp_path / "c")

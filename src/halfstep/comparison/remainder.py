@@ -61,6 +61,9 @@ def check_same(earlier: dict[str, Any], now: dict[str, Any]) -> None:
     before, here = (found["environment"].get("torch") for found in (earlier, now))
     if before != here:
         differs.append(f"torch was {before} and is {here}")
+    threads, now_threads = earlier.get("threads"), now.get("threads")
+    if threads != now_threads and threads is not None:
+        differs.append(f"torch had {threads} threads and has {now_threads} (OMP_NUM_THREADS)")
     if differs:
         raise SettingError(
             f"This is not where the comparison began: {'; '.join(differs)}. Compare anew with another --out, and put both side by "

@@ -19,6 +19,8 @@ from halfstep.errors import SettingError
 __all__ = ["SCHEMA", "Comparison", "Part", "merge_parts", "read_comparison"]
 
 SCHEMA = 1
+# Settings that directories must have in common to be one table: otherwise what they do would pass for a row's own doing.
+_HOW = ("steps", "seed", "max_norm", "warmup")
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,11 @@ def merge_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 def _belong(one: Part, other: Part) -> bool:
-    same = all(one.survey[key] == other.survey[key] for key in ("machine", "source", "batch", "device"))
+    same = all(one.survey[key] == other.survey[key] for key in ("machine", "source", "batch", "device", "num_params"))
     torch = one.survey["environment"].get("torch") == other.survey["environment"].get("torch")
-    return same and torch and not _labels(one) & _labels(other)
+    threads = one.survey.get("threads") == other.survey.get("threads")
+    how = all(one.survey["settings"].get(key) == other.survey["settings"].get(key) for key in _HOW)
+    return same and torch and threads and how and not _labels(one) & _labels(other)
 
 
 def _labels(part: Part) -> set[str]:
