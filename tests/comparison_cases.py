@@ -87,7 +87,7 @@ def write_case(
             )
     found = {
         "target": "digits", "source": "digits", "data_dir": None, "batch": 64, "device": device, "machine": machine,
-        "support": {f: ["native", ""] for f in ("fp32", "tf32", "bf16", "fp16", "fp8")}, "environment": ENVIRONMENT,
+        "threads": 1, "support": {f: ["native", ""] for f in ("fp32", "tf32", "bf16", "fp16", "fp8")}, "environment": ENVIRONMENT,
         "matmul": [{"format": f, "gflops_median": 100.0} for f in ("fp32", "bf16", "fp16")], "resident_bytes": 4e8,
         "has_metric": True, "notes": [], "same_weights": True, "same_batches": True, "num_params": 26538, "samples": 64,
         "flops_per_step": 47_000_000, "settings": settings.as_dict(), "contenders": [vars(c) for c in contenders],

@@ -162,6 +162,12 @@ def test_a_missing_file_suggests_the_nearest(write):
     assert "nowhere/x does not exist" in fails("nowhere/x")
 
 
+def test_a_file_that_changes_the_folder_is_found_again(write):
+    """The source of a target is where its file was, not where the file went."""
+    path = write("going.py", f"import os\nos.mkdir('there')\nos.chdir('there')\n{JOB}")
+    assert load_target("going.py").source == f"{path}:job"
+
+
 def test_a_file_that_raises_shows_type_message_and_line(write):
     """The user's error is one line with its place, also when it comes from a neighbour."""
     path = write("bad.py", "x = 1\n\nraise KeyError('weights')\n")

@@ -92,13 +92,14 @@ def _from_file(path: Path, name: str) -> Target:
         raise SettingError(f"{path} is a folder, not a job file; name a file in it. {_FORMS}")
     if not path.is_file():
         raise SettingError(f"The job file {path} does not exist{_similar(path)}. {_FORMS}")
+    whole = path.resolve()  # before the file is run, which may change the folder
     try:
         module = load_file(path)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
         raise _failed(f"The job file {path}", error) from error
     job = _pick(vars(module), name, str(path))
     shown = path.name if name == "job" else f"{path.name}:{name}"
-    return Target(shown, job, f"{path.resolve()}:{name}")
+    return Target(shown, job, f"{whole}:{name}")
 
 
 def _from_module(module_name: str, name: str) -> Target:

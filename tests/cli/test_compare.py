@@ -54,6 +54,19 @@ def test_a_report_is_rebuilt_from_run_files(tmp_path):
     assert (tmp_path / "other" / "report.html").exists()
 
 
+def test_a_report_never_replaces_the_runs_it_is_made_of(tmp_path):
+    """--out may name the one directory that is read, where --force replaces the report alone; one of several is refused."""
+    one, two = (write_case(tmp_path / name, machine=name) for name in ("a", "b"))
+    files = sorted(one.rglob("*"))
+    assert run("--from", one, "--out", one / ".." / "a").exit_code == 0
+    assert isinstance(run("--from", one, "--out", one).exception, HalfstepError)
+    assert run("--from", one, "--out", one, "--force").exit_code == 0
+    assert set(files) < set(one.rglob("*"))
+    refused = run("--from", one, two, "--out", two, "--force")
+    assert "one of the directories that --from reads" in str(refused.exception)
+    assert len(list((two / "runs").iterdir())) == 9
+
+
 def test_runs_of_different_machines_are_compared(tmp_path, monkeypatch):
     """Several directories, by --from or after it; written to a new one."""
     monkeypatch.chdir(tmp_path)

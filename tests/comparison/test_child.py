@@ -1,9 +1,7 @@
 """The process in which one run happens."""
 
-import io
 import json
 import os
-import sys
 
 import pytest
 
@@ -14,7 +12,7 @@ from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import OverflowStop
 
 
-def converse(tmp_path, monkeypatch, requests, fault="pass", **more):
+def converse(tmp_path, requests, fault="pass", **more):
     """Run the child's main in this process; its exit code and answers."""
     spec = {
         "target": str(write_job(tmp_path, fault)), "data_dir": None, "seed": 1, "batch": 8, "out": str(tmp_path / "run.jsonl"),
@@ -22,26 +20,25 @@ def converse(tmp_path, monkeypatch, requests, fault="pass", **more):
     }  # fmt: skip
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     reader, writer = os.pipe()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(r) + "\n" for r in requests)))
-    code = main([str(tmp_path / "spec.json"), str(writer)])
+    code = main([str(tmp_path / "spec.json"), str(writer)], [json.dumps(r) + "\n" for r in requests])
     with os.fdopen(reader) as answers:
         return code, [json.loads(line) for line in answers]
 
 
-def test_a_run_is_a_conversation(tmp_path, monkeypatch):
+def test_a_run_is_a_conversation(tmp_path):
     """Warm up, two turns, finish: four answers, and the run file is whole."""
     requests = [{"do": "warm"}, {"do": "slice", "count": 3}, {"do": "slice", "count": 3}, {"do": "finish"}]
-    code, answers = converse(tmp_path, monkeypatch, requests)
+    code, answers = converse(tmp_path, requests)
     assert (code, [a["is"] for a in answers]) == (0, ["done"] * 4)
     run = read_run(tmp_path / "run.jsonl")
     assert (len(run.loss), [len(turn) for turn in run.slices], run.seed) == (8, [3, 3], 1)
     assert "stopped_after" not in run.measured
 
 
-def test_a_failure_is_answered_and_written_with_what_was_there(tmp_path, monkeypatch, capsys):
+def test_a_failure_is_answered_and_written_with_what_was_there(tmp_path, capsys):
     """The fourth loss raises: the answer names the line, and the file has the steps before it."""
     fault = "import builtins; builtins.n = getattr(builtins, 'n', 0) + 1; assert builtins.n < 4, 'enough'"
-    code, answers = converse(tmp_path, monkeypatch, [{"do": "warm"}, {"do": "slice", "count": 3}], fault)
+    code, answers = converse(tmp_path, [{"do": "warm"}, {"do": "slice", "count": 3}], fault)
     assert code == 1
     assert (answers[-1]["is"], answers[-1]["kind"]) == ("failed", "job")
     assert "enough" in answers[-1]["reason"]
@@ -52,17 +49,17 @@ def test_a_failure_is_answered_and_written_with_what_was_there(tmp_path, monkeyp
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_survey_is_answered(tmp_path, monkeypatch):
+def test_a_survey_is_answered(tmp_path):
     """Machine and job, and no run file."""
-    code, answers = converse(tmp_path, monkeypatch, [{"do": "survey"}], contender=None)
+    code, answers = converse(tmp_path, [{"do": "survey"}], contender=None)
     assert code == 0
     assert answers[0]["survey"]["num_params"] == 161
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_without_a_parent_it_ends(tmp_path, monkeypatch):
+def test_without_a_parent_it_ends(tmp_path):
     """The end of its input is the end of the child."""
-    assert converse(tmp_path, monkeypatch, [{"do": "warm"}]) == (1, [{"is": "done"}])
+    assert converse(tmp_path, [{"do": "warm"}]) == (1, [{"is": "done"}])
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,15 @@ def test_nothing_is_overwritten_without_force(tmp_path):
         prepare_out(out / "mine.txt", force=True)
 
 
+def test_force_leaves_a_folder_alone_that_holds_no_comparison(tmp_path):
+    """A project's own runs/ is not a comparison's, whatever its files are called."""
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/weights.safetensors", "runs/train.jsonl", "report.html"):
+        (tmp_path / name).write_text("mine")
+    prepare_out(tmp_path, force=True)
+    assert len([p for p in tmp_path.rglob("*") if p.is_file()]) == 3
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

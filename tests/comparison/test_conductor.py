@@ -96,6 +96,18 @@ def test_a_faulty_job_is_one_error(tmp_path):
     assert not list((tmp_path / "out" / "runs").glob("*.jsonl"))
 
 
+def test_a_job_may_change_the_folder(tmp_path, monkeypatch):
+    """Paths are meant from where the comparison was started."""
+    (tmp_path / "elsewhere").mkdir()
+    job = write_job(tmp_path)
+    job.write_text(f"import os; os.chdir({str(tmp_path / 'elsewhere')!r})\n{job.read_text()}")
+    monkeypatch.chdir(tmp_path)
+    comparison = compare("job.py", ["fp32", "bf16"], steps=4, repeats=1, batch=8, out="out")
+    assert [row.status for row in comparison.rows] == ["done", "done"]
+    assert comparison.row("bf16").cosine is not None
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_rows_that_do_not_fit_together_run_one_after_the_other(tmp_path, monkeypatch):
     """On a GPU always, and on a CPU where memory would be short."""
     contenders = parse_contenders(["fp32", "bf16"])

@@ -88,6 +88,8 @@ def test_what_was_not_measured_fails():
     assert "not measured" in str(result)
     assert check_gate(parse_gate("bf16.loss > 0", LABELS), {"bf16": {"loss": float("nan")}}).failed
     assert check_gate(parse_gate("1 / bf16.loss > 0", LABELS), {"bf16": {"loss": 0.0}}).failed
+    for text in ("fp32.loss > 9 and bf16.loss > 0", "bf16.loss > 0 and fp32.loss > 9"):
+        assert check_gate(parse_gate(text, LABELS), {"fp32": {"loss": 1.0}}).failed
 
 
 def test_a_result_shows_the_values_it_saw():

@@ -1,9 +1,12 @@
 """A child process and the conversation with it."""
 
+import contextlib
 import os
+import time
 
 import pytest
 
+from comparison_jobs import write_job
 from halfstep.comparison import process
 from halfstep.comparison.process import INSIDE, ChildProcess, Stopped
 from halfstep.comparison.settings import CompareSettings
@@ -26,6 +29,30 @@ def test_waiting_ends_when_asked_to_stop(tmp_path):
         child.ask(do="survey")
     child.close()
     assert child._process.poll() is not None
+
+
+def ask_job(tmp_path, code):
+    """The answer to a survey of a job file that begins with this code."""
+    path = write_job(tmp_path)
+    path.write_text(f"import os, subprocess, time\n{code}\n{path.read_text()}")
+    child = ChildProcess(ChildSpec(str(path), None, CompareSettings().as_dict()), tmp_path, "x", lambda: False)
+    with contextlib.closing(child):
+        return child.ask(do="survey")
+
+
+def test_a_job_does_not_read_the_requests(tmp_path):
+    """Its stdin, and that of the programs it starts, is empty."""
+    code = "assert subprocess.run(['cat'], stdout=subprocess.PIPE).stdout == b''\ninput('go on?')"
+    answer = ask_job(tmp_path, code)
+    assert (answer["is"], "EOFError" in answer["reason"]) == ("failed", True)
+
+
+def test_a_death_is_noticed_though_a_grandchild_lives(tmp_path):
+    """A process that the job forked holds the pipe open, and nobody waits for it."""
+    start = time.monotonic()
+    answer = ask_job(tmp_path, "if os.fork() == 0: time.sleep(60)\nos._exit(7)")
+    assert "exit code 7" in answer["reason"]
+    assert time.monotonic() - start < 50
 
 
 def test_the_environment_of_the_parent_is_left_alone():

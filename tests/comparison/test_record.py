@@ -1,11 +1,14 @@
 """Runs on disk."""
 
+import json
 import math
 
 import pytest
 
 from comparison_cases import write_case
-from halfstep.comparison.record import RUNS, SURVEY, read_json, read_run, run_files, run_name
+from halfstep.comparison.record import CUT_OFF, RUNS, SURVEY, read_json, read_run, read_survey, run_files, run_name
+from halfstep.comparison.remainder import read_remainder
+from halfstep.comparison.result import read_comparison
 from halfstep.errors import SettingError
 from halfstep.runlog import RunLog
 
@@ -58,6 +61,36 @@ def test_files_are_named_after_rows(tmp_path):
     write_case(tmp_path / "c", repeats=1)
     (tmp_path / "c" / RUNS / "note.txt").write_text("mine")
     assert [p.name for p in run_files(tmp_path / "c")] == ["bf16-0.jsonl", "fp16-0.jsonl", "fp32-0.jsonl"]
+
+
+def test_a_file_that_lost_its_end_is_a_failed_run(tmp_path):
+    """Cut in a line or between two, it counts as a run that failed, and --resume makes it again; damage is named."""
+    folder = write_case(tmp_path / "c", stopped=True)
+    path = folder / RUNS / "bf16-1.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for part in (whole[: len(whole) // 2], b"".join(lines[:12]), b"".join(lines[:-1])):
+        path.write_bytes(part)
+        run = read_run(path)
+        assert run.failure["kind"] == CUT_OFF
+        assert run.slices == ()
+        row = read_comparison([folder]).row("bf16")
+        assert row.reason.startswith("cut off (1 of 3 runs): bf16-1.jsonl ends after step ")
+        assert row.num_runs == 2
+        assert ("bf16", 1) not in read_remainder(folder).done
+    path.write_bytes(whole.replace(b'"skipped"', b'"skippt"'))
+    with pytest.raises(SettingError, match="is damaged.*skipped"):
+        read_run(path)
+
+
+def test_a_survey_is_whole(tmp_path):
+    """What is missing is named, for a report and for --resume alike."""
+    folder = write_case(tmp_path / "c", stopped=True)
+    survey = read_survey(folder)
+    (folder / SURVEY).write_text(json.dumps({key: survey[key] for key in survey if key not in {"contenders", "notes"}}))
+    for reader in (lambda: read_comparison([folder]), lambda: read_remainder(folder)):
+        with pytest.raises(SettingError, match="lacks notes, contenders"):
+            reader()
 
 
 def test_foreign_files_are_refused(tmp_path):

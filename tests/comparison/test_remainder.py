@@ -86,6 +86,7 @@ def test_nothing_left_is_refused(tmp_path):
         ({"machine": "another CPU"}, "machine was 'a CPU' and is 'another CPU'"),
         ({"num_params": 3}, "num_params was"),
         ({"environment": {**ENVIRONMENT, "torch": "2.9.0"}}, "torch was 2.13.0 and is 2.9.0"),
+        ({"threads": 4}, "torch had 1 threads and has 4"),
     ],
 )
 def test_another_machine_is_refused(tmp_path, changes, message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -40,6 +41,22 @@ def test_gates_look_at_the_rows(tmp_path):
         comparison.row("bf17")
 
 
+def test_a_row_that_failed_or_was_not_run_passes_no_gate(tmp_path):
+    """Not by the seeds that were left, nor by skips that nobody could count; and a stop does not make it unknown."""
+    failures = {"fp16": {"kind": "not installed", "reason": "no fp16"}}
+    folder = write_case(tmp_path / "c", failures=failures, stopped=True)
+    run = folder / "runs" / "fp32-1.jsonl"
+    run.write_text(re.sub(r'"loss":[0-9.e-]+(?=,"grad_norm")', '"loss":"nan"', run.read_text()))
+    for path in (folder / "runs").glob("bf16-*"):
+        path.unlink()
+    comparison = read_comparison([folder])
+    assert [row.status for row in comparison.rows] == ["failed", "failed"]
+    for gate in ("fp32.loss > 100", "fp32.step_ms > 1e9", "fp16.skips > 5", "bf16.loss_gap > 100"):
+        result = comparison.gate(gate)
+        assert result.failed
+        assert "not measured" in result.seen
+
+
 def test_machines_stand_side_by_side(tmp_path):
     """Rows carry their machine's name, and are compared with its own fp32."""
     one = write_case(tmp_path / "a", machine="CPU A")
@@ -74,6 +91,19 @@ def test_instalments_on_one_machine_become_one_comparison(tmp_path):
     assert any("several directories" in note for note in comparison.notes)
     other_torch = write_case(tmp_path / "d", (("fp16", 0.01, {}),), environment={**ENVIRONMENT, "torch": "2.9.0"})
     assert "fp16 @ a CPU #2" in [row.label for row in read_comparison([one, other_torch]).rows]
+
+
+@pytest.mark.parametrize("setting", [{"seed": 7}, {"max_norm": None}, {"steps": 80}])
+def test_instalments_with_other_settings_stay_apart(tmp_path, setting):
+    """A clip, a seed or a length of its own would look like what the precision did."""
+    one = write_case(tmp_path / "a", (("fp32", 0.010, {}),))
+    given = {**json.loads((one / "survey.json").read_text())["settings"], **setting}
+    two = write_case(tmp_path / "b", (("bf16", 0.004, {}),), settings=given)
+    comparison = read_comparison([one, two])
+    assert [row.label for row in comparison.rows] == ["fp32 @ a CPU #1", "bf16 @ a CPU #2"]
+    assert comparison.row("bf16 @ a CPU #2").speedup is None
+    threads = write_case(tmp_path / "c", (("fp16", 0.004, {}),), threads=8)
+    assert "fp16 @ a CPU #2" in [row.label for row in read_comparison([one, threads]).rows]
 
 
 def test_different_weights_are_noticed(tmp_path):

@@ -91,6 +91,7 @@ def test_a_nan_is_a_failure_with_its_step(tmp_path):
     assert row.nonfinite == 20
     assert row.step_seconds is not None
     assert final_loss(mine[1]) is None
+    assert (row.loss, row.loss_gap) == (None, None)  # the other seed's would pass for the row's
 
 
 def test_figures_of_gates_are_plain_numbers(tmp_path):

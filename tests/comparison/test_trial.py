@@ -21,7 +21,7 @@ def job(tmp_path):
 
 
 def run(job, precision, *, survey=True, gradients=None, reference=False, seed=0, finish=True):
-    (contender,) = parse_contenders([precision])
+    (contender,) = parse_contenders([], [precision]) if precision == "torch-amp" else parse_contenders([precision])
     trial = Trial(job, TrialSpec(contender, SETTINGS, seed, 8, survey, gradients, reference))
     trial.warm_up()
     for count in SETTINGS.slices():
@@ -48,6 +48,24 @@ def test_a_run_measures_everything_once(job):
     assert record["warmup_steps"] == 4
     assert record["truth"]["rows"]["precision"] == "bf16"
     assert record["samples"] == 8
+
+
+def test_a_schedule_that_is_planned_for_the_run_does_not_end_it(job):
+    """OneCycleLR raises beyond its total_steps, and what is measured after training takes further steps."""
+    import dataclasses
+
+    whole = lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=SETTINGS.steps)  # noqa: E731
+    for row in ("fp32", "torch-amp"):
+        record = run(dataclasses.replace(job, scheduler=whole), row).record
+        assert {"split", "census", "validation"} < set(record)
+
+
+def test_what_fails_after_training_does_not_cost_the_run(job, monkeypatch):
+    """The phases of a step are worth a note, not the run."""
+    monkeypatch.setattr(Trial, "_split", lambda _: 1 / 0)
+    record = run(job, "fp32").record
+    assert record["split_failed"] == "ZeroDivisionError: division by zero"
+    assert "census" in record
 
 
 def test_all_rows_start_from_the_same_weights_and_batches(job, tmp_path):

@@ -1,5 +1,7 @@
 """The verdict: what a person can act on."""
 
+import re
+
 import pytest
 
 from comparison_cases import write_case
@@ -32,8 +34,61 @@ def test_a_faster_row_that_learns_worse_is_not_recommended(tmp_path):
     assert worse(comparison.row("bf16"))
     assert found.use == "fp16"
     alone, _ = verdict(tmp_path / "alone", FP32, ("bf16", 0.005, {"gap": 0.5}), **GPU)
-    assert (alone.use, alone.kind) == ("fp32", "same")
-    assert "bf16 learnt worse" in alone.text
+    assert (alone.use, alone.kind) == ("fp32", "unfit")
+    assert "bf16 is 2" in alone.text
+    assert "but learns worse: its final loss is higher by +0.46" in alone.text
+    assert "No difference" not in alone.text
+
+
+def test_one_repeat_is_enough_to_see_a_loss_that_is_far_off(tmp_path):
+    """Held against what fp32's loss does from step to step, where there is no second seed to hold it against."""
+    found, comparison = verdict(tmp_path, FP32, ("bf16", 0.005, {"gap": 0.5}), repeats=1, **GPU)
+    assert worse(comparison.row("bf16"))
+    assert (found.use, found.kind) == ("fp32", "unfit")
+    near, _ = verdict(tmp_path / "near", FP32, ("bf16", 0.005, {"gap": 0.01}), repeats=1, **GPU)
+    assert near.use == "bf16"
+
+
+def same_seeds(folder):
+    """Make a comparison look like that of a job which seeds itself: every repeat is the first again."""
+    for path in (folder / "runs").glob("*-0.jsonl"):
+        for repeat in (1, 2):
+            text = path.read_text().replace('"repeat":0', f'"repeat":{repeat}')
+            path.with_name(f"{path.name[:-8]}-{repeat}.jsonl").write_text(text)
+    return read_comparison([folder])
+
+
+def test_a_job_that_makes_one_run_of_all_seeds_has_no_noise_to_be_beyond(tmp_path):
+    """fp32 repeats itself to the bit, which must not make every rounding error a loss beyond noise."""
+    comparison = same_seeds(write_case(tmp_path / "c", (FP32, ("bf16", 0.005, {"gap": 0.001})), **GPU))
+    row = comparison.row("bf16")
+    assert (row.num_runs, row.beyond_noise, row.loss_noise, comparison.noise) == (3, None, None, None)
+    assert comparison.verdict.use == "bf16"
+    assert "all seeds give the same run" in comparison.verdict.text
+    assert any("Every seed gives the same weights" in note for note in comparison.notes)
+    bad = same_seeds(write_case(tmp_path / "bad", (FP32, ("bf16", 0.005, {"gap": 0.5})), **GPU))
+    assert bad.verdict.kind == "unfit"
+    assert "from step to step" in bad.verdict.text
+
+
+def nan_at(folder, label, *steps):
+    """Make the losses of these steps of a row's runs NaN."""
+    for path in (folder / "runs").glob(f"{label}-*.jsonl"):
+        lines = path.read_text().splitlines()
+        for step in steps:
+            lines[step] = re.sub(r'"loss":[0-9.e-]+', '"loss":"nan"', lines[step])
+        path.write_text("\n".join(lines) + "\n")
+    return read_comparison([folder])
+
+
+def test_losses_that_are_not_finite_are_no_recommendation(tmp_path):
+    """At the end they make a row unfit; before it they are named."""
+    late = nan_at(write_case(tmp_path / "late", (FP32, FAST), **GPU), "bf16", 38)
+    assert (late.verdict.use, late.verdict.kind) == ("fp32", "unfit")
+    assert "but 3 of its losses are not finite" in late.verdict.text
+    early = nan_at(write_case(tmp_path / "early", (FP32, FAST), **GPU), "bf16", 5)
+    assert early.verdict.use == "bf16"
+    assert "its curve is not told, because 3 losses are not finite" in early.verdict.text
 
 
 def test_a_better_loss_is_not_worse(tmp_path):
@@ -46,6 +101,9 @@ def test_a_row_without_master_is_not_recommended(tmp_path):
     """However fast it is."""
     found, _ = verdict(tmp_path, FP32, FAST, ("bf16-lean,master=none", 0.002, {}), **GPU)
     assert found.use == "bf16"
+    alone, _ = verdict(tmp_path / "alone", FP32, ("bf16-lean,master=none", 0.002, {}), **GPU)
+    assert (alone.use, alone.kind) == ("fp32", "unfit")
+    assert "keeps no fp32 master" in alone.text
 
 
 def test_no_difference_is_said(tmp_path):
@@ -122,7 +180,20 @@ def test_nothing_completed_recommends_nothing(tmp_path):
 def test_only_the_reference_leaves_nothing_to_choose(tmp_path):
     """One row is no comparison."""
     found, _ = verdict(tmp_path, FP32)
-    assert "nothing to choose from" in found.text
+    assert found.text == "Only fp32 was completed, so there is nothing to choose from."
+    beside, _ = verdict(tmp_path / "peers", FP32, ("torch-amp", 0.005, {}), peers=("torch-amp",))
+    assert beside.text.startswith(
+        "Of Halfstep's precisions only fp32 was completed, so there is nothing to choose from."
+    )
+    assert "torch-amp is 2" in beside.text
+
+
+def test_slower_rows_are_called_what_they_are(tmp_path):
+    """A compiled fp32 that does not pay says nothing about mixed precision."""
+    found, _ = verdict(tmp_path, FP32, ("fp32,compile=on", 0.020, {}))
+    assert (found.use, found.kind) == ("fp32", "slower")
+    assert "mixed precision" not in found.text
+    assert "every other row is slower on this machine" in found.text
 
 
 def test_one_repeat_is_said(tmp_path):

@@ -189,7 +189,11 @@ def _rebuild(folders: tuple[Path, ...], out: Path | None, *, force: bool) -> tup
     from halfstep.errors import SettingError
 
     comparison = read_comparison(folders)
-    if out is None and len(folders) == 1:
+    sources = [folder.resolve() for folder in folders]
+    inside = out is not None and out.resolve() in sources
+    if inside and len(folders) > 1:  # clearing it for the new report would take the runs away that it is made of
+        raise SettingError(f"--out {out} is one of the directories that --from reads; give another --out.")
+    if len(folders) == 1 and (out is None or inside):
         where = folders[0]
         if (where / PAGE).exists() and not force:
             raise SettingError(f"{where / PAGE} exists; give --force to replace it, or another --out.")

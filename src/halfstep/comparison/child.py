@@ -21,9 +21,10 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -36,7 +37,7 @@ from halfstep.errors import HalfstepError, MissingError, OverflowStop, SettingEr
 from halfstep.job import JobError
 from halfstep.targets import load_target
 
-__all__ = ["main", "why_failed"]
+__all__ = ["main", "take_stdin", "why_failed"]
 
 
 class _Child:
@@ -105,7 +106,16 @@ def why_failed(error: BaseException) -> dict[str, str]:
     return {"kind": "error", "reason": f"{type(error).__name__}: {said.splitlines()[0]}"}
 
 
-def main(arguments: list[str]) -> int:
+def take_stdin() -> TextIO:
+    """The requests on a descriptor of their own; the job, and every program it starts, reads an empty stdin instead."""
+    own = os.dup(0)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    return os.fdopen(own, encoding="utf-8")
+
+
+def main(arguments: list[str], requests: Iterable[str]) -> int:
     """Answer requests until the run is over or the parent is gone."""
     given = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     spec = replace(ChildSpec(**given), command=tuple(given.get("command", ())))
@@ -116,7 +126,7 @@ def main(arguments: list[str]) -> int:
             reply.write(json.dumps(message) + "\n")
             reply.flush()
 
-        for line in sys.stdin:
+        for line in requests:
             request = json.loads(line)
             try:
                 send({"is": "done", **child.answer(request)})
@@ -133,4 +143,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], take_stdin()))

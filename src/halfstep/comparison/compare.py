@@ -139,6 +139,8 @@ def prepare_out(folder: Path, *, force: bool) -> None:
         raise SettingError(
             f"{folder} exists and is not empty; give another --out, or --force to replace what is in it."
         )
+    if not (folder / SURVEY).exists():
+        return  # no comparison was made here: what lies in its runs/ is somebody else's
     for name in (RESULT, PAGE, SURVEY):
         (folder / name).unlink(missing_ok=True)
     for kind in ("*.jsonl", "*.log", "*.part", "*.spec.json", "*.safetensors"):

@@ -200,7 +200,7 @@ class Conductor:
 
     def _start(self, contender: Contender, repeat: int, gradients: Path) -> _Live:
         name = run_name(contender.label, repeat)
-        out = self.out / RUNS / f"{name}.jsonl"
+        out = (self.out / RUNS / f"{name}.jsonl").absolute()  # a job may change the folder
         out.unlink(missing_ok=True)  # what a stopped run left
         spec = ChildSpec(
             self.found["source"],
@@ -211,7 +211,7 @@ class Conductor:
             self.settings.seed + repeat,
             self.found["batch"],
             survey=repeat == 0,
-            gradients=str(gradients) if self._gradients_tell() else None,
+            gradients=str(gradients.absolute()) if self._gradients_tell() else None,
             is_reference=contender.label == self.reference.label,
             out=str(out),
             command=self.command,

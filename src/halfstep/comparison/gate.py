@@ -56,10 +56,6 @@ class GateResult:
         return f"{'FAILED' if self.failed else 'passed'}: fail if {self.text}  ({self.seen})"
 
 
-class _NotMeasured(Exception):
-    """A figure that a gate needs is not there."""
-
-
 def parse_gate(text: str, labels: Sequence[str]) -> Gate:
     """Read a gate over rows with these labels; what is wrong with it is said with what is known."""
     parser = _Parser(text, labels)
@@ -76,10 +72,10 @@ def check_gate(gate: Gate, figures: Figures) -> GateResult:
     """Ask a gate."""
     values = [(row, name, figures.get(row, {}).get(name)) for row, name in gate.figures]
     seen = ", ".join(f"{row}.{name} = {'not measured' if v is None else f'{v:.6g}'}" for row, name, v in values)
+    if any(value is None or math.isnan(value) for _, _, value in values):  # wherever it stands: `and` does not hide it
+        return GateResult(gate.text, failed=True, seen=f"{seen}: a check that could not be made has not passed")
     try:
         failed = bool(gate.holds(figures))
-    except _NotMeasured:
-        return GateResult(gate.text, failed=True, seen=f"{seen}: a check that could not be made has not passed")
     except ZeroDivisionError:
         return GateResult(gate.text, failed=True, seen=f"{seen}: it divides by zero")
     return GateResult(gate.text, failed, seen)
@@ -188,9 +184,8 @@ class _Parser:
         self.figures.append(pair)
 
         def read(figures: Figures) -> float:
-            value = figures.get(pair[0], {}).get(pair[1])
-            if value is None or math.isnan(value):
-                raise _NotMeasured
+            value = figures[pair[0]][pair[1]]
+            assert value is not None  # check_gate looked
             return value
 
         return read

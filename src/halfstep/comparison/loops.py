@@ -65,6 +65,9 @@ class Loop(Protocol):
     def truth(self) -> dict[str, Any]:
         """The truth table, as plain values."""
 
+    def end_schedule(self) -> None:
+        """Training is over: further steps leave the scheduler alone, which may be at the end of its plan."""
+
     def close(self) -> None:
         """Undo what was set up."""
 
@@ -129,6 +132,10 @@ class EngineLoop:
     def truth(self) -> dict[str, Any]:
         """The engine's table."""
         return self.engine.truth().as_dict()
+
+    def end_schedule(self) -> None:
+        """Without schedulers from here on."""
+        self.engine.schedulers = []
 
     def close(self) -> None:
         """Close the engine."""

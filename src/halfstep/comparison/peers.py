@@ -75,6 +75,10 @@ class _Stock:
         """Moments."""
         return [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
 
+    def end_schedule(self) -> None:
+        """Without a scheduler from here on."""
+        self.scheduler = None
+
     def close(self) -> None:
         """Nothing was set up that outlives the process."""
 

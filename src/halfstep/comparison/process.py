@@ -75,8 +75,9 @@ class ChildProcess:
             while b"\n" not in self._buffer:
                 if self._stopped() and not patient:
                     raise Stopped
-                if selector.select(_POLL_SECONDS):
-                    read = self._reply.read(65536)
+                ready = selector.select(_POLL_SECONDS)
+                if ready or self._is_gone(selector):
+                    read = self._reply.read(65536) if ready else b""
                     if not read:
                         self._waiting = False
                         return {"is": "failed", **self._how_it_died()}
@@ -85,6 +86,10 @@ class ChildProcess:
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _is_gone(self, selector: selectors.BaseSelector) -> bool:
+        """Whether it ended without a word; a process that it forked may hold its end of the pipe open."""
+        return self._process.poll() is not None and not selector.select(0)
 
     def _how_it_died(self) -> dict[str, str]:
         code = self._process.wait()

@@ -19,11 +19,27 @@ from typing import Any
 from halfstep.comparison.contender import Contender
 from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import SettingError
-from halfstep.runlog import RunLog, read_runlog
+from halfstep.runlog import Run, RunLog, read_runlog
 
-__all__ = ["RUNS", "SURVEY", "RunRecord", "read_json", "read_run", "run_files", "run_name", "write_run"]
+__all__ = [
+    "CUT_OFF",
+    "RUNS",
+    "SURVEY",
+    "RunRecord",
+    "read_json",
+    "read_run",
+    "read_survey",
+    "run_files",
+    "run_name",
+    "write_run",
+]
 
 RUNS, SURVEY = "runs", "survey.json"  # in the directory of a comparison
+CUT_OFF = "cut off"  # the failure of a run whose file has no end
+_SURVEYED = (
+    "target", "source", "data_dir", "batch", "device", "machine", "support", "environment", "matmul", "notes", "same_weights",
+    "same_batches", "num_params", "samples", "settings", "contenders", "reference", "command", "side_by_side", "stopped",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,15 @@ def read_run(path: Path, machine: str = "") -> RunRecord:
     told = run.header.get("comparison")
     if not isinstance(told, dict):
         raise SettingError(f"{path} is the file of a single run, not of a comparison; check the path.")
+    try:
+        return _read(run, told, machine)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SettingError(
+            f"{path} is damaged: its lines lack what a run of a comparison has ({type(error).__name__}: {error}). Remove the file."
+        ) from error
+
+
+def _read(run: Run, told: dict[str, Any], machine: str) -> RunRecord:
     steps = run.records
     turns: dict[int, list[float]] = {}
     for step in steps:
@@ -127,6 +152,9 @@ def read_run(path: Path, machine: str = "") -> RunRecord:
             turns.setdefault(step["slice"], []).append(step["seconds"])
     measured: dict[str, Any] = next((event["values"] for event in run.events if event["event"] == "measured"), {})
     failed = next((event for event in run.events if event["event"] == "failed"), None)
+    if not measured and failed is None:  # what was measured is the last line but one: this file lost its end
+        reason = f"{run.path.name} ends after step {len(steps)}, before what was measured: the file is not whole"
+        failed, turns = {"failure": CUT_OFF, "reason": reason}, {}
     return RunRecord(
         Contender.from_dict(told["contender"]),
         CompareSettings.from_dict(told["settings"]),
@@ -152,6 +180,17 @@ def run_name(label: str, repeat: int) -> str:
 def run_files(folder: Path) -> Iterator[Path]:
     """The run files of a comparison's directory."""
     yield from sorted((folder / RUNS).glob("*.jsonl"))
+
+
+def read_survey(folder: Path) -> dict[str, Any]:
+    """The survey of a comparison's directory, with all that reports need."""
+    survey = read_json(folder / SURVEY)
+    missing = [key for key in _SURVEYED if key not in survey]
+    if missing:
+        raise SettingError(
+            f"{folder / SURVEY} lacks {', '.join(missing)}; it is damaged, or was not written by this version of halfstep compare."
+        )
+    return survey
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.comparison.contender import Contender
-from halfstep.comparison.record import SURVEY, read_json, read_run, run_files
+from halfstep.comparison.record import CUT_OFF, SURVEY, RunRecord, read_run, read_survey, run_files
 from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import SettingError
 
@@ -37,13 +37,11 @@ def read_remainder(folder: Path) -> Remainder:
     """What there is and what is missing in a comparison's directory; refused if nothing is missing."""
     if not (folder / SURVEY).exists():
         raise SettingError(f"{folder} holds no comparison to go on with ({SURVEY} is missing); check the path.")
-    survey = read_json(folder / SURVEY)
+    survey = read_survey(folder)
     contenders = tuple(Contender.from_dict(values) for values in survey["contenders"])
     settings = CompareSettings.from_dict(survey["settings"])
     runs = [read_run(path) for path in run_files(folder)]
-    done = {
-        (run.contender.label, run.repeat) for run in runs if not run.measured.keys() & {"stopped_after", "unsurveyed"}
-    }
+    done = {(run.contender.label, run.repeat) for run in runs if _is_done(run)}
     if not survey["stopped"] or len(done) == len(contenders) * settings.repeats:
         raise SettingError(
             f"The comparison in {folder} was not stopped: there is nothing to go on with. To see it again: --from {folder}."
@@ -52,12 +50,20 @@ def read_remainder(folder: Path) -> Remainder:
     return Remainder(contenders, settings, survey, frozenset(done), frozenset(failed))
 
 
+def _is_done(run: RunRecord) -> bool:
+    cut_off = run.failure is not None and run.failure["kind"] == CUT_OFF
+    return not cut_off and not run.measured.keys() & {"stopped_after", "unsurveyed"}
+
+
 def check_same(earlier: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to go on with a comparison on another machine, with another torch or with another job."""
     differs = [f"{key} was {earlier[key]!r} and is {now[key]!r}" for key in _SAME if earlier[key] != now[key]]
     before, here = (found["environment"].get("torch") for found in (earlier, now))
     if before != here:
         differs.append(f"torch was {before} and is {here}")
+    threads, now_threads = earlier.get("threads"), now.get("threads")
+    if threads != now_threads and threads is not None:
+        differs.append(f"torch had {threads} threads and has {now_threads} (OMP_NUM_THREADS)")
     if differs:
         raise SettingError(
             f"This is not where the comparison began: {'; '.join(differs)}. Compare anew with another --out, and put both side by "

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.comparison.gate import GateResult, check_gate, parse_gate
-from halfstep.comparison.record import SURVEY, RunRecord, read_json, read_run, run_files
-from halfstep.comparison.rows import METRICS, Row, build_row, metric_of, noise_of
+from halfstep.comparison.record import SURVEY, RunRecord, read_run, read_survey, run_files
+from halfstep.comparison.rows import METRICS, Row, build_row, metric_of, noise_of, seeds_tell
 from halfstep.comparison.table import plain_table, table_cells
 from halfstep.comparison.verdict import Verdict, judge
 from halfstep.errors import SettingError
@@ -19,6 +19,8 @@ from halfstep.errors import SettingError
 __all__ = ["SCHEMA", "Comparison", "Part", "merge_parts", "read_comparison"]
 
 SCHEMA = 1
+# Settings that directories must have in common to be one table: otherwise what they do would pass for a row's own doing.
+_HOW = ("steps", "seed", "max_norm", "warmup")
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,15 @@ class Comparison:
         raise SettingError(f"There is no row {label!r}; there are {', '.join(row.label for row in self.rows)}.")
 
     def gate(self, text: str) -> GateResult:
-        """Whether a gate such as "bf16.loss_gap > 0.02" fails."""
-        figures = {row.label: {name: metric_of(row, name) for name in METRICS} for row in self.rows}
-        return check_gate(parse_gate(text, list(figures)), figures)
+        """Whether a gate such as "bf16.loss_gap > 0.02" fails; a row that failed or has no run yet passes none."""
+        machines = _machine_names(self.surveys) if len(self.surveys) > 1 else [""]
+        pairs = zip(self.surveys, machines, strict=True)
+        labels = [
+            _named(contender["label"], machine) for survey, machine in pairs for contender in survey["contenders"]
+        ]
+        done = [row for row in self.rows if row.status == "done"]
+        figures = {row.label: {name: metric_of(row, name) for name in METRICS} for row in done}
+        return check_gate(parse_gate(text, labels), figures)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as values that JSON can hold; numbers that it lacks are strings."""
@@ -109,7 +117,7 @@ class Part:
 
 
 def _read_part(folder: Path) -> Part:
-    survey = read_json(_inside(folder) / SURVEY)
+    survey = read_survey(_inside(folder))
     return Part(survey, tuple(read_run(path) for path in run_files(folder)))
 
 
@@ -126,9 +134,11 @@ def merge_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 def _belong(one: Part, other: Part) -> bool:
-    same = all(one.survey[key] == other.survey[key] for key in ("machine", "source", "batch", "device"))
+    same = all(one.survey[key] == other.survey[key] for key in ("machine", "source", "batch", "device", "num_params"))
     torch = one.survey["environment"].get("torch") == other.survey["environment"].get("torch")
-    return same and torch and not _labels(one) & _labels(other)
+    threads = one.survey.get("threads") == other.survey.get("threads")
+    how = all(one.survey["settings"].get(key) == other.survey["settings"].get(key) for key in _HOW)
+    return same and torch and threads and how and not _labels(one) & _labels(other)
 
 
 def _labels(part: Part) -> set[str]:
@@ -173,6 +183,12 @@ def _notes(runs: list[RunRecord], survey: dict[str, Any], rows: list[Row]) -> li
                 notes.append(
                     f"The {words} of repeat {repeat} differ between rows, so their losses do not compare like with like."
                 )
+    reference = [run for run in runs if run.contender.label == survey["reference"] and run.failure is None]
+    if len(reference) > 1 and not seeds_tell(reference):
+        notes.append(
+            "Every seed gives the same weights and the same first batch, so the repeats tell about speed and not about learning: how far "
+            "fp32 is from itself is not known. Let the job draw from torch's generator without seeding it, or name its argument `seed`."
+        )
     missing = len(survey["contenders"]) - len(rows)
     if survey["stopped"]:
         short = sum("stopped_after" in run.measured for run in runs)
@@ -180,9 +196,10 @@ def _notes(runs: list[RunRecord], survey: dict[str, Any], rows: list[Row]) -> li
         gaps += [f"{short} {'run is' if short == 1 else 'runs are'} shorter than the others"] if short else []
         notes.append(f"The comparison was stopped early{': ' * bool(gaps)}{' and '.join(gaps)}." + _fewer(rows))
     notes += [
-        f"{run.contender.label}: the census of operators failed ({run.measured['census_failed']})."
+        f"{run.contender.label}: {words} failed ({run.measured[key]})."
+        for key, words in (("split_failed", "timing the parts of a step"), ("census_failed", "the census of operators"))
         for run in runs
-        if "census_failed" in run.measured
+        if key in run.measured
     ]
     notes += [
         f"{run.contender.label} was cut after {run.measured['stopped_after']} of {run.settings.steps} steps and not repeated: it is so "

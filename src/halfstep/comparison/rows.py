@@ -16,10 +16,11 @@ from halfstep.comparison.contender import Contender
 from halfstep.comparison.estimate import Estimate, curve_distance, from_groups, from_values, paired_ratio
 from halfstep.comparison.record import RunRecord
 
-__all__ = ["METRICS", "Row", "build_row", "final_loss", "metric_of", "noise_of"]
+__all__ = ["METRICS", "Row", "build_row", "final_loss", "metric_of", "noise_of", "seeds_tell"]
 
 NOT_PREDICTED = "not predicted"
 _LAST = 0.1  # the share of a run's steps whose mean loss is its final loss
+_FEWEST_LAST = 5  # steps that a spread can be taken of
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Row:
     loss: Estimate | None = None  # the mean of the last tenth of the steps
     loss_gap: Estimate | None = None  # against the reference's, seed by seed
     loss_noise: float | None = None  # the spread (standard deviation) of the reference's final loss over seeds
+    step_noise: float | None = None  # and from step to step, at its end: what there is where seeds do not tell
     loss_distance: float | None = None  # of the whole curve from the reference's
     beyond_noise: bool | None = None  # whether that is more than the reference's own, from seed to seed
     val_loss: Estimate | None = None
@@ -103,9 +105,15 @@ def final_loss(run: RunRecord, length: int | None = None) -> float | None:
     return statistics.fmean(last) if last and all(map(math.isfinite, last)) else None
 
 
+def seeds_tell(runs: Sequence[RunRecord]) -> bool:
+    """Whether runs of several seeds are different runs; a job that seeds itself makes the same one again."""
+    return len({(run.measured.get("weights"), run.measured.get("batch")) for run in runs}) > 1
+
+
 def noise_of(runs: Sequence[RunRecord]) -> float | None:
-    """How far the reference's own loss curves are apart from seed to seed, in the mean; None with one seed."""
-    pairs = itertools.combinations([run for run in runs if run.failure is None], 2)
+    """How far the reference's own loss curves are apart from seed to seed, in the mean; None where seeds do not tell."""
+    whole = [run for run in runs if run.failure is None]
+    pairs = itertools.combinations(whole if seeds_tell(whole) else [], 2)
     found = [d for one, other in pairs if (d := curve_distance(one.loss, other.loss)) is not None]
     return statistics.fmean(found) if found else None
 
@@ -132,7 +140,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], found: 
     assert seconds is not None
     samples = float(timed[0].measured.get("samples") or found["samples"] or found["batch"])
     steps = [second for run in timed for second in run.seconds]
-    surveyed = next((run.measured for run in timed if "split" in run.measured), {})
+    surveyed = next((run.measured for run in timed if {"split", "census"} & set(run.measured)), {})
     gradients: dict[str, Any] = next((run.measured["gradients"] for run in timed if "gradients" in run.measured), {})
     memory = _memory(whole)
     return Row(
@@ -198,11 +206,10 @@ def _speedup(runs: Sequence[RunRecord], reference: Sequence[RunRecord]) -> Estim
 
 
 def _losses(runs: Sequence[RunRecord], reference: Sequence[RunRecord], *, comparable: bool) -> dict[str, Any]:
-    finals = {run.repeat: final_loss(run) for run in runs}
     found: dict[str, Any] = {
-        "loss": from_values([value for value in finals.values() if value is not None]),
-        "val_loss": from_values([run.measured["validation"]["loss"] for run in runs]),
-        "metric": from_values(
+        "loss": _mean([final_loss(run) for run in runs]),
+        "val_loss": _mean([run.measured["validation"]["loss"] for run in runs]),
+        "metric": _mean(
             [run.measured["validation"]["metric"] for run in runs if "metric" in run.measured["validation"]]
         ),
     }
@@ -210,7 +217,6 @@ def _losses(runs: Sequence[RunRecord], reference: Sequence[RunRecord], *, compar
         return found
     theirs = {run.repeat: run for run in reference}
     pairs = [(run, theirs[run.repeat]) for run in runs if run.repeat in theirs]
-    gaps = [gap for pair in pairs if (gap := _gap(*pair)) is not None]
     metrics = [
         a.measured["validation"]["metric"] - b.measured["validation"]["metric"]
         for a, b in pairs
@@ -223,12 +229,26 @@ def _losses(runs: Sequence[RunRecord], reference: Sequence[RunRecord], *, compar
     ends = [value for run in reference if (value := final_loss(run)) is not None]
     return {
         **found,
-        "loss_noise": statistics.stdev(ends) if len(ends) > 1 else None,
-        "loss_gap": from_values(gaps),
-        "metric_gap": from_values(metrics),
+        "loss_noise": statistics.stdev(ends) if len(ends) > 1 and seeds_tell(reference) else None,
+        "step_noise": _step_noise(reference),
+        "loss_gap": _mean([_gap(*pair) for pair in pairs]),
+        "metric_gap": _mean(metrics),
         "loss_distance": distance,
         "beyond_noise": None if distance is None or noise is None else distance > noise,
     }
+
+
+def _mean(values: Sequence[float | None]) -> Estimate | None:
+    """The mean over seeds; None if one of them has no finite value, because the mean of the others would hide it."""
+    kept = [value for value in values if value is not None and math.isfinite(value)]
+    return from_values(kept) if len(kept) == len(values) else None
+
+
+def _step_noise(runs: Sequence[RunRecord]) -> float | None:
+    """The spread of a run's last losses, a tenth of them and at least five, in the mean over runs."""
+    ends = [run.loss[-max(_FEWEST_LAST, int(len(run.loss) * _LAST)) :] for run in runs]
+    found = [statistics.stdev(end) for end in ends if len(end) >= _FEWEST_LAST and all(map(math.isfinite, end))]
+    return statistics.fmean(found) if found else None
 
 
 def _gap(run: RunRecord, reference: RunRecord) -> float | None:

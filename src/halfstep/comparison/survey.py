@@ -47,6 +47,7 @@ def survey(target: Target, settings: CompareSettings) -> dict[str, Any]:
         "machine": hardware.name if device.type in {hardware.kind, "cuda"} else device.type,
         "support": {name: [hardware.support[name], hardware.support.why(name)] for name in hardware.support},
         "environment": environment(),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "matmul": [dataclasses.asdict(m) for m in measure_matmuls(seconds=1.0)] if _measurable(device) else [],
         "resident_bytes": largest_resident_bytes(),
         "has_metric": target.job.metric is not None,

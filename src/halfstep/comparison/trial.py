@@ -170,11 +170,13 @@ class Trial:
         if self.spec.survey and quick:
             self.record["unsurveyed"] = True  # what follows is missing, and `--resume` makes the run again
         elif self.spec.survey:
-            self.record["split"] = self._split()
-            try:
-                self.record["census"] = self._census()
-            except Exception as error:  # a profiler that is not allowed here must not cost the run that is done
-                self.record["census_failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            self.loop.end_schedule()  # OneCycleLR, for one, raises when it is stepped beyond its total_steps
+            for name, measure in (("split", self._split), ("census", self._census)):
+                try:
+                    self.record[name] = measure()
+                except Exception as error:  # a profiler that is not allowed here must not cost the run that is done
+                    said = (str(error).strip().splitlines() or [""])[0]
+                    self.record[f"{name}_failed"] = f"{type(error).__name__}: {said}"
             if self.device.type == "cuda" and not self.spec.contender.compile:  # which the prediction does not know
                 self._predict()
 

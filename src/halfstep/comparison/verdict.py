@@ -7,7 +7,9 @@ machines. Where nothing is faster, less memory wins if it is at least 5 % less, 
 torch itself, only speed counts. Where neither holds, the verdict is that there is no difference beyond noise.
 
 A loss is worse beyond noise if its curve is farther from the reference's than the reference's own curves are from each
-other, or if the final loss is higher by more than its interval and than the reference's spread over seeds.
+other, or if the final loss is higher by more than its interval and than the reference's spread over seeds. Where seeds
+do not tell (there is one, or the job makes the same run of each), it is worse if it is higher by more than the
+reference's loss moves from step to step at its end, and by more than 1 %. A final loss that is not finite is worse.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ __all__ = ["Verdict", "judge", "worse"]
 
 FASTER = 0.03  # a smaller difference of speed is none
 SMALLER = 0.05  # and of memory
+HIGHER = 0.01  # and of a loss, where there is no noise of seeds to hold it against
 CASTS_TELL = 0.15  # a share of time in casts that is worth saying
+_SIXTEEN = ("bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Verdict:
     """What to use, and the paragraph that says why."""
 
     use: str | None  # the label of a row, or None where nothing can be recommended
-    kind: str  # faster, smaller, same, slower or unknown
+    kind: str  # faster, smaller, same, slower, unfit (a faster row is there, and not to be used) or unknown
     text: str
     confidence: str
 
@@ -61,6 +65,9 @@ def judge(rows: Sequence[Row], reference: str | None, found: dict[str, Any]) -> 
     if smaller:
         best = min(smaller, key=lambda row: row.memory_ratio or 1)
         return _use(best, base, rows, "smaller", sure)
+    unfit = [row for row in ours if row not in fit and _is_faster(row)]
+    if unfit:
+        return _pass_over(base, unfit, rows, sure)
     slower = [row for row in ours if _is_slower(row)]
     if ours and len(slower) == len(ours):
         return _stay(base, slower, rows, found, sure)
@@ -70,10 +77,14 @@ def judge(rows: Sequence[Row], reference: str | None, found: dict[str, Any]) -> 
 def worse(row: Row) -> bool:
     """Whether a row learns worse than the reference, beyond the reference's own noise."""
     gap = row.loss_gap
+    if row.loss is None and row.nonfinite:
+        return True
     if gap is None or gap.value <= 0:
         return False
-    higher = row.loss_noise is not None and gap.excludes(0) and gap.value > row.loss_noise
-    return bool(row.beyond_noise) or higher
+    if row.loss_noise is None:
+        least = HIGHER * abs(row.loss.value - gap.value) if row.loss is not None else 0.0
+        return row.step_noise is not None and gap.value > max(row.step_noise, least)
+    return bool(row.beyond_noise) or (gap.excludes(0) and gap.value > row.loss_noise)
 
 
 def _speed(row: Row) -> float:
@@ -103,21 +114,38 @@ def _stay(base: Row, slower: Sequence[Row], rows: Sequence[Row], found: dict[str
     times = Estimate(1 / least.speedup.value, 1 / least.speedup.high, 1 / least.speedup.low, least.speedup.count)
     first = {row.contender.compute: row for row in sorted(slower, key=_speed)}  # of each format, its fastest row
     why = " ".join(dict.fromkeys(filter(None, (_why_slow(row, found) for row in reversed(first.values())))))
+    what = "mixed precision is" if any(row.contender.compute in _SIXTEEN for row in slower) else "every other row is"
     text = (
-        f"Stay with {base.label} here: mixed precision is slower on this machine. The least slow, {least.label}, takes "
+        f"Stay with {base.label} here: {what} slower on this machine. The least slow, {least.label}, takes "
         f"{_figure(times)} times as long for a step. {why} {sure}{_failures(rows)}"
     )
     return Verdict(base.label, "slower", text, sure)
 
 
+def _pass_over(base: Row, unfit: Sequence[Row], rows: Sequence[Row], sure: str) -> Verdict:
+    """Rows are faster, and none of them is to be used."""
+    told = "; ".join(f"{row.label} is {_times(row.speedup, base.label)}, but {_why_unfit(row)}" for row in unfit)
+    return Verdict(base.label, "unfit", f"Stay with {base.label} here: {told}. {sure}{_failures(rows)}", sure)
+
+
+def _why_unfit(row: Row) -> str:
+    if not worse(row):
+        return "keeps no fp32 master, so that small updates vanish"
+    if row.loss_gap is None:
+        return f"{row.nonfinite} of its losses are not finite, its last ones among them"
+    noise = "from seed to seed" if row.loss_noise is not None else "from step to step, which is all that tells here"
+    return f"learns worse: its final loss is higher by {_signed(row.loss_gap)}, beyond fp32's own noise {noise}"
+
+
 def _same(base: Row, ours: Sequence[Row], rows: Sequence[Row], sure: str) -> Verdict:
     if not ours:
-        return Verdict(
-            base.label,
-            "unknown",
-            f"Only {base.label} was completed, so there is nothing to choose from.{_failures(rows)}",
-            sure,
+        peers = [row for row in rows if row.contender.peer and row.status == "done" and row.speedup is not None]
+        beside = "; ".join(f"{row.label} is {_times(row.speedup, base.label)}" for row in peers)
+        only = (
+            f"Of Halfstep's precisions only {base.label} was completed" if peers else f"Only {base.label} was completed"
         )
+        text = f"{only}, so there is nothing to choose from.{f' {beside}. {sure}' if peers else ''}{_failures(rows)}"
+        return Verdict(base.label, "unknown", text, sure)
     bad = [row for row in ours if worse(row)]
     aside = f" {', '.join(r.label for r in bad)} learnt worse than {base.label} beyond its noise." if bad else ""
     speeds = "; ".join(f"{row.label} {_figure(row.speedup)} times" for row in ours if row.speedup is not None)
@@ -151,7 +179,11 @@ def _accuracy(row: Row) -> str:
     gap = row.loss_gap
     if gap is None:
         return "its loss could not be compared"
-    noise = "not told with one repeat" if row.beyond_noise is None else "within fp32's own from seed to seed"
+    noise = "within fp32's own from seed to seed"
+    if row.beyond_noise is None:
+        noise = "not told with one repeat" if gap.count < 2 else "not told, because all seeds give the same run"
+    if row.loss_distance is None:
+        noise = f"not told, because {row.nonfinite} losses are not finite"
     if row.beyond_noise:
         noise = "farther than fp32's own from seed to seed, but not worse"
     change = f"; the metric changes by {_signed(row.metric_gap)}" if row.metric_gap is not None else ""
@@ -200,6 +232,8 @@ def _peers(best: Row, rows: Sequence[Row]) -> str:
 
 def _why_slow(row: Row, found: dict[str, Any]) -> str:
     compute = row.contender.compute
+    if compute not in _SIXTEEN:
+        return ""
     support, why = found["support"].get(compute, ["native", ""])
     if support == "emulated":
         return f"{compute} is emulated here: {why}."

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["WIDTH", "CompareProgress", "as_text"]
 
 WIDTH = 140
-_STYLES = {"faster": "green", "smaller": "green", "same": "yellow", "slower": "yellow", "unknown": "red"}
+_STYLES = {
+    "faster": "green",
+    "smaller": "green",
+    "same": "yellow",
+    "slower": "yellow",
+    "unfit": "yellow",
+    "unknown": "red",
+}
 
 
 class CompareProgress:

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["render_page"]
 
-_KINDS = {"faster": "good", "smaller": "good", "same": "warn", "slower": "warn", "unknown": "bad"}
+_KINDS = {"faster": "good", "smaller": "good", "same": "warn", "slower": "warn", "unfit": "warn", "unknown": "bad"}
 _HEADLINES = {
     "faster": "Use {use}",
     "smaller": "Use {use}",
     "same": "No difference beyond noise",
     "slower": "Stay with {use}",
+    "unfit": "Stay with {use}",
     "unknown": "No recommendation",
 }
 
