@@ -67,15 +67,30 @@ def test_several_precisions_stand_side_by_side(job_file, tmp_path):
     assert (tmp_path / "both" / "fp32" / "run.jsonl").exists()
 
 
-def test_resume_needs_no_option_but_the_directory(job_file, tmp_path):
-    """Precision and settings come from the run; more steps may be given."""
+def test_resume_needs_no_option_but_the_directory(job_file, tmp_path, monkeypatch):
+    """Job, precision and settings come from the run, wherever it is called; more steps may be given."""
     out = tmp_path / "run"
     assert (
         run("train", job_file, "-p", "fp16", "--steps", 3, "--batch", 8, "--set", "seed=4", "--out", out).exit_code == 0
     )
-    result = run("train", job_file, "--resume", "--out", out, "--steps", 5, "--json")
-    outcome = json.loads(result.stdout)
-    assert (outcome["steps"], outcome["precision"]) == (5, "fp16")
+    monkeypatch.chdir(tmp_path)
+    for steps, named in ((5, []), (6, [job_file])):
+        result = run("train", *named, "--resume", "--out", out, "--steps", steps, "--json")
+        outcome = json.loads(result.stdout)
+        assert (outcome["steps"], outcome["precision"]) == (steps, "fp16")
+
+
+def test_a_run_that_does_not_tell_its_job_wants_it_named(job_file, tmp_path):
+    """A run started from Python has no target; going on with it does not mean digits."""
+    out = tmp_path / "run"
+    run("train", job_file, "-p", "fp32", "--steps", 2, "--out", out)
+    path = out / "run.jsonl"
+    first, _, rest = path.read_text().partition("\n")
+    header = {key: value for key, value in json.loads(first).items() if key != "source"}
+    path.write_text(json.dumps(header) + "\n" + rest)
+    refused = run("train", "--resume", "--out", out, "--steps", 3)
+    assert "does not say which job it trained" in str(refused.exception)
+    assert run("train", job_file, "--resume", "--out", out, "--steps", 3).exit_code == 0
 
 
 def test_the_moving_average_can_be_exported(job_file, tmp_path):

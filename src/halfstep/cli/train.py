@@ -44,7 +44,7 @@ def command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Train TARGET (a job file, module:name or built-in; digits by default) with checkpoints and a run file.
+    """Train TARGET (a job file, module:name or built-in; digits by default, the run's own with --resume) with checkpoints and a run file.
 
     With several --precision, trains in each, one after the other, and shows the results side by side.
     """
@@ -52,6 +52,7 @@ def command(
     from halfstep.targets import load_target
     from halfstep.torch_build import require_torch
     from halfstep.train.config import parse_settings
+    from halfstep.train.resume import saved_settings
 
     require_torch("halfstep train")
     given = parse_settings(settings)
@@ -64,11 +65,20 @@ def command(
         raise SettingError("--resume needs --out DIR, the directory of the run to go on with.")
     if resume and len(precision) > 1:
         raise SettingError("--resume goes on with one run; give at most one --precision.")
+    saved = saved_settings(out) if resume and out is not None else None
+    if saved is not None and target is None:
+        if saved.source is None:
+            raise SettingError(
+                f"The run in {out} does not say which job it trained; name it: halfstep train TARGET --resume."
+            )
+        target = saved.source.target
+        if data_dir is None and saved.source.data_dir is not None:
+            data_dir = Path(saved.source.data_dir)
     found = load_target(target, data_dir=data_dir)
     outcomes = []
     for policy in precision or ("",):
         where = _folder(out, found.name, policy, alone=len(precision) < 2)
-        outcomes.append(_run(found, given, policy, where, resume=resume, quiet=as_json))
+        outcomes.append(_run(found, given, policy, where, saved=saved, quiet=as_json))
         if outcomes[-1].stopped_by:
             break
     _report(outcomes, as_json=as_json)
@@ -84,12 +94,11 @@ def _folder(out: Path | None, name: str, policy: str, *, alone: bool) -> Path:
     return out if alone else out / plain
 
 
-def _run(found: Any, given: dict[str, Any], policy: str, out: Path, *, resume: bool, quiet: bool) -> Any:
+def _run(found: Any, given: dict[str, Any], policy: str, out: Path, *, saved: Any, quiet: bool) -> Any:
     from halfstep.report.train import Progress
     from halfstep.train import TrainConfig, train
-    from halfstep.train.resume import saved_settings
+    from halfstep.train.resume import Source
 
-    saved = saved_settings(out) if resume else None
     fields = dict(found.defaults) if saved is None else saved.config
     if "steps" in given and "epochs" not in given and saved is None:
         fields.pop("epochs", None)  # the target's usual length, which the user's own replaces
@@ -99,7 +108,16 @@ def _run(found: Any, given: dict[str, Any], policy: str, out: Path, *, resume: b
     policy = policy or ("auto" if saved is None else saved.policy)
     shown = None if quiet else Progress()
     try:
-        return train(found.job, config, precision=policy, out=out, resume=resume, command=sys.argv, listener=shown)
+        return train(
+            found.job,
+            config,
+            precision=policy,
+            out=out,
+            resume=saved is not None,
+            command=sys.argv,
+            source=Source(found.source, found.data_dir),
+            listener=shown,
+        )
     finally:
         if shown is not None:
             shown.close()

@@ -28,6 +28,7 @@ from halfstep.runlog import RunLog
 from halfstep.train.config import TrainConfig, changed_fields
 from halfstep.train.memory import PeakCounter, compare_memory
 from halfstep.train.recorder import Listener, Recorder, Silence
+from halfstep.train.resume import Source
 from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, to_device
 
@@ -61,12 +62,16 @@ def train(
     out: Path,
     resume: bool = False,
     command: Sequence[str] = (),
+    source: Source | None = None,
     listener: Listener | None = None,
 ) -> TrainOutcome:
-    """Train `job` and write run file, checkpoints and TensorBoard logs under `out`."""
+    """Train `job` and write run file, checkpoints and TensorBoard logs under `out`; `source` says what loads the job again."""
     if config.steps is None and config.epochs is None:
         raise SettingError("The run has no end: give steps or epochs.")
-    run = _Run(job, config, precision, out, resume=resume, command=command, listener=listener or Silence())
+    told: dict[str, Any] = {"command": list(command)} | (
+        {} if source is None else {"source": dataclasses.asdict(source)}
+    )
+    run = _Run(job, config, precision, out, resume=resume, told=told, listener=listener or Silence())
     with StopRequest() as stop:
         try:
             return run.go(stop)
@@ -85,7 +90,7 @@ class _Run:
         out: Path,
         *,
         resume: bool,
-        command: Sequence[str],
+        told: dict[str, Any],
         listener: Listener,
     ) -> None:
         self.job, self.config, self.out = job, config, out
@@ -100,7 +105,7 @@ class _Run:
         self.validation = DataStream(job, split="val", **self._place())
         self.values: dict[str, float] = {}
         self.first_epoch = 0
-        log = self._open_log(found, command)
+        log = self._open_log(found, told)
         self.recorder = Recorder(log, listener, out / BOARD)
         self.saved: Path | None = found
         self.saved_at = -1  # the step of this attempt's last checkpoint
@@ -143,18 +148,18 @@ class _Run:
         config = self.config
         return {"seed": config.seed, "rank": 0, "world_size": 1, "device": self.device, "batch_size": config.batch}
 
-    def _open_log(self, found: Path | None, command: Sequence[str]) -> RunLog:
+    def _open_log(self, found: Path | None, told: dict[str, Any]) -> RunLog:
         path = self.out / RUN_FILE
         if path.exists() and (found is not None or path.stat().st_size):
             return RunLog(path)
         self.out.mkdir(parents=True, exist_ok=True)
         return RunLog.create(
             path,
-            command=list(command),
             policy=str(self.engine.policy),
             truth=self.engine.truth().as_dict(),
             environment=environment(),
             config=dataclasses.asdict(self.config),
+            **told,
         )
 
     def _resume(self, found: Path) -> None:

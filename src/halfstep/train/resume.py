@@ -9,15 +9,24 @@ from typing import Any
 from halfstep.errors import SettingError
 from halfstep.runlog import read_runlog
 
-__all__ = ["SavedSettings", "saved_settings"]
+__all__ = ["SavedSettings", "Source", "saved_settings"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What loads a run's job again, from any folder."""
+
+    target: str
+    data_dir: str | None = None
 
 
 @dataclass(frozen=True)
 class SavedSettings:
-    """The precision and the TrainConfig fields of a run."""
+    """The precision and the TrainConfig fields of a run, and where its job came from."""
 
     policy: str
     config: dict[str, Any]
+    source: Source | None  # None where the run was started from Python, with a Job
 
 
 def saved_settings(out: Path) -> SavedSettings:
@@ -28,4 +37,5 @@ def saved_settings(out: Path) -> SavedSettings:
     header = read_runlog(path).header
     if "config" not in header:
         raise SettingError(f"{path} was not written by halfstep train; it cannot be resumed.")
-    return SavedSettings(header["policy"], header["config"])
+    source = header.get("source")
+    return SavedSettings(header["policy"], header["config"], None if source is None else Source(**source))
