@@ -328,6 +328,27 @@ def test_activation_checkpointing_recomputes_in_the_same_formats(compute):
     assert torch.equal(*grads)
 
 
+def test_a_recomputation_in_autograds_own_thread_follows_the_rule():
+    """On a GPU backward runs in another thread than the one that called it; the switch holds there, and only meanwhile."""
+    found, h = [], torch.ones(3, dtype=torch.bfloat16)
+
+    def recompute():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(h.softmax(-1).dtype)
+
+    def in_a_thread():
+        thread = threading.Thread(target=recompute)
+        thread.start()
+        thread.join()
+
+    with compute_region("cpu", "bf16"):
+        pass
+    with recomputing():
+        in_a_thread()
+    in_a_thread()
+    assert found == [FP32, torch.bfloat16]
+
+
 # The compilers of some versions of torch use deprecated parts of torch.
 compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from halfstep.region import COMPUTE_DTYPES, compute_region
+from halfstep.region import COMPUTE_DTYPES, compute_region, recomputing
 
 pytestmark = pytest.mark.gpu
 every_compute = pytest.mark.parametrize("compute", ["bf16", "fp16"])
@@ -93,3 +94,19 @@ def test_compiled_losses_follow_the_rule(compute):
     assert compiled[0].dtype is torch.float32
     torch.testing.assert_close(compiled[0], eager[0], rtol=eps, atol=0)
     torch.testing.assert_close(compiled[1], eager[1], rtol=0, atol=2 * eps * eager[1].abs().max().item())
+
+
+@every_compute
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_cross_entropy_follows_the_rule(compute, reentrant):
+    """Checkpointed or not, loss and gradient are the same, although autograd recomputes in a thread of its own."""
+    found = []
+    for run in (F.cross_entropy, lambda h, y: checkpoint(F.cross_entropy, h, y, use_reentrant=reentrant)):
+        h, y = logits_of(compute)
+        with compute_region("cuda", compute):
+            loss = run(h, y)
+        with recomputing():
+            loss.backward()
+        found.append((loss.detach(), h.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])

@@ -48,6 +48,7 @@ _LACKING = {
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 _local = threading.local()
+_backwards: list[None] = []  # one entry for each backward pass under way
 _libraries: dict[str, torch.library.Library] = {}  # registrations live as long as these objects
 _install = threading.Lock()
 
@@ -111,13 +112,15 @@ def _has(name: str, key: str) -> bool:
 
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
-    """For a backward pass: activation checkpointing runs forwards in it, which must follow the rule they followed."""
-    before = getattr(_local, "active", False)
-    _local.active = True
+    """For a backward pass: activation checkpointing runs forwards in it, which must follow the rule they followed.
+
+    On a GPU autograd runs them in a thread of its own, so the switch is for all threads while the pass is under way.
+    """
+    _backwards.append(None)
     try:
         yield
     finally:
-        _local.active = before
+        _backwards.pop()
 
 
 def upcast(tree: Any) -> Any:
@@ -152,7 +155,7 @@ def _in_fp32(operation: Any, key: str) -> Callable[..., Any]:
     composite = _has(operation.name(), "CompositeImplicitAutograd")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        active = getattr(_local, "active", False)
+        active = bool(_backwards) or getattr(_local, "active", False)
         if not active and composite:  # its parts have rules of their own, which must still be seen
             return operation.decompose(*args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):  # noqa: SLF001 - how an autocast kernel redispatches

@@ -33,7 +33,7 @@ def check_release(policy: Policy, max_norm: float | None, accumulate: int, *, co
     if policy.scaling.mode != "none":
         refusal = f"precision {policy} scales the loss, and an overflow in a later layer could not undo earlier updates"
     elif max_norm is not None:
-        refusal = f"max_norm={max_norm} needs the norm of all gradients before the first update; leave max_norm out"
+        refusal = f"max_norm={max_norm} needs the norm of all gradients before the first update; use max_norm=None"
     elif accumulate > 1:
         refusal = f"accumulate={accumulate} adds gradients up before the update; use accumulate=1 and a larger batch"
     elif compiled:
