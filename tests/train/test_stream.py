@@ -137,3 +137,18 @@ def test_only_tensors_move_to_the_device():
     moved = to_device({"x": torch.ones(1), "name": "a"}, torch.device("meta"))
     assert moved["x"].device.type == "meta"
     assert moved["name"] == "a"
+
+
+def test_a_length_is_told_where_there_is_one():
+    """Lists and DataLoaders have one; a generator and a DataLoader over an IterableDataset have not, and are trained all the same."""
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from torch.arange(6)
+
+    assert stream(lambda: [1, 2, 3]).num_batches(0) == 3
+    assert stream(shuffled).num_batches(0) == 10
+    assert stream(augmented).num_batches(0) is None
+    iterable = stream(lambda batch_size: torch.utils.data.DataLoader(Endless(), batch_size))
+    assert iterable.num_batches(0) is None
+    assert len(list(iterable.batches(0))) == 3

@@ -87,7 +87,10 @@ class DataStream:
         """How many batches the epoch has, if its loader can tell."""
         with self._job.guard("data"):
             loader = self._make(epoch)
-            return len(loader) if hasattr(loader, "__len__") else None
+            try:
+                return len(loader)
+            except TypeError:  # a generator has no length, and a DataLoader over an IterableDataset only seems to
+                return None
 
     def _make(self, epoch: int) -> Any:
         if self._made_for == epoch:
