@@ -80,7 +80,8 @@ class DataStream:
         self._made_for = -1
         if self.batch == 0:
             raise SettingError(
-                f"{self._job.describe('data')} gave no batches for split={self._context['split']!r}, epoch {epoch}."
+                f"{self._job.describe('data')} gave no batches for split={self._context['split']!r}, epoch {epoch}. "
+                "Each split needs one at least; without data to validate on, give some of the training data for it."
             )
 
     def num_batches(self, epoch: int) -> int | None:
