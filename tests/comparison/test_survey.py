@@ -71,6 +71,16 @@ def test_a_loss_that_is_no_scalar_is_an_error(target):
         survey(changed(target, loss=lambda model, batch: model(batch[0])), CompareSettings(batch=8))
 
 
+def test_validation_that_cannot_work_is_an_error(target):
+    """No batches for it, or a metric that raises: said before anything is trained."""
+    data = target.job.data
+    without = changed(target, data=lambda batch_size, split: data(batch_size, split) if split == "train" else [])
+    with pytest.raises(SettingError, match="gave no batches for split='val'.*some of the training data"):
+        survey(without, CompareSettings(batch=8))
+    with pytest.raises(JobError, match="The metric of the job.*division by zero"):
+        survey(changed(target, metric=lambda model, batch: 1 / 0), CompareSettings(batch=8))
+
+
 def test_a_device_that_is_not_there_is_an_error(target):
     """With the words to write instead."""
     for name in ("cuda:7", "gpu"):

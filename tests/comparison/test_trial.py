@@ -60,6 +60,22 @@ def test_a_schedule_that_is_planned_for_the_run_does_not_end_it(job):
         assert {"split", "census", "validation"} < set(record)
 
 
+def test_validation_ends_though_its_data_does_not(job):
+    """Of data without a length as many batches as there are steps are taken; a shorter generator is taken whole."""
+    import dataclasses
+    import itertools
+
+    def endless(batch_size):
+        while True:
+            yield torch.ones(batch_size, 8), torch.ones(batch_size, 1)
+
+    record = run(dataclasses.replace(job, data=endless), "fp32", survey=False).record
+    assert record["validation_cut"] == SETTINGS.steps
+    assert math.isfinite(record["validation"]["loss"])
+    short = dataclasses.replace(job, data=lambda batch_size: itertools.islice(endless(batch_size), 5))
+    assert "validation_cut" not in run(short, "fp32", survey=False).record
+
+
 def test_what_fails_after_training_does_not_cost_the_run(job, monkeypatch):
     """The phases of a step are worth a note, not the run."""
     monkeypatch.setattr(Trial, "_split", lambda _: 1 / 0)

@@ -163,3 +163,18 @@ def test_an_address_is_no_part_of_a_fingerprint():
     assert fingerprint(Shown(1.0, object())) == fingerprint(Shown(1.0, object()))
     assert fingerprint(Shown(1.0, object())) != fingerprint(Shown(2.0, object()))
     assert fingerprint([one.to_sparse()]) == fingerprint([one.clone().to_sparse()])
+
+
+def test_a_length_is_told_where_there_is_one():
+    """Lists and DataLoaders have one; a generator and a DataLoader over an IterableDataset have not, and are trained all the same."""
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from torch.arange(6)
+
+    assert stream(lambda: [1, 2, 3]).num_batches(0) == 3
+    assert stream(shuffled).num_batches(0) == 10
+    assert stream(augmented).num_batches(0) is None
+    iterable = stream(lambda batch_size: torch.utils.data.DataLoader(Endless(), batch_size))
+    assert iterable.num_batches(0) is None
+    assert len(list(iterable.batches(0))) == 3

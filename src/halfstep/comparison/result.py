@@ -207,6 +207,12 @@ def _notes(runs: list[RunRecord], survey: dict[str, Any], rows: list[Row]) -> li
         for run in runs
         if "stopped_after" in run.measured and not survey["stopped"]
     ]
+    notes += [
+        f"Validation took the first {run.measured['validation_cut']} batches, as many as there are steps: its data has no length, and more "
+        "of it than that."
+        for run in runs
+        if "validation_cut" in run.measured
+    ]
     notes += [f"{row.label}: {note}" for row in rows for note in row.notes]
     return list(dict.fromkeys(notes + _misaligned(rows, survey)))
 

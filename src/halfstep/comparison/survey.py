@@ -100,11 +100,21 @@ def _one_step(
         with counter:
             loss = job.call("loss", model=parts.model, batch=to_device(raw, device), epoch=0, split="train", **place)
             loss.backward()
+        _validate_once(job, parts.model, place)
     except torch.OutOfMemoryError:
         notes.append("One fp32 step does not fit in memory here, so its operations could not be counted.")
     else:
         found["flops_per_step"] = counter.get_total_flops()
     return found
+
+
+def _validate_once(job: Job, model: Any, place: dict[str, Any]) -> None:
+    """One batch of validation, which comes last in a run: what is wrong with it must not cost the training before it."""
+    raw = next(iter(DataStream(job, split="val", **place).batches(0)))
+    model.eval()
+    with torch.no_grad():
+        for name in ("loss", "metric") if job.metric is not None else ("loss",):
+            job.call(name, model=model, batch=to_device(raw, place["device"]), epoch=0, split="val", **place)
 
 
 def _note(found: dict[str, Any], batch: int, notes: list[str]) -> None:

@@ -206,8 +206,14 @@ class Trial:
         sums = {"loss": 0.0} | ({"metric": 0.0} if self.job.metric is not None else {})
         total = 0
         where = {"model": self.loop.model, "epoch": 0, "split": "val", **self.place}
+        stream = DataStream(self.job, split="val", **self.place)
+        # Data without a length may have no end: as many batches as there were steps are enough, the same in every row.
+        most = self.spec.settings.steps if stream.num_batches(0) is None else None
         with self._uncompiled(), self.loop.evaluate():
-            for raw in DataStream(self.job, split="val", **self.place).batches(0):
+            for number, raw in enumerate(stream.batches(0)):
+                if number == most:
+                    self.record["validation_cut"] = most
+                    break
                 batch = to_device(raw, self.device)
                 size = batch_size_of(batch) or 1
                 for name in sums:

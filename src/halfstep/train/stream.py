@@ -89,14 +89,18 @@ class DataStream:
         self._made_for = -1
         if self.batch == 0:
             raise SettingError(
-                f"{self._job.describe('data')} gave no batches for split={self._context['split']!r}, epoch {epoch}."
+                f"{self._job.describe('data')} gave no batches for split={self._context['split']!r}, epoch {epoch}. "
+                "Each split needs one at least; without data to validate on, give some of the training data for it."
             )
 
     def num_batches(self, epoch: int) -> int | None:
         """How many batches the epoch has, if its loader can tell."""
         with self._job.guard("data"):
             loader = self._make(epoch)
-            return len(loader) if hasattr(loader, "__len__") else None
+            try:
+                return len(loader)
+            except TypeError:  # a generator has no length, and a DataLoader over an IterableDataset only seems to
+                return None
 
     def _make(self, epoch: int) -> Any:
         if self._made_for == epoch:
