@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["COMPUTE_DTYPES", "compute_region", "fp32_operations", "recomputing", "upcast"]
+__all__ = ["COMPUTE_DTYPES", "compute_region", "fp32_operations", "recomputing", "reinstall", "upcast"]
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -148,6 +148,20 @@ def _install_rule(device_type: str) -> None:
             own = base if overload == "default" else name
             library.impl(own, _in_fp32(operation, key), key)  # type: ignore[no-untyped-call]
         _libraries[device_type] = library
+
+
+def reinstall() -> None:
+    """Register the rule anew where it is installed, after somebody else's kernels for the same operations have gone.
+
+    Of a kernel written in Python torch keeps the last one of each operation in a table, which it asks when it traces (fake
+    tensors, torch.compile) and does not mend when that kernel is taken back: a compiled region would go on running it.
+    """
+    with _install:
+        installed = dict(_libraries)
+        _libraries.clear()
+    for device_type, library in installed.items():
+        library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to take registrations back
+        _install_rule(device_type)
 
 
 def _in_fp32(operation: Any, key: str) -> Callable[..., Any]:

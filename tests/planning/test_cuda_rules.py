@@ -1,14 +1,20 @@
 """CUDA's ways on fake CPU tensors, and nothing left of them afterwards."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep.planning.attention import kernel_for
 from halfstep.planning.cuda_rules import as_on_cuda, autocast_fp32
 from halfstep.planning.fakes import new_mode
 from halfstep.planning.recurrent import reserve_bytes
+from halfstep.region import compute_region
 
 
 @pytest.fixture
@@ -121,3 +127,36 @@ def test_recurrent_layers_are_one_call(on_cuda, kind):
 def test_reserve_is_as_measured():
     """One, two and three LSTM layers keep 5, 11 and 17 times their hidden states, as an H200 showed."""
     assert [reserve_bytes("lstm", 1, layers) for layers in (1, 2, 3)] == [5, 11, 17]
+
+
+def traced_dtypes():
+    """What a region's softmax and sum give while they are traced, as torch.compile traces them."""
+    with compute_region("cpu", "fp16"):
+        h = FakeTensorMode().from_tensor(torch.ones(2, 4, dtype=torch.float16))
+        return h.softmax(-1).dtype, h.sum().dtype
+
+
+def test_a_region_traced_after_a_plan_has_its_own_rule():
+    """torch asks its table of Python kernels when it traces, and it must not hold the plan's any more."""
+    assert traced_dtypes() == (torch.float32, torch.float32)
+    with new_mode(), as_on_cuda(), torch.autocast("cpu", torch.float16):
+        assert torch.ones(2, 4, dtype=torch.float16).softmax(-1).dtype is torch.float32
+    with compute_region("cpu", "fp16"):
+        h = FakeTensorMode().from_tensor(torch.ones(2, 4, dtype=torch.float16))
+        kinds = [node.target for node in make_fx(lambda x: x.softmax(-1))(h).graph.nodes if node.op == "call_function"]
+    assert kinds == [torch.ops.aten._to_copy.default, torch.ops.aten._softmax.default]  # CUDA's way has no copy
+
+
+def test_a_region_first_entered_during_a_plan_has_the_whole_rule():
+    """What the rule lacks is read from torch's own lists, and not from those that a plan has changed."""
+    code = (
+        "import torch\n"
+        "from halfstep.planning.cuda_rules import as_on_cuda\n"
+        "from halfstep.region import compute_region\n"
+        "with as_on_cuda(), compute_region('cpu', 'bf16'):\n"
+        "    pass\n"
+        "with compute_region('cpu', 'bf16'):\n"
+        "    print(torch.ones(2, dtype=torch.bfloat16).softmax(-1).dtype)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["torch.float32"]

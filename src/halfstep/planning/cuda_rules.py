@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.planning.attention import attend
 from halfstep.planning.recurrent import run_recurrent
-from halfstep.region import upcast
+from halfstep.region import fp32_operations, reinstall, upcast
 
 __all__ = ["as_on_cuda", "autocast_fp32"]
 
@@ -62,6 +62,8 @@ _lock = threading.RLock()
 def as_on_cuda() -> Iterator[None]:
     """Inside this block, CPU tensors of this process take CUDA's ways through the dispatcher."""
     with _lock:
+        for kind in ("cpu", "cuda"):
+            fp32_operations(kind)  # read and remembered before the lists change: the Engine's rule is made from them
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
         def put(name: str, function: Callable[..., Any], key: str) -> None:
@@ -90,6 +92,7 @@ def as_on_cuda() -> Iterator[None]:
             yield
         finally:
             library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to take registrations back
+            reinstall()
 
 
 def autocast_fp32() -> list[str]:
