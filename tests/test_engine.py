@@ -649,3 +649,22 @@ def test_unscaling_fp16_gradients_loses_none(accumulate):
         assert model.weight.grad.item() == pytest.approx(1e-8, rel=1e-3)
         model.weight.grad.mul_(2)
         assert engine.step(last=True).grad_norm == pytest.approx(2e-8, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-lean"])
+@pytest.mark.parametrize("name", ["adamw", "sgd-dampened", "rmsprop"])
+def test_an_optimizer_step_left_in_the_loop_is_refused(precision, name):
+    """It would use scaled gradients a second time; after close() the optimizer is the user's own again."""
+    if precision == "bf16-lean" and name == "rmsprop":
+        pytest.skip("lean presets do not take it")
+    model, optimizer, engine = build(precision, name, schedule=False)
+    train_step(model, engine, batches(1)[0])
+    engine.backward(loss_of(model, engine, batches(1)[0]))
+    before = snapshot(model, engine)
+    with pytest.raises(HalfstepError, match=r"engine.step\(\)"):
+        optimizer.step()
+    assert same(before, snapshot(model, engine)) == []
+    assert not engine.step().skipped
+    engine.close()
+    if precision == "fp32":
+        optimizer.step()

@@ -46,7 +46,7 @@ from halfstep.region import compute_region, recomputing, upcast
 from halfstep.release import GIVES_UP, GradientRelease, check_release
 from halfstep.result import StepResult
 from halfstep.scaler import Scaler, make_scaler, stop_if_stuck
-from halfstep.steps import choose_path, coalesce, decide, take_step, unscale_in_place, widen
+from halfstep.steps import choose_path, coalesce, decide, keep_from_others, take_step, unscale_in_place, widen
 from halfstep.tf32 import set_tf32
 from halfstep.truth import Truth, build_truth, census
 from halfstep.window import Window
@@ -125,8 +125,7 @@ class Engine:
             self._release = GradientRelease([o for o in self.optimizers if isinstance(o, LeanOptimizer)], self._params)
             self._undo.callback(self._release.close)
         self._closed = False
-        self.attempts = self.micro_batches = 0  # steps tried, micro-batches seen
-        self.applied = 0  # steps whose update happened, as far as delivered
+        self.attempts = self.micro_batches = self.applied = 0  # tried; seen; updates that happened, as far as delivered
         self._truth: Truth | None = None
         if deterministic:
             self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
@@ -157,6 +156,7 @@ class Engine:
         if policy.widens_grads(self.accumulate):
             sum_gradients_in_fp32(self._params.values(), policy)
         self._paths = [choose_path(o, self._module) for o in held]
+        keep_from_others(held, self._undo)
 
     # --- regions ------------------------------------------------------------------------------------------------
 

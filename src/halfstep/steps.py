@@ -29,12 +29,23 @@ from halfstep.events import say
 from halfstep.kernels.gradstats import dense_values, known_sums, total_norm
 from halfstep.optim.lean import LeanOptimizer
 
-__all__ = ["Decision", "StepPath", "choose_path", "coalesce", "decide", "take_step", "unscale_in_place", "widen"]
+__all__ = [
+    "Decision",
+    "StepPath",
+    "choose_path",
+    "coalesce",
+    "decide",
+    "keep_from_others",
+    "take_step",
+    "unscale_in_place",
+    "widen",
+]
 
 _SWITCHED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _FUSED = (*_SWITCHED, torch.optim.Adagrad)
 # MPS accepts grad_scale and found_inf in its fused kernels and ignores them.
 _FUSED_DEVICES = {"cuda", "cpu", "xpu"}
+_MARK = "_halfstep_steps"  # on an optimizer while the Engine steps it
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,30 @@ def _switch_to_fused(optimizer: torch.optim.Optimizer) -> None:
     for param, state in optimizer.state.items():
         if "step" in state:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(param.device)
+
+
+def keep_from_others(optimizers: Iterable[torch.optim.Optimizer], undo: contextlib.ExitStack) -> None:
+    """Until `undo`, refuse an `optimizer.step()` that was left in the loop: scaled gradients, used twice."""
+    for optimizer in optimizers:
+        undo.callback(optimizer.register_step_pre_hook(_refuse_foreign_step).remove)
+
+
+def _refuse_foreign_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not getattr(optimizer, _MARK, False):
+        name = type(optimizer).__name__
+        raise SettingError(
+            f"{name}.step() was called beside engine.step(), with gradients that are neither unscaled nor checked nor clipped. "
+            "Remove it from the loop: engine.step() does it. After engine.close() the optimizer is yours again."
+        )
+
+
+@contextlib.contextmanager
+def _own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    setattr(optimizer, _MARK, True)
+    try:
+        yield
+    finally:
+        delattr(optimizer, _MARK)
 
 
 @torch.no_grad()
@@ -184,7 +219,8 @@ def _step_on_device(path: StepPath, decision: Decision, *, divides: bool) -> Non
     optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
     optimizer.grad_scale = decision.divisor if divides else None  # type: ignore[attr-defined]
     try:
-        optimizer.step()
+        with _own_step(optimizer):
+            optimizer.step()
     finally:
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
@@ -209,7 +245,7 @@ def _step_on_host(paths: Sequence[StepPath], decision: Decision, *, divides: boo
             continue
         if divides and divisor != 1:
             unscale_in_place([p.grad for p in params if p.grad is not None], decision.divisor)
-        with _unfused(path):
+        with _unfused(path), _own_step(path.optimizer):
             path.optimizer.step()
 
 
