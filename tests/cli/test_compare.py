@@ -123,10 +123,17 @@ def test_without_plotly_the_figures_are_kept(tmp_path, monkeypatch):
         (["digits", "--fail-if", "bf16.los > 1"], "Did you mean 'loss'"),
         (["digitz", "--out", "{tmp}/o"], "digits"),
         (["--resume", "{tmp}"], "holds no comparison to go on with"),
+        (["digits", "--out", "{tmp}/a-file/out"], "a-file/out/runs cannot be read or written: Not a directory"),
+        (["--from", "{tmp}/case", "--out", "{tmp}/a-file/out"], "cannot be read or written: Not a directory"),
+        (["--from", "{tmp}/case"], "report.html cannot be read or written: Is a directory"),
     ],
 )
 def test_bad_input_is_one_message(args, message, tmp_path):
     """Each mistake is a HalfstepError that says what to do."""
+    (tmp_path / "a-file").write_text("")
+    if any("case" in word for word in args):
+        (write_case(tmp_path / "case") / "report.html").mkdir()
+        args = [*args, "--force"]
     result = run(*[a.format(tmp=tmp_path) for a in args])
     assert isinstance(result.exception, HalfstepError), result.output
     assert message in str(result.exception)

@@ -12,7 +12,7 @@ from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import OverflowStop
 
 
-def converse(tmp_path, requests, fault="pass", **more):
+def converse(tmp_path, requests, fault="pass", *, listening=True, **more):
     """Run the child's main in this process; its exit code and answers."""
     spec = {
         "target": str(write_job(tmp_path, fault)), "data_dir": None, "seed": 1, "batch": 8, "out": str(tmp_path / "run.jsonl"),
@@ -20,6 +20,9 @@ def converse(tmp_path, requests, fault="pass", **more):
     }  # fmt: skip
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     reader, writer = os.pipe()
+    if not listening:
+        os.close(reader)
+        return main([str(tmp_path / "spec.json"), str(writer)], [json.dumps(r) + "\n" for r in requests]), []
     code = main([str(tmp_path / "spec.json"), str(writer)], [json.dumps(r) + "\n" for r in requests])
     with os.fdopen(reader) as answers:
         return code, [json.loads(line) for line in answers]
@@ -54,6 +57,13 @@ def test_a_survey_is_answered(tmp_path):
     code, answers = converse(tmp_path, [{"do": "survey"}], contender=None)
     assert code == 0
     assert answers[0]["survey"]["num_params"] == 161
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_a_parent_that_was_killed_is_no_failure_of_the_run(tmp_path):
+    """Nobody hears the answer: the child ends and writes no run file, so that --resume makes the run again."""
+    code, _ = converse(tmp_path, [{"do": "warm"}, {"do": "slice", "count": 3}], listening=False)
+    assert code == 1
     assert not (tmp_path / "run.jsonl").exists()
 
 

@@ -14,6 +14,7 @@ from halfstep.comparison.process import INSIDE
 from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import SettingError
 from halfstep.targets import load_target
+from halfstep.train.stop import StopRequest
 
 
 @pytest.fixture
@@ -93,6 +94,25 @@ def test_mistakes_are_found_before_anything_runs(given, message, tmp_path):
         given = {"out": tmp_path}
     with pytest.raises(SettingError, match=message):
         public("digits", **given)
+
+
+def test_a_single_text_is_a_list_of_one(tmp_path):
+    """Not its letters: each of these is refused for what it says."""
+    for given, message in (
+        ({"precisions": "bf61"}, "Unknown precision 'bf61'"),
+        ({"peers": "apex"}, "Unknown peer 'apex'"),
+        ({"fail_if": "bf17.loss > 1"}, "Unknown row 'bf17'"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            public("digits", out=tmp_path / "out", **given)
+
+
+def test_a_stop_before_anything_was_measured_leaves_nothing(tmp_path, monkeypatch):
+    """So that the same command can be given again."""
+    monkeypatch.setattr(StopRequest, "__bool__", lambda _: True)
+    with pytest.raises(SettingError, match="stopped before anything was measured"):
+        public(str(write_job(tmp_path)), ["fp32"], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_makes_the_comparison_again(monkeypatch):

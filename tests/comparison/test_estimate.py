@@ -1,11 +1,13 @@
 """Numbers with their uncertainty."""
 
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfstep.comparison import estimate
 from halfstep.comparison.estimate import Estimate, curve_distance, from_groups, from_values, paired_ratio, smooth
 
 times = st.floats(1e-4, 10)
@@ -16,13 +18,28 @@ few = settings(max_examples=15)  # each example is a bootstrap
 @few
 @given(groups)
 def test_an_interval_holds_its_value(values):
-    """Low, value, high, in this order, within what was measured."""
+    """Low, value, high, in this order and above 0; of one repeat within what was measured."""
     estimate = from_groups(values)
-    assert estimate.low <= estimate.value <= estimate.high
-    flat = [v for group in values for v in group]
-    assert min(flat) <= estimate.low
-    assert estimate.high <= max(flat)
+    assert 0 < estimate.low <= estimate.value <= estimate.high
     assert estimate.count == len(values)
+    alone = from_groups(values[:1])
+    assert min(values[0]) <= alone.low <= alone.high <= max(values[0])
+
+
+@pytest.mark.parametrize(
+    ("repeats", "between", "within"), [(2, 0.02, 0.02), (3, 0.02, 0.02), (3, 0.03, 0.005), (5, 0, 0.02)]
+)
+def test_an_interval_of_95_percent_is_one(repeats, between, within, monkeypatch):
+    """Of simulated comparisons whose processes and turns differ by known noise, 95 % hold the true ratio in their interval."""
+    monkeypatch.setattr(estimate, "_RESAMPLES", 100)
+    chance = random.Random(0)
+    hits = 0
+    for _ in range(200):
+        processes = [chance.lognormvariate(math.log(1.5), between) for _ in range(repeats)]
+        ratios = [[process * chance.lognormvariate(0, within) for _ in range(12)] for process in processes]
+        found = from_groups(ratios)
+        hits += found.low <= 1.5 <= found.high
+    assert hits / 200 >= 0.92  # 95 % and the chance of 200 trials
 
 
 @few

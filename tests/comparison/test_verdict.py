@@ -196,6 +196,16 @@ def test_slower_rows_are_called_what_they_are(tmp_path):
     assert "every other row is slower on this machine" in found.text
 
 
+def test_one_turn_of_one_repeat_tells_nothing_from_noise(tmp_path):
+    """A speed without an interval is no reason, and the verdict says what to give."""
+    folder = write_case(tmp_path / "c", (FP32, FAST), repeats=1, **GPU)
+    for path in (folder / "runs").iterdir():
+        path.write_text(re.sub(r'"slice":\d+', '"slice":0', path.read_text()))
+    found = read_comparison([folder]).verdict
+    assert (found.use, found.kind) == ("fp32", "same")
+    assert "give more --steps or --repeats" in found.text
+
+
 def test_one_repeat_is_said(tmp_path):
     """Its intervals are less than they look."""
     found, _ = verdict(tmp_path, FP32, FAST, repeats=1, **GPU)

@@ -169,3 +169,25 @@ def test_without_scripts_the_page_says_the_same(comparison, tmp_path):
     before_scripts = text[: text.index("<script")]
     assert comparison.verdict.text[:20] in before_scripts
     assert before_scripts.count("<table") >= 11
+
+
+def test_long_and_hostile_names_leave_the_figures_readable_on_a_phone(tmp_path):
+    """Names of machines and long policies: shown as they are written in the plots too, and never wider than half the screen."""
+    pytest.importorskip("websocket", reason="Requires: [websocket-client]")
+    rows = (("fp32", 0.010, {}), ("bf16-lean,states=8bit,keep_fp32=*.norm|head,compile=reduce-overhead", 0.005, {}))
+    machines = ("CPU", "<b>GPU</b> & <a href='x'>more")
+    folders = [write_case(tmp_path / str(number), rows, machine=name) for number, name in enumerate(machines)]
+    path = tmp_path / "report.html"
+    path.write_text(render_page(read_comparison(folders)), encoding="utf-8")
+    tab = Page(360, 780)
+    try:
+        tab.open(path)
+        shown = tab.ask("Array.from(document.querySelectorAll('#plot-speed .ytick text')).map(t => t.textContent)")
+        assert "fp32 @ <b>GPU</b> & <a href='x'>more" in shown
+        assert tab.ask("document.querySelectorAll('#plot-speed .ytick a').length") == 0
+        widths = tab.ask("Array.from(document.querySelectorAll('#summary th[scope=row]')).map(t => t.offsetWidth)")
+        assert max(widths) <= 180
+        assert tab.ask("document.documentElement.scrollWidth") <= 360
+        assert tab.messages == []
+    finally:
+        tab.close()

@@ -106,7 +106,8 @@ def command(
         for flag, value in given.items():
             if value:
                 raise click.UsageError(f"{flag} has no effect on runs that are done; --from only reads them.")
-        comparison, where = _rebuild((*folders, *map(Path, targets)), out, force=force)
+        with _files_named():
+            comparison, where = _rebuild((*folders, *map(Path, targets)), out, force=force)
     else:
         if len(targets) > 1:
             raise click.UsageError(
@@ -148,7 +149,7 @@ def _run(
     from halfstep.comparison import compare
     from halfstep.comparison.contender import DEFAULT_PRECISIONS
 
-    with _progress(quiet=quiet) as shown:
+    with _files_named(), _progress(quiet=quiet) as shown:
         return compare(
             target,
             precision or DEFAULT_PRECISIONS,
@@ -165,7 +166,7 @@ def _run(
 def _go_on(folder: Path, gates: tuple[str, ...], *, quiet: bool) -> Comparison:
     from halfstep.comparison.compare import go_on
 
-    with _progress(quiet=quiet) as shown:
+    with _files_named(), _progress(quiet=quiet) as shown:
         return go_on(folder, fail_if=gates, watcher=shown)
 
 
@@ -180,6 +181,21 @@ def _progress(*, quiet: bool) -> Iterator[Watcher | None]:
     finally:
         if shown is not None:
             shown.close()
+
+
+@contextlib.contextmanager
+def _files_named() -> Iterator[None]:
+    """A file that cannot be read or written (no permission, no room) is one message, as any other mistake."""
+    from halfstep.errors import HalfstepError
+
+    try:
+        yield
+    except OSError as error:
+        file = error.filename or "A file of the comparison"
+        raise HalfstepError(
+            f"{file} cannot be read or written: {error.strerror or error}. Make room or give another --out; a comparison that had "
+            "begun goes on with --resume."
+        ) from error
 
 
 def _rebuild(folders: tuple[Path, ...], out: Path | None, *, force: bool) -> tuple[Comparison, Path]:
@@ -214,7 +230,8 @@ def _report(comparison: Comparison, where: Path, gates: tuple[str, ...], *, as_j
     files = [("figures", where / RESULT)]
     aside = ""
     try:
-        (where / PAGE).write_text(render_page(comparison), encoding="utf-8")
+        with _files_named():
+            (where / PAGE).write_text(render_page(comparison), encoding="utf-8")
         files.insert(0, ("report", where / PAGE))
     except MissingError as error:
         aside = f"{error} Then: halfstep compare --from {where}"

@@ -120,22 +120,26 @@ def main(arguments: list[str], requests: Iterable[str]) -> int:
     given = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     spec = replace(ChildSpec(**given), command=tuple(given.get("command", ())))
     child = _Child(spec)
-    with os.fdopen(int(arguments[1]), "w", encoding="utf-8") as reply:
+    with os.fdopen(int(arguments[1]), "wb", buffering=0) as reply:
 
         def send(message: dict[str, Any]) -> None:
-            reply.write(json.dumps(message) + "\n")
-            reply.flush()
+            reply.write(json.dumps(message).encode() + b"\n")
 
         for line in requests:
             request = json.loads(line)
             try:
-                send({"is": "done", **child.answer(request)})
+                answer = {"is": "done", **child.answer(request)}
             except Exception as error:  # whatever the user's code raises becomes a row that says so
                 traceback.print_exc()
                 failure = why_failed(error)
                 if spec.contender is not None:
                     child.write(failure)
-                send({"is": "failed", **failure})
+                answer = {"is": "failed", **failure}
+            try:
+                send(answer)
+            except BrokenPipeError:  # the parent was killed, which is no failure of this run: --resume makes it again
+                return 1
+            if answer["is"] == "failed":
                 return 1
             if request["do"] in {"finish", "wrap", "survey"}:
                 return 0

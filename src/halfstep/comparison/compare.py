@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -58,6 +59,7 @@ def compare(
         raise SettingError(
             f"This file compares itself: loading the job called compare() again. Put the call under `{_GUARD}`."
         )
+    precisions, peers, fail_if = map(_listed, (precisions, peers, fail_if))
     contenders = parse_contenders(precisions, peers)
     for gate in fail_if:
         parse_gate(gate, [contender.label for contender in contenders])
@@ -113,11 +115,19 @@ def _run(
         )
         conductor.run()
     if not (out / SURVEY).exists():
+        for made in (out / RUNS, out):  # empty again, so that the same command can be given again
+            with contextlib.suppress(OSError):
+                made.rmdir()
         raise SettingError("The comparison was stopped before anything was measured.")
     signal = None if stop.signal is None else stop.signal.name
     comparison = read_comparison([out], stopped_by=signal)
     (out / RESULT).write_text(json.dumps(comparison.as_dict(), indent=1) + "\n", encoding="utf-8")
     return comparison
+
+
+def _listed(texts: Iterable[str]) -> Iterable[str]:
+    """One text may stand for a list of one; its letters are not meant."""
+    return (texts,) if isinstance(texts, str) else texts
 
 
 def _settings(given: dict[str, Any]) -> CompareSettings:

@@ -131,9 +131,11 @@ class Conductor:
     def _survey(self) -> None:
         spec = ChildSpec(self.target, self.data_dir, self.settings.as_dict())
         process = ChildProcess(spec, self.out / RUNS, "survey", self.stopped)
-        with contextlib.closing(process):
-            answer = process.ask(do="survey")
-        process.log.unlink(missing_ok=True)
+        try:
+            with contextlib.closing(process):
+                answer = process.ask(do="survey")
+        finally:
+            process.log.unlink(missing_ok=True)
         if answer["is"] == "failed":
             kinds: dict[str, type[HalfstepError]] = {"not installed": MissingError, "unsupported": SettingError}
             raise kinds.get(answer["kind"], HalfstepError)(answer["reason"])

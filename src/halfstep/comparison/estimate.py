@@ -5,12 +5,15 @@ every other row. A ratio of two rows is formed within each such pair, where both
 the ratios put together: a neighbour that slows the machine down for half the comparison slows both halves of a pair, and
 the ratio stays what it was. The figure is the median of the ratios.
 
-Its interval is a two-level bootstrap: repeats are drawn with replacement, then slices within them, 2,000 times, and the
-middle 95 % of the medians are kept. With one repeat only slices can be drawn, so the interval then knows nothing of what
-differs between processes; `count` says how many repeats an estimate rests on.
+Its interval is the wider of two. One is a two-level bootstrap: repeats are drawn with replacement, then slices within
+them, 2,000 times, and the middle 95 % of the medians are kept. Of two or three repeats a bootstrap is too sure of itself:
+where processes differ by as much as turns do (3 repeats of 12 turns, 2 % each) it held the true ratio in 86 % of simulated
+comparisons, and where they differ by more, in 71 %. So the other is Student's t interval of the repeats' own medians, on
+a logarithmic scale, because times and ratios are positive. Together they held it in 95 % or more. With one repeat only
+slices can be drawn, so the interval then knows nothing of what differs between processes; `count` says how many repeats
+an estimate rests on.
 
-Losses are compared seed by seed. With the few seeds of a comparison a bootstrap would be too sure of itself, so their
-mean carries Student's t interval.
+Losses are compared seed by seed, and their mean carries Student's t interval too.
 """
 
 from __future__ import annotations
@@ -51,19 +54,23 @@ class Estimate:
 
 
 def from_groups(groups: Groups) -> Estimate | None:
-    """The median over all values of all repeats, with its bootstrap interval."""
+    """The median over all values of all repeats (times or ratios, above 0), with its interval."""
     kept = [list(group) for group in groups if group]
     if not kept:
         return None
     value = statistics.median(itertools.chain.from_iterable(kept))
     low, high = _bootstrap(kept, statistics.median)
+    repeats = from_values([math.log(statistics.median(group)) for group in kept])
+    assert repeats is not None
+    if repeats.count > 1:
+        low, high = min(low, math.exp(repeats.low)), max(high, math.exp(repeats.high))
     return Estimate(value, min(low, value), max(high, value), len(kept))
 
 
 def paired_ratio(above: Groups, below: Groups) -> Estimate | None:
     """The median ratio above/below, each formed within one slice of one repeat."""
     ratios = [
-        [a / b for a, b in zip(upper, lower, strict=False) if b > 0]
+        [a / b for a, b in zip(upper, lower, strict=False) if a > 0 and b > 0]
         for upper, lower in zip(above, below, strict=False)
         if upper and lower
     ]

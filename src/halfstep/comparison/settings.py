@@ -13,6 +13,7 @@ __all__ = ["CompareSettings", "parse_settings"]
 
 DEFAULT_STEPS = 200
 MOST_WARMUP = 10  # steps; compilation, autotuning and the first growth of optimizer states are over by then
+MOST_SEED = 2**62
 # A slice is what a run does before another takes its turn: long against the switch (a millisecond), short against the
 # drift of a machine (seconds to minutes).
 SHORTEST_SLICE, NUM_SLICES = 5, 12
@@ -37,6 +38,11 @@ class CompareSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise SettingError(f"{name}={value!r} must be a whole number of at least {least}.")
+        if self.seed >= MOST_SEED:
+            raise SettingError(f"seed={self.seed} is more than torch's generator takes; give one below 2**62.")
+        norm = self.max_norm
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
+            raise SettingError(f"max_norm={norm!r} must be a number above 0; max_norm=none does not clip.")
         if self.warmup is not None and self.warmup >= self.steps:
             raise SettingError(f"warmup={self.warmup} leaves none of the {self.steps} steps to be timed; lower it.")
 

@@ -93,12 +93,18 @@ def _speed(row: Row) -> float:
 
 def _is_faster(row: Row) -> bool:
     s = row.speedup
-    return s is not None and s.value > 1 + FASTER and (s.low > 1 or s.low == s.high)
+    return s is not None and s.value > 1 + FASTER and s.low > 1 and not _is_single(row)
 
 
 def _is_slower(row: Row) -> bool:
     s = row.speedup
-    return s is not None and s.value < 1 - FASTER and (s.high < 1 or s.low == s.high)
+    return s is not None and s.value < 1 - FASTER and s.high < 1 and not _is_single(row)
+
+
+def _is_single(row: Row) -> bool:
+    """Whether a row is one turn of one run, which has no interval and tells nothing apart from noise."""
+    seconds = row.step_seconds
+    return seconds is not None and seconds.count == 1 and seconds.low == seconds.high
 
 
 def _use(best: Row, base: Row, rows: Sequence[Row], kind: str, sure: str) -> Verdict:
@@ -252,6 +258,8 @@ def _why_slow(row: Row, found: dict[str, Any]) -> str:
 
 def _confidence(done: Sequence[Row], found: dict[str, Any]) -> str:
     repeats = min((row.num_runs for row in done), default=0)
+    if any(_is_single(row) for row in done):
+        return "One turn of one repeat has no interval, so no difference of speed is told from noise: give more --steps or --repeats."
     if repeats < 2:
         return "One repeat: the intervals (95 %) know nothing of what differs from run to run."
     turns = "taking turns" if found.get("side_by_side") else "one after the other"

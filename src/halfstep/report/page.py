@@ -45,7 +45,7 @@ def render_page(comparison: Comparison) -> str:
             ),
             tag("footer", "Made by halfstep compare. Every figure on this page was measured in the runs it shows."),
             embed_json("comparison", values),
-            embed_json("plots", {plot.id: {"data": plot.data, "layout": plot.layout} for plot in plots}),
+            embed_json("plots", {plot.id: {"data": _escaped(plot.data), "layout": plot.layout} for plot in plots}),
             tag("script", Markup(_plotly_script())),
             tag("script", Markup(_asset("page.js"))),
         ]
@@ -59,6 +59,17 @@ def render_page(comparison: Comparison) -> str:
         tag("style", Markup(_asset("page.css"))),
     )
     return f"<!doctype html>\n{tag('html', head, tag('body', body), lang='en')}\n"
+
+
+def _escaped(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Plots whose names are shown as they are; Plotly takes <b> and <a> in a label for markup."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return value.replace("&", "&amp;").replace("<", "&lt;") if isinstance(value, str) else value
+
+    return [{key: plain(value) if key in {"name", "x", "y"} else value for key, value in one.items()} for one in data]
 
 
 def _plotly_script() -> str:
