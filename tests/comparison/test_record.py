@@ -58,6 +58,15 @@ def test_files_are_named_after_rows(tmp_path):
     """Whatever a label holds, its file has a plain name; other files of the directory are left alone."""
     assert run_name("bf16-lean,states=8bit,compile=on", 2) == "bf16-lean-states=8bit-compile=on-2"
     assert "/" not in run_name("fp32,keep_fp32=a/b|*.norm", 0)
+    labels = [
+        "bf16,keep_fp32=a|b",
+        "bf16,keep_fp32=a*b",
+        "bf16,keep_fp32=a|*b",
+        *(f"bf16,keep_fp32={'m|' * 200}{n}" for n in "ab"),
+    ]
+    names = {run_name(label, 0) for label in labels}
+    assert len(names) == 5  # each run has a file of its own
+    assert max(map(len, names)) < 200
     write_case(tmp_path / "c", repeats=1)
     (tmp_path / "c" / RUNS / "note.txt").write_text("mine")
     assert [p.name for p in run_files(tmp_path / "c")] == ["bf16-0.jsonl", "fp16-0.jsonl", "fp32-0.jsonl"]

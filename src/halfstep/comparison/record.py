@@ -8,6 +8,7 @@ for timed steps their seconds and the number of the slice. A `measured` event ho
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 RUNS, SURVEY = "runs", "survey.json"  # in the directory of a comparison
+_LONGEST_NAME = 120  # of a run's files; file systems take 255 bytes
 CUT_OFF = "cut off"  # the failure of a run whose file has no end
 _SURVEYED = (
     "target", "source", "data_dir", "batch", "device", "machine", "support", "environment", "matmul", "notes", "same_weights",
@@ -173,8 +175,11 @@ def _read(run: Run, told: dict[str, Any], machine: str) -> RunRecord:
 
 
 def run_name(label: str, repeat: int) -> str:
-    """The name of a run's files."""
-    return f"{re.sub(r'[^A-Za-z0-9_.=-]+', '-', label)}-{repeat}"
+    """The name of a run's files, plain and another for every label: what separates is a dash, other signs are spelt out."""
+    plain = re.sub(r"[^A-Za-z0-9_.=-]", lambda sign: f"~{ord(sign[0]):x}", re.sub(r"[,:]", "-", label))
+    if len(plain) > _LONGEST_NAME:
+        plain = f"{plain[:_LONGEST_NAME]}~{hashlib.sha256(label.encode()).hexdigest()[:12]}"
+    return f"{plain}-{repeat}"
 
 
 def run_files(folder: Path) -> Iterator[Path]:
