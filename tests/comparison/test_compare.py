@@ -12,7 +12,7 @@ from halfstep.comparison.compare import _command, compare, home_of, new_folder, 
 from halfstep.comparison.contender import parse_contenders
 from halfstep.comparison.process import INSIDE
 from halfstep.comparison.settings import CompareSettings
-from halfstep.errors import SettingError
+from halfstep.errors import HalfstepError, SettingError
 from halfstep.targets import load_target
 from halfstep.train.stop import StopRequest
 
@@ -131,3 +131,16 @@ def test_a_new_folder_is_named_after_the_target():
     assert new_folder("some/job.py:other").parent.name == "runs"
     assert new_folder("some/job.py:other").name.startswith("compare-job.py-other-")
     assert new_folder(None).name.startswith("compare-digits-")
+
+
+def test_a_job_that_fails_at_once_leaves_no_directory_behind(tmp_path):
+    """What is wrong with the job is said before training, and the same command can be given again."""
+    job = write_job(tmp_path)
+    text = job.read_text()
+    job.write_text(
+        text + "\njob = halfstep.Job(model=job.model, data=lambda: [], loss=job.loss, optimizer=job.optimizer)\n"
+    )
+    for _ in range(2):
+        with pytest.raises(HalfstepError, match="gave no batches"):
+            compare(str(job), ["fp32"], steps=4, repeats=1, batch=8, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -113,11 +113,14 @@ def _run(
             stopped=lambda: bool(stop),
             earlier=earlier,
         )
-        conductor.run()
+        try:
+            conductor.run()
+        finally:
+            if not (out / SURVEY).exists():
+                for made in (out / RUNS, out):  # empty again, so that the same command can be given again
+                    with contextlib.suppress(OSError):
+                        made.rmdir()
     if not (out / SURVEY).exists():
-        for made in (out / RUNS, out):  # empty again, so that the same command can be given again
-            with contextlib.suppress(OSError):
-                made.rmdir()
         raise SettingError("The comparison was stopped before anything was measured.")
     signal = None if stop.signal is None else stop.signal.name
     comparison = read_comparison([out], stopped_by=signal)
