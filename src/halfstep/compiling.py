@@ -1,7 +1,7 @@
 """What `compile=` may say, and compiling a model in place.
 
 `True` is torch.compile as it comes. A text is one of its modes; "reduce-overhead" and "max-autotune" also record the
-compiled forward and backward as CUDA graphs, so that a step is a few launches instead of a thousand.
+compiled forward and backward as CUDA graphs, so that the host launches a graph instead of each kernel.
 """
 
 from __future__ import annotations
