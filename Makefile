@@ -10,7 +10,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The kernels' own tests, and those of their callers once more over the kernels: Triton runs them on the CPU.
-INTERPRETED = tests/optim tests/kernels/test_gradstats.py tests/test_engine_promises.py
+INTERPRETED = tests/optim tests/kernels/test_gradstats.py tests/engine/test_promises.py
 
 .PHONY: demo test test-all coverage lint type format check clean
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from halfstep.check.cases import source_of_case
 from halfstep.check.registry import all_rules
-from halfstep.environment import environment
+from halfstep.hardware.environment import environment
 
 SMALL = """import torch
 from torch.amp import GradScaler, autocast

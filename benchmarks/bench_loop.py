@@ -15,10 +15,10 @@ import time
 import torch
 import torch.nn.functional as F
 
-from halfstep.compiling import compile_model, parse_compile
-from halfstep.engine import Engine
-from halfstep.environment import environment
-from halfstep.models import vit
+from halfstep.engine.compiling import compile_model, parse_compile
+from halfstep.engine.engine import Engine
+from halfstep.hardware.environment import environment
+from halfstep.jobs.models import vit
 
 WARM_UP = 4
 CASES = {

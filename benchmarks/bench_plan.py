@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from plan_models import available_cases
 from plan_more import more_cases
 
-from halfstep.engine import Engine
-from halfstep.environment import environment
+from halfstep.engine.engine import Engine
+from halfstep.hardware.environment import environment
 from halfstep.train.stream import to_device
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-lean", "bf16-lean,states=8bit")
@@ -127,7 +127,7 @@ def measure(path: Path, only: tuple[str, ...] = ()) -> None:
 def predict(path: Path, table: Path | None, only: tuple[str, ...] = ()) -> None:
     """Predict every measured row and write both beside each other."""
     from halfstep.planning.estimator import Estimator
-    from halfstep.policy import Policy
+    from halfstep.precision.policy import Policy
 
     measured = json.loads(path.read_text(encoding="utf-8"))
     cases = {**available_cases(), **more_cases()}

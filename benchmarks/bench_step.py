@@ -13,10 +13,10 @@ import statistics
 import torch
 
 import halfstep
-from halfstep.environment import environment
-from halfstep.models import vit
-from halfstep.scaler import LossScaler
-from halfstep.steps import choose_path, decide, take_step
+from halfstep.engine.steps import choose_path, decide, take_step
+from halfstep.hardware.environment import environment
+from halfstep.jobs.models import vit
+from halfstep.scaling.scaler import LossScaler
 
 
 def timed(function, *, rounds, per_round=10):

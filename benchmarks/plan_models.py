@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.job import Job
-from halfstep.targets import load_target
+from halfstep.jobs.job import Job
+from halfstep.jobs.targets import load_target
 
 __all__ = ["CASES", "available_cases"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 
 __all__ = ["MORE_CASES", "more_cases"]
 

@@ -4,7 +4,7 @@ Run it with `python examples/choose_precision.py`; it needs no GPU.
 """
 
 import halfstep
-from halfstep.hardware import find_gpu
+from halfstep.hardware.probe import find_gpu
 
 machine = halfstep.probe()
 choice = halfstep.choose(machine)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 from halfstep.planning import find_batch_size, plan
 
 LENGTH, WIDTH, VOCABULARY = 256, 512, 8000

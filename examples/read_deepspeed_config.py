@@ -6,7 +6,7 @@ Run it with no arguments: it writes a small configuration to a temporary directo
 import tempfile
 from pathlib import Path
 
-from halfstep.policy import read_deepspeed
+from halfstep.precision.policy import read_deepspeed
 
 CONFIG = """
 {

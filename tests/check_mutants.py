@@ -11,14 +11,14 @@ import random
 import time
 
 from halfstep.check.cases import source_of_case
-from halfstep.check.document import read_document
+from halfstep.check.files.document import read_document
+from halfstep.check.files.source import Settings
 from halfstep.check.fixing import fix_document
 from halfstep.check.options import find_device
 from halfstep.check.registry import all_rules
 from halfstep.check.runner import FileResult, check_document
 from halfstep.check.select import Selection
 from halfstep.check.session import Outcome
-from halfstep.check.source import Settings
 from halfstep.report.check_diff import as_diff
 from halfstep.report.check_github import as_github
 from halfstep.report.check_json import as_json

@@ -1,18 +1,10 @@
 """Reading and checking small scripts in tests."""
 
-import importlib
-from pathlib import Path
+from halfstep.check.files.source import Settings, Source
+from halfstep.check.registry import rules_of
+from halfstep.check.script.script import Script, read_script
 
-import halfstep.check.rules
-from halfstep.check.script import Script, read_script
-from halfstep.check.source import Settings, Source
-
-FOLDER = Path(halfstep.check.rules.__path__[0])
-RULES = [
-    rule
-    for path in sorted(FOLDER.glob("script_*.py"))
-    for rule in importlib.import_module(f"halfstep.check.rules.{path.stem}").RULES
-]
+RULES = rules_of("script")
 
 
 def script(text: str) -> Script:

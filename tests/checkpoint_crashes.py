@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from halfstep.checkpoint import load_checkpoint
-from halfstep.checkpoint_folder import CheckpointFolder
+from halfstep.checkpoint.directory import load_checkpoint
+from halfstep.checkpoint.retention import CheckpointFolder
 
 WATCHED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 

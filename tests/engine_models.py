@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from halfstep.engine import Engine
+from halfstep.engine.engine import Engine
 
 PRESETS = ("fp32", "bf16", "fp16", "bf16-lean", "fp16-lean")
 LEAN = ("bf16-lean", "fp16-lean", "bf16-lean,master=fp32", "bf16-lean,states=bf16")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 
 
 def batches(batch_size):

@@ -1,4 +1,4 @@
-"""Mixed-precision training for PyTorch that tells you the truth.
+"""Mixed-precision training for PyTorch that shows what actually runs.
 
 Everything public is here and is loaded when first touched, so that `import halfstep` stays cheap and
 needs no torch.
@@ -13,55 +13,57 @@ __version__ = "0.1.0"
 
 # name -> module that defines it; one line per public name.
 _HOME = {
-    "Choice": "choice",
+    "Choice": "precision.choice",
     "Comparison": "comparison",
-    "Engine": "engine",
-    "Format": "formats",
-    "GradScaler": "gradscaler",
+    "Engine": "engine.engine",
+    "Format": "precision.formats",
+    "GradScaler": "scaling.gradscaler",
     "HalfstepError": "errors",
-    "Hardware": "hardware",
-    "Job": "job",
-    "LossScale": "lossscale",
-    "LossScaler": "scaler",
-    "NoScaler": "scaler",
-    "Policy": "policy",
-    "StaticScaler": "scaler",
-    "StepResult": "result",
+    "Hardware": "hardware.probe",
+    "Job": "jobs.job",
+    "LossScale": "precision.loss_scale",
+    "LossScaler": "scaling.scaler",
+    "NoScaler": "scaling.scaler",
+    "Policy": "precision.policy",
+    "StaticScaler": "scaling.scaler",
+    "StepResult": "engine.result",
     "check_path": "check",
-    "choose": "choice",
+    "choose": "precision.choice",
     "compare": "comparison",
     "find_batch_size": "planning",
-    "get_format": "formats",
+    "get_format": "precision.formats",
     "plan": "planning",
-    "probe": "hardware",
-    "set_tf32": "tf32",
+    "probe": "hardware.probe",
+    "set_tf32": "hardware.tf32",
 }
 
-_SUBPACKAGES = ("optim",)
+_SUBMODULES = ("data", "models", "optim")
 
-__all__ = ["__version__", *sorted((*_HOME, *_SUBPACKAGES))]  # noqa: PLE0604 - a test holds this against reality
+__all__ = ["__version__", *sorted((*_HOME, *_SUBMODULES))]  # noqa: PLE0604 - a test holds this against reality
 
 if TYPE_CHECKING:
+    from halfstep import data as data
+    from halfstep import models as models
     from halfstep import optim as optim
     from halfstep.check import check_path
-    from halfstep.choice import Choice, choose
     from halfstep.comparison import Comparison, compare
-    from halfstep.engine import Engine
+    from halfstep.engine.engine import Engine
+    from halfstep.engine.result import StepResult
     from halfstep.errors import HalfstepError
-    from halfstep.formats import Format, get_format
-    from halfstep.gradscaler import GradScaler
-    from halfstep.hardware import Hardware, probe
-    from halfstep.job import Job
-    from halfstep.lossscale import LossScale
+    from halfstep.hardware.probe import Hardware, probe
+    from halfstep.hardware.tf32 import set_tf32
+    from halfstep.jobs.job import Job
     from halfstep.planning import find_batch_size, plan
-    from halfstep.policy import Policy
-    from halfstep.result import StepResult
-    from halfstep.scaler import LossScaler, NoScaler, StaticScaler
-    from halfstep.tf32 import set_tf32
+    from halfstep.precision.choice import Choice, choose
+    from halfstep.precision.formats import Format, get_format
+    from halfstep.precision.loss_scale import LossScale
+    from halfstep.precision.policy import Policy
+    from halfstep.scaling.gradscaler import GradScaler
+    from halfstep.scaling.scaler import LossScaler, NoScaler, StaticScaler
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
+    if name in _SUBMODULES:
         return importlib.import_module(f"halfstep.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}")

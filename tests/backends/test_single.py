@@ -8,7 +8,7 @@ from torch import nn
 
 from halfstep.backends import SingleDevice
 from halfstep.errors import SettingError
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 
 
 def as_ddp(module):

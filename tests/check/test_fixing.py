@@ -6,11 +6,11 @@ import stat
 import pytest
 
 from check_toys import use_toys
-from halfstep.check.document import read_document
+from halfstep.check.files.document import read_document
+from halfstep.check.files.source import Settings
 from halfstep.check.fixing import fix_document, write_back
 from halfstep.check.runner import check_document
 from halfstep.check.select import Selection
-from halfstep.check.source import Settings
 
 
 @pytest.fixture(autouse=True)

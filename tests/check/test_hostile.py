@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from halfstep.check.document import read_document
+from halfstep.check.files.document import read_document
+from halfstep.check.files.source import Settings
 from halfstep.check.runner import MAX_CONFIGS, check_document
 from halfstep.check.select import Selection
-from halfstep.check.source import Settings
 
 HEAD = "import torch\nfrom contextlib import nullcontext\nfrom torch.cuda.amp import GradScaler, autocast\ns = GradScaler()\n"
 REPEATED = {

@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from halfstep import hardware
 from halfstep.check import options as module
 from halfstep.check.finding import Finding
 from halfstep.check.options import Options, find_device, make_options, parse_version
 from halfstep.check.project import Project
 from halfstep.errors import SettingError
+from halfstep.hardware import probe as hardware
 
 
 @pytest.mark.parametrize(

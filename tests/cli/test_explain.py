@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from halfstep.check.registry import all_rules
 from halfstep.cli import cli
-from halfstep.topics import TOPICS
+from halfstep.report.topics import TOPICS
 
 
 def run(*args):

@@ -5,11 +5,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from halfstep.choice import choose
 from halfstep.cli import cli, main
 from halfstep.cli import probe as probe_command
-from halfstep.hardware import find_gpu, from_cpu
-from halfstep.measure import Measured
+from halfstep.hardware.measure import Measured
+from halfstep.hardware.probe import find_gpu, from_cpu
+from halfstep.precision.choice import choose
 from halfstep.report.probe import as_data, as_text
 
 MEASURED = (Measured("fp32", 250.0, 0.05, 20, 1.0, 1024), Measured("bf16", 1234.5, 0.1, 40, 4.9, 1024))

@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from halfstep.checkpoint import load_checkpoint
+from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.cli import cli
 from halfstep.errors import HalfstepError
 

@@ -13,7 +13,7 @@ from halfstep.comparison.contender import parse_contenders
 from halfstep.comparison.process import INSIDE
 from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import HalfstepError, SettingError
-from halfstep.targets import load_target
+from halfstep.jobs.targets import load_target
 from halfstep.train.stop import StopRequest
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from halfstep.comparison.contender import PEERS, Contender, parse_contenders
 from halfstep.errors import SettingError
-from halfstep.policy import PRESETS
+from halfstep.precision.policy import PRESETS
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from halfstep.builtin_jobs import digits_job
 from halfstep.comparison.contender import parse_contenders
 from halfstep.comparison.loops import build_parts, make_loop
 from halfstep.errors import MissingError
+from halfstep.jobs.builtin import digits_job
 
 PLACE = {"seed": 0, "rank": 0, "world_size": 1, "device": torch.device("cpu"), "batch_size": 16}
 

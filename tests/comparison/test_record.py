@@ -6,11 +6,11 @@ import math
 import pytest
 
 from comparison_cases import write_case
+from halfstep.checkpoint.runlog import RunLog
 from halfstep.comparison.record import CUT_OFF, RUNS, SURVEY, read_json, read_run, read_survey, run_files, run_name
 from halfstep.comparison.remainder import read_remainder
 from halfstep.comparison.result import read_comparison
 from halfstep.errors import SettingError
-from halfstep.runlog import RunLog
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path):

@@ -10,8 +10,8 @@ from comparison_jobs import write_job
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.survey import survey
 from halfstep.errors import SettingError
-from halfstep.job import JobError
-from halfstep.targets import load_target
+from halfstep.jobs.job import JobError
+from halfstep.jobs.targets import load_target
 
 
 @pytest.fixture

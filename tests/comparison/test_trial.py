@@ -10,7 +10,7 @@ from halfstep.comparison.contender import parse_contenders
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import TrialSpec
 from halfstep.comparison.trial import Trial, batch_size_of
-from halfstep.targets import load_target
+from halfstep.jobs.targets import load_target
 
 SETTINGS = CompareSettings(steps=16, batch=8, warmup=4)
 

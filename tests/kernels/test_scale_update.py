@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.kernels.scale_update import COUNTERS, new_counters, scale_update
-from halfstep.lossscale import SEMANTICS, LossScale
+from halfstep.precision.loss_scale import SEMANTICS, LossScale
 from scaler_rules import RULES
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import halfstep
+from halfstep.engine.steps import choose_path, decide, take_step
 from halfstep.kernels.available import triton_runs_on
 from halfstep.optim.fused import FusedStep
-from halfstep.steps import choose_path, decide, take_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(not triton_runs_on(DEVICE), reason="Requires: [a CUDA device, or TRITON_INTERPRET=1]")

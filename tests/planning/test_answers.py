@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from halfstep.errors import SettingError
+from halfstep.jobs.targets import load_target
 from halfstep.planning.answers import STATE_CAUSES, plan
 from halfstep.report.plan import as_text
 from halfstep.report.plan_page import render_plan_page
-from halfstep.targets import load_target
 from planning_jobs import small_job
 
 MIB = 1 << 20

@@ -10,11 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from halfstep.engine.region import compute_region
 from halfstep.planning.attention import kernel_for
 from halfstep.planning.cuda_rules import as_on_cuda, autocast_fp32
 from halfstep.planning.fakes import new_mode
 from halfstep.planning.recurrent import reserve_bytes
-from halfstep.region import compute_region
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_region_first_entered_during_a_plan_has_the_whole_rule():
     code = (
         "import torch\n"
         "from halfstep.planning.cuda_rules import as_on_cuda\n"
-        "from halfstep.region import compute_region\n"
+        "from halfstep.engine.region import compute_region\n"
         "with as_on_cuda(), compute_region('cpu', 'bf16'):\n"
         "    pass\n"
         "with compute_region('cpu', 'bf16'):\n"

@@ -12,7 +12,7 @@ from torch import nn
 from halfstep.errors import SettingError
 from halfstep.planning.estimator import Estimator, predict_peak
 from halfstep.planning.trace import StepOptions
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 from planning_jobs import batches, small_job
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.errors import SettingError
-from halfstep.hardware import find_gpu
+from halfstep.hardware.probe import find_gpu
 from halfstep.planning.finder import find_batch_size, search
 from planning_jobs import small_job
 

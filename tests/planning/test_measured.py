@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from halfstep.errors import SettingError
+from halfstep.jobs.targets import load_target
 from halfstep.planning.estimator import Estimator
 from halfstep.planning.finder import find_batch_size
 from halfstep.planning.measured import measure_step, require_gpu
 from halfstep.planning.trace import StepOptions
-from halfstep.policy import Policy
-from halfstep.targets import load_target
+from halfstep.precision.policy import Policy
 from planning_jobs import small_job
 
 

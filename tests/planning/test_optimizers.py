@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfstep.planning.estimator import Estimator
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 from planning_jobs import small_job
 
 NUM = 16 * 64 + 64 + 64 * 4 + 4

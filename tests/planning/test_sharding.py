@@ -15,7 +15,7 @@ from halfstep.planning.sharding import (
     state_bytes,
     zero_paper_bytes,
 )
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])

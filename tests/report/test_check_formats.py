@@ -5,12 +5,12 @@ import subprocess
 
 import pytest
 
-from halfstep.check.document import read_document
+from halfstep.check.files.document import read_document
+from halfstep.check.files.source import Cell, Source
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.fixing import Fixed
 from halfstep.check.runner import FileResult
 from halfstep.check.session import Outcome
-from halfstep.check.source import Cell, Source
 from halfstep.report.check_diff import as_diff
 from halfstep.report.check_github import as_github
 from halfstep.report.check_json import as_json

@@ -1,11 +1,11 @@
 """Findings as text."""
 
-from halfstep.check.document import read_document
+from halfstep.check.files.document import read_document
+from halfstep.check.files.source import Cell, Source
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.fixing import Fixed
 from halfstep.check.runner import FileResult
 from halfstep.check.session import Outcome
-from halfstep.check.source import Cell, Source
 from halfstep.report.check_text import as_text
 
 SOURCE = Source("a.py", "x = 1\n\tclip(model)\n", "python")

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.checkpoint import load_checkpoint, read_meta
-from halfstep.checkpoint_folder import CheckpointFolder
+from halfstep.checkpoint.directory import load_checkpoint, read_meta
+from halfstep.checkpoint.export import masters_of
+from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.checkpoint.runlog import read_runlog
 from halfstep.errors import HalfstepError
-from halfstep.export import masters_of
-from halfstep.job import Job, JobError
-from halfstep.runlog import read_runlog
+from halfstep.jobs.job import Job, JobError
 from halfstep.train import TrainConfig, train
 from halfstep.train.recorder import Silence
 
@@ -301,7 +301,7 @@ def test_a_signal_finishes_the_step_saves_and_says_so(number, code, tmp_path):
 @pytest.mark.slow
 def test_digits_reach_the_same_accuracy_in_every_preset(tmp_path):
     """At least 95 % in each of five presets over three seeds, and means within 1.5 points of each other."""
-    from halfstep.targets import load_target
+    from halfstep.jobs.targets import load_target
 
     means = {}
     for precision in ("fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from halfstep.policy import Policy
-from halfstep.targets import load_target
+from halfstep.jobs.targets import load_target
+from halfstep.precision.policy import Policy
 from halfstep.train.config import TrainConfig
 from halfstep.train.memory import PeakCounter, compare_memory
 
@@ -43,7 +43,7 @@ def test_a_cpu_counts_no_peak():
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_records_both(tmp_path):
     """The run file ends with the memory of the run, and the two agree, whatever the process held before."""
-    from halfstep.runlog import read_runlog
+    from halfstep.checkpoint.runlog import read_runlog
     from halfstep.train.loop import RUN_FILE, train
 
     before = torch.zeros(1 << 28, device="cuda")

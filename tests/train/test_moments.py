@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.engine import Engine
-from halfstep.targets import load_target
-from halfstep.topics import TOPICS
+from halfstep.engine.engine import Engine
+from halfstep.jobs.targets import load_target
+from halfstep.report.topics import TOPICS
 from halfstep.train import TrainConfig, train
 
 pytestmark = pytest.mark.slow

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from halfstep.engine_state import rng_state
+from halfstep.engine.state import rng_state
 from halfstep.errors import HalfstepError
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 from halfstep.train.stream import DataStream, fingerprint, to_device
 
 
@@ -68,7 +68,7 @@ def test_a_restored_stream_gives_the_batches_that_would_have_followed(data, stop
     state, rng = first.state(), rng_state()
     expected = [b.clone() for b in batches]
 
-    from halfstep.engine_state import restore_rng
+    from halfstep.engine.state import restore_rng
 
     torch.rand(100)
     again = stream(data)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from halfstep.errors import SettingError
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 
 __all__ = ["SingleDevice"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from halfstep.check.config import case_source
-from halfstep.check.document import read_document
+from halfstep.check.config.config import case_source
+from halfstep.check.files.document import read_document
+from halfstep.check.files.source import Settings, Source
 from halfstep.check.finding import Finding
 from halfstep.check.registry import rules_of
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.runner import check_document
 from halfstep.check.select import Selection
-from halfstep.check.source import Settings, Source
 
 __all__ = ["check_case", "is_fixable", "settings_of_case", "source_of_case"]
 

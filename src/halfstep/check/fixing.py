@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.check.document import Document, apply_edits, read_document
+from halfstep.check.files.document import Document, apply_edits, read_document
 from halfstep.check.finding import Edit, Finding
 
 __all__ = ["Fixed", "fix_document", "write_back"]

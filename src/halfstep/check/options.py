@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfstep.check.files.source import Settings
 from halfstep.check.project import Project
 from halfstep.check.select import Selection, parse_selectors, path_matches
-from halfstep.check.source import Settings
 from halfstep.errors import SettingError
 
 if TYPE_CHECKING:
-    from halfstep.devices import Device
+    from halfstep.hardware.devices import Device
 
 __all__ = ["Options", "find_device", "make_options", "parse_version"]
 
@@ -95,8 +95,8 @@ def installed_deepspeed() -> tuple[int, ...] | None:
 @cache
 def find_device(name: str) -> Device:
     """The GPU called `name`, or with "auto" the first one nvidia-smi reports."""
-    from halfstep.devices import ARCHITECTURES, Device
-    from halfstep.hardware import find_gpu, nvidia_gpus  # slow to load, so only for those who ask
+    from halfstep.hardware.devices import ARCHITECTURES, Device
+    from halfstep.hardware.probe import find_gpu, nvidia_gpus  # slow to load, so only for those who ask
 
     if name == "auto":
         seen = nvidia_gpus()

@@ -16,10 +16,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from halfstep.check.files.walk import Target
 from halfstep.check.options import Options
 from halfstep.check.rules.files import TooDeep
 from halfstep.check.runner import FileResult, check_target
-from halfstep.check.walk import Target
 from halfstep.errors import HalfstepError
 
 __all__ = ["MAX_SECONDS", "check_targets"]

@@ -23,12 +23,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
+from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding, Fix, Severity
-from halfstep.check.source import Settings
 
 if TYPE_CHECKING:
-    from halfstep.check.config import Config
-    from halfstep.check.script import Script
+    from halfstep.check.config.config import Config
+    from halfstep.check.script.script import Script
 
 __all__ = ["ConfigRule", "Rule", "ScriptRule"]
 

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.check.document import Document, read_document, size_limit, too_large
+from halfstep.check.files.document import Document, read_document, size_limit, too_large
+from halfstep.check.files.source import Settings, Source
+from halfstep.check.files.suppress import suppress
+from halfstep.check.files.walk import Target
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.options import Options
 from halfstep.check.registry import Group, rules_of
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
 from halfstep.check.rules.files import CannotRead, CheckerFailure, SyntaxFault, TooDeep
 from halfstep.check.select import Selection
-from halfstep.check.source import Settings, Source
-from halfstep.check.suppress import suppress
-from halfstep.check.walk import Target
 from halfstep.errors import SettingError
 
 __all__ = ["FileResult", "check_document", "check_target", "read_target"]
@@ -121,7 +121,7 @@ def _findings(source: Source, settings: Settings, *, named: bool) -> Iterator[Fi
 
 
 def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
-    from halfstep.check.script import read_script
+    from halfstep.check.script.script import read_script
 
     try:
         script = read_script(source, settings)
@@ -137,7 +137,7 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         return
     yield from _apply("script", ScriptRule, script, source, settings)
     if configures:
-        from halfstep.check.config import configs_in_script
+        from halfstep.check.config.config import configs_in_script
 
         for number, config in enumerate(configs_in_script(tree, source, settings)):
             if number == MAX_CONFIGS:
@@ -152,7 +152,7 @@ def _mentions(source: Source, words: tuple[str, ...]) -> bool:
 
 
 def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
-    from halfstep.check.config import read_configs
+    from halfstep.check.config.config import read_configs
 
     # A configuration of ours that does not parse is refused by whoever it is for: that is more than advice.
     severity: Severity | None = "error"
@@ -178,7 +178,8 @@ def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[F
 
 def _parse_any(source: Source) -> None:
     """Raise where a file that a person named, and that is no configuration of ours, cannot be parsed at all."""
-    from halfstep.check import config_json, config_yaml
+    from halfstep.check.config import json_reader as config_json
+    from halfstep.check.config import yaml_reader as config_yaml
 
     if source.language == "json":
         config_json.parse_json(source.text, source.path)

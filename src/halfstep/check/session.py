@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.check.document import Document, language_of, read_document
+from halfstep.check.files.document import Document, language_of, read_document
+from halfstep.check.files.walk import Target, find_files
 from halfstep.check.finding import Finding
 from halfstep.check.fixing import Fixed, fix_document, write_back
 from halfstep.check.options import Options, make_options
 from halfstep.check.parallel import check_targets
 from halfstep.check.project import find_project
 from halfstep.check.runner import FileResult, check_document, read_target
-from halfstep.check.walk import Target, find_files
 from halfstep.errors import SettingError
 
 __all__ = ["Outcome", "check_path", "check_paths", "check_stdin"]

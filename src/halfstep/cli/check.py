@@ -98,7 +98,7 @@ def _refuse_contradictions(
 
 
 def _standard_input() -> bytes:
-    from halfstep.check.document import MAX_NOTEBOOK_BYTES
+    from halfstep.check.files.document import MAX_NOTEBOOK_BYTES
 
     return sys.stdin.buffer.read(MAX_NOTEBOOK_BYTES + 1)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import click
 
-from halfstep.topics import TOPICS, explain
+from halfstep.report.topics import TOPICS, explain
 
 __all__ = ["command"]
 

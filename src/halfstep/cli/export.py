@@ -25,8 +25,8 @@ __all__ = ["command"]
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(run: Path, dtype: str, out: Path | None, best: bool, ema: bool, force: bool, as_json: bool) -> None:
     """Write the weights of RUN (a run's directory or a checkpoint) as one safetensors file."""
-    from halfstep.export import export_weights
-    from halfstep.torch_build import require_torch
+    from halfstep.checkpoint.export import export_weights
+    from halfstep.hardware.torch_build import require_torch
 
     require_torch("halfstep export")
     target = out or (run if run.is_dir() else run.parent) / f"weights-{dtype}.safetensors"

@@ -68,8 +68,8 @@ def command(
     halfstep plan job.py --find --memory 80GiB
     """
     from halfstep.errors import SettingError
-    from halfstep.targets import load_target
-    from halfstep.torch_build import require_torch
+    from halfstep.hardware.torch_build import require_torch
+    from halfstep.jobs.targets import load_target
 
     require_torch("halfstep plan")
     count = None if gpus == "auto" else int(gpus) if gpus.isdecimal() else 0
@@ -131,7 +131,7 @@ def _plan(
     from halfstep.planning.answers import DEFAULT_PRECISIONS
     from halfstep.planning.measured import require_gpu
     from halfstep.planning.trace import StepOptions
-    from halfstep.policy import Policy
+    from halfstep.precision.policy import Policy
     from halfstep.report.plan import as_data, as_text, verified_data, verified_text
 
     if verify:

@@ -9,9 +9,9 @@ import sys
 
 import click
 
-from halfstep.choice import choose
-from halfstep.hardware import find_gpu, probe
-from halfstep.measure import Measured, confirm, measure_matmuls
+from halfstep.hardware.measure import Measured, confirm, measure_matmuls
+from halfstep.hardware.probe import find_gpu, probe
+from halfstep.precision.choice import choose
 from halfstep.report.probe import as_data, as_text
 
 __all__ = ["command"]

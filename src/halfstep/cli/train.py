@@ -49,8 +49,8 @@ def command(
     With several --precision, trains in each, one after the other, and shows the results side by side.
     """
     from halfstep.errors import SettingError
-    from halfstep.targets import load_target
-    from halfstep.torch_build import require_torch
+    from halfstep.hardware.torch_build import require_torch
+    from halfstep.jobs.targets import load_target
     from halfstep.train.config import parse_settings
     from halfstep.train.resume import saved_settings
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.truth import short
+from halfstep.engine.truth import short
 
 __all__ = ["ALIGNED", "CASTS", "DispatchCensus", "Entry", "is_product", "why_fp32", "write_census"]
 

@@ -32,10 +32,10 @@ from halfstep.comparison.record import write_run
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import ChildSpec
 from halfstep.comparison.trial import Trial
-from halfstep.environment import environment
 from halfstep.errors import HalfstepError, MissingError, OverflowStop, SettingError
-from halfstep.job import JobError
-from halfstep.targets import load_target
+from halfstep.hardware.environment import environment
+from halfstep.jobs.job import JobError
+from halfstep.jobs.targets import load_target
 
 __all__ = ["main", "take_stdin", "why_failed"]
 

@@ -21,13 +21,13 @@ from halfstep.comparison.remainder import Remainder, read_remainder
 from halfstep.comparison.result import Comparison, read_comparison
 from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import SettingError
-from halfstep.job import Job
-from halfstep.torch_build import require_torch
+from halfstep.hardware.torch_build import require_torch
+from halfstep.jobs.job import Job
 
 __all__ = ["PAGE", "RESULT", "compare", "go_on", "home_of", "new_folder", "prepare_out"]
 
 RESULT, PAGE = "comparison.json", "report.html"
-_LOADED = "halfstep.target_files."  # what files are called that were loaded as targets
+_LOADED = "halfstep.jobs.files."  # what files are called that were loaded as targets
 _GUARD = 'if __name__ == "__main__":'
 
 

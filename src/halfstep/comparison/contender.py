@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from halfstep.compiling import parse_compile
+from halfstep.engine.compiling import parse_compile
 from halfstep.errors import SettingError, unknown
-from halfstep.policy import parse_with_notes
+from halfstep.precision.policy import parse_with_notes
 
 __all__ = ["DEFAULT_PRECISIONS", "PEERS", "PEER_FORMATS", "Contender", "parse_contenders"]
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from halfstep.checkpoint import clean_name
+from halfstep.checkpoint.directory import clean_name
 
 __all__ = ["compare_gradients", "save_gradients"]
 

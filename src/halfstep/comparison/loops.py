@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from halfstep.comparison.contender import Contender
-from halfstep.engine import Engine
-from halfstep.job import Job
+from halfstep.engine.engine import Engine
+from halfstep.jobs.job import Job
 
 __all__ = ["EngineLoop", "Loop", "Outcome", "Parts", "build_parts", "make_loop"]
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from halfstep.comparison.contender import Contender
 from halfstep.comparison.loops import Outcome, Parts
-from halfstep.compiling import compile_model
+from halfstep.engine.compiling import compile_model
+from halfstep.engine.steps import choose_path
+from halfstep.engine.truth import census
 from halfstep.errors import MissingError, SettingError
-from halfstep.steps import choose_path
-from halfstep.tf32 import set_tf32
-from halfstep.truth import census
+from halfstep.hardware.tf32 import set_tf32
 
 __all__ = ["make_peer"]
 

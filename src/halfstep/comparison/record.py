@@ -1,6 +1,6 @@
 """A run on disk: written by the child that ran it, read back for every report.
 
-It is a run file as `halfstep.runlog` has it. The first line carries, besides the usual, `comparison`: the row, the seed,
+It is a run file as `halfstep.checkpoint.runlog` has it. The first line carries, besides the usual, `comparison`: the row, the seed,
 the repeat, the settings. One `step` line per training step has loss, gradient norm, scale, whether it was skipped, and
 for timed steps their seconds and the number of the slice. A `measured` event holds everything that is one value per run; a
 `failed` event says why a run ended early.
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfstep.checkpoint.runlog import Run, RunLog, read_runlog
 from halfstep.comparison.contender import Contender
 from halfstep.comparison.settings import CompareSettings
 from halfstep.errors import SettingError
-from halfstep.runlog import Run, RunLog, read_runlog
 
 __all__ = [
     "CUT_OFF",

@@ -17,13 +17,13 @@ from halfstep.comparison.clock import largest_resident_bytes
 from halfstep.comparison.loops import build_parts
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.trial import batch_size_of, pick_device, seed_everything
-from halfstep.environment import environment
 from halfstep.errors import SettingError
-from halfstep.hardware import probe
-from halfstep.job import Job, trainable
-from halfstep.measure import measure_matmuls
-from halfstep.targets import Target
-from halfstep.tf32 import set_tf32
+from halfstep.hardware.environment import environment
+from halfstep.hardware.measure import measure_matmuls
+from halfstep.hardware.probe import probe
+from halfstep.hardware.tf32 import set_tf32
+from halfstep.jobs.job import Job, trainable
+from halfstep.jobs.targets import Target
 from halfstep.train.stream import DataStream, fingerprint, to_device
 
 __all__ = ["DEFAULT_BATCH", "survey"]

@@ -27,9 +27,9 @@ from halfstep.comparison.clock import StepClock, peak_bytes, reset_peak, residen
 from halfstep.comparison.gradients import compare_gradients, save_gradients
 from halfstep.comparison.loops import Loop, Outcome, build_parts, make_loop
 from halfstep.comparison.spec import TrialSpec
-from halfstep.compiling import records_graphs
-from halfstep.engine_state import restore_rng, rng_state
-from halfstep.job import Job, trainable
+from halfstep.engine.compiling import records_graphs
+from halfstep.engine.state import restore_rng, rng_state
+from halfstep.jobs.job import Job, trainable
 from halfstep.train.stream import DataStream, fingerprint, to_device
 
 __all__ = ["PHASES", "Trial", "batch_size_of", "pick_device", "seed_everything"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep.formats import BLOCK8, BLOCK8_UNSIGNED
+from halfstep.precision.formats import BLOCK8, BLOCK8_UNSIGNED
 
 __all__ = ["BLOCK", "decode", "encode_signed", "encode_unsigned", "num_blocks"]
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.available import triton_runs_on
-from halfstep.lossscale import LossScale
+from halfstep.precision.loss_scale import LossScale
 
 __all__ = ["COUNTERS", "new_counters", "scale_update"]
 

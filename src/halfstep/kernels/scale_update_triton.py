@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.lossscale import SEMANTICS, LossScale
+from halfstep.precision.loss_scale import SEMANTICS, LossScale
 
 __all__ = ["scale_update"]
 

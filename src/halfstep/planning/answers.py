@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.errors import SettingError
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 from halfstep.planning.batches import look_at_data
 from halfstep.planning.capacity import Capacity, capacity_of
 from halfstep.planning.estimator import Estimate, Estimator
 from halfstep.planning.ledger import CAUSES
 from halfstep.planning.sharding import STRATEGIES, Layout, layout_of, per_gpu
 from halfstep.planning.trace import StepOptions
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 
 __all__ = ["DEFAULT_PRECISIONS", "STATE_CAUSES", "Answer", "Entry", "Plan", "plan"]
 

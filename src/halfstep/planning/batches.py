@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.engine_state import restore_rng, rng_state
+from halfstep.engine.state import restore_rng, rng_state
 from halfstep.errors import SettingError
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 from halfstep.planning.fakes import CPU
 from halfstep.planning.integers import MOST_NUMBERS, is_integer
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from halfstep.errors import SettingError
-from halfstep.hardware import Hardware, find_gpu, probe
+from halfstep.hardware.probe import Hardware, find_gpu, probe
 
 __all__ = ["Capacity", "capacity_of", "parse_memory"]
 

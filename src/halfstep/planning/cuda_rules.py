@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from halfstep.engine.region import fp32_operations, reinstall, upcast
 from halfstep.planning.attention import attend
 from halfstep.planning.recurrent import run_recurrent
-from halfstep.region import fp32_operations, reinstall, upcast
 
 __all__ = ["as_on_cuda", "autocast_fp32"]
 

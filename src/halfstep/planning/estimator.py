@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import say
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 from halfstep.planning.batches import Batches, look_at_data
 from halfstep.planning.capacity import capacity_of
 from halfstep.planning.ledger import OPTIONAL, Line, line_through
@@ -21,7 +21,7 @@ from halfstep.planning.replay import Peak, replay
 from halfstep.planning.trace import StepOptions, Traced, trace_step
 from halfstep.planning.untraceable import explain_failure
 from halfstep.planning.workspaces import CUBLAS_BYTES
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 
 __all__ = ["Estimate", "Estimator", "predict_peak"]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from halfstep.engine_state import restore_rng, rng_state
-from halfstep.job import Job
+from halfstep.engine.state import restore_rng, rng_state
+from halfstep.jobs.job import Job
 from halfstep.planning.integers import MOST_NUMBERS, is_integer
 
 __all__ = ["build_model", "fake_batch", "new_mode", "to_fake"]

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from halfstep.choice import resolve
 from halfstep.errors import SettingError
 from halfstep.events import say
-from halfstep.hardware import probe
-from halfstep.job import Job
+from halfstep.hardware.probe import probe
+from halfstep.jobs.job import Job
 from halfstep.planning.capacity import Capacity, parse_memory
 from halfstep.planning.estimator import Estimate, Estimator
 from halfstep.planning.measured import measure_step, quiet_gpu
 from halfstep.planning.trace import StepOptions
-from halfstep.policy import Policy
+from halfstep.precision.choice import resolve
+from halfstep.precision.policy import Policy
 
 __all__ = ["FoundBatch", "find_batch_size", "search"]
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from halfstep.engine import Engine
-from halfstep.engine_state import restore_rng, rng_state
+from halfstep.engine.engine import Engine
+from halfstep.engine.state import restore_rng, rng_state
 from halfstep.errors import SettingError
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 from halfstep.planning.estimator import Estimate
 from halfstep.planning.quiet import quietly
 from halfstep.planning.trace import StepOptions
 from halfstep.planning.workspaces import CUBLAS_BYTES
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 
 __all__ = ["MeasuredStep", "measure_step", "quiet_gpu", "require_gpu", "start_counting"]
 

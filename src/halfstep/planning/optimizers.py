@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.engine.steps import choose_path
 from halfstep.kernels.moments8 import num_blocks
 from halfstep.optim.adopt import ADOPTS, adopt
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.policy import Policy
-from halfstep.steps import choose_path
+from halfstep.precision.policy import Policy
 
 __all__ = ["Held", "held_by", "prepare_optimizer"]
 

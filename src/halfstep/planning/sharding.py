@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfstep.errors import SettingError, unknown
-from halfstep.formats import BLOCK8
 from halfstep.planning.replay import Peak
-from halfstep.policy import Policy
+from halfstep.precision.formats import BLOCK8
+from halfstep.precision.policy import Policy
 
 __all__ = [
     "STRATEGIES",

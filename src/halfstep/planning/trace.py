@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from halfstep.casting import uncast_forwards, wrap_forwards
-from halfstep.engine_state import restore_rng, rng_state
-from halfstep.job import Job
+from halfstep.engine.casting import uncast_forwards, wrap_forwards
+from halfstep.engine.region import COMPUTE_DTYPES
+from halfstep.engine.state import restore_rng, rng_state
+from halfstep.jobs.job import Job
 from halfstep.planning.cuda_rules import as_on_cuda
 from halfstep.planning.fakes import CPU, build_model, fake_batch, new_mode
 from halfstep.planning.ledger import Entry, Ledger
@@ -28,8 +29,7 @@ from halfstep.planning.optimizers import Held, held_by, prepare_optimizer, run_p
 from halfstep.planning.quiet import quietly
 from halfstep.planning.tracer import Tracer
 from halfstep.planning.workspaces import scratch_by_cause
-from halfstep.policy import Policy
-from halfstep.region import COMPUTE_DTYPES
+from halfstep.precision.policy import Policy
 
 __all__ = ["StepOptions", "Traced", "trace_step"]
 

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from halfstep.errors import HalfstepError, SettingError
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 from halfstep.planning.fakes import CPU
 from halfstep.planning.sharding import state_bytes
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 
 __all__ = ["PlanError", "explain_failure"]
 

@@ -11,9 +11,9 @@ from bisect import bisect_right
 from functools import lru_cache
 from typing import Any
 
+from halfstep.check.files.source import Source
 from halfstep.check.finding import Edit, Finding
 from halfstep.check.session import Outcome
-from halfstep.check.source import Source
 
 __all__ = ["as_data", "as_json", "edit_place"]
 

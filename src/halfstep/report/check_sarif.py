@@ -12,11 +12,11 @@ from typing import Any
 from urllib.parse import quote
 
 from halfstep import __version__
+from halfstep.check.files.source import Source
 from halfstep.check.finding import Edit, Finding
 from halfstep.check.registry import all_rules
 from halfstep.check.rule import Rule
 from halfstep.check.session import Outcome
-from halfstep.check.source import Source
 from halfstep.report.check_json import edit_place
 
 __all__ = ["as_sarif"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
+from halfstep.check.files.source import Source
 from halfstep.check.finding import SEVERITIES, Finding
 from halfstep.check.session import Outcome
-from halfstep.check.source import Source
 
 __all__ = ["as_text", "place_of", "summary"]
 

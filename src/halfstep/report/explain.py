@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from halfstep.check.rule import Rule
-from halfstep.topics import Topic
+from halfstep.report.topics import Topic
 
 __all__ = ["render_rule", "render_topic", "rule_data"]
 

@@ -6,11 +6,11 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.choice import Choice
-from halfstep.devices import FORMAT_NAMES
-from halfstep.hardware import Hardware
-from halfstep.measure import Measured
-from halfstep.torch_build import torch_version
+from halfstep.hardware.devices import FORMAT_NAMES
+from halfstep.hardware.measure import Measured
+from halfstep.hardware.probe import Hardware
+from halfstep.hardware.torch_build import torch_version
+from halfstep.precision.choice import Choice
 
 __all__ = ["as_data", "as_text"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halfstep.engine import Engine
+    from halfstep.engine.engine import Engine
     from halfstep.train import TrainOutcome
     from halfstep.train.recorder import StepLine
 

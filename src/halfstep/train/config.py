@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.compiling import SWITCH, check_compile, parse_compile
+from halfstep.engine.compiling import SWITCH, check_compile, parse_compile
 from halfstep.errors import SettingError, unknown
 
 __all__ = ["TrainConfig", "changed_fields", "parse_settings"]

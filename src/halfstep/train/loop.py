@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.checkpoint import load_checkpoint
-from halfstep.checkpoint_folder import CheckpointFolder
-from halfstep.engine import Engine
-from halfstep.engine_state import checkpoint_parts, load_engine_checkpoint, restore_rng, rng_state
-from halfstep.environment import environment
+from halfstep.checkpoint.directory import load_checkpoint
+from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.checkpoint.runlog import RunLog
+from halfstep.engine.engine import Engine
+from halfstep.engine.state import checkpoint_parts, load_engine_checkpoint, restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.events import say
-from halfstep.job import Job
-from halfstep.runlog import RunLog
+from halfstep.hardware.environment import environment
+from halfstep.jobs.job import Job
 from halfstep.train.config import TrainConfig, changed_fields
 from halfstep.train.memory import PeakCounter, compare_memory
 from halfstep.train.recorder import Listener, Recorder, Silence

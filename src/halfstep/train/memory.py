@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from halfstep.engine_state import restore_rng, rng_state
+from halfstep.engine.state import restore_rng, rng_state
 from halfstep.events import say
-from halfstep.job import Job
+from halfstep.jobs.job import Job
 from halfstep.planning import predict_peak
 from halfstep.planning.measured import start_counting
-from halfstep.policy import Policy
+from halfstep.precision.policy import Policy
 from halfstep.train.config import TrainConfig
 
 __all__ = ["PeakCounter", "compare_memory"]

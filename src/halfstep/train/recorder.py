@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from halfstep.engine import Engine
-from halfstep.readback import Readback
-from halfstep.result import StepResult
-from halfstep.runlog import RunLog
+from halfstep.checkpoint.runlog import RunLog
+from halfstep.engine.engine import Engine
+from halfstep.engine.result import StepResult
+from halfstep.scaling.readback import Readback
 
 __all__ = ["Listener", "Recorder", "Silence", "StepLine"]
 

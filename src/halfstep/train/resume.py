@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfstep.checkpoint.runlog import read_runlog
 from halfstep.errors import SettingError
-from halfstep.runlog import read_runlog
 
 __all__ = ["SavedSettings", "Source", "saved_settings"]
 

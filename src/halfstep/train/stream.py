@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.engine_state import restore_rng, rng_state
+from halfstep.engine.state import restore_rng, rng_state
 from halfstep.errors import SettingError
-from halfstep.job import Job, read_arguments
+from halfstep.jobs.job import Job, read_arguments
 
 __all__ = ["DataStream", "fingerprint", "to_device"]
 

@@ -1,7 +1,7 @@
 """HS3xx: what a named GPU cannot honour.
 
 `--gpu t4` names the hardware a run is for, and these rules hold every format that a script or a configuration asks for
-against the table of `halfstep.devices`. "It runs" is not "it is fast": a T4 multiplies bf16 matrices by converting them to
+against the table of `halfstep.hardware.devices`. "It runs" is not "it is fast": a T4 multiplies bf16 matrices by converting them to
 fp32 and back, and torch.cuda.is_bf16_supported() says True there.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from halfstep.check.config import Config
-from halfstep.check.deepspeed_facts import DeepSpeed
+from halfstep.check.config.config import Config
+from halfstep.check.config.deepspeed_facts import DeepSpeed
+from halfstep.check.config.node import Entry, Span
+from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding, Severity
-from halfstep.check.node import Entry, Span
 from halfstep.check.rule import ConfigRule, Rule
-from halfstep.check.source import Settings
-from halfstep.devices import ARCHITECTURES, Device, Facts, find_devices
+from halfstep.hardware.devices import ARCHITECTURES, Device, Facts, find_devices
 
 __all__ = ["RULES"]
 

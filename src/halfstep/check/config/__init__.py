@@ -1,0 +1,1 @@
+"""Facts from configurations: JSON, YAML and Python read into trees with places."""

@@ -1,0 +1,169 @@
+"""What a DeepSpeed configuration decides, as rules ask for it: the mode, the ZeRO stage, who scales the loss.
+
+Three answers exist everywhere: yes, no, and None where the text leaves it to a variable, to "auto" or to another
+program. A rule speaks only on yes and no. How a switch is read follows DeepSpeed's own readers, so that
+`"enabled": "true"`, `"stage": "2"` and a boolean `zero_optimization` mean here what they mean there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from halfstep.check.config.config import Config
+from halfstep.check.config.node import UNKNOWN, Block, Items, Scalar, walk
+from halfstep.check.finding import Finding
+from halfstep.check.rule import ConfigRule
+from halfstep.precision.deepspeed_keys import DTYPES
+
+__all__ = ["DeepSpeed", "DeepSpeedRule", "version_text"]
+
+
+def version_text(version: tuple[int, ...]) -> str:
+    """A version as people write it."""
+    return ".".join(map(str, version))
+
+
+@dataclass(frozen=True, eq=False)
+class DeepSpeed:
+    """The decided part of one configuration."""
+
+    config: Config
+
+    @cached_property
+    def stage(self) -> int | None:
+        """The ZeRO stage; None where the text does not decide it."""
+        found = self.config.entry("zero_optimization")
+        if found is None:
+            return None if self.config.root.open else 0
+        if isinstance(found.value, Scalar):
+            value = found.value.value
+            return None if value is UNKNOWN or isinstance(value, str) else int(bool(value))
+        if isinstance(found.value, Items):
+            return None
+        value = self.config.value("zero_optimization", "stage")
+        if value is None:
+            return 0
+        if isinstance(value, str) and value.strip().isdigit():
+            return int(value)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    @cached_property
+    def bf16_name(self) -> str:
+        """The name under which the bf16 block stands."""
+        return "bf16" if self.config.entry("bf16") or not self.config.entry("bfloat16") else "bfloat16"
+
+    def enabled(self, name: str) -> bool | None:
+        """Whether a mode's block is on."""
+        found = self.config.entry(name)
+        if found is None:
+            return None if self.config.root.open else False
+        if not isinstance(found.value, Block):
+            return False if isinstance(found.value, Scalar) and found.value.value is None else None
+        value = self.config.value(name, "enabled")
+        if value is None:
+            return False
+        if isinstance(value, str):
+            return {"true": True, "false": False}.get(value.casefold())
+        return value if isinstance(value, bool) else None
+
+    @cached_property
+    def fp16(self) -> bool | None:
+        """Whether the fp16 mode is on."""
+        return self.enabled("fp16")
+
+    @cached_property
+    def bf16(self) -> bool | None:
+        """Whether the bf16 mode is on."""
+        return self.enabled(self.bf16_name)
+
+    @cached_property
+    def autocast(self) -> bool | None:
+        """Whether torch_autocast is on."""
+        return self.enabled("torch_autocast")
+
+    @cached_property
+    def amp(self) -> bool | None:
+        """Whether Apex AMP is on."""
+        return self.enabled("amp")
+
+    @cached_property
+    def weights(self) -> str | None:
+        """The format of the model's weights under this configuration."""
+        if self.fp16:
+            return "fp16"
+        if self.bf16:
+            return "bf16"
+        return "fp32" if self.fp16 is False and self.bf16 is False else None
+
+    @cached_property
+    def is_dynamic(self) -> bool | None:
+        """Whether the fp16 loss scale is dynamic."""
+        value = self.config.value("fp16", "loss_scale")
+        if value is None:
+            return True
+        return value == 0 if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def dtype(self, *path: str) -> str | None:
+        """The format named at a path, in Halfstep's spelling; None where there is none that can be read."""
+        value = self.config.value(*path)
+        return DTYPES.get(value.casefold().removeprefix("torch.")) if isinstance(value, str) else None
+
+    @cached_property
+    def optimizer(self) -> str | None:
+        """The optimizer's type, in small letters."""
+        value = self.config.value("optimizer", "type")
+        return value.casefold() if isinstance(value, str) else None
+
+    @cached_property
+    def has_auto(self) -> bool:
+        """Whether Hugging Face fills in values: some are "auto"."""
+        return any(isinstance(node, Scalar) and node.value == "auto" for node in walk(self.config.root))
+
+    @cached_property
+    def offloads_optimizer(self) -> bool | None:
+        """Whether the optimizer's states are offloaded."""
+        block = self.config.block("zero_optimization")
+        if block is None:
+            return False
+        old = self.config.value("zero_optimization", "cpu_offload")
+        if old is True or old is UNKNOWN:
+            return True if old is True else None
+        if self.config.entry("zero_optimization", "offload_optimizer") is None:
+            return None if block.open else False
+        value = self.config.value("zero_optimization", "offload_optimizer", "device")
+        if value is UNKNOWN:
+            return None
+        return value in {"cpu", "nvme"}
+
+    def since(self, *version: int) -> bool | None:
+        """Whether the DeepSpeed judged by is this release or later; None where none is known."""
+        known = self.config.settings.deepspeed
+        return None if known is None else known >= version
+
+
+class DeepSpeedRule(ConfigRule):
+    """A rule over DeepSpeed configurations."""
+
+    def check(self, config: Config) -> Iterator[Finding]:
+        """The findings in `config`, if it is DeepSpeed's."""
+        if config.kind == "deepspeed":
+            yield from self.inspect(DeepSpeed(config), config)
+
+    def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
+        """The findings in one DeepSpeed configuration."""
+        raise NotImplementedError
+
+    @classmethod
+    def at(cls, config: Config, path: tuple[str, ...], message: str, **more: Any) -> Finding:
+        """A finding at the entry of a path, or at the start of the deepest block that exists."""
+        while path:
+            found = config.entry(*path)
+            if found is not None:
+                place = found if isinstance(found.value, Scalar) else found.key_span
+                return cls.finding(config.where(place), message, **more)
+            path = path[:-1]
+        start = config.root.span.start
+        return cls.finding(config.where(type(config.root.span)(start, start + 1)), message, **more)

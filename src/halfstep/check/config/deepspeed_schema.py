@@ -1,0 +1,83 @@
+"""The keys DeepSpeed accepts block by block, and those it has renamed or removed: one table for all key rules.
+
+From the validators of DeepSpeed 0.19.8 (runtime/precision_config.py, zero/config.py, zero/offload_config.py). Keys that
+earlier releases accepted and this one removed stand in `REMOVED`, so that they are not called misspelt.
+"""
+
+from __future__ import annotations
+
+from halfstep.precision.deepspeed_keys import BLOCKS
+
+__all__ = ["BLOCK_KEYS", "HOME", "REMOVED", "RENAMED", "TOP_NUMBERS"]
+
+_ZERO = (
+    "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
+    "allgather_partitions", "allgather_bucket_size", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights",
+    "elastic_checkpoint", "offload_param", "offload_optimizer", "zenflow", "sub_group_size", "cpu_offload_param",
+    "cpu_offload_use_pin_memory", "cpu_offload", "prefetch_bucket_size", "stage3_prefetch_bucket_size",
+    "param_persistence_threshold", "stage3_param_persistence_threshold", "model_persistence_threshold",
+    "stage3_model_persistence_threshold", "max_live_parameters", "stage3_max_live_parameters", "max_reuse_distance",
+    "stage3_max_reuse_distance", "gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save",
+    "module_granularity_threshold", "stage3_module_granularity_threshold", "use_all_reduce_for_fetch_params",
+    "stage3_use_all_reduce_for_fetch_params", "allgather_sequential", "stage3_allgather_sequential",
+    "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients",
+    "parameter_alignment", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients", "memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply",
+    "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory", "leaf_module",
+)  # fmt: skip
+_OFFLOAD_PARAM = ("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory")
+_OFFLOAD_OPTIMIZER = (
+    "device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init",
+    "ratio", "super_offload", "cpuadam_cores_perc",
+)  # fmt: skip
+
+# block -> its keys; a key outside the list is a validation error.
+BLOCK_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("fp16",): BLOCKS["fp16"],
+    ("bf16",): BLOCKS["bf16"],
+    ("bfloat16",): BLOCKS["bf16"],
+    ("zero_optimization",): _ZERO,
+    ("zero_optimization", "offload_param"): _OFFLOAD_PARAM,
+    ("zero_optimization", "offload_optimizer"): _OFFLOAD_OPTIMIZER,
+}
+
+# key -> the block it belongs to, for keys that are plainly of one block.
+HOME: dict[str, str] = {
+    **{key: "zero_optimization" for key in _ZERO if key not in {"elastic_checkpoint", "zenflow", "leaf_module"}},
+    **{key: "fp16" for key in BLOCKS["fp16"] if key not in {"enabled", "auto_cast"}},
+    "grad_accum_dtype": "data_types",
+    "max_grad_norm": "the top level, under the name gradient_clipping",
+}
+
+# key -> where it stood, for features that 0.19.8 refuses to see named. amp has a rule of its own.
+REMOVED: dict[str, str] = {
+    "nebula": "top",
+    "compression_training": "top",
+    "quantize_training": "top",
+    "sparse_gradients": "top",
+    "eigenvalue": "top",
+    "sparse_attention": "top",
+    "elasticity": "top",
+    "graph_harvesting": "top",
+    "curriculum_learning": "top",
+    "progressive_layer_drop": "top",
+    "mics_shard_size": "zero_optimization",
+    "mics_hierarchical_params_gather": "zero_optimization",
+    "zeropp_loco_param": "zero_optimization",
+}
+
+RENAMED: dict[tuple[str, ...], str] = {
+    ("bfloat16",): "bf16",
+    ("zero_optimization", "cpu_offload"): "offload_optimizer",
+    ("zero_optimization", "cpu_offload_param"): "offload_param",
+    ("zero_optimization", "stage3_gather_fp16_weights_on_model_save"): "stage3_gather_16bit_weights_on_model_save",
+}
+
+# Top-level numbers that DeepSpeed computes with as they stand.
+TOP_NUMBERS: tuple[str, ...] = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+)

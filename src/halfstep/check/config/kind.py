@@ -1,0 +1,168 @@
+"""Which tool a mapping configures, told by its keys.
+
+A wrong guess costs more than a missed file: findings about somebody's unrelated JSON are what makes people switch a
+checker off. So each tool has keys that nobody else uses, and a mapping without them is left alone. A DeepSpeed block
+is found inside other files as well, where its surroundings own the other keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from halfstep.check.config.node import Block, Node, Scalar, walk
+from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REFUSED
+
+__all__ = [
+    "DEEPSPEED_KEYS",
+    "Kind",
+    "find_configs",
+    "has_own_keys",
+    "is_deepspeed",
+    "is_surely_config",
+    "kind_of",
+    "may_be_config",
+]
+
+Kind = Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint"]
+
+_HINT = re.compile(
+    r"zero_optimization|deepspeed_config|train_batch_size|train_micro_batch_size_per_gpu|fp16|bf16|bfloat16|precision|torch_autocast|\bamp\b"
+)
+_SURE = re.compile(
+    r"""["']?(?:zero_optimization|train_micro_batch_size_per_gpu)["']?\s*:|^(?:compute_environment|deepspeed_config)\s*:""",
+    re.MULTILINE,
+)
+
+# Keys of releases before 0.19.8 that were read then, beside the tables of halfstep.precision.deepspeed_keys.
+_OLD_KEYS = (
+    "allgather_size",
+    "zero_hpz_partition_size",
+    "use_node_local_storage",
+    "dataloader",
+    "monitor_config",
+    "moe",
+)
+DEEPSPEED_KEYS = frozenset({*READ, *NOT_READ, *REFUSED, *_OLD_KEYS})
+
+# Keys with which a mapping is DeepSpeed's whatever else it holds.
+_DEEPSPEED_ALONE = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
+_DEEPSPEED_WITH = frozenset({
+    "train_batch_size", "gradient_clipping", "gradient_accumulation_steps", "steps_per_print", "wall_clock_breakdown",
+    "optimizer", "scheduler", "communication_data_type", "prescale_gradients", "activation_checkpointing", "data_types",
+})  # fmt: skip
+# Keys of programs that keep DeepSpeed's keys among their own: GPT-NeoX, Megatron, training scripts with one file for all.
+_FOREIGN = frozenset({
+    "num_layers", "num-layers", "hidden_size", "hidden-size", "seq_length", "seq-length", "pipe_parallel_size",
+    "pipe-parallel-size", "model_parallel_size", "vocab_file", "vocab-file", "model_name_or_path", "base_model",
+    "type", "_target_", "class_path",
+})  # fmt: skip
+
+_ACCELERATE = frozenset({
+    "compute_environment", "distributed_type", "num_processes", "num_machines", "machine_rank", "main_training_function",
+    "deepspeed_config", "fsdp_config", "use_cpu", "same_network", "rdzv_backend", "downcast_bf16", "megatron_lm_config",
+})  # fmt: skip
+_TRANSFORMERS = frozenset({
+    "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "gradient_accumulation_steps",
+    "learning_rate", "lr_scheduler_type", "warmup_ratio", "warmup_steps", "logging_steps", "save_steps", "eval_steps",
+    "output_dir", "overwrite_output_dir", "save_total_limit", "report_to", "gradient_checkpointing", "optim",
+    "logging_strategy", "save_strategy", "evaluation_strategy", "eval_strategy", "micro_batch_size", "num_epochs",
+})  # fmt: skip
+_TRANSFORMERS_ALONE = ("per_device_train_batch_size", "num_train_epochs")
+_LIGHTNING = frozenset({
+    "accelerator", "devices", "max_epochs", "gpus", "strategy", "num_nodes", "gradient_clip_val", "max_steps",
+    "accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps", "val_check_interval",
+})  # fmt: skip
+
+
+def may_be_config(text: str) -> bool:
+    """Whether a file is worth parsing: no word of precision in it, no configuration of ours."""
+    return bool(_HINT.search(text))
+
+
+def is_surely_config(text: str) -> bool:
+    """Whether a file that cannot be parsed is plainly meant as a configuration, and no template of one."""
+    return bool(_SURE.search(text)) and "{%" not in text and "{{" not in text
+
+
+def find_configs(root: Node) -> Iterator[tuple[Kind, Block, bool]]:
+    """Every configuration in a document, outer ones first, and whether all its keys are that tool's."""
+    inside: set[int] = set()
+    for node in walk(root):
+        if not isinstance(node, Block) or id(node) in inside:
+            continue
+        kind = kind_of(node)
+        if kind is None:
+            continue
+        yield kind, node, kind != "deepspeed" or has_own_keys(node)
+        if kind == "deepspeed":
+            inside.update(id(inner) for inner in walk(node))
+
+
+def kind_of(block: Block) -> Kind | None:
+    """The tool a mapping configures, or None."""
+    keys = set(block.keys())
+    if len(keys & _ACCELERATE) >= 2 and keys & {"compute_environment", "distributed_type", "mixed_precision"}:
+        return "accelerate"
+    if is_deepspeed(block):
+        return "deepspeed"
+    precision = keys & {"fp16", "bf16", "tf32", "fp16_full_eval", "bf16_full_eval", "half_precision_backend"}
+    trainer = len(keys & _TRANSFORMERS)
+    if precision and trainer >= 2 and (keys & set(_TRANSFORMERS_ALONE) or trainer >= 4):
+        return "transformers"
+    target = block.entry("_target_")
+    is_target = target is not None and isinstance(target.value, Scalar) and "lightning" in str(target.value.value)
+    if "precision" in keys and (is_target or len(keys & _LIGHTNING) >= 3):
+        return "lightning"
+    return None
+
+
+def is_deepspeed(block: Block) -> bool:
+    """Whether a mapping is a DeepSpeed configuration."""
+    keys = set(block.keys())
+    if _tells_of_keys(block):
+        return False
+    zero = block.entry("zero_optimization")
+    if zero is not None and (isinstance(zero.value, Block) or _is_flag(zero.value)):
+        return True
+    if "train_micro_batch_size_per_gpu" in keys or "zero_allow_untested_optimizer" in keys:
+        return len(keys & DEEPSPEED_KEYS) >= 2
+    modes = [name for name in ("fp16", "bf16", "bfloat16", "torch_autocast", "amp") if _has_mode(block, name)]
+    if modes and len(keys & _DEEPSPEED_WITH) >= 1:
+        return len(keys & DEEPSPEED_KEYS) * 2 >= len(keys)
+    if keys <= DEEPSPEED_KEYS and "train_batch_size" in keys and len(keys & _DEEPSPEED_WITH) >= 3:
+        return True
+    return bool(modes) and len(keys) == len(modes) and any(_is_telling(block, name) for name in modes)
+
+
+def _tells_of_keys(block: Block) -> bool:
+    """Whether the values are sentences: a table about the keys (help texts, reasons), not a configuration."""
+    values = [entry.value for entry in block.entries]
+    texts = [v.value for v in values if isinstance(v, Scalar) and isinstance(v.value, str)]
+    return len([text for text in texts if " " in text.strip()]) * 4 >= len(values) >= 3
+
+
+def _has_mode(block: Block, name: str) -> bool:
+    found = block.entry(name)
+    return found is not None and isinstance(found.value, Block) and found.value.entry("enabled") is not None
+
+
+def _is_telling(block: Block, name: str) -> bool:
+    """Whether a lone block such as fp16 has keys beside `enabled` that are DeepSpeed's."""
+    found = block.entry(name)
+    return (
+        found is not None and isinstance(found.value, Block) and len(set(found.value.keys()) & set(BLOCKS[name])) >= 2
+    )
+
+
+def _is_flag(node: Node) -> bool:
+    return isinstance(node, Scalar) and isinstance(node.value, bool)
+
+
+def has_own_keys(block: Block) -> bool:
+    """Whether a DeepSpeed mapping is DeepSpeed's alone, and not a larger program's with its keys among others."""
+    keys = set(block.keys())
+    if any("." in key for key in keys):
+        return False  # paths of keys, for a program that merges them in
+    return not keys & _FOREIGN and len(keys - DEEPSPEED_KEYS) <= max(1, len(keys) // 3)

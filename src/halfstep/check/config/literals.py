@@ -1,0 +1,174 @@
+"""What the literals of a script say, with their places: the last step from Python to a configuration tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.config.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span
+from halfstep.check.script.names import Names, chain
+
+__all__ = ["Literals"]
+
+_CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem", "merge"})
+_MAX_DEPTH = 50
+Path = tuple[str, ...]
+
+
+class Literals:
+    """Reads expressions of one script; names that are bound once to a constant stand for it."""
+
+    def __init__(self, nodes: list[ast.AST], text: str, names: Names) -> None:
+        self.names = names
+        self.text = text
+        self.lines = text.split("\n")
+        self.starts = [0]
+        for line in self.lines:
+            self.starts.append(self.starts[-1] + len(line) + 1)
+        self.constants: dict[str, ast.Constant] = {}
+        self.variables: dict[int, str] = {}  # id of a dictionary expression -> the variable it is bound to
+        self.changes: dict[str, list[Path | None]] = {}  # variable -> the keys that are set later; None: any
+        bound: dict[str, int] = {}
+        for node in nodes:
+            for name in _binds(node):
+                bound[name] = bound.get(name, 0) + 1
+            self._note(node)
+        self.constants = {name: value for name, value in self.constants.items() if bound.get(name) == 1}
+
+    def _note(self, node: ast.AST) -> None:
+        """Keep what a statement says of a variable."""
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Subscript):
+                    self._change(*_subscript(target))
+                elif name := ".".join(chain(target)):
+                    self.variables[id(node.value)] = name
+                    if isinstance(node.value, ast.Constant) and not isinstance(node, ast.AugAssign):
+                        self.constants[name] = node.value
+        elif isinstance(node, ast.Delete):
+            for target in node.targets:
+                self._change(*_subscript(target))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+            name, path = _subscript(node.func.value)
+            if node.func.attr == "update":
+                self._change_many(name, path or (), node)
+            else:
+                key = node.args[0] if node.args else None
+                known = isinstance(key, ast.Constant) and isinstance(key.value, str)
+                self._change(name, (*(path or ()), key.value) if known and isinstance(key, ast.Constant) else None)
+
+    def _change(self, name: str, path: tuple[object, ...] | None) -> None:
+        if name:
+            self.changes.setdefault(name, []).append(None if path is None else tuple(map(str, path)))
+
+    def _change_many(self, name: str, path: Path, call: ast.Call) -> None:
+        given = call.args[0] if call.args else None
+        keys: list[str | None] = [keyword.arg for keyword in call.keywords]
+        if isinstance(given, ast.Dict):
+            keys += [str(k.value) if isinstance(k, ast.Constant) else None for k in given.keys]
+        elif given is not None:
+            keys.append(None)
+        for key in keys:
+            self._change(name, None if key is None else (*path, key))
+
+    def name_of(self, node: ast.AST) -> str:
+        """The variable an expression is bound to, or nothing."""
+        return self.variables.get(id(node), "")
+
+    def is_block(self, node: ast.AST) -> bool:
+        """Whether an expression is a dictionary written out: `{...}` or `dict(...)`."""
+        if isinstance(node, ast.Dict):
+            return bool(node.keys)
+        is_dict = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
+        return is_dict and bool(getattr(node, "keywords", ()))
+
+    def span(self, node: ast.AST) -> Span:
+        """The characters of a node; ast counts columns in bytes of UTF-8."""
+        start = self._offset(getattr(node, "lineno", 1), getattr(node, "col_offset", 0))
+        end = self._offset(getattr(node, "end_lineno", 1) or 1, getattr(node, "end_col_offset", 0) or 0)
+        return Span(start, max(start, end))
+
+    def _offset(self, line: int, column: int) -> int:
+        text = self.lines[line - 1] if line <= len(self.lines) else ""
+        if not text.isascii():
+            column = len(text.encode()[:column].decode(errors="ignore"))
+        return self.starts[min(line, len(self.starts)) - 1] + column
+
+    def node(self, node: ast.AST, depth: int = 0) -> Node:
+        """The tree of an expression; whatever is no literal is unknown."""
+        span = self.span(node)
+        if depth > _MAX_DEPTH:
+            return Scalar(span, UNKNOWN)
+        if isinstance(node, ast.Dict):
+            return self._dictionary(node, span, depth)
+        if isinstance(node, ast.Call) and self.is_block(node):
+            return self.call(node, depth=depth)
+        if isinstance(node, ast.List | ast.Tuple):
+            return Items(span, tuple(self.node(item, depth + 1) for item in node.elts))
+        return Scalar(span, self._scalar(node), self.text[span.start : span.end])
+
+    def _dictionary(self, node: ast.Dict, span: Span, depth: int) -> Block:
+        entries = []
+        is_open = False
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                entries.append(Entry(key.value, self.span(key), self.node(value, depth + 1)))
+            else:
+                is_open = True
+        return Block(span, tuple(entries), open=is_open)
+
+    def call(self, call: ast.Call, depth: int = 0) -> Block:
+        """The keyword arguments of a call as a block; open where `**` brings more."""
+        entries = []
+        for keyword in call.keywords:
+            if keyword.arg is not None:
+                start = self._offset(keyword.lineno, keyword.col_offset)
+                key = Span(start, start + len(keyword.arg))
+                entries.append(Entry(keyword.arg, key, self.node(keyword.value, depth + 1)))
+        is_open = any(keyword.arg is None for keyword in call.keywords) or any(
+            isinstance(a, ast.Starred) for a in call.args
+        )
+        return Block(self.span(call), tuple(entries), open=is_open, call=True)
+
+    def _scalar(self, node: ast.AST) -> object:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = ".".join(chain(node))
+            if name in self.constants:
+                return self.constants[name].value
+            full = self.names.full(node)
+            return full if full in {"torch.float16", "torch.bfloat16", "torch.float32"} else UNKNOWN
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            value = self._scalar(node.operand)
+            return -value if isinstance(value, int | float) and not isinstance(value, bool) else UNKNOWN
+        return UNKNOWN
+
+
+def _subscript(target: ast.expr) -> tuple[str, Path | None]:
+    """The variable and the keys of `config["fp16"]["enabled"]`; None for keys that are not strings written out."""
+    path: list[str] = []
+    known = True
+    while isinstance(target, ast.Subscript):
+        index = target.slice
+        if isinstance(index, ast.Constant) and isinstance(index.value, str):
+            path.append(index.value)
+        else:
+            known = False
+        target = target.value
+    return ".".join(chain(target)), tuple(reversed(path)) if known else None
+
+
+def _binds(node: ast.AST) -> Iterator[str]:
+    """The names that a node binds in any way; one that is bound twice has no single value."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+        yield node.id
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        yield ".".join(chain(node))
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.alias):
+        yield (node.asname or node.name).split(".")[0]

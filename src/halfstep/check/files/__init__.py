@@ -1,0 +1,1 @@
+"""Files under check: reading, notebooks, suppression comments, which files a path means."""

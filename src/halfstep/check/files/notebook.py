@@ -1,0 +1,271 @@
+"""Notebooks: their code cells as one text, and edits of that text as edits of the JSON.
+
+A notebook is JSON in which each cell's source is a list of lines or one string. Rules see the code cells joined into one
+Python text. IPython's own syntax (`%magic`, `!shell`, `name?`) is not Python, so in a cell that does not parse such lines
+are replaced, character for character, by a statement that does nothing; a cell that is written in another language
+(`%%bash`) or still does not parse is blanked and the others are read without it.
+
+For a fix, the place of every source line in the JSON is known, and only the lines that change are written anew:
+output, metadata, spacing and key order stay as they are, byte for byte.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.check.files.source import Cell
+from halfstep.check.finding import Edit, Finding
+from halfstep.check.rules.files import SyntaxFault, TooDeep
+
+__all__ = ["Fault", "Notebook", "read_notebook"]
+
+# Cell magics after which the cell is still this notebook's Python.
+_PYTHON_MAGICS = frozenset({"time", "timeit", "capture", "prun", "python", "python3", "pypy", "skip", "debug"})
+# Words IPython takes as magics without the percent sign.
+_AUTOMAGIC = r"(?:pip3?|conda|mamba|cd|ls|mkdir|rm|cp|mv|cat|pwd)\s+[^=(.\s]"
+_MAGIC = re.compile(rf"[ \t]*(?:%\w|!|\?|{_AUTOMAGIC}|[\w.]+\s*=\s*(?:!|%\w)|[\w.]+\?\??[ \t]*$)")
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}:,]')
+_UNPRINTABLE = re.compile("[\ud800-\udfff\r]")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A cell that could not be read."""
+
+    cell: int
+    line: int
+    column: int
+    message: str
+
+
+@dataclass(frozen=True)
+class CellText:
+    """One code cell: its text as written and as rules see it, and where its pieces stand in the JSON."""
+
+    start: int  # of the cell in the joined text, in characters
+    text: str
+    shown: str
+    pieces: tuple[tuple[int, int], ...]  # of the string literals, quotes included
+    in_list: bool
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """The code of a notebook."""
+
+    text: str
+    cells: tuple[Cell, ...]
+    faults: tuple[Fault, ...]
+    parts: tuple[CellText, ...]
+
+    def edit(self, raw: str, edits: Sequence[Edit]) -> str | None:
+        """The notebook's JSON after edits of its joined text; None where one is not inside one cell's own code."""
+        mine: dict[int, list[Edit]] = {}
+        for edit in edits:
+            placed = self._place(edit)
+            if placed is None:
+                return None
+            mine.setdefault(placed[0], []).append(placed[1])
+        for index in sorted(mine, reverse=True):  # from the end, so that earlier places stay true
+            raw = _rewrite(raw, self.parts[index], mine[index])
+        return raw
+
+    def _place(self, edit: Edit) -> tuple[int, Edit] | None:
+        """The cell an edit belongs to, and the edit in that cell's own characters."""
+        index = max((i for i, part in enumerate(self.parts) if part.start <= edit.start), default=-1)
+        if index < 0:
+            return None
+        part = self.parts[index]
+        start, end = edit.start - part.start, edit.end - part.start
+        if index and start == end == 0 and edit.text[:1] in {" ", "\t"}:
+            # An indented line after the last line of the cell before: it belongs to that cell.
+            before = self.parts[index - 1].text
+            lines = edit.text.removesuffix("\n")
+            return index - 1, Edit(len(before), len(before), lines if before.endswith("\n") else "\n" + lines)
+        if end > len(part.text) or part.text[start:end] != part.shown[start:end]:
+            return None
+        return index, Edit(start, end, edit.text)
+
+
+def read_notebook(path: str, raw: str) -> Notebook | Finding:
+    """The notebook in `raw`, or the finding that says why it cannot be read."""
+    try:
+        found: Any = json.loads(raw)
+    except json.JSONDecodeError as error:
+        where = (path, error.lineno, error.colno, None, None, None)
+        return SyntaxFault.finding(where, f"The notebook is not valid JSON: {error.msg}.")
+    except (RecursionError, ValueError) as error:
+        message = f"The notebook's JSON cannot be read ({type(error).__name__}): it is nested too deeply or holds a huge number."
+        return TooDeep.finding((path, 1, 1, None, None, None), message)
+    if not isinstance(found, dict) or not isinstance(found.get("cells"), list):
+        message = "The file has no list of cells, so it is not a notebook of format 4."
+        advice = "Convert older notebooks with `jupyter nbconvert --to notebook`."
+        return SyntaxFault.finding((path, 1, 1, None, None, None), message, instead=advice)
+    if not _is_python(found):
+        return Notebook("", (), (), ())
+    places = dict(_source_places(raw))
+    cells: list[Cell] = []
+    parts: list[CellText] = []
+    faults: list[Fault] = []
+    start, line = 0, 1
+    for index, cell in enumerate(found["cells"]):
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        source = cell.get("source", "")
+        pieces = source if isinstance(source, list) else [source]
+        if not all(isinstance(piece, str) for piece in pieces):
+            continue
+        text = "".join(pieces)
+        number = len(cells) + 1
+        shown, fault = _python_of(text, number)
+        if fault is not None:
+            faults.append(fault)
+        parts.append(CellText(start, text, shown, tuple(places.get(index, ())), isinstance(source, list)))
+        joined = shown if shown.endswith("\n") else shown + "\n"
+        cells.append(Cell(number, line, joined.count("\n")))
+        start, line = start + len(joined), line + joined.count("\n")
+    text = "".join(p.shown if p.shown.endswith("\n") else p.shown + "\n" for p in parts)
+    return Notebook(text, tuple(cells), tuple(faults), tuple(parts))
+
+
+def _is_python(notebook: dict[str, Any]) -> bool:
+    metadata = notebook.get("metadata")
+    if not isinstance(metadata, dict):
+        return True
+    for key, field in (("language_info", "name"), ("kernelspec", "language")):
+        block = metadata.get(key)
+        name = block.get(field) if isinstance(block, dict) else None
+        if isinstance(name, str):
+            return name.lower().startswith(("python", "ipython"))
+    return True
+
+
+def _python_of(text: str, number: int) -> tuple[str, Fault | None]:
+    """The cell with what is not Python replaced, every character in its place."""
+    shown = _UNPRINTABLE.sub(" ", text)
+    if _parses(shown) is None:
+        return shown, None
+    head = re.match(r"\s*%%(\w*)", shown)
+    if head and head.group(1) not in _PYTHON_MAGICS:
+        return _blank(shown), None
+    replaced = _without_magics(shown)
+    error = _parses(replaced)
+    if error is None:
+        return replaced, None
+    detail = error.msg if isinstance(error, SyntaxError) else type(error).__name__
+    line, column = (error.lineno or 1, error.offset or 1) if isinstance(error, SyntaxError) else (1, 1)
+    message = f"Cell {number} is not valid Python ({detail}); it was left out."
+    return _blank(shown), Fault(number, max(line, 1), max(column, 1), message)
+
+
+def _parses(text: str) -> Exception | None:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return error
+    return None
+
+
+def _blank(text: str) -> str:
+    return re.sub(r"[^\n]", " ", text)
+
+
+def _without_magics(text: str) -> str:
+    lines = []
+    continued = False
+    for line in text.split("\n"):
+        magic = continued or _MAGIC.match(line) or line.lstrip().startswith("%%")
+        if magic:
+            indent = len(line) - len(line.lstrip())
+            rest = len(line) - indent
+            lines.append(_blank(line) if continued or not rest else line[:indent] + "0" + " " * (rest - 1))
+        else:
+            lines.append(line)
+        continued = bool(magic) and line.rstrip().endswith("\\")
+    return "\n".join(lines)
+
+
+def _source_places(raw: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """For each cell, by its number from 0: where the string literals of its source stand. The JSON is known to be valid."""
+    stack: list[str | int] = []  # the key or index of the value being read, one for each container around it
+    want_key = False
+    key = ""
+    found: list[tuple[int, int]] = []
+    for match in _TOKEN.finditer(raw):
+        mark = match.group()
+        if mark in "{[":
+            stack.append("" if mark == "{" else 0)
+            want_key = mark == "{"
+            if stack[:1] == ["cells"] and len(stack) == 3:
+                found = []
+        elif mark in "}]":
+            stack.pop()
+            want_key = False
+            if stack[:1] == ["cells"] and len(stack) == 2 and isinstance(stack[1], int):
+                yield stack[1], found
+                found = []
+        elif mark == ",":
+            if isinstance(stack[-1], int):
+                stack[-1] += 1
+                want_key = False
+            else:
+                want_key = True
+        elif mark == ":":
+            want_key = False
+        elif want_key:
+            key = json.loads(mark)
+            stack[-1] = key
+            want_key = False
+            if stack[:1] == ["cells"] and len(stack) == 3 and key == "source":
+                found = []  # a key given twice: the last one counts, as it does for json
+        elif stack[:1] == ["cells"] and stack[2:3] == ["source"] and len(stack) <= 4:
+            found.append(match.span())
+
+
+def _rewrite(raw: str, part: CellText, edits: list[Edit]) -> str:
+    text, done, out = part.text, 0, []
+    for edit in sorted(edits):
+        out += [text[done : edit.start], edit.text]
+        done = edit.end
+    changed = "".join([*out, text[done:]])
+    if not part.pieces:
+        return raw
+    old = [json.loads(raw[start:end]) for start, end in part.pieces]
+    new = re.findall(r"[^\n]*\n|[^\n]+", changed) if part.in_list else [changed]
+    ascii_only = raw.isascii()
+    first = 0
+    while first < min(len(old), len(new)) and old[first] == new[first]:
+        first += 1
+    last = 0
+    while last < min(len(old), len(new)) - first and old[-1 - last] == new[-1 - last]:
+        last += 1
+    fresh = [json.dumps(line, ensure_ascii=ascii_only) for line in new[first : len(new) - last]]
+    gone = part.pieces[first : len(old) - last]
+    if gone:
+        start, end = gone[0][0], gone[-1][1]
+        if not fresh:  # lines are only taken away: one separator goes with them
+            if last:
+                end = part.pieces[len(old) - last][0]
+            elif first:
+                start = part.pieces[first - 1][1]
+        return raw[:start] + _separator(raw, part.pieces).join(fresh) + raw[end:]
+    separator = _separator(raw, part.pieces)
+    if first:
+        place = part.pieces[first - 1][1]
+        return raw[:place] + "".join(separator + line for line in fresh) + raw[place:]
+    place = part.pieces[0][0]
+    return raw[:place] + "".join(line + separator for line in fresh) + raw[place:]
+
+
+def _separator(raw: str, pieces: tuple[tuple[int, int], ...]) -> str:
+    """What stands between two lines of the cell's source."""
+    if len(pieces) > 1:
+        return raw[pieces[0][1] : pieces[1][0]]
+    line_start = raw.rfind("\n", 0, pieces[0][0]) + 1
+    before = raw[line_start : pieces[0][0]]
+    return ",\n" + before if before.isspace() else ", "

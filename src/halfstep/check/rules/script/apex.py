@@ -1,0 +1,115 @@
+"""HS191-HS193: Apex and its order of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.order import TraceRule, earlier
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+
+__all__ = ["RULES"]
+
+_APEX = "https://nvidia.github.io/apex/amp.html"
+
+
+class ApexAmp(ScriptRule):
+    """The script uses Apex's amp, which is no longer maintained."""
+
+    code = "HS191"
+    name = "apex-amp"
+    severity = "advice"
+    reason = (
+        "NVIDIA deprecated apex.amp in favour of torch.amp in 2020 and has since removed it from Apex. O1 is autocast with a "
+        "GradScaler; O2 is what DeepSpeed's fp16 mode does."
+    )
+    bad = ("from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n",)
+    good = ("import torch\nscaler = torch.amp.GradScaler('cuda')\nprint(scaler)\n",)
+    references = ("https://github.com/NVIDIA/apex/issues/818", "https://github.com/NVIDIA/apex/pull/1896")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """The first amp.initialize of the script."""
+        for call, _ in script.outline.calls.get("initialize", ()):
+            if script.outline.names.full(call.func) == "apex.amp.initialize":
+                yield self.finding(
+                    script.where(call),
+                    "apex.amp is no longer maintained",
+                    instead="torch.autocast and torch.amp.GradScaler",
+                )
+                return
+
+
+class ApexAndTorchAmp(TraceRule):
+    """Apex's amp and torch's autocast or scaler are used together."""
+
+    code = "HS192"
+    name = "apex-and-torch-amp"
+    severity = "error"
+    reason = (
+        "Both patch or intercept the same operations and both scale the loss: casts are done twice and gradients carry two scales, of "
+        "which only one is taken off before the step."
+    )
+    bad = (
+        "import torch\nfrom apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n"
+        "scaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n",
+    )
+    good = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n",
+    )
+    references = (_APEX,)
+    kinds = ("scaler_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A scaler's step after an unconditional amp.initialize."""
+        event = trace[index]
+        if event.guards or not any(not trace[i].guards for i in earlier(trace, index, "apex_initialize")):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.scaler}` steps an optimizer that apex.amp has taken over",
+            instead="one of the two: torch.autocast with torch.amp.GradScaler",
+        )
+
+
+class ApexAfterParallel(TraceRule):
+    """amp.initialize comes after the model was wrapped for parallel training."""
+
+    code = "HS193"
+    name = "apex-after-parallel"
+    severity = "error"
+    reason = (
+        "apex.amp.initialize refuses a wrapped model: RuntimeError: Incoming model is an instance of DistributedDataParallel. Parallel "
+        "wrappers should only be applied to the model(s) AFTER the model(s) have been returned from amp.initialize."
+    )
+    bad = (
+        "import torch\nfrom apex import amp\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(model)\n"
+        "model, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n",
+    )
+    good = (
+        "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(model)\n"
+        "scaler = torch.amp.GradScaler('cuda')\nprint(scaler)\n",
+    )
+    references = (_APEX,)
+    kinds = ("apex_initialize",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An initialize of a model that was wrapped before."""
+        event = trace[index]
+        for i in earlier(trace, index, "wrap_ddp", "wrap_dp", "set_model"):
+            if trace[i].kind == "set_model":
+                if trace[i].subject == event.subject:
+                    return None
+            elif trace[i].subject == event.subject and event.subject:
+                return self.finding(
+                    script.where(event.node),
+                    f"`{event.subject}` is wrapped for parallel training before amp.initialize",
+                    instead="amp.initialize first, then the wrapper",
+                )
+        return None
+
+
+RULES: tuple[type[Rule], ...] = (ApexAmp, ApexAndTorchAmp, ApexAfterParallel)

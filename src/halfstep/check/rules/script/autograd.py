@@ -1,0 +1,108 @@
+"""HS130, HS150: gradients taken by hand, and custom autograd functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.order import TraceRule, earlier
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+from halfstep.check.script.values import argument, constant
+
+__all__ = ["RULES"]
+
+_DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+_OPS = {"mm", "matmul", "bmm", "addmm", "conv1d", "conv2d", "conv3d", "linear", "einsum"}
+
+
+class PenaltyNotUnscaled(TraceRule):
+    """A gradient penalty is computed from scaled gradients."""
+
+    code = "HS130"
+    name = "penalty-not-unscaled"
+    severity = "error"
+    reason = (
+        "`torch.autograd.grad` of a scaled loss gives scaled gradients, and `unscale_` knows nothing of them. A penalty on their norm "
+        "is wrong by the scale, or by its square: up to 65536**2 times. Divide them by `scaler.get_scale()` first."
+    )
+    bad = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x, y in loader:\n    loss = loss_fn(model(x), y)\n"
+        "    grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)\n"
+        "    loss = loss + sum(g.pow(2).sum() for g in grads).sqrt()\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n",
+    )
+    good = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x, y in loader:\n    loss = loss_fn(model(x), y)\n"
+        "    grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)\n"
+        "    grads = [g / scaler.get_scale() for g in grads]\n"
+        "    loss = loss + sum(g.pow(2).sum() for g in grads).sqrt()\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n",
+    )
+    references = (f"{_DOCS}#gradient-penalty",)
+    kinds = ("autograd_grad",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """autograd.grad of a scaled loss, with the graph kept, in a script that never reads the scale."""
+        call = trace[index].node
+        assert isinstance(call, ast.Call)
+        scales = [i for i in earlier(trace, index, "scale") if trace[i].node in set(ast.walk(call))]
+        if (
+            not scales
+            or constant(argument(call, None, "create_graph")) is not True
+            or script.has("get_scale", "unscale")
+        ):
+            return None
+        return self.finding(
+            script.where(call),
+            f"these gradients are multiplied by the scale of `{trace[scales[0]].scaler}` and nothing divides them by it",
+            instead="grads = [g / scaler.get_scale() for g in grads]",
+        )
+
+
+class CustomFunctionUncast(ScriptRule):
+    """A custom autograd function multiplies matrices and does not say how it behaves under autocast."""
+
+    code = "HS150"
+    name = "custom-function-uncast"
+    severity = "advice"
+    reason = (
+        "Autocast casts inside `forward` but not inside `backward`, which runs outside the region: the products there meet one "
+        "float16 and one float32 tensor and raise, or run in another type than forward. `custom_fwd` and `custom_bwd` make both the same."
+    )
+    bad = (
+        "import torch\nclass Product(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, a, b):\n"
+        "        ctx.save_for_backward(a, b)\n        return a.mm(b)\n    @staticmethod\n    def backward(ctx, g):\n"
+        "        a, b = ctx.saved_tensors\n        return g.mm(b.t()), a.t().mm(g)\nwith torch.autocast('cuda'):\n    y = Product.apply(a, b)\n",
+    )
+    good = (
+        "import torch\nclass Product(torch.autograd.Function):\n    @staticmethod\n    @torch.amp.custom_fwd(device_type='cuda')\n"
+        "    def forward(ctx, a, b):\n        ctx.save_for_backward(a, b)\n        return a.mm(b)\n    @staticmethod\n"
+        "    @torch.amp.custom_bwd(device_type='cuda')\n    def backward(ctx, g):\n        a, b = ctx.saved_tensors\n"
+        "        return g.mm(b.t()), a.t().mm(g)\nwith torch.autocast('cuda'):\n    y = Product.apply(a, b)\n",
+    )
+    references = (f"{_DOCS}#autocast-and-custom-autograd-functions",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Custom functions with products in forward and no decorator, in scripts that use autocast."""
+        outline = script.outline
+        if not script.autocasts:
+            return
+        products = {f for name in _OPS for _, f in outline.calls.get(name, ())}
+        for name, methods in outline.classes.items():
+            bases = {outline.names.full(base) for base in outline.bases.get(name, ())}
+            forward = methods.get("forward")
+            if forward is None or not bases & {"torch.autograd.Function", "torch.autograd.function.Function"}:
+                continue
+            decorators = " ".join(ast.unparse(d) for d in getattr(forward.node, "decorator_list", ()))
+            if forward in products and "custom_fwd" not in decorators:
+                yield self.finding(
+                    script.where(forward.node),
+                    f"`{name}` multiplies matrices and has no custom_fwd: under autocast its backward runs in other types than its forward",
+                    instead='@torch.amp.custom_fwd(device_type="cuda") on forward, custom_bwd on backward',
+                )
+
+
+RULES: tuple[type[Rule], ...] = (PenaltyNotUnscaled, CustomFunctionUncast)

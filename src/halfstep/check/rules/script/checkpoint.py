@@ -1,0 +1,246 @@
+"""HS170-HS171: the scaler's state in checkpoints."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Edit, Finding, Fix
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.script.scaler import ScalerWithBf16
+from halfstep.check.script.event import Event
+from halfstep.check.script.names import key_of
+from halfstep.check.script.outline import Function
+from halfstep.check.script.script import Script
+from halfstep.check.script.values import Scaler, constant, text_of
+
+__all__ = ["RULES"]
+
+_DOCS = "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.state_dict"
+_TRAIN = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+if resume:
+    checkpoint = torch.load(path)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+{load}for epoch in range(start, epochs):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(){save}}}, path)
+"""
+_KEEPER = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
+_LOAD = '    scaler.load_state_dict(checkpoint["scaler"])\n'
+_SAVE = ', "scaler": scaler.state_dict()'
+
+
+def _used(script: Script) -> list[Scaler]:
+    """The scalers of the script that may be on, that take steps, and that are of use."""
+    stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
+    idle = {id(s.node) for s in ScalerWithBf16.idle(script)}
+    scalers = [s for s in script.scalers if s.key.rsplit(".", 1)[-1] in stepped and s.enabled != "no"]
+    return [s for s in scalers if id(s.node) not in idle]
+
+
+def _once(events: Iterator[Event]) -> list[Event]:
+    return list({event.node: event for event in events}.values())
+
+
+def _kept_elsewhere(script: Script) -> bool:
+    """Whether a scaler is given to something that saves or restores."""
+    calls = [e.node for e in script.events("handed") if isinstance(e.node, ast.Call)]
+    return any(_KEEPER.search(text_of(call.func)) for call in calls)
+
+
+class ScalerNotSaved(ScriptRule):
+    """A checkpoint holds the optimizer's state for resuming, but not the scaler's."""
+
+    code = "HS170"
+    name = "scaler-not-saved"
+    severity = "warning"
+    reason = (
+        "A resumed run starts again at the first scale of 65536 with its growth count at zero. If training had settled at a lower "
+        "scale, the first steps after every resume overflow and are skipped while the schedule moves on; the run is no longer the "
+        "one that was interrupted. The optimizer is restored here, so the checkpoint is meant for resuming."
+    )
+    bad = (
+        _TRAIN.format(load="", save=""),
+        "import torch\nfrom torch.cuda.amp import GradScaler\nclass Trainer:\n    def __init__(self):\n        self.scaler = GradScaler()\n"
+        "    def save(self):\n        state = {'net': self.net.state_dict(), 'optim': self.optimizer.state_dict()}\n        torch.save(state, 'x.pt')\n"
+        "    def load(self):\n        state = torch.load('x.pt')\n        self.optimizer.load_state_dict(state['optim'])\n"
+        "    def fit(self):\n        for x in self.data:\n            self.scaler.scale(self.net(x)).backward()\n"
+        "            self.scaler.step(self.optimizer)\n            self.scaler.update()\n",
+    )
+    good = (_TRAIN.format(load=_LOAD, save=_SAVE),)
+    references = (
+        _DOCS,
+        "https://github.com/huggingface/transformers/pull/11663",
+        "https://github.com/ultralytics/ultralytics/pull/22189",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Saved optimizer states in scripts that restore them and never save a scaler."""
+        scalers = _used(script)
+        if not scalers or script.has("save_scaler"):
+            return
+        if _kept_elsewhere(script):
+            return
+        if any("scaler" in text for text in script.outline.strings if text.isidentifier()):
+            return  # a key or attribute of that name: the scaler travels some other way
+        for event in _once(script.events("save_optimizer")):
+            if _entry(script, event.node) is None or not _restored_beside_steps(script, event):
+                continue
+            stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.near(event, "scaler_step")}
+            scaler = next((s for s in scalers if s.key.rsplit(".", 1)[-1] in stepped), scalers[0])
+            yield self.finding(
+                script.where(event.node),
+                f"the optimizer's state is saved here and restored later, but the state of `{scaler.key}` is not",
+                instead=f'"scaler": {scaler.key}.state_dict(), and {scaler.key}.load_state_dict(...) where the optimizer is restored',
+                fix=_fix(script, scalers),
+            )
+
+
+def _restored_beside_steps(script: Script, event: Event) -> bool:
+    """Whether what is saved here is also restored, in the part of the script whose steps a scaler takes."""
+    return all(any(True for _ in script.near(event, kind)) for kind in ("scaler_step", "load_optimizer"))
+
+
+def _restored_by_another_name(script: Script) -> bool:
+    """Whether states are restored through a variable that goes over several objects, or is looked up by name."""
+    for call, function in script.outline.calls.get("load_state_dict", ()):
+        key = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        bound = script.outline.lookup(key, function) if key and "." not in key else []
+        if any(b.value is None or isinstance(b.value, (ast.IfExp, ast.Subscript)) for b in bound):
+            return True
+        if any(isinstance(b.value, ast.Call) and text_of(b.value.func) == "getattr" for b in bound):
+            return True
+    return False
+
+
+def _entry(script: Script, node: ast.AST) -> ast.AST | None:
+    """What a saved state is put into: a dictionary, a call of save, an item of a variable; None for comparisons and copies."""
+    parent = script.outline.parents.get(node)
+    # deepcopy(optimizer.state_dict()) and the like still end up in what is saved.
+    while isinstance(parent, (ast.IfExp, ast.Starred, ast.BoolOp)) or (
+        isinstance(parent, ast.Call) and not text_of(parent.func).rsplit(".", 1)[-1].startswith("save")
+    ):
+        node, parent = parent, script.outline.parents.get(parent)
+    if isinstance(parent, ast.Dict):
+        return parent
+    if isinstance(parent, ast.keyword):
+        call = script.outline.parents.get(parent)
+        name = text_of(call.func) if isinstance(call, ast.Call) else ""
+        return call if name == "dict" or "save" in name or "update" in name else None
+    if isinstance(parent, ast.Call) and text_of(parent.func).rsplit(".", 1)[-1].startswith("save"):
+        return parent
+    if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript):
+        return parent
+    return None
+
+
+def _visible(scaler: Scaler, function: Function) -> bool:
+    if "." in scaler.key:
+        return scaler.key.startswith("self.") and function.cls == scaler.function.cls and bool(function.cls)
+    if scaler.key in function.params:
+        return True
+    scope: Function | None = function
+    while scope is not None:
+        if scope is scaler.function:
+            return True
+        scope = scope.parent
+    return False
+
+
+def _fix(script: Script, scalers: list[Scaler]) -> Fix | None:
+    """Save the scaler beside the optimizer and restore it after it, everywhere at once; None where a place is not plain."""
+    scaler = scalers[0]
+    # A scaler that may be None has no state to save.
+    if len(scalers) != 1 or script.outline.parents.get(scaler.node) is not scaler.parent:
+        return None
+    if any(isinstance(v, ast.Constant) for v in script.outline.values(scaler.key, scaler.function)):
+        return None
+    names: dict[str, str] = {}
+    edits: list[Edit | None] = [_save_edit(script, e, scaler, names) for e in _once(script.events("save_optimizer"))]
+    edits += [_load_edit(script, e, scaler, names) for e in _once(script.events("load_optimizer"))]
+    found = [edit for edit in edits if edit is not None]
+    if len(found) != len(edits):
+        return None
+    return Fix(f"save and restore {scaler.key} with the optimizer", tuple(sorted(found)))
+
+
+def _save_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, str]) -> Edit | None:
+    """The scaler's entry after the optimizer's; `names` learns what each is called."""
+    entry = script.outline.parents.get(event.node)
+    if not isinstance(entry, ast.Dict) or not _visible(scaler, event.function):
+        return None
+    key = next((k for k, v in zip(entry.keys, entry.values, strict=True) if v is event.node), None)
+    value = constant(key)
+    if key is None or not isinstance(value, str):
+        return None
+    quote = script.lines.source(key)[-1]
+    names[value] = quote + (value.replace("optimizer", "scaler") if "optimizer" in value else "scaler") + quote
+    text, end = script.lines.text, script.lines.span(event.node)[1]  # type: ignore[arg-type]
+    line_start = script.lines.starts[key.lineno - 1]
+    indent = text[line_start : script.lines.span(key)[0]]
+    added = f"{names[value]}: {scaler.key}.state_dict()"
+    rest = re.match(r",[ \t]*(\r\n|\r|\n)", text[end:])
+    if rest and not indent.strip():  # one entry a line, each with its comma
+        return Edit(end + 1, end + 1, f"{rest.group(1)}{indent}{added},")
+    return Edit(end, end, f", {added}")
+
+
+def _load_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, str]) -> Edit | None:
+    """The scaler's state loaded after the optimizer's, where the checkpoint has one."""
+    call = event.node
+    statement = script.statement(call)
+    if not isinstance(call, ast.Call) or not isinstance(statement, ast.Expr) or statement.value is not call:
+        return None
+    source = call.args[0] if call.args else None
+    if not isinstance(source, ast.Subscript) or not isinstance(source.value, (ast.Name, ast.Attribute)):
+        return None
+    value = constant(source.slice)
+    holder = key_of(source.value)
+    if not isinstance(value, str) or value not in names or not holder or not _visible(scaler, event.function):
+        return None
+    if not script.lines.alone(statement):
+        return None
+    # A disabled scaler saves an empty state, which an enabled one refuses.
+    name = names[value]
+    return script.lines.after(
+        statement, f"if {holder}.get({name}):\n    {scaler.key}.load_state_dict({holder}[{name}])"
+    )
+
+
+class ScalerNotRestored(ScriptRule):
+    """The scaler's state is saved and never restored."""
+
+    code = "HS171"
+    name = "scaler-not-restored"
+    severity = "warning"
+    reason = "The checkpoint has the scale, but a resumed run begins at 65536 all the same, because nothing loads it."
+    bad = (_TRAIN.format(load="", save=_SAVE),)
+    good = (_TRAIN.format(load=_LOAD, save=_SAVE),)
+    references = (_DOCS, "https://github.com/huggingface/transformers/issues/34053")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Saved scaler states in scripts that restore the optimizer alone."""
+        if script.has("load_scaler") or not _used(script) or _kept_elsewhere(script):
+            return
+        if _restored_by_another_name(script):
+            return
+        for event in _once(script.events("save_scaler")):
+            if _entry(script, event.node) is not None and _restored_beside_steps(script, event):
+                yield self.finding(
+                    script.where(event.node),
+                    f"the state of `{event.scaler}` is saved here, but only the optimizer's is restored",
+                    instead=f"{event.scaler}.load_state_dict(...) where the optimizer is restored",
+                )
+
+
+RULES: tuple[type[Rule], ...] = (ScalerNotSaved, ScalerNotRestored)

@@ -1,0 +1,92 @@
+"""HS148: several contexts in one `with` statement, joined as conditions are.
+
+`with a() and b():` is valid Python and reads like a list of two contexts. It is one expression with one value: a context
+manager is true, so `and` gives the last and `or` the first, and the others are made and thrown away.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.script import Script
+from halfstep.check.script.values import AUTOCASTS, text_of
+
+__all__ = ["RULES"]
+
+_EVAL = """\
+import torch
+model.eval()
+with {contexts}:
+    out = model(x)
+"""
+_AUTOCAST = 'torch.autocast("cuda", dtype=torch.float16)'
+# What does nothing until it is entered; set_grad_enabled acts at once.
+_CONTEXTS = AUTOCASTS | {
+    f"{module}.{mode}" for module in ("torch", "torch.autograd") for mode in ("no_grad", "inference_mode")
+}
+
+
+class ContextNotEntered(ScriptRule):
+    """Contexts are joined by `and` or `or`, so only one of them is entered."""
+
+    code = "HS148"
+    name = "context-not-entered"
+    severity = "warning"
+    reason = (
+        "`with autocast() and no_grad():` enters no_grad alone: both objects are true, so `and` gives the last, and `or` would give "
+        "the first. Where autocast is dropped the block runs in float32, without the tensor cores and with twice the activations; "
+        "where no_grad is dropped the graph of every validation batch is built. Nothing is raised. Contexts are joined by a comma."
+    )
+    bad = (
+        _EVAL.format(contexts=f"{_AUTOCAST} and torch.no_grad()"),
+        _EVAL.format(contexts=f"torch.inference_mode() and {_AUTOCAST}"),
+        _EVAL.format(contexts=f"{_AUTOCAST} or torch.no_grad()"),
+    )
+    good = (
+        _EVAL.format(contexts=f"torch.no_grad(), {_AUTOCAST}"),
+        _EVAL.format(contexts=f"torch.no_grad(), (use_amp and {_AUTOCAST} or nullcontext())"),
+        _EVAL.format(contexts="torch.no_grad(), (autocast_context or nullcontext())"),
+    )
+    references = (
+        "https://docs.python.org/3/reference/compound_stmts.html#the-with-statement",
+        "https://docs.python.org/3/reference/expressions.html#boolean-operations",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Contexts that a `with` statement makes and does not enter."""
+        made = script.outline.library_calls
+        contexts = {call for api in _CONTEXTS & made.keys() for call, _ in made[api]}
+        for joined in dict.fromkeys(script.outline.parents.get(call) for call in contexts):
+            if not isinstance(joined, ast.BoolOp) or not _opens_block(script, joined):
+                continue
+            dropped = _dropped(joined, contexts)
+            if dropped is not None:
+                word, entered = (
+                    ("and", joined.values[-1]) if isinstance(joined.op, ast.And) else ("or", joined.values[0])
+                )
+                yield self.finding(
+                    script.where(joined),
+                    f"`{word}` gives one of its sides: `{text_of(entered)}` is entered, `{text_of(dropped)}` is not",
+                    instead=f"with {', '.join(map(text_of, joined.values))}:",
+                )
+
+
+def _opens_block(script: Script, node: ast.AST) -> bool:
+    """Whether an expression is what a `with` statement enters, or one of the values it chooses from."""
+    parent = script.outline.parents.get(node)
+    while isinstance(parent, (ast.BoolOp, ast.IfExp)):
+        parent = script.outline.parents.get(parent)
+    return isinstance(parent, ast.withitem)
+
+
+def _dropped(joined: ast.BoolOp, contexts: set[ast.Call]) -> ast.expr | None:
+    """The first context that is surely not the value of the expression."""
+    if isinstance(joined.op, ast.And):
+        return next((value for value in joined.values[:-1] if value in contexts), None)
+    return next((value for value in joined.values[1:] if value in contexts and joined.values[0] in contexts), None)
+
+
+RULES: tuple[type[Rule], ...] = (ContextNotEntered,)

@@ -1,0 +1,237 @@
+"""HS190: the deprecated torch.cuda.amp and torch.cpu.amp names, with a fix that minds the order of arguments."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfstep.check.finding import Edit, Finding, Fix
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.names import Imported, chain
+from halfstep.check.script.script import Script
+
+__all__ = ["RULES"]
+
+_OLD = {
+    f"torch.{device}.amp.{name}"
+    for device, names in (
+        ("cuda", ("autocast", "GradScaler", "custom_fwd", "custom_bwd")),
+        ("cpu", ("autocast", "GradScaler")),
+    )
+    for name in names
+}
+# torch.cuda.amp.autocast(enabled, dtype, cache_enabled): by position there, by keyword in the new one.
+_AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One use of a deprecated name: the name itself, and the call it is made in, if it is."""
+
+    name: ast.expr
+    full: str
+    call: ast.Call | None
+
+
+class DeprecatedAmp(ScriptRule):
+    """The script uses torch.cuda.amp, which PyTorch 2.4 deprecated."""
+
+    code = "HS190"
+    name = "deprecated-amp"
+    severity = "warning"
+    reason = (
+        "Since PyTorch 2.4 `torch.cuda.amp.autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` (and their torch.cpu.amp twins) "
+        "raise FutureWarning at every use; `torch.amp` has them for every device. The arguments moved: "
+        '`torch.cuda.amp.autocast(enabled, dtype)` is `torch.amp.autocast("cuda", dtype, enabled)`, and `GradScaler(init_scale)` is '
+        '`GradScaler("cuda", init_scale)`, so renaming alone changes the meaning.'
+    )
+    bad = (
+        "import torch\nwith torch.cuda.amp.autocast(use_amp, torch.bfloat16):\n    y = model(x)\n",
+        "import torch\nfrom torch.cuda.amp import autocast, GradScaler\nscaler = GradScaler(2.0**12, enabled=amp)\n"
+        "for x in loader:\n    with autocast(amp):\n        loss = model(x)\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n",
+        "import torch\nfrom torch.cuda import amp\nwith amp.autocast(enabled=True):\n    y = model(x)\n",
+        "import torch\nimport torch.cuda.amp as amp\nscaler = amp.GradScaler()\nprint(scaler)\n",
+        "import torch\nfrom torch.cuda.amp import custom_fwd, custom_bwd\nclass F(torch.autograd.Function):\n    @staticmethod\n"
+        "    @custom_fwd(cast_inputs=torch.float32)\n    def forward(ctx, x):\n        return x\n    @staticmethod\n    @custom_bwd\n"
+        "    def backward(ctx, g):\n        return g\n",
+        "import torch\n@torch.cuda.amp.autocast()\ndef forward(x):\n    return x\n",
+    )
+    good = (
+        "import torch\nwith torch.amp.autocast('cuda', dtype=torch.bfloat16, enabled=use_amp):\n    y = model(x)\n",
+        "try:\n    from torch.amp import GradScaler\nexcept ImportError:\n    from torch.cuda.amp import GradScaler\nscaler = GradScaler()\nprint(scaler)\n",
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/amp.html",
+        "https://github.com/pytorch/pytorch/pull/126531",
+        "https://github.com/Dao-AILab/flash-attention/issues/1530",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Deprecated names in use: once per import that brings them, once per place where they are written out."""
+        newer = _choices(script)
+        uses = [use for use in _uses(script) if not _dealt_with(script, use, newer)]
+        uses.sort(key=lambda use: (use.name.lineno, use.name.col_offset))
+        names = script.outline.names
+        statements: dict[ast.AST, list[Imported]] = {}
+        for imported in names.imported:
+            statements.setdefault(imported.statement, []).append(imported)
+        for statement, group in statements.items():
+            brought = [use for imported in group for use in _brought(imported, uses)]
+            if brought and not any(names.ambiguous(use.name) for use in brought):
+                said = ", ".join(dict.fromkeys(use.full for use in brought))
+                yield self._finding(script, statement, said, _import_fix(script, group[0], uses))
+        for use in uses:
+            if chain(use.name)[0] == "torch":
+                edits = _use_edits(script, use, "torch.amp." + use.full.rsplit(".", 1)[-1])
+                fix = Fix("use torch.amp", tuple(edits)) if edits else None
+                yield self._finding(script, use.name, use.full, fix)
+
+    def _finding(self, script: Script, node: ast.AST, names: str, fix: Fix | None) -> Finding:
+        device = names.split(".")[1]
+        return self.finding(
+            script.where(node),
+            f"{names}: deprecated since PyTorch 2.4, raises FutureWarning",
+            instead=f'torch.amp.autocast("{device}", ...) and torch.amp.GradScaler("{device}", ...)',
+            fix=fix,
+        )
+
+
+def _uses(script: Script) -> Iterator[_Use]:
+    """Every expression that names something deprecated, found among calls and decorators."""
+    names, outline = script.outline.names, script.outline
+    for full in _OLD & outline.library_calls.keys():
+        for call, _ in outline.library_calls[full]:
+            yield _Use(call.func, full, call)
+    for call, _ in outline.library_calls.get("functools.partial", ()):
+        if call.args and names.full(call.args[0]) in _OLD:
+            yield _Use(call.args[0], names.full(call.args[0]), None)
+    for function in outline.functions:
+        for decorator in getattr(function.node, "decorator_list", ()):
+            if not isinstance(decorator, ast.Call) and names.full(decorator) in _OLD:
+                yield _Use(decorator, names.full(decorator), None)
+
+
+def _choices(script: Script) -> set[tuple[str, ast.AST]]:
+    """The branches and functions that also use the new API: code that asks for the version and takes either."""
+    return {
+        (name, around)
+        for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
+        for call, _ in script.outline.library_calls.get(f"torch.amp.{name}", ())
+        for around in _around(script, call)
+    }
+
+
+def _dealt_with(script: Script, use: _Use, newer: set[tuple[str, ast.AST]]) -> bool:
+    last = use.full.rsplit(".", 1)[-1]
+    return bool(newer) and any((last, around) in newer for around in _around(script, use.name))
+
+
+def _around(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+    """The branches around a node, up to and with the function it is in."""
+    found: ast.AST | None = node
+    while found is not None:
+        if isinstance(found, (ast.If, ast.IfExp, ast.Try, ast.FunctionDef)):
+            main = isinstance(found, ast.If) and "__name__" in ast.dump(found.test)
+            if not main and not (isinstance(found, ast.FunctionDef) and len(found.body) > 8):
+                yield found
+            if isinstance(found, ast.FunctionDef):
+                return
+        found = script.outline.parents.get(found)
+
+
+def _brought(imported: Imported, uses: list[_Use]) -> list[_Use]:
+    """The uses that reach their name through this import."""
+    local = imported.alias.asname or imported.alias.name.split(".")[0]
+    if local == "torch":
+        return []
+    if imported.alias.name == "*":
+        return [u for u in uses if imported.full == u.full]
+    return [u for u in uses if chain(u.name)[0] == local and u.full.startswith(imported.full)]
+
+
+def _use_edits(script: Script, use: _Use, new_name: str) -> list[Edit]:
+    """The edits that make one use call the new API; none when that is not plain."""
+    lines, last, device = script.lines, use.full.rsplit(".", 1)[-1], use.full.split(".")[1]
+    edits = [lines.replace(use.name, new_name)] if new_name else []
+    if last in {"custom_fwd", "custom_bwd"}:
+        if use.call is None:
+            end = lines.span(use.name)[1]
+            return [*edits, Edit(end, end, f'(device_type="{device}")')] if not _is_partial(script, use) else []
+        if use.call.args:
+            return []
+        return [*edits, _insert(script, use.call, f'device_type="{device}"')]
+    call = use.call
+    if call is None or any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
+        return []
+    edits.append(_insert(script, call, f'"{device}"'))
+    if last == "autocast":
+        if len(call.args) > len(_AUTOCAST_ORDER):
+            return []
+        for keyword, value in zip(_AUTOCAST_ORDER, call.args, strict=False):
+            start = lines.span(value)[0]
+            if lines.text[start - 1] == "(" and lines.text[: start - 1].rstrip()[-1:] in {"(", ","}:
+                return []  # the value stands in brackets of its own
+            edits.append(Edit(start, start, f"{keyword}="))
+    # Two edits at one place: the inserted device comes first.
+    merged: dict[tuple[int, int], str] = {}
+    for edit in edits:
+        merged[edit.start, edit.end] = merged.get((edit.start, edit.end), "") + edit.text
+    return [Edit(start, end, text) for (start, end), text in sorted(merged.items())]
+
+
+def _is_partial(script: Script, use: _Use) -> bool:
+    return isinstance(script.outline.parents.get(use.name), ast.Call)
+
+
+def _insert(script: Script, call: ast.Call, text: str) -> Edit:
+    """Put a first argument into a call."""
+    opening = script.lines.text.index("(", script.lines.span(call.func)[1]) + 1
+    first: list[ast.expr | ast.keyword] = sorted([*call.args, *call.keywords], key=lambda a: (a.lineno, a.col_offset))
+    if first:
+        start = script.lines.span(first[0])[0]
+        bare = not script.lines.text[opening:start].strip()  # no brackets of its own around the first argument
+        return Edit(start if bare else opening, start if bare else opening, f"{text}, ")
+    return Edit(opening, opening, text)
+
+
+def _import_fix(script: Script, imported: Imported, uses: list[_Use]) -> Fix | None:
+    """Change an import and every use that comes through it, all or nothing."""
+    statement, lines = imported.statement, script.lines
+    if imported.guarded or any(alias.name == "*" for alias in statement.names):
+        return None
+    if isinstance(statement, ast.Import):
+        if len(statement.names) != 1 or imported.alias.name != "torch.cuda.amp":
+            return None
+        change = lines.replace(imported.alias, f"torch.amp as {imported.alias.asname}")
+    elif statement.module == "torch.cuda" and len(statement.names) == 1:
+        at = lines.text.index("torch.cuda", lines.span(statement)[0])
+        change = Edit(at, at + len("torch.cuda"), "torch")
+    elif statement.module in {"torch.cuda.amp", "torch.cpu.amp"}:
+        at = lines.text.index(statement.module, lines.span(statement)[0])
+        change = Edit(at, at + len(statement.module), "torch.amp")
+    else:
+        return None
+    edits = [change]
+    locals_ = {alias.asname or alias.name for alias in statement.names}
+    module = statement.module if isinstance(statement, ast.ImportFrom) else ""
+    others = [i for i in script.outline.names.imported if i.statement is not statement]
+    if any((i.alias.asname or i.alias.name) in locals_ for i in others):
+        return None  # imported in several places: all would have to change at once
+    if module and module.endswith(".amp") and any(f"{module}.{a.name}" not in _OLD for a in statement.names):
+        return None
+    mine = [u for u in uses if chain(u.name)[0] in locals_]
+    # Attributes of the module that are not among the deprecated four may not exist in the new one.
+    reads = sum(script.outline.loads[name] for name in locals_)
+    if not (module or "").endswith(".amp") and reads != len(mine):
+        return None
+    for use in mine:
+        found = _use_edits(script, use, "")
+        if not found:
+            return None
+        edits += found
+    return Fix("import from torch.amp and give the device", tuple(sorted(edits)))
+
+
+RULES: tuple[type[Rule], ...] = (DeprecatedAmp,)

@@ -1,0 +1,351 @@
+"""HS101-HS111: the order of scale, backward, unscale, clip, step and update."""
+
+from __future__ import annotations
+
+import ast
+
+from halfstep.check.finding import Finding, Fix
+from halfstep.check.rule import Rule
+from halfstep.check.script.event import Event
+from halfstep.check.script.names import key_of
+from halfstep.check.script.order import (
+    STEPS,
+    TraceRule,
+    between,
+    earlier,
+    exclusive,
+    implied,
+    later,
+    scaled_before,
+    switched_off,
+    without_amp,
+)
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+
+__all__ = ["RULES"]
+
+_DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+_START = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+"""
+_WHOLE = (
+    _START
+    + """\
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+)
+_ACCUMULATING = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y) / 4
+    scaler.scale(loss).backward()
+    if (i + 1) % 4 == 0:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+
+
+def _made_here(script: Script, key: str) -> bool:
+    return bool(script.scalers_named(key))
+
+
+def _alone(script: Script, event: Event) -> ast.stmt | None:
+    """The event's statement, when a line can be put before or after it."""
+    statement = script.statement(event.node)
+    return statement if isinstance(statement, (ast.Expr, ast.Assign)) and script.lines.alone(statement) else None
+
+
+class MissingUpdate(TraceRule):
+    """The scaler steps but is never updated."""
+
+    code = "HS101"
+    name = "missing-update"
+    severity = "error"
+    reason = (
+        "`scaler.step` remembers that this optimizer has stepped until `scaler.update()` is called, so the second `step` "
+        "raises RuntimeError, and where it does not the scale never moves: it stays at its first value of 65536, every "
+        "overflow is skipped for ever and an underflow is never mended."
+    )
+    bad = (
+        _START + "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n",
+        "from torch.cuda.amp import GradScaler\nclass Trainer:\n    def __init__(self):\n        self.scaler = GradScaler()\n"
+        "    def train(self):\n        for x in self.loader:\n            loss = self.model(x)\n"
+        "            self.scaler.scale(loss).backward()\n            self.scaler.step(self.optimizer)\n",
+    )
+    good = (_WHOLE, _ACCUMULATING)
+    references = (_DOCS, "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler")
+    kinds = ("scaler_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A step with no update anywhere in its trace."""
+        event = trace[index]
+        here = {e.scaler for e in trace if e.kind == "update"}
+        given = {e.scaler for e in trace if e.kind == "handed"}  # to functions elsewhere, which may update it
+        if event.scaler in here | given or switched_off(script, event):
+            return None
+        if here and not all(_made_here(script, key) for key in (event.scaler, *here)):
+            return None  # under another name, perhaps
+        if not self._whole(script, trace, event):
+            return None  # whoever calls this may update
+        statement = _alone(script, event)
+        last = not any(trace[i].scaler == event.scaler for i in later(trace, index, "scaler_step"))
+        fix = None
+        if statement is not None and last:
+            title = f"call {event.scaler}.update() after the step"
+            fix = Fix(title, (script.lines.after(statement, f"{event.scaler}.update()"),))
+        return self.finding(
+            script.where(event.node),
+            f"`{event.scaler}.step` is never followed by `{event.scaler}.update()`: the second step raises, and the "
+            "scale never adapts",
+            instead=f"call {event.scaler}.update() once, after the last step of the iteration",
+            fix=fix,
+        )
+
+    @staticmethod
+    def _whole(script: Script, trace: Trace, event: Event) -> bool:
+        """Whether the trace shows everything done with the scaler: its making, or the whole of an iteration."""
+        last = event.scaler.rsplit(".", 1)[-1]
+        if "." not in event.scaler and any(e.kind == "make_scaler" for e in trace):
+            return True  # a variable of this very run
+        if any(e.scaler.rsplit(".", 1)[-1] == last for e in script.events("update")):
+            return False
+        around = [e.loops[:1] for e in trace if e.kind == "backward" and e.scaled != "no"]
+        whole = bool(event.loops) and event.loops[:1] in around
+        return whole or _made_here(script, event.scaler)
+
+
+class UnscaledBackward(TraceRule):
+    """The loss is not scaled before backward, although the scaler takes the step."""
+
+    code = "HS102"
+    name = "unscaled-backward"
+    severity = "error"
+    reason = (
+        "`scaler.step` divides every gradient by the scale. Gradients of a loss that was not multiplied by it come out "
+        "65536 times too small at the first scale, so nothing is learned and small ones underflow; when `scale()` is "
+        "called nowhere, `step` raises AssertionError because the scale does not exist yet."
+    )
+    bad = (
+        _START + "    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+        _START + "    scaler.scale(loss)\n    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+    )
+    good = (
+        _WHOLE,
+        "import torch\nscaler = torch.amp.GradScaler('cuda', enabled=use_amp)\nfor x in loader:\n    loss = model(x)\n"
+        "    if use_amp:\n        scaler.scale(loss).backward()\n    else:\n        loss.backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n",
+    )
+    references = (_DOCS, "https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling")
+    kinds = ("backward",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A plain backward whose next step is the scaler's."""
+        event = trace[index]
+        if event.scaled != "no" or without_amp(event) or event.inside("no_grad"):
+            return None
+        following = next(later(trace, index, *STEPS, "zero_grad", "owned_backward"), None)
+        if following is None or trace[following].kind != "scaler_step":
+            return None
+        step = trace[following]
+        if event.loops != step.loops[: len(event.loops)] and step.loops != event.loops[: len(step.loops)]:
+            return None
+        if switched_off(script, step) or between(trace, index, following, "get_scale"):
+            return None
+        if any(trace[i].function is not event.function for i in earlier(trace, index, "scale")):
+            return None  # scaled by a function that returns the loss
+        calling = {e.function for e in script.events("backward")}
+        if any(e.function not in calling for e in script.events("scale")):
+            return None  # scaled by an object that the loss comes out of
+        others = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
+        if any(set(e.guards) ^ set(event.guards) for e in others) or exclusive(trace, event, "scaler_step"):
+            return None  # scaled in another branch
+        fix = None
+        receiver = (
+            event.node.func.value
+            if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute)
+            else None
+        )
+        if receiver is not None and step.function is event.function:
+            edit = script.lines.replace(receiver, f"{step.scaler}.scale({script.lines.source(receiver)})")
+            fix = Fix(f"scale the loss with {step.scaler} before backward", (edit,))
+        return self.finding(
+            script.where(event.node),
+            f"`{event.subject or 'the loss'}` is not scaled, but `{step.scaler}.step` will divide its gradients by the scale",
+            instead=f"{step.scaler}.scale({event.subject or 'loss'}).backward()",
+            fix=fix,
+        )
+
+
+class StepBypassesScaler(TraceRule):
+    """The optimizer steps by itself on gradients that are still multiplied by the loss scale."""
+
+    code = "HS103"
+    name = "step-bypasses-scaler"
+    severity = "error"
+    reason = (
+        "After `scaler.scale(loss).backward()` gradients are up to 65536 times too large, and may hold inf. "
+        "`optimizer.step()` applies them as they are: SGD takes a step 65536 times too long, Adam normalises the size away "
+        "but its eps no longer means anything and one inf makes the weights NaN. `scaler.step(optimizer)` unscales, checks "
+        "and skips."
+    )
+    bad = (
+        _START + "    scaler.scale(loss).backward()\n    optimizer.step()\n    scaler.update()\n",
+        _START
+        + "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    optimizer.step()\n    scaler.update()\n",
+    )
+    good = (
+        _WHOLE,
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n"
+        "    if use_amp:\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
+        "    else:\n        loss.backward()\n        optimizer.step()\n    optimizer.zero_grad()\n",
+    )
+    references = (_DOCS,)
+    kinds = ("opt_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A plain step after a scaled backward."""
+        event = trace[index]
+        call = event.node
+        if without_amp(event) or (isinstance(call, ast.Call) and (call.args or call.keywords)):
+            return None
+        start = scaled_before(trace, index)
+        if start is None or switched_off(script, trace[start]) or self._holds_scaler(script, event):
+            return None
+        if any(
+            e.kind == "scaler_step" and not (set(e.guards) <= set(event.guards)) for e in trace[start:]
+        ) and exclusive(trace, event, "scaler_step"):
+            return None
+        mine = [
+            e for e in between(trace, start, index, "scaler_step", "unscale") if e.optimizer in {event.optimizer, ""}
+        ]
+        if any(e.kind == "unscale" for e in mine) and len(event.guards) > len(trace[start].guards):
+            return None  # unscaled and looked at by hand
+        scaler = trace[start].scaler
+        if any(e.kind == "scaler_step" and (implied(e, event) or implied(event, e)) for e in mine):
+            said = f"`{event.optimizer}.step()` steps a second time on the gradients `{scaler}.step` has just used"
+        elif any(e.kind == "scaler_step" for e in mine):
+            return None
+        elif mine:
+            said = f"`{event.optimizer}.step()` goes past `{scaler}`: a step with inf or NaN gradients is taken, not skipped"
+        else:
+            said = f"`{event.optimizer}.step()` uses gradients still multiplied by the scale of `{scaler}`"
+        return self.finding(
+            script.where(call), said, instead=f"{scaler}.step({event.optimizer}), then {scaler}.update()"
+        )
+
+    @staticmethod
+    def _holds_scaler(script: Script, event: Event) -> bool:
+        """Whether the optimizer was made with a scaler in it, as Megatron's are: then its own step unscales."""
+        statements = [script.statement(e.node) for e in script.events("handed")]
+        made = [key_of(t) for s in statements if isinstance(s, ast.Assign) for t in s.targets]
+        return event.optimizer.rsplit(".", 1)[-1] in {key.rsplit(".", 1)[-1] for key in made}
+
+
+class ClipBeforeUnscale(TraceRule):
+    """Gradients are clipped while still multiplied by the loss scale."""
+
+    code = "HS104"
+    name = "clip-before-unscale"
+    severity = "error"
+    reason = (
+        "Clipping to a norm of 1 gradients that are 65536 times too large divides all of them by about 65536 more than "
+        "meant, so every step is cut to almost nothing: training goes flat without an error. `scaler.unscale_(optimizer)` "
+        "must come first; `scaler.step` then knows not to divide again."
+    )
+    bad = (
+        _START
+        + "    scaler.scale(loss).backward()\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        + "    scaler.step(optimizer)\n    scaler.update()\n",
+        "import torch\nfrom torch.cuda.amp import GradScaler\nscaler = GradScaler()\ndef update(loss):\n"
+        "    scaler.scale(loss).backward()\n    if clip > 0:\n        torch.nn.utils.clip_grad_value_(net.parameters(), clip)\n"
+        "    scaler.step(optimizer)\n    scaler.update()\nfor x in loader:\n    update(net(x))\n",
+    )
+    good = (_WHOLE, _ACCUMULATING)
+    references = (
+        "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",
+        "https://github.com/pytorch/examples/issues/1196",
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/9330",
+    )
+    kinds = ("clip",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A clip that meets scaled gradients."""
+        event = trace[index]
+        if without_amp(event):
+            return None
+        start = scaled_before(trace, index)
+        if start is None or switched_off(script, trace[start]):
+            return None
+        if between(trace, start, index, "unscale", *STEPS):
+            return None
+        scaler = trace[start].scaler
+        following = next((i for i in later(trace, index, "scaler_step") if trace[i].scaler == scaler), None)
+        optimizer = trace[following].optimizer if following is not None else ""
+        statement = _alone(script, event)
+        fix = None
+        if statement is not None and optimizer and following is not None:
+            step = trace[following]
+            here = step.function is event.function and step.loops == event.loops
+            if here and set(step.accumulating) <= set(event.guards):
+                edit = script.lines.before(statement, f"{scaler}.unscale_({optimizer})")
+                fix = Fix(f"unscale the gradients of {optimizer} before clipping", (edit,))
+        return self.finding(
+            script.where(event.node),
+            f"`{event.subject}` clips gradients that are still multiplied by the scale of `{scaler}`",
+            instead=f"call {scaler}.unscale_({optimizer or 'optimizer'}) before clipping",
+            fix=fix,
+        )
+
+
+class ClipAfterStep(TraceRule):
+    """Gradients are clipped after the step that used them."""
+
+    code = "HS109"
+    name = "clip-after-step"
+    severity = "error"
+    reason = "The optimizer has already used the gradients, and they are cleared before the next backward: nothing is clipped."
+    bad = (
+        _START
+        + "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n"
+        + "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    scaler.update()\n",
+    )
+    good = (_WHOLE,)
+    references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",)
+    kinds = ("clip",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A clip between a step and the next backward."""
+        event = trace[index]
+        before = next(earlier(trace, index, "backward", "owned_backward", "zero_grad", *STEPS), None)
+        if before is None or trace[before].kind not in {"scaler_step", "opt_step"}:
+            return None
+        step = trace[before]
+        if step.loops != event.loops or not implied(step, event) or not event.loops:
+            return None
+        if any(trace[i].loops == event.loops for i in later(trace, index, "backward", *STEPS)):
+            return None
+        if not any(trace[i].loops[: len(event.loops)] == event.loops for i in earlier(trace, before, "backward")):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.subject}` comes after the step that used these gradients, so it clips nothing",
+            instead="clip between backward (and unscale_) and the step",
+        )
+
+
+RULES: tuple[type[Rule], ...] = (MissingUpdate, UnscaledBackward, StepBypassesScaler, ClipBeforeUnscale, ClipAfterStep)

@@ -1,0 +1,313 @@
+"""HS120-HS123: whether there is a scaler where one is needed, and where it is made."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding, Severity
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.script.scaler_calls import framework_precisions
+from halfstep.check.script.event import Event, compatible
+from halfstep.check.script.names import key_of
+from halfstep.check.script.order import TraceRule, earlier, later, without_amp
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+from halfstep.check.script.values import Scaler
+
+__all__ = ["RULES", "ScalerWithBf16"]
+
+_DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+_AMP = "https://docs.pytorch.org/docs/stable/amp.html"
+_LOOP = """\
+import torch
+{made}
+for epoch in range(epochs):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.{dtype}):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+_RIGHT = _LOOP.format(made='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
+_PLAIN = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+_ITEM = """\
+import torch
+for batch in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        out = model(**batch)
+    out["loss"].backward()
+    optimizer.step()
+"""
+# Whoever imports these has its loss scaled out of sight.
+_OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
+_FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
+
+
+def _creation(script: Script, scaler: Scaler) -> Event | None:
+    return next((e for e in script.events("make_scaler") if e.node is scaler.node), None)
+
+
+class ScalerWithBf16(ScriptRule):
+    """A loss scaler is used although autocast computes in bfloat16."""
+
+    code = "HS120"
+    name = "scaler-with-bf16"
+    severity = "warning"
+    reason = (
+        "bfloat16 has float32's range (3.4e38), so gradients neither underflow nor overflow where float32's do not: the "
+        "scaler cannot help. It costs a read and a write of every gradient and a wait for the GPU each step, still skips "
+        "steps, and with bfloat16 parameters `unscale_` raises on CUDA: not implemented for 'BFloat16'."
+    )
+    bad = (
+        _LOOP.format(made='scaler = torch.amp.GradScaler("cuda")', dtype="bfloat16"),
+        _LOOP.format(made="scaler = torch.cuda.amp.GradScaler()", dtype="bfloat16"),
+    )
+    good = (
+        _RIGHT,
+        _PLAIN.format(dtype="bfloat16"),
+        _LOOP.format(made='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
+        _LOOP.format(made='scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))', dtype="bfloat16"),
+    )
+    references = (
+        "https://github.com/pytorch/pytorch/issues/127176",
+        "https://github.com/huggingface/accelerate/pull/1036",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Scalers that may be on for a loss computed under a region that is surely bfloat16."""
+        for scaler in self.idle(script):
+            yield self.finding(
+                script.where(scaler.node),
+                "autocast computes in bfloat16 here, whose range is float32's: the scaler only costs time and skips steps",
+                instead="drop the scaler: loss.backward(), optimizer.step()",
+            )
+
+    @classmethod
+    def idle(cls, script: Script) -> Iterator[Scaler]:
+        """The scalers of which that is sure; other rules say nothing of what is to be dropped."""
+        owned = framework_precisions(script) == {"bfloat16"}
+        if not owned and not any(a.dtype == "bfloat16" for a in script.autocasts):
+            return
+        if owned and not script.autocasts:
+            stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
+        else:
+            stepped = {
+                last for trace in script.traces for i in range(len(trace)) if (last := cls._in_bf16(script, trace, i))
+            }
+        for scaler in script.scalers:
+            made = _creation(script, scaler)
+            flags = {scaler.enabled, *(text for text, _ in made.guards)} if made is not None else {scaler.enabled}
+            # A flag that speaks of a number format may be on for float16 alone.
+            if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in flags):
+                yield scaler
+
+    @staticmethod
+    def _in_bf16(script: Script, trace: Trace, index: int) -> str:
+        """The scaler of a scaled backward or a step whose loss comes out of a bfloat16 region; "" when that is not sure."""
+        event = trace[index]
+        if event.kind != "scaler_step" and not (event.kind == "backward" and event.scaled == "yes"):
+            return ""
+        if any(_FORMAT.search(text) for text, _ in event.guards):
+            return ""
+        before = next(earlier(trace, index, "enter_autocast"), None)
+        if before is not None and not trace[before].inside("no_grad"):
+            regions = list(trace[before].regions[-1].autocasts)
+        else:
+            regions = [a for a in script.autocasts if a.enabled != "no"]
+        sure = bool(regions) and all(a.dtype == "bfloat16" and not _FORMAT.search(a.enabled) for a in regions)
+        return event.scaler.rsplit(".", 1)[-1] if sure else ""
+
+
+class ScalerInLoop(TraceRule):
+    """A new scaler is made inside the training loop."""
+
+    code = "HS121"
+    name = "scaler-in-loop"
+    severity = "warning"
+    reason = (
+        "A scaler learns its scale over the run: it starts at 65536 and grows after 2000 good steps. Made anew every epoch it "
+        "starts over, wasting the first steps of each on overflows; made anew every batch it never adapts, and a model that "
+        "overflows at 65536 never takes a step at all."
+    )
+    bad = (
+        _LOOP.replace("{made}\n", "")
+        .replace("    for x, y in loader:", '    scaler = torch.amp.GradScaler("cuda")\n    for x, y in loader:')
+        .format(dtype="float16"),
+        "import torch\nfrom torch.cuda.amp import GradScaler\ndef train(model, loader, optimizer):\n    scaler = GradScaler()\n"
+        "    for x in loader:\n        scaler.scale(model(x)).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
+        "model = Net()\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\nfor epoch in range(10):\n    train(model, loader, optimizer)\n",
+    )
+    good = (
+        _RIGHT,
+        "import torch\nfor fold in range(5):\n    model = Net()\n    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    scaler = torch.amp.GradScaler('cuda')\n    for x in loader:\n        scaler.scale(model(x)).backward()\n"
+        "        scaler.step(optimizer)\n        scaler.update()\n",
+    )
+    references = (
+        "https://github.com/conservationtechlab/animl-py/issues/298",
+        f"{_AMP}#torch.amp.GradScaler",
+    )
+    kinds = ("make_scaler",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A scaler made in a loop that steps with it and keeps its optimizer."""
+        event = trace[index]
+        made = script.scaler_of.get(event.node)
+        if made is None or not made.key or made.enabled == "no" or self._first_time(event, made.key):
+            return None
+        function = event.function
+        if event.loops:
+            inside = [e for e in trace if e.loops[: len(event.loops)] == event.loops]
+            steps = [e for e in inside if e.kind == "scaler_step" and compatible(e, event)]
+            fresh = [e for e in inside if e.kind in {"set_model", "set_optimizer", "make_optimizer"}]
+            if not steps or fresh:
+                return None
+            often = all(len(e.loops) == len(event.loops) for e in steps)
+            severity: Severity = "error" if often else "warning"
+            said = "in every iteration" if often else f"each time the loop of line {event.loops[-1][1]} goes round"
+        else:
+            steps = [e for e in trace if e.kind == "scaler_step" and len(e.loops) == 1]
+            per_epoch = "epoch" in function.params or "epoch" in function.name
+            given = any(step.optimizer.partition(".")[0] in function.params for step in steps)
+            fresh = [e for e in trace if e.kind in {"set_optimizer", "make_optimizer"}]
+            if not (steps and per_epoch and given) or fresh or event.roots or "epochs" in function.name:
+                return None
+            severity, said = "warning", f"each time `{function.name}` is called, once an epoch"
+        if any(scaler.node is made.node for scaler in ScalerWithBf16.idle(script)):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{made.key}` is made anew {said}: the scale it has found is thrown away",
+            instead="make the scaler once, next to the optimizer, and pass it in",
+            severity=severity,
+        )
+
+    @staticmethod
+    def _first_time(event: Event, key: str) -> bool:
+        last = key.rsplit(".", 1)[-1]
+        once = ("first", "init", " == ", last)  # a guard that holds in one iteration only
+        return any(word in text for word in once for text, _ in event.guards)
+
+
+class ScalerUnused(ScriptRule):
+    """A scaler is made and never used."""
+
+    code = "HS122"
+    name = "scaler-unused"
+    severity = "warning"
+    reason = (
+        "Making a GradScaler scales nothing: float16 gradients below 6e-8 still underflow to zero. It has to scale the loss, "
+        "take the step and be updated."
+    )
+    bad = (
+        "import torch\nfrom torch.cuda.amp import GradScaler, autocast\nscaler = GradScaler()\nfor x in loader:\n"
+        "    with autocast(dtype=torch.bfloat16):\n        loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
+    )
+    good = (_RIGHT,)
+    references = (f"{_AMP}#gradient-scaling",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Scalers whose variable is never read, in scripts that train."""
+        if not script.has("backward"):
+            return
+        for scaler in script.scalers:
+            last = scaler.key.rsplit(".", 1)[-1]
+            unread = not script.outline.loads[last] and last not in script.outline.strings
+            if scaler.key and "[" not in last and scaler.enabled != "no" and unread:
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"`{scaler.key}` is made and never used, so no loss is scaled",
+                    instead=f"{scaler.key}.scale(loss).backward(); {scaler.key}.step(optimizer); {scaler.key}.update(); "
+                    "or drop it where autocast runs in bfloat16",
+                )
+
+
+class Fp16WithoutScaler(TraceRule):
+    """Training under float16 autocast without a loss scaler."""
+
+    code = "HS123"
+    name = "fp16-without-scaler"
+    severity = "error"
+    reason = (
+        "The smallest number float16 holds is 6e-8, and many gradients are smaller: without a loss scale they become zero and "
+        "their weights stop learning, often seen as a loss that stalls or turns NaN. bfloat16 has float32's range and needs none."
+    )
+    bad = (
+        _PLAIN.format(dtype="float16"),
+        "import torch\nfrom torch.cuda.amp import autocast\nfor x, y in loader:\n    optimizer.zero_grad()\n    with autocast():\n"
+        "        out = model(x)\n        loss = criterion(out, y)\n    loss.backward()\n    optimizer.step()\n",
+        _ITEM.format(dtype="float16"),
+    )
+    good = (_RIGHT, _PLAIN.format(dtype="bfloat16"), _ITEM.format(dtype="bfloat16"))
+    references = (f"{_AMP}#gradient-scaling", "https://arxiv.org/abs/1710.03740")
+    kinds = ("backward",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A plain backward of a loss computed under float16, in a script without any scaler."""
+        event = trace[index]
+        used = any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers)
+        if event.scaled != "no" or used or without_amp(event) or script.outline.names.uses(*_OWNERS):
+            return None
+        if any("scaler" in name.lower() and name != "GradScaler" for name in script.outline.loads) or script.has(
+            "owned_backward", "owned_step"
+        ):
+            return None
+        if not any(True for _ in later(trace, index, "opt_step")):
+            return None
+        for i in earlier(trace, index, "enter_autocast"):
+            opened = trace[i]
+            region = opened.regions[-1]
+            if any(a.dtype != "float16" or a.enabled == "no" for a in region.autocasts) or opened.inside("no_grad"):
+                return None
+            if opened.loops != event.loops or opened.function is not event.function:
+                return None
+            if not _comes_from(opened.node, event, script):
+                continue
+            return self.finding(
+                script.where(event.node),
+                f"`{event.subject or 'the loss'}` was computed under float16 autocast (line {opened.node.lineno}) and no scaler "  # type: ignore[attr-defined]
+                "scales it: gradients below 6e-8 become zero",
+                instead='scaler = torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16',
+            )
+        return None
+
+
+def _comes_from(opened: ast.AST, event: Event, script: Script) -> bool:
+    """Whether the loss of a backward is computed in a `with` block, or from what is."""
+    if not isinstance(event.node, ast.Call) or event.node in set(ast.walk(opened)):
+        return False
+    inside = {key for node in ast.walk(opened) for key in _stored(node)} - {"self", ""}
+    # Of `losses["total"]`, `out.loss` or `sum(losses.values())`, whatever part the block has made.
+    loss = [part for whole in (event.node.func, *event.node.args) for part in ast.walk(whole)]
+    if inside & {key_of(part) for part in loss}:
+        return True
+    for name in {part.id for part in loss if isinstance(part, ast.Name)}:
+        for binding in script.outline.lookup(name, event.function):
+            if binding.value is not None and binding.function is event.function:
+                names = {n.id for n in ast.walk(binding.value) if isinstance(n, ast.Name)}
+                if names & inside:
+                    return True
+    return False
+
+
+def _stored(node: ast.AST) -> tuple[str, ...]:
+    """The variables that a node gives a value: of `losses["ce"] = ...` the entry, and the dictionary it is put into."""
+    if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
+        return ()
+    return (key_of(node), key_of(node.value)) if isinstance(node, ast.Subscript) else (key_of(node),)
+
+
+RULES: tuple[type[Rule], ...] = (ScalerWithBf16, ScalerInLoop, ScalerUnused, Fp16WithoutScaler)

@@ -1,0 +1,239 @@
+"""HS124-HS126, HS131: what a scaler is made and called with, and beside whom."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.event import Event
+from halfstep.check.script.names import key_of
+from halfstep.check.script.order import TraceRule, scalers_at, switched_off, without_amp
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+from halfstep.check.script.values import Scaler, argument, constant, text_of
+
+__all__ = ["RULES"]
+
+_AMP = "https://docs.pytorch.org/docs/stable/amp.html"
+_TRAIN = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+# The constructor's arguments in order, and what each must be.
+_LIMITS = {
+    "init_scale": "above 0",
+    "growth_factor": "above 1",
+    "backoff_factor": "below 1",
+    "growth_interval": "above 0",
+}
+
+
+def _meets(value: float, need: str) -> bool:
+    word, limit = need.split()
+    return value > float(limit) if word == "above" else value < float(limit)
+
+
+class ScalerArguments(ScriptRule):
+    """A scaler is made with an argument that raises, is taken for another, or stops it from working."""
+
+    code = "HS124"
+    name = "scaler-arguments"
+    severity = "error"
+    reason = (
+        "`torch.amp.GradScaler(device, init_scale, ...)` and the older `torch.cuda.amp.GradScaler(init_scale, ...)` begin "
+        "differently, so a bare number or a device name lands in the wrong place. growth_factor must be above 1 and "
+        "backoff_factor below 1, or the constructor raises; growth_interval below 1 never grows; a scale of 0 gives NaN."
+    )
+    bad = (
+        "import torch\nscaler = torch.cuda.amp.GradScaler('cuda')\n",
+        "import torch\nscaler = torch.amp.GradScaler(2**10)\n",
+        "import torch\nscaler = torch.amp.GradScaler('cuda', growth_factor=1.0)\n",
+    )
+    good = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda', init_scale=2**10)\n",
+        "import torch\nscaler = torch.amp.GradScaler('cuda', 2.0**10, 2.0, 0.5, 1000)\n",
+    )
+    references = (f"{_AMP}#torch.amp.GradScaler",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Scalers with a literal argument that cannot be meant."""
+        for scaler in script.scalers:
+            if script.outline.names.ambiguous(scaler.node.func):
+                continue
+            said = self._fault(scaler)
+            if said:
+                yield self.finding(
+                    script.where(scaler.node), said, instead='torch.amp.GradScaler("cuda", init_scale=2.0**16)'
+                )
+
+    @staticmethod
+    def _fault(scaler: Scaler) -> str:
+        call, first = scaler.node, constant(scaler.node.args[0]) if scaler.node.args else ...
+        old = scaler.api == "torch.cuda.amp.GradScaler"
+        shift = 0 if old else 1
+        if old and isinstance(first, str):
+            return f"torch.cuda.amp.GradScaler takes init_scale first: {first!r} is not a number"
+        if scaler.api == "torch.amp.GradScaler" and isinstance(first, (int, float)):
+            return f"torch.amp.GradScaler takes the device first: {first!r} is not one, and the argument it was meant for is not set"
+        if "Sharded" in scaler.api or scaler.api not in {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"}:
+            return ""
+        for position, (name, need) in enumerate(_LIMITS.items(), start=shift):
+            value = constant(argument(call, position, name))
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not _meets(value, need):
+                return f"{name}={value!r} must be {need}"
+        return ""
+
+
+class ScalerStepClosure(TraceRule):
+    """A closure is passed through the scaler's step."""
+
+    code = "HS125"
+    name = "scaler-step-closure"
+    severity = "error"
+    reason = (
+        "`scaler.step(optimizer, closure=...)` raises RuntimeError: a closure would run backward again on gradients the scaler "
+        "has already unscaled. Given by position it is passed on unchecked, and the gradients of the second backward are used scaled."
+    )
+    bad = ("import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(model(x)).backward()\n"
+           "    scaler.step(optimizer, closure=closure)\n    scaler.update()\n",)  # fmt: skip
+    good = (_TRAIN,)
+    references = (f"{_AMP}#torch.amp.GradScaler.step",)
+    kinds = ("scaler_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A second argument that is a closure."""
+        call = trace[index].node
+        assert isinstance(call, ast.Call)
+        closure = argument(call, 1, "closure")
+        if closure is None or isinstance(closure, ast.Constant) or "closure" not in (key_of(closure) or "closure"):
+            return None
+        if not self._is_torch(script, trace[index]):
+            return None  # a project's own scaler may well take one
+        return self.finding(
+            script.where(call),
+            "the scaler cannot step with a closure",
+            instead="an optimizer that needs no closure, or bfloat16 without a scaler",
+        )
+
+    @staticmethod
+    def _is_torch(script: Script, event: Event) -> bool:
+        """Whether the scaler is made in this file, and by torch's class alone."""
+        last = event.scaler.rsplit(".", 1)[-1]
+        bound = [b for key, found in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == last for b in found]
+        makers = [n for b in bound if b.value is not None for n in ast.walk(b.value) if isinstance(n, ast.Call)]
+        known = {scaler.node for scaler in script.scalers}
+        named = [m for m in makers if text_of(m.func).endswith("Scaler")]
+        return any(m in known for m in makers) and all(m in known for m in named)
+
+
+_FRAMEWORKS = {
+    "accelerate.Accelerator": "mixed_precision",
+    "lightning.Fabric": "precision",
+    "lightning.fabric.Fabric": "precision",
+    "lightning_fabric.Fabric": "precision",
+}
+_ACCELERATE = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="fp16")
+{made}model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    with accelerator.autocast():
+        loss = loss_fn(model(x), y)
+    {backward}
+    {step}
+"""
+
+
+def framework_precisions(script: Script) -> set[str]:
+    """The 16-bit formats that Accelerate or Fabric is told to run in here; "?" where the text does not show it."""
+    found = set()
+    for api in _FRAMEWORKS.keys() & script.outline.library_calls.keys():
+        for call, _ in script.outline.library_calls[api]:
+            value = argument(call, 3 if api.endswith("Fabric") else 2, _FRAMEWORKS[api])
+            text = str(constant(value)) if constant(value) is not ... else "?"
+            found.add("bfloat16" if "bf16" in text else "float16" if "16" in text else "?")
+    return found
+
+
+class ScalerBesideFramework(TraceRule):
+    """A scaler of the script's own scales what Accelerate or Fabric scales already."""
+
+    code = "HS131"
+    name = "scaler-beside-framework"
+    severity = "error"
+    reason = (
+        "With mixed_precision='fp16' Accelerate keeps a GradScaler of its own, and the optimizer that `prepare` returns steps "
+        "through it; so does Fabric with precision='16-mixed'. A second scaler around it either multiplies the loss twice, or hands "
+        "its step to an optimizer whose own scaler has scaled nothing, which raises AssertionError."
+    )
+    bad = (
+        _ACCELERATE.format(
+            made="scaler = torch.amp.GradScaler('cuda')\n",
+            backward="scaler.scale(loss).backward()",
+            step="scaler.step(optimizer)\n    scaler.update()",
+        ),
+        _ACCELERATE.format(
+            made="scaler = torch.amp.GradScaler('cuda')\n",
+            backward="accelerator.backward(scaler.scale(loss))",
+            step="optimizer.step()",
+        ),
+    )
+    good = (_ACCELERATE.format(made="", backward="accelerator.backward(loss)", step="optimizer.step()"),)
+    references = ("https://huggingface.co/docs/accelerate/package_reference/accelerator",)
+    kinds = ("scaler_step", "scale")
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A step of a scaler made here, in a script whose framework is told to run in float16; or the loss it scales for that."""
+        event = trace[index]
+        twice = isinstance(script.outline.parents.get(event.node), ast.Call)  # framework.backward(scaler.scale(loss))
+        if event.kind == "scale" and not (twice and script.has("owned_backward")):
+            return None
+        if framework_precisions(script) != {"float16"} or switched_off(script, event) or without_amp(event):
+            return None
+        if not scalers_at(script, event) or not script.outline.calls.keys() & {"prepare", "setup", "setup_optimizers"}:
+            return None
+        said = "scales a loss that the framework scales again with its own"
+        if event.kind == "scaler_step":
+            said = "steps an optimizer that already has the framework's own"
+        return self.finding(
+            script.where(event.node),
+            f"`{event.scaler}` {said} float16 scaler",
+            instead="accelerator.backward(loss) or fabric.backward(loss), then optimizer.step(), and no scaler here",
+        )
+
+
+class UpdateWithInt(TraceRule):
+    """The scale is set to an integer."""
+
+    code = "HS126"
+    name = "update-with-int"
+    severity = "error"
+    reason = "`scaler.update(new_scale)` takes a float or a tensor; an int raises AttributeError: 'int' object has no attribute 'device'."
+    bad = (_TRAIN + "scaler.update(1024)\n",)
+    good = (_TRAIN + "scaler.update(1024.0)\n",)
+    references = (f"{_AMP}#torch.amp.GradScaler.update",)
+    kinds = ("update",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An update with a literal int."""
+        call = trace[index].node
+        value = constant(argument(call, 0, "new_scale")) if isinstance(call, ast.Call) else ...
+        if not isinstance(value, int) or isinstance(value, bool):
+            return None
+        return self.finding(script.where(call), f"{value} is an int: update raises", instead=f"{float(value)}")
+
+
+RULES: tuple[type[Rule], ...] = (ScalerArguments, ScalerStepClosure, UpdateWithInt, ScalerBesideFramework)

@@ -1,0 +1,90 @@
+"""HS195-HS196: the learning-rate schedule beside a scaler that may skip steps."""
+
+from __future__ import annotations
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.order import TraceRule, earlier, implied, later
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+
+__all__ = ["RULES"]
+
+_TRAIN = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+class SchedulerBeforeStep(TraceRule):
+    """The learning-rate schedule moves before the optimizer steps."""
+
+    code = "HS195"
+    name = "scheduler-before-step"
+    severity = "advice"
+    reason = "The first learning rate of the schedule is skipped; PyTorch warns: Detected call of `lr_scheduler.step()` before `optimizer.step()`."
+    bad = (_TRAIN.replace("    scaler.step", "    scheduler.step()\n    scaler.step"),)
+    good = (_TRAIN,)
+    references = ("https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",)
+    kinds = ("sched_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A schedule step between a backward and its step."""
+        event = trace[index]
+        back = next(earlier(trace, index, "backward", "scaler_step", "opt_step"), None)
+        step = next(later(trace, index, "scaler_step", "opt_step", "backward"), None)
+        if back is None or step is None or trace[back].kind != "backward" or trace[step].kind == "backward":
+            return None
+        if not event.loops or not trace[back].loops == event.loops == trace[step].loops:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.subject}.step()` comes before the optimizer's step",
+            instead="step the schedule last",
+        )
+
+
+class SchedulerIgnoresSkips(TraceRule):
+    """The schedule moves on when the scaler skipped the step."""
+
+    code = "HS196"
+    name = "scheduler-ignores-skips"
+    severity = "advice"
+    reason = (
+        "`scaler.step` leaves the weights alone when it finds inf or NaN, which is certain to happen in the first steps at a scale of "
+        "65536, and says nothing. A schedule stepped every iteration counts those steps, so a warm-up of 100 steps is shorter than 100."
+    )
+    bad = (_TRAIN + "    scheduler.step()\n",)
+    good = (
+        _TRAIN.replace("    scaler.step", "    before = scaler.get_scale()\n    scaler.step")
+        + "    if scaler.get_scale() >= before:\n        scheduler.step()\n",
+    )
+    references = (
+        "https://github.com/pytorch/pytorch/issues/44511",
+        "https://github.com/pytorch/pytorch/issues/55585",
+    )
+    kinds = ("sched_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A schedule step in the same iteration as the scaler's, in a script that never reads the scale."""
+        event = trace[index]
+        step = next(earlier(trace, index, "scaler_step", "opt_step"), None)
+        if step is None or trace[step].kind != "scaler_step" or trace[step].loops != event.loops or not event.loops:
+            return None
+        if script.has("get_scale") or not implied(trace[step], event) or "_scale" in script.outline.loads:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.subject}.step()` also counts the steps that `{trace[step].scaler}` skips",
+            instead="step the schedule only when scaler.get_scale() did not fall",
+        )
+
+
+RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep, SchedulerIgnoresSkips)

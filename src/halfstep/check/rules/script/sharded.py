@@ -1,0 +1,117 @@
+"""HS127-HS128: the scaler of a sharded model."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.script import Script
+from halfstep.check.script.values import argument, constant
+
+__all__ = ["RULES"]
+
+_TRAIN = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+class FsdpPlainScaler(ScriptRule):
+    """FullyShardedDataParallel is stepped by a scaler that looks at one rank only."""
+
+    code = "HS127"
+    name = "fsdp-plain-scaler"
+    severity = "warning"
+    reason = (
+        "With FullyShardedDataParallel each rank holds a part of the gradients. A plain GradScaler sees an overflow only on the rank "
+        "that has it: that rank skips, the others step, and weights and scales drift apart. ShardedGradScaler asks all ranks. "
+        "(`fully_shard`, its successor, works with the plain one.)"
+    )
+    bad = (
+        "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nmodel = FSDP(Net())\n"
+        + _TRAIN.partition("\n")[2],
+    )
+    good = (
+        "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\nmodel = FSDP(Net())\n"
+        + _TRAIN.partition("\n")[2].replace('torch.amp.GradScaler("cuda")', "ShardedGradScaler()"),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/fsdp.html", "https://github.com/pytorch/pytorch/issues/64632")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Plain scalers in scripts that wrap with FSDP and nothing else."""
+        wraps = list(script.events("wrap_fsdp"))
+        plain = [
+            s
+            for s in script.scalers
+            if s.api in {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"} and s.enabled != "no"
+        ]
+        if not wraps or len(plain) != len(script.scalers) or not script.has("scaler_step") or script.has("wrap_ddp"):
+            return
+        together = any(
+            e.kind == "wrap_fsdp" and not e.guards
+            for t in script.traces
+            if any(x.kind == "scaler_step" for x in t)
+            for e in t
+        )
+        if not together or any("Sharded" in name for name in script.outline.loads):
+            return
+        for scaler in plain:
+            yield self.finding(
+                script.where(scaler.node),
+                "the model is sharded by FullyShardedDataParallel, and this scaler sees the overflows of its own rank only",
+                instead="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()",
+            )
+
+
+class ShardedScalerFused(ScriptRule):
+    """A ShardedGradScaler steps a fused optimizer."""
+
+    code = "HS128"
+    name = "sharded-scaler-fused"
+    severity = "warning"
+    reason = (
+        "A fused optimizer checks for overflow inside its own step, where ShardedGradScaler does not ask the other ranks: one rank "
+        "skips, the others step (measured on 2.13: scales 2.0 and 4.0 after one overflow). With unscale_ first it raises RuntimeError."
+    )
+    bad = (
+        "import torch\nfrom torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), fused=True)\nscaler = ShardedGradScaler()\n"
+        "for x in loader:\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+    )
+    good = (
+        "import torch\nfrom torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), fused=False)\nscaler = ShardedGradScaler()\n"
+        "for x in loader:\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+    )
+    references = (
+        "https://github.com/pytorch/pytorch/pull/76918",
+        "measured: torch 2.13, two ranks, scales 2.0 and 4.0 after one overflow",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Fused optimizers in scripts whose only scalers are sharded ones."""
+        if not script.scalers or any("Sharded" not in s.api for s in script.scalers):
+            return
+        seen = set()
+        for event in script.events("make_optimizer"):
+            fused = argument(event.node, None, "fused") if isinstance(event.node, ast.Call) else None
+            if constant(fused) is True and event.node not in seen:
+                seen.add(event.node)
+                yield self.finding(
+                    script.where(event.node),
+                    "fused=True hides overflows of other ranks from ShardedGradScaler",
+                    instead="fused=False, or fully_shard with torch.amp.GradScaler",
+                )
+
+
+RULES: tuple[type[Rule], ...] = (FsdpPlainScaler, ShardedScalerFused)

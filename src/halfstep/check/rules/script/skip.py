@@ -1,0 +1,225 @@
+"""HS112: a step that is skipped by hand, and what the scaler still remembers of it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.event import Event, compatible
+from halfstep.check.script.names import key_of
+from halfstep.check.script.order import TraceRule, is_amp, switched_off, without_amp
+from halfstep.check.script.outline import MAX_BINDINGS
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+
+__all__ = ["RULES"]
+
+_LOOP = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if not torch.isfinite(norm):
+        {skip}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+_METHODS = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def clip(self):
+        self.scaler.unscale_(self.optimizer)
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def train_step(self, x, y):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(x, y)
+        self.scaler.scale(loss).backward()
+        if not torch.isfinite(self.clip()):
+            {skip}
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def fit(self, loader):
+        for x, y in loader:
+            self.train_step(x, y)
+"""
+MAX_TESTS = 20  # after one `unscale_` that are looked at; only generated code has more
+_FINITE = re.compile(r"finite|is_?nan|is_?inf|has_(nan|inf)", re.IGNORECASE)
+_STEP = re.compile(r"step|batch|iter", re.IGNORECASE)  # what a function is called that does one iteration
+_SAYS = re.compile(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
+_NAMED: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+class SkipWithoutUpdate(TraceRule):
+    """An iteration is given up after `unscale_` and before `update`, so the next `unscale_` raises."""
+
+    code = "HS112"
+    name = "skip-without-update"
+    severity = "error"
+    reason = (
+        "`unscale_` is remembered until `update()`. A loop that unscales, finds a gradient that is not finite and goes on to the next "
+        "batch, by `continue` or by `return` from its step, meets RuntimeError there: unscale_() has already been called on this "
+        "optimizer since the last update(). Nor does the scale ever shrink, which is what would end the overflows. `scaler.step` skips "
+        "such a step by itself."
+    )
+    bad = (
+        _LOOP.format(skip="continue"),
+        _LOOP.format(skip="optimizer.zero_grad()\n        continue"),
+        _METHODS.format(skip="return None"),
+    )
+    good = (
+        _LOOP.format(skip="scaler.update()\n        continue"),
+        _LOOP.format(skip="skipped += 1"),
+        _METHODS.format(skip="self.scaler.update()\n            return None"),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.unscale_",)
+    kinds = ("unscale",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An unscale after which a test of the gradients leaves the iteration, past every update."""
+        event = trace[index]
+        if without_amp(event) or switched_off(script, event):
+            return None
+        updates = [
+            e for e in trace if e.kind in {"update", "handed"} and e.scaler == event.scaler and compatible(e, event)
+        ]
+        # The test stands in the function of the `unscale_`, or in one of those that have called it.
+        for depth in range(len(event.roots), -1, -1) if updates else ():
+            skip = _find_skip(script, event, depth)
+            if skip is not None and all(_is_past(script, e, event, depth, skip) for e in updates):
+                return self.finding(
+                    script.where(event.node),
+                    f"line {skip.body[-1].lineno} goes on to the next batch without `{event.scaler}.update()`: the next `unscale_` raises",
+                    instead=f"call {event.scaler}.update() before line {skip.body[-1].lineno}, or leave the skipping to {event.scaler}.step",
+                )
+        return None
+
+
+def _place(script: Script, event: Event, depth: int) -> ast.stmt:
+    """The statement in which an event happens, in the function `depth` calls below the root of its trace."""
+    found = script.statement((*event.roots, event.node)[depth])
+    assert found is not None
+    return found
+
+
+def _is_past(script: Script, update: Event, event: Event, depth: int, skip: ast.If) -> bool:
+    """Whether an update belongs to the same run of the function and is passed over by its skip."""
+    same = update.roots[:depth] == event.roots[:depth]
+    return same and _place(script, update, depth).lineno > (skip.body[-1].end_lineno or 0)
+
+
+def _find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
+    """The test of the gradients, after an event and in one function, that gives up the rest of the iteration.
+
+    In a loop its branch ends in `continue`; in a function that is one iteration of its callers' loop, in `return`.
+    """
+    start = node = _place(script, event, depth)
+    above = list(_above(script, start))
+    in_loop = any(isinstance(parent, _LOOPS) for parent in above)
+    if not in_loop and not _is_repeated(script, event, depth, above[-1] if above else None):
+        return None
+    leave = ast.Continue if in_loop else ast.Return
+    for parent in above:
+        if isinstance(parent, (ast.Try, ast.TryStar)) and parent.finalbody:
+            return None  # which runs after `return` too
+        block = next((b for b in _blocks(parent) if node in b), [])
+        rest = block[block.index(node) + (node is not start) :] if block else []
+        tests = [s for s in rest if isinstance(s, ast.If) and isinstance(s.body[-1], leave)]
+        for test in tests[:MAX_TESTS]:
+            if _gives_up(script, test, event, above[-1]):
+                return test
+        if isinstance(parent, _LOOPS) or not isinstance(parent, ast.stmt):
+            return None
+        node = parent
+    return None
+
+
+def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+    """What stands around a statement, inside out, up to its function or the module."""
+    parent = script.outline.parents.get(node)
+    while parent is not None:
+        yield parent
+        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return
+        parent = script.outline.parents.get(parent)
+
+
+def _is_repeated(script: Script, event: Event, depth: int, function: ast.AST | None) -> bool:
+    """Whether the caller goes on to the next batch when a function returns."""
+    if depth == 0:  # nobody in this file calls it: its name has to tell
+        return isinstance(function, ast.FunctionDef) and bool(_STEP.search(function.name))
+    looped = any(isinstance(node, _LOOPS) for root in event.roots[:depth] for node in _above(script, root))
+    return looped and not _stops(script, _place(script, event, depth - 1))
+
+
+def _stops(script: Script, call: ast.stmt) -> bool:
+    """Whether the caller tests what a function returns, and may leave the loop: `if not train_step(batch): break`."""
+    targets = call.targets if isinstance(call, ast.Assign) else []
+    results = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+    block = next((b for b in _blocks(script.outline.parents.get(call)) if call in b), [])
+    for test in block[block.index(call) :] if block else ():
+        if isinstance(test, ast.If):
+            read = {node.id for node in ast.walk(test.test) if isinstance(node, ast.Name)}
+            leaves = any(isinstance(node, (ast.Break, ast.Raise, ast.Return)) for node in ast.walk(test))
+            if leaves and (test is call or read & results):
+                return True
+    return False
+
+
+def _gives_up(script: Script, test: ast.If, event: Event, function: ast.AST) -> bool:
+    """Whether a branch is taken for gradients or a loss that is not finite, and leaves the scaler alone."""
+    asked = [*_names(test.test), *(str(n.value) for n in ast.walk(test.test) if isinstance(n, ast.Constant))]
+    meant = [name for value in _values(script, test, function) for name in _names(value)]
+    if not any(map(_FINITE.search, (*asked, *meant))) or any(is_amp((name, True)) for name in asked):
+        return False
+    scaler = event.scaler.rsplit(".", 1)[-1]
+    if any(name == scaler or "update" in name for part in (test.test, *test.body) for name in _names(part)):
+        return False
+    calls = [node for part in (test.test, *test.body) for node in ast.walk(part) if isinstance(node, ast.Call)]
+    return not any(_is_elsewhere(script, call, event) for call in calls)
+
+
+def _names(node: ast.AST) -> list[str]:
+    """Every name, attribute and keyword in an expression or statement."""
+    return [text for part in ast.walk(node) if isinstance(text := getattr(part, _NAMED.get(type(part), ""), None), str)]
+
+
+def _values(script: Script, test: ast.If, function: ast.AST) -> Iterator[ast.expr]:
+    """What the variables of a test were last given in its function: `bad = not isfinite(norm)`."""
+    for name in {node.id for node in ast.walk(test.test) if isinstance(node, ast.Name)}:
+        bindings = script.outline.bindings.get(name, [])
+        if len(bindings) <= MAX_BINDINGS:
+            before = [b for b in bindings if b.function.node is function and getattr(b.node, "lineno", 0) < test.lineno]
+            if before and before[-1].value is not None:
+                yield before[-1].value
+
+
+def _is_elsewhere(script: Script, call: ast.Call, event: Event) -> bool:
+    """Whether a call is of a method of the same object that this file does not show, which may update the scaler."""
+    key = key_of(call.func)
+    inherited = key.startswith("self.") and key.count(".") == 1 and not _SAYS.search(key)
+    return inherited and script.outline.call_target(call, event.function) is None
+
+
+def _blocks(node: ast.AST | None) -> list[list[ast.stmt]]:
+    return [b for name in ("body", "orelse", "finalbody") if isinstance(b := getattr(node, name, None), list)]
+
+
+RULES: tuple[type[Rule], ...] = (SkipWithoutUpdate,)

@@ -1,0 +1,331 @@
+"""HS105-HS111: what happens once per accumulation window, and what is read while gradients are scaled."""
+
+from __future__ import annotations
+
+import re
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.event import Event
+from halfstep.check.script.order import (
+    STEPS,
+    TraceRule,
+    between,
+    earlier,
+    implied,
+    is_amp,
+    later,
+    scaled_before,
+    without_amp,
+)
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+from halfstep.check.script.values import text_of
+
+__all__ = ["RULES"]
+
+_FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
+_DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+_START = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y) / accumulate
+    scaler.scale(loss).backward()
+"""
+_WHOLE = (
+    _START
+    + """\
+    if (i + 1) % accumulate == 0:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
+)
+_TWO = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    scaler.scale(loss_g).backward()
+    scaler.scale(loss_d).backward()
+    scaler.unscale_(opt_g)
+    scaler.step(opt_g)
+    scaler.step(opt_d)
+    scaler.update()
+"""
+
+
+def _guarded_step(script: Script, trace: Trace, event: Event) -> Event | None:
+    """The step of this event's loop that waits for the end of the window, when the event does not."""
+    if event.accumulating:
+        return None
+    steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == event.scaler and e.loops == event.loops]
+    waiting = [e for e in steps if _waits(script, e) and _beside(event, e)]
+    return waiting[0] if waiting and len(waiting) == len(steps) else None
+
+
+def _waits(script: Script, step: Event) -> bool:
+    """Whether a step waits for the end of a window: by a count, or, in a method called once a batch, by a flag."""
+    if step.loops:
+        return any("%" in text for text, _ in step.accumulating)
+    for text, _ in step.accumulating:
+        found = script.outline.values(text, step.function) if text.replace(".", "").isidentifier() else []
+        if not any(_FINITE.search(text_of(value)) for value in found):
+            return True
+    return False
+
+
+def _beside(event: Event, step: Event) -> bool:
+    """Whether the event surely happens where the step does, whatever the conditions on mixed precision itself."""
+    return {g for g in event.guards if not is_amp(g)} <= set(step.guards)
+
+
+class DoubleUnscale(TraceRule):
+    """The gradients of one optimizer are unscaled twice, or after its step."""
+
+    code = "HS105"
+    name = "double-unscale"
+    severity = "error"
+    reason = (
+        "`unscale_` divides the gradients in place and remembers it until `update()`. A second call, or one after `step`, "
+        "raises RuntimeError: unscale_() has already been called on this optimizer since the last update()."
+    )
+    bad = (
+        _START.replace(" / accumulate", "")
+        + "    scaler.unscale_(optimizer)\n    log(model)\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n    scaler.update()\n",
+        _START.replace(" / accumulate", "")
+        + "    scaler.step(optimizer)\n    scaler.unscale_(optimizer)\n    scaler.update()\n",
+    )
+    good = (_WHOLE, _TWO)
+    references = (_DOCS, "https://github.com/huggingface/accelerate/issues/641")
+    kinds = ("unscale",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An unscale whose optimizer was unscaled or stepped since the last update."""
+        event = trace[index]
+        if not event.optimizer or "[" in event.optimizer:
+            return None
+        for i in earlier(trace, index, "unscale", "scaler_step", "update", "backward"):
+            before = trace[i]
+            if before.kind in {"update", "backward"}:
+                if before.kind == "backward" and before.loops != event.loops:
+                    continue
+                return None
+            if before.optimizer == event.optimizer and before.scaler == event.scaler and before.loops == event.loops:
+                if not implied(before, event) or before.node is event.node:
+                    return None
+                what = "unscaled already" if before.kind == "unscale" else "stepped already"
+                return self.finding(
+                    script.where(event.node),
+                    f"the gradients of `{event.optimizer}` were {what} since the last update: this raises RuntimeError",
+                    instead=f"call {event.scaler}.unscale_({event.optimizer}) once, between backward and step",
+                )
+        return None
+
+
+class UnscaleEveryMicroBatch(TraceRule):
+    """Gradients are unscaled on every micro-batch, but stepped once per accumulation window."""
+
+    code = "HS106"
+    name = "unscale-every-micro-batch"
+    severity = "error"
+    reason = (
+        "Between two updates `unscale_` may be called once. On the second micro-batch it raises RuntimeError; and if "
+        "`update()` also runs each time, gradients already divided are added to new ones that are 65536 times larger."
+    )
+    bad = (
+        _START
+        + "    scaler.unscale_(optimizer)\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        + "    if (i + 1) % accumulate == 0:\n        scaler.step(optimizer)\n        scaler.update()\n        optimizer.zero_grad()\n",
+    )
+    good = (_WHOLE,)
+    references = (f"{_DOCS}#gradient-accumulation", "https://github.com/microsoft/Swin-Transformer/issues/311")
+    kinds = ("unscale",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An unscale in every iteration of a loop that steps now and then."""
+        event = trace[index]
+        step = _guarded_step(script, trace, event)
+        if step is None:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.scaler}.unscale_` runs on every micro-batch, but `{event.scaler}.step` only when `{step.accumulating[0][0]}`: "
+            "the second call raises RuntimeError",
+            instead="unscale (and clip) inside the condition of the step",
+        )
+
+
+class UpdateEveryMicroBatch(TraceRule):
+    """The scaler is updated on every micro-batch, but stepped once per accumulation window."""
+
+    code = "HS107"
+    name = "update-every-micro-batch"
+    severity = "error"
+    reason = (
+        "`update()` on a micro-batch without a step raises AssertionError: No inf checks were recorded prior to update. "
+        "And were it to change the scale, gradients of one window would carry different scales in one sum."
+    )
+    bad = (
+        _START
+        + "    if (i + 1) % accumulate == 0:\n        scaler.step(optimizer)\n        optimizer.zero_grad()\n    scaler.update()\n",
+    )
+    good = (_WHOLE,)
+    references = (f"{_DOCS}#gradient-accumulation",)
+    kinds = ("update",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An update in every iteration of a loop that steps now and then."""
+        event = trace[index]
+        step = _guarded_step(script, trace, event)
+        unscales = [e for e in trace if e.kind == "unscale" and e.loops == event.loops]
+        if step is None or not all(e.accumulating for e in unscales):
+            return None  # with an unscale_ each time there is an inf check to count, and HS106 speaks of that
+        return self.finding(
+            script.where(event.node),
+            f"`{event.scaler}.update()` runs on every micro-batch, but `{event.scaler}.step` only when "
+            f"`{step.accumulating[0][0]}`: update raises where nothing was stepped",
+            instead="update inside the condition of the step",
+        )
+
+
+class UpdateBeforeStep(TraceRule):
+    """The scale is updated between a backward and the step that uses its gradients."""
+
+    code = "HS108"
+    name = "update-before-step"
+    severity = "error"
+    reason = (
+        "`step` divides by the scale of the moment. After an `update()` that is another number than the loss was multiplied "
+        "with, so gradients come out twice too small or too large; with one optimizer, `update()` before `step()` raises "
+        "because nothing has been checked yet. All steps come before the one update."
+    )
+    bad = (
+        _START.replace(" / accumulate", "") + "    scaler.update()\n    scaler.step(optimizer)\n",
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(loss_g).backward()\n"
+        "    scaler.scale(loss_d).backward()\n    scaler.step(opt_g)\n    scaler.update()\n    scaler.step(opt_d)\n    scaler.update()\n",
+    )
+    good = (
+        _TWO,
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(loss_d).backward()\n"
+        "    scaler.step(opt_d)\n    scaler.update()\n    scaler.scale(loss_g).backward()\n    scaler.step(opt_g)\n    scaler.update()\n",
+    )
+    references = (f"{_DOCS}#working-with-multiple-models-losses-and-optimizers",)
+    kinds = ("update",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An update followed by a step with no new backward in between."""
+        event = trace[index]
+        following = next(
+            later(trace, index, "backward", "owned_backward", "scale", "scaler_step", "autograd_grad"), None
+        )
+        if following is None or trace[following].kind != "scaler_step":
+            return None
+        step = trace[following]
+        if step.loops != event.loops or step.scaler != event.scaler or not event.loops:
+            return None
+        backs = [
+            i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes" and trace[i].scaler == event.scaler
+        ]
+        if not backs or trace[backs[0]].loops[: len(event.loops)] != event.loops:
+            return None
+        used = between(trace, backs[-1], index, "scaler_step", "unscale", "update")
+        if any(e.optimizer == step.optimizer and e.kind == "scaler_step" for e in used) or without_amp(step):
+            return None
+        if not implied(event, step) and not implied(step, event):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.scaler}.update()` comes before `{event.scaler}.step({step.optimizer})`: that step divides by another scale "
+            "than its loss was multiplied with",
+            instead="one update, after the last step of the iteration",
+        )
+
+
+class ScaledGradientsRead(TraceRule):
+    """Gradients are measured or changed by hand while still multiplied by the loss scale."""
+
+    code = "HS110"
+    name = "scaled-gradients-read"
+    severity = "warning"
+    reason = (
+        "Between the scaled backward and `unscale_` every `.grad` is up to 65536 times its true size: a norm logged there is "
+        "wrong by that factor and jumps whenever the scale moves, and a clamp there cuts nearly everything."
+    )
+    bad = (
+        _START.replace(" / accumulate", "")
+        + "    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n    scaler.step(optimizer)\n    scaler.update()\n",
+    )
+    good = (
+        _START.replace(" / accumulate", "")
+        + "    scaler.unscale_(optimizer)\n    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n"
+        + "    scaler.step(optimizer)\n    scaler.update()\n",
+    )
+    references = (
+        f"{_DOCS}#working-with-unscaled-gradients",
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
+    )
+    kinds = ("grad_read",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A gradient read after a scaled backward with no unscale in between."""
+        event = trace[index]
+        start = scaled_before(trace, index)
+        if start is None or without_amp(event) or between(trace, start, index, "unscale", *STEPS):
+            return None
+        if not any(trace[i].scaler == trace[start].scaler for i in later(trace, index, "scaler_step")):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`.grad` is read here while still multiplied by the scale of `{trace[start].scaler}`",
+            instead=f"call {trace[start].scaler}.unscale_(optimizer) first",
+        )
+
+
+class ScaledLossLogged(TraceRule):
+    """The loss that is logged is the scaled one."""
+
+    code = "HS111"
+    name = "scaled-loss-logged"
+    severity = "warning"
+    reason = (
+        "`scaler.scale(loss)` returns the loss times the scale, 65536 at first. Kept under the loss's own name it is also what "
+        "gets logged, averaged and compared with the best loss so far."
+    )
+    bad = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n"
+        "    loss = scaler.scale(loss)\n    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()\n    total += loss.item()\n",
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n    if amp:\n"
+        "        loss = scaler.scale(loss)\n        loss.backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
+        "    else:\n        loss.backward()\n        optimizer.step()\n    total += loss.item()\n",
+    )
+    good = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n"
+        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    total += loss.item()\n",
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.scale",)
+    kinds = ("item",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The value of a variable that holds the scaled loss."""
+        event = trace[index]
+        if event.scaled != "yes" or without_amp(event):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.subject}` holds the loss times the scale here, so the value is up to 65536 times too large",
+            instead="keep the scaled loss under a name of its own, or call scaler.scale(loss).backward() in one go",
+        )
+
+
+RULES: tuple[type[Rule], ...] = (
+    DoubleUnscale,
+    UnscaleEveryMicroBatch,
+    UpdateEveryMicroBatch,
+    UpdateBeforeStep,
+    ScaledGradientsRead,
+    ScaledLossLogged,
+)

@@ -1,0 +1,1 @@
+"""Facts from Python scripts: names, values, events in order, traces."""

@@ -1,0 +1,98 @@
+"""The events of a training loop, each with the conditions, loops and regions it happens under.
+
+A trace is a list of events in the order the text runs them, with functions of the same file followed into. Two events
+can happen in the same run when their guards do not contradict each other: the two branches of one `if`, or of two
+tests of the same flag, never do. So `if use_amp: scaler.scale(loss).backward()` and, later,
+`if not use_amp: optimizer.step()` are kept apart without running anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from halfstep.check.script.outline import Function
+from halfstep.check.script.values import Autocast
+
+__all__ = ["Event", "Guard", "Loop", "Region", "compatible", "is_accumulation"]
+
+Guard = tuple[str, bool]  # the text of a condition, and whether it holds
+Loop = tuple[int, int, int]  # the copy of the function it is in, line, column
+
+_ACCUMULATION = re.compile(
+    r"%|accum|micro|sync_grad|last_opt|update_freq|need_update|update_grad|step_now|optimi[sz]e_now|"
+    r"(do|should|is|make|take|perform)_(optimi[sz]er_)?step"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A `with` block or decorator around events."""
+
+    kind: str  # autocast, no_grad, scaled_loss (Apex), owned (a framework's), other
+    node: ast.AST
+    autocasts: tuple[Autocast, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    num_loops: int = 0  # how many loops are around it
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """One thing that matters for precision, at one place in a trace."""
+
+    kind: str
+    node: ast.AST
+    function: Function
+    scaler: str = ""
+    optimizer: str = ""
+    subject: str = ""  # the loss, model or other variable it is about
+    scaled: str = "no"  # of backward: yes, no or maybe
+    guards: tuple[Guard, ...] = ()
+    loops: tuple[Loop, ...] = ()
+    regions: tuple[Region, ...] = ()
+    roots: tuple[ast.AST, ...] = ()  # the calls that led here from the trace's root
+
+    def inside(self, kind: str) -> Region | None:
+        """The innermost region of a kind around this event."""
+        return next((r for r in reversed(self.regions) if r.kind == kind), None)
+
+    def autocast(self) -> Region | None:
+        """The autocast region that is in force here: the innermost, unless that one is switched off."""
+        region = self.inside("autocast")
+        if region is None or any(a.enabled == "no" for a in region.autocasts):
+            return None
+        return region
+
+    @property
+    def accumulating(self) -> tuple[Guard, ...]:
+        """The guards that hold only at the end of an accumulation window."""
+        return tuple(g for g in self.guards if is_accumulation(g))
+
+
+@lru_cache(maxsize=4096)
+def is_accumulation(guard: Guard) -> bool:
+    """Whether a condition looks like the end of an accumulation window, such as `(i + 1) % n == 0`."""
+    return bool(_ACCUMULATION.search(guard[0]))
+
+
+def compatible(a: Event, b: Event) -> bool:
+    """Whether two events can both happen in one pass: no condition is needed both ways, no variable equal to two things."""
+    if not a.guards or not b.guards:
+        return True
+    opposite = {(text, not holds) for text, holds in a.guards}
+    if any(guard in opposite for guard in b.guards):
+        return False
+    equal = set(_equalities(a.guards))
+    return not any(left == other and right != value for left, right in _equalities(b.guards) for other, value in equal)
+
+
+def _equalities(guards: tuple[Guard, ...]) -> Iterator[tuple[str, str]]:
+    """The guards of the form `name == literal` that hold."""
+    for text, holds in guards:
+        if holds and " == " in text:
+            left, _, right = text.partition(" == ")
+            if right[:1] in "'\"0123456789":
+                yield left, right

@@ -1,0 +1,381 @@
+"""One function's statements as events in order, with the conditions, loops and regions around each.
+
+The walk keeps three stacks. `guards` grows inside `if` branches, and after a branch that leaves (`continue`, `return`,
+`raise`) the rest of the block carries the opposite condition. `loops` grows inside `for` and `while`. `regions` grows
+inside `with`, and a decorator such as `@torch.no_grad()` puts the whole body inside one. Calls of functions of the
+same file are left in the list as `Jump`s, for `trace` to follow.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+from halfstep.check.script.event import Event, Guard, Loop, Region
+from halfstep.check.script.names import key_of
+from halfstep.check.script.outline import Function, Outline
+from halfstep.check.script.recognise import Recogniser
+from halfstep.check.script.values import Autocast, autocasts_of, text_of
+
+__all__ = ["Item", "Jump", "read_flow"]
+
+MAX_GUARDS = 100  # conditions in a row that are remembered; only generated code has more
+_NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
+# What is kept of a model under its name without being one.
+_ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
+_NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
+
+
+@dataclass(frozen=True, eq=False)
+class Jump:
+    """A call of a function of the same file, to be followed."""
+
+    call: ast.Call
+    target: Function
+    arguments: dict[str, str]  # parameter -> the caller's variable
+    known: dict[str, bool]  # parameter -> whether the literal given for it, or its default, is true
+    guards: tuple[Guard, ...]
+    loops: tuple[Loop, ...]
+    regions: tuple[Region, ...]
+
+
+Item = Event | Jump
+
+
+def read_flow(outline: Outline, recogniser: Recogniser, function: Function) -> list[Item]:
+    """The events and jumps of one function, in the order of its text."""
+    walk = _Walk(outline, recogniser, function)
+    regions = tuple(
+        region
+        for decorator in getattr(function.node, "decorator_list", ())
+        if (region := walk.region(decorator, (), 0)).kind in {"autocast", "no_grad"}
+    )
+    walk.block(function.body, (), (), regions)
+    return walk.items
+
+
+class _Walk:
+    def __init__(self, outline: Outline, recogniser: Recogniser, function: Function) -> None:
+        self.outline = outline
+        self.recogniser = recogniser
+        self.function = function
+        self.items: list[Item] = []
+        self.scaled: dict[str, tuple[str, tuple[Guard, ...]]] = {}  # variables that carry the loss scale
+        self.contexts: dict[str, tuple[tuple[Autocast, ...], bool]] = {}  # what `with ctx:` opens, by variable
+
+    def block(
+        self, body: list[ast.stmt], guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
+    ) -> None:
+        for statement in body:
+            self.statement(statement, guards, loops, regions)
+            if isinstance(statement, ast.If):
+                leaves, leaves_else = _leaves(statement.body), bool(statement.orelse) and _leaves(statement.orelse)
+                if len(guards) > MAX_GUARDS:
+                    continue
+                if leaves and not leaves_else:
+                    guards = (*guards, *self.conditions(statement.test, holds=False))
+                elif leaves_else and not leaves:
+                    guards = (*guards, *self.conditions(statement.test, holds=True))
+
+    def statement(
+        self, node: ast.stmt, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
+    ) -> None:
+        if isinstance(node, ast.If):
+            # An elif chain is a nest of else branches: walk it in a loop, however long.
+            branch: ast.If = node
+            while True:
+                self.expression(branch, guards, loops, regions)
+                self.block(branch.body, (*guards, *self.conditions(branch.test, holds=True)), loops, regions)
+                if len(guards) <= MAX_GUARDS:
+                    guards = (*guards, *self.conditions(branch.test, holds=False))
+                if len(branch.orelse) == 1 and isinstance(branch.orelse[0], ast.If):
+                    branch = branch.orelse[0]
+                    continue
+                self.block(branch.orelse, guards, loops, regions)
+                return
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            self.expression(node, guards, loops, regions)
+            loop: Loop = (0, node.lineno, node.col_offset)
+            self.block(node.body, guards, (*loops, loop), regions)
+            self.block(node.orelse, guards, loops, regions)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            inner = regions
+            self.expression(node, guards, loops, regions)
+            for item in node.items:
+                region = self.region(item.context_expr, guards, len(loops))
+                inner = (*inner, region)
+                if region.kind == "autocast":
+                    self.items.append(
+                        Event("enter_autocast", node, self.function, guards=guards, loops=loops, regions=inner)
+                    )
+                if region.kind == "scaled_loss" and item.optional_vars is not None:
+                    self.scaled[key_of(item.optional_vars)] = ("maybe", guards)  # by Apex, which also takes it off
+            self.block(node.body, guards, loops, inner)
+        elif isinstance(node, (ast.Try, ast.TryStar)):
+            self.block(node.body, guards, loops, regions)
+            for handler in node.handlers:
+                self.block(handler.body, (*guards, (f"except@{handler.lineno}", True)), loops, regions)
+            self.block(node.orelse, guards, loops, regions)
+            self.block(node.finalbody, guards, loops, regions)
+        elif isinstance(node, ast.Match):
+            self.expression(node, guards, loops, regions)
+            for index, case in enumerate(node.cases):
+                label = f"case@{node.lineno}:{index}"
+                self.block(case.body, (*guards, (label, True)), loops, regions)
+                guards = (*guards, (label, False))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return
+        elif isinstance(node, ast.ClassDef):
+            self.block([s for s in node.body if not isinstance(s, ast.FunctionDef)], guards, loops, regions)
+        else:
+            self.expression(node, guards, loops, regions)
+            self.assignment(node, guards, loops, regions)
+
+    def expression(
+        self, node: ast.AST, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
+    ) -> None:
+        for call, choices in self.outline.statement_calls.get(node, ()):
+            under = guards
+            for test, holds in choices:
+                under = (*under, *self.conditions(test, holds=holds))
+            target = self.outline.call_target(call, self.function)
+            if target is not None:
+                if target is not self.function:
+                    self.items.append(
+                        Jump(
+                            call,
+                            target,
+                            self.arguments(call, target),
+                            self.literals(call, target),
+                            under,
+                            loops,
+                            regions,
+                        )
+                    )
+                continue
+            seen = self.recogniser.see(call, self.function)
+            if seen is not None:
+                scaled = seen.scaled
+                if seen.kind in {"backward", "item"} and scaled != "yes" and seen.subject in self.scaled:
+                    scaled = self.known_scaled(seen.subject, under, surely=seen.kind == "backward")
+                event = Event(
+                    seen.kind,
+                    call,
+                    self.function,
+                    seen.scaler,
+                    seen.optimizer,
+                    seen.subject,
+                    scaled,
+                    under,
+                    loops,
+                    regions,
+                )
+                self.items.append(event)
+
+    def arguments(self, call: ast.Call, target: Function) -> dict[str, str]:
+        """The parameters of a call, each with the caller's variable or the count that it holds."""
+        params = _positional(target)
+        found: dict[str, str] = {}
+        for name, value in zip(params, call.args, strict=False):
+            if isinstance(value, ast.Starred):
+                break
+            found[name] = self.window(value) or key_of(value)
+        for keyword in call.keywords:
+            if keyword.arg in params:
+                found[keyword.arg] = self.window(keyword.value) or key_of(keyword.value)
+        return found
+
+    def literals(self, call: ast.Call, target: Function) -> dict[str, bool]:
+        """The parameters of a call whose value is a literal, and whether it is true."""
+        given: dict[str, ast.expr] = {}
+        if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
+            return {}
+        assert not isinstance(target.node, ast.Module)
+        a = target.node.args
+        plain = [*a.posonlyargs, *a.args]
+        given.update(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
+        given.update((p.arg, d) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None)
+        given.update(zip(_positional(target), call.args, strict=False))
+        given.update((k.arg, k.value) for k in call.keywords if k.arg)
+        return {
+            name: bool(value.value)
+            for name, value in given.items()
+            if isinstance(value, ast.Constant)
+            and not any(b.function is target for b in self.outline.bindings.get(name, ()))
+        }
+
+    def known_scaled(self, subject: str, guards: tuple[Guard, ...], *, surely: bool) -> str:
+        """Whether a variable carries the scale under these guards: surely, or on some path that leads here."""
+        scaled, under = self.scaled[subject]
+        if set(under) <= set(guards):
+            return scaled
+        reached = not any((text, not holds) in guards for text, holds in under)
+        return scaled if reached and not surely else "maybe" if reached else "no"
+
+    def scaled_source(self, value: ast.expr) -> str:
+        """How scaled a value is that is made from scaled variables; "" when it is made from none."""
+        if not self.scaled:
+            return ""
+        for part in ast.walk(value):
+            if isinstance(part, (ast.Name, ast.Attribute)) and key_of(part) in self.scaled:
+                return self.scaled[key_of(part)][0] if part is value else "maybe"
+        return ""
+
+    def assignment(
+        self, node: ast.stmt, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
+    ) -> None:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
+            return
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        scaled = self.recogniser.scaled_by(node.value, self.function) if node in self.outline.scaling else "no"
+        for target in targets:
+            for element in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
+                key = key_of(element)
+                if not key:
+                    continue
+                if scaled == "no" and isinstance(node, ast.AugAssign):
+                    continue
+                if scaled != "no":
+                    self.scaled[key] = (scaled, guards)
+                elif source := self.scaled_source(node.value):
+                    # `total = scaled_loss.mean()` is still scaled; a fresh value is not.
+                    self.scaled[key] = (source, guards)
+                elif key in self.scaled and set(self.scaled[key][1]) >= set(guards):
+                    del self.scaled[key]
+                elif key in self.scaled:
+                    self.scaled[key] = ("maybe", guards)
+                self.made(node, key, guards, loops, regions)
+
+    def made(
+        self,
+        node: ast.Assign | ast.AnnAssign | ast.AugAssign,
+        key: str,
+        guards: tuple[Guard, ...],
+        loops: tuple[Loop, ...],
+        regions: tuple[Region, ...],
+    ) -> None:
+        """Note a model or optimizer that is made anew, and a model that is made in half."""
+        value = node.value
+        if not isinstance(value, ast.Call):
+            return
+        start, dtype = _unwrap(value)
+        last = key.rsplit(".", 1)[-1].lower()
+        kind = self.recogniser.kind_of(key, self.function)
+        fresh = key_of(start) != key and all(key_of(a) != key for a in value.args)
+        is_model = ("model" in last or last in {"net", "network"}) and not _ABOUT_MODEL.search(last)
+        if fresh and (kind == "optimizer" or is_model):
+            what = "set_optimizer" if kind == "optimizer" else "set_model"
+            self.items.append(Event(what, node, self.function, "", key, key, "no", guards, loops, regions))
+        if dtype and key_of(start) != key:
+            self.items.append(Event("cast", node, self.function, "", "", key, dtype, guards, loops, regions))
+
+    def region(self, node: ast.expr, guards: tuple[Guard, ...], num_loops: int) -> Region:
+        key = key_of(node)
+        if key not in self.contexts:
+            found = tuple(autocasts_of(self.outline, node, self.function))
+            self.contexts[key] = (found, bool(found) and self.mixed(node))
+        autocasts, mixed = self.contexts[key] if key else self.contexts.pop(key)
+        names = self.outline.names
+        if mixed:
+            return Region("other", node, (), guards, num_loops)
+        if isinstance(node, (ast.Name, ast.Attribute)) and names.full(node).endswith(".autocast") and not autocasts:
+            return Region("other", node, (), guards, num_loops)
+        if autocasts:
+            return Region("autocast", node, autocasts, guards, num_loops)
+        func = node.func if isinstance(node, ast.Call) else node
+        full = names.full(func)
+        if full in _NO_GRAD:
+            return Region("no_grad", node, (), guards, num_loops)
+        if full in {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}:
+            off = isinstance(node, ast.Call) and node.args and text_of(node.args[0]) == "False"
+            return Region("no_grad" if off else "other", node, (), guards, num_loops)
+        if full == "apex.amp.scale_loss" or key_of(func).endswith(".scale_loss"):
+            return Region("scaled_loss", node, (), guards, num_loops)
+        if key_of(func).endswith("autocast"):
+            return Region("owned", node, (), guards, num_loops)
+        return Region("other", node, (), guards, num_loops)
+
+    def mixed(self, node: ast.expr) -> bool:
+        """Whether a context variable may be something else than autocast or nothing, such as `no_sync`."""
+        key = key_of(node)
+        options = self.outline.values(key, self.function) if key else []
+        flat = [o for v in options for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
+        plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
+        return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
+
+    def conditions(self, test: ast.expr, *, holds: bool) -> tuple[Guard, ...]:
+        """What is known to hold when `test` is true (or false)."""
+        if isinstance(test, ast.Compare) and key_of(test.left) == "__name__":
+            return ()  # a script's own start is no condition on what it does
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.conditions(test.operand, holds=not holds)
+        if isinstance(test, ast.BoolOp):
+            if isinstance(test.op, ast.And) == holds:
+                return tuple(g for value in test.values for g in self.conditions(value, holds=holds))
+            return ((text_of(test), holds),)
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            right, op = test.comparators[0], test.ops[0]
+            if isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool)):
+                same = isinstance(op, (ast.Is, ast.Eq))
+                wanted = same if right.value is True else not same
+                if isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
+                    return self.conditions(test.left, holds=holds == wanted)
+            if isinstance(op, ast.NotEq):
+                return ((f"{text_of(test.left)} == {text_of(right)}", not holds),)
+        return ((self.flag(test), holds),)
+
+    def flag(self, test: ast.expr) -> str:
+        """A condition's text; a variable that renames another, counts a window or holds a scaler made under a flag is replaced."""
+        key = key_of(test)
+        if not key:
+            return text_of(test)
+        bindings = self.outline.lookup(key, self.function)
+        if len(bindings) == 1 and bindings[0].value is not None and bindings[0].index is None:
+            value = bindings[0].value
+            if key_of(value):
+                return key_of(value)
+            if isinstance(value, ast.IfExp) and isinstance(value.orelse, ast.Constant) and value.orelse.value is None:
+                return text_of(value.test)
+        return self.window(test) or key
+
+    def window(self, node: ast.expr) -> str:
+        """What a variable says that counts a window: `(i + 1) % n == 0`; "" for any other."""
+        bindings = self.outline.lookup(key_of(node), self.function) if key_of(node) else ()
+        value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
+        return text_of(value) if value is not None and _counts(value) else ""
+
+
+def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
+    """What `Net().half().cuda()` starts from, and the format it is cast to on the way."""
+    dtype = ""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        attr = value.func.attr
+        if attr in {"half", "bfloat16"} and not value.args:
+            dtype = dtype or {"half": "float16"}.get(attr, attr)
+        elif attr == "to":
+            texts = [text_of(v) for v in (*value.args, *(k.value for k in value.keywords))]
+            dtype = dtype or next((_CASTS[t] for t in texts if t in _CASTS), "")
+        elif attr not in {"cuda", "train", "eval", "cpu", "float", "requires_grad_"}:
+            break
+        value = value.func.value
+    return value, dtype
+
+
+def _counts(value: ast.expr) -> bool:
+    """Whether a value says by a count that a window ends: `(i + 1) % n == 0`, alone or beside other tests."""
+    return isinstance(value, (ast.Compare, ast.BoolOp)) and any(
+        isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in ast.walk(value)
+    )
+
+
+_CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    return bool(body) and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))
+
+
+def _positional(target: Function) -> list[str]:
+    params = list(target.params)
+    return params[1:] if target.method and params and params[0] in {"self", "cls"} else params

@@ -1,0 +1,152 @@
+"""Questions that rules ask of a trace: what came before, are gradients scaled here, is this the path without AMP.
+
+A rule over traces says which kinds of event it judges and judges them one at a time; `TraceRule` does the rest, and
+reports a place once however many traces pass through it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import ClassVar
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import ScriptRule
+from halfstep.check.script.event import Event, Guard, compatible
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+from halfstep.check.script.values import Scaler, argument, make_scaler
+
+__all__ = [
+    "STEPS",
+    "TraceRule",
+    "between",
+    "earlier",
+    "exclusive",
+    "implied",
+    "is_amp",
+    "later",
+    "scaled_before",
+    "scalers_at",
+    "switched_off",
+    "without_amp",
+]
+
+STEPS = ("scaler_step", "opt_step", "owned_step")
+_AMP = re.compile(r"amp\b|_amp|amp_|fp16|half|mixed|scaler|precision|float16|16bit", re.IGNORECASE)
+_FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32", re.IGNORECASE)
+
+
+class TraceRule(ScriptRule):
+    """A rule that judges events of some kinds, each with the trace it stands in."""
+
+    kinds: ClassVar[tuple[str, ...]]
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """The findings in `script`, one per place."""
+        seen: set[ast.AST] = set()
+        for trace in script.traces:
+            for index, event in enumerate(trace):
+                if event.kind in self.kinds and event.node not in seen:
+                    finding = self.judge(script, trace, index)
+                    if finding is not None:
+                        seen.add(event.node)
+                        yield finding
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding at `trace[index]`, if there is one."""
+        raise NotImplementedError
+
+
+def earlier(trace: Trace, index: int, *kinds: str) -> Iterator[int]:
+    """Indices of earlier events of these kinds that can happen together with `trace[index]`, nearest first."""
+    for i in range(index - 1, -1, -1):
+        if trace[i].kind in kinds and compatible(trace[i], trace[index]) and not _aside(trace[i], trace[index]):
+            yield i
+
+
+def later(trace: Trace, index: int, *kinds: str) -> Iterator[int]:
+    """Indices of later events of these kinds that can happen together with `trace[index]`, nearest first."""
+    for i in range(index + 1, len(trace)):
+        if trace[i].kind in kinds and compatible(trace[i], trace[index]) and not _aside(trace[i], trace[index]):
+            yield i
+
+
+def between(trace: Trace, first: int, last: int, *kinds: str) -> list[Event]:
+    """The events of these kinds between two others that can happen together with both."""
+    a, b = trace[first], trace[last]
+    met = (e for e in trace[first + 1 : last] if e.kind in kinds and compatible(e, a) and compatible(e, b))
+    return [e for e in met if not _aside(e, a, b)]
+
+
+def _aside(event: Event, *others: Event) -> bool:
+    """Whether an event happens only in an `except` that none of the others is in: not on the way they take."""
+    return any(
+        text.startswith("except@") and not any((text, holds) in other.guards for other in others)
+        for text, holds in event.guards
+    )
+
+
+def implied(a: Event, b: Event) -> bool:
+    """Whether `a` surely happens when `b` does: every condition on `a` is also one on `b`."""
+    return set(a.guards) <= set(b.guards)
+
+
+def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:
+    """Whether an event of these kinds stands in the other branch of a condition around `event`."""
+    return any(e.kind in kinds and not compatible(e, event) for e in trace)
+
+
+def is_amp(guard: Guard) -> bool:
+    """Whether a condition asks if mixed precision is on."""
+    return bool(_AMP.search(guard[0]))
+
+
+def without_amp(event: Event) -> bool:
+    """Whether the conditions around an event say that mixed precision is off there, or that something has failed."""
+    return any(map(_excludes_amp, event.guards))
+
+
+@lru_cache(maxsize=4096)
+def _excludes_amp(guard: Guard) -> bool:
+    text, holds = guard
+    if text.startswith("except@"):
+        return True
+    full = bool(_FULL.search(text))
+    return full if holds else not full and is_amp(guard)
+
+
+def scaled_before(trace: Trace, index: int) -> int | None:
+    """The index of the scaled backward whose gradients `trace[index]` meets; None when they may not be scaled."""
+    for i in earlier(trace, index, "backward"):
+        back = trace[i]
+        if back.scaled != "yes":
+            continue
+        # A later backward without the scale, or a cleared gradient, leaves it open what is in .grad.
+        if between(trace, i, index, "zero_grad", "owned_backward", "get_scale", "handed"):
+            return None
+        if any(e.scaled != "yes" for e in between(trace, i, index, "backward")):
+            return None
+        return i
+    return None
+
+
+def scalers_at(script: Script, event: Event) -> list[Scaler]:
+    """The scalers an event's variable may be: the one the call that led here makes on the spot, or those of that name."""
+    function = event.function
+    if event.roots and event.scaler in function.params:
+        position = function.params.index(event.scaler) - (function.method and function.params[0] in {"self", "cls"})
+        call = event.roots[-1]
+        given = argument(call, position, event.scaler) if isinstance(call, ast.Call) else None
+        made = make_scaler(script.outline, given, function) if isinstance(given, ast.Call) else None
+        if made is not None:
+            return [made]
+    return script.scalers_named(event.scaler)
+
+
+def switched_off(script: Script, event: Event) -> bool:
+    """Whether the scaler of an event is made with enabled=False, so that it does nothing."""
+    made = scalers_at(script, event)
+    return bool(made) and all(s.enabled == "no" for s in made)

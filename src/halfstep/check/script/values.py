@@ -1,0 +1,282 @@
+"""What expressions make: autocast regions with their dtypes, scalers, optimizers, number formats.
+
+Every question is answered with all the possibilities the text shows. `torch.bfloat16 if ok else torch.float16` is
+both; `dtypes[args.dtype]` is unknown. A rule that needs to be sure asks for the one answer (`Autocast.dtype`) and gets
+None when there are several.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from halfstep.check.script.names import chain, key_of
+from halfstep.check.script.outline import Function, Outline
+
+__all__ = [
+    "Autocast",
+    "Scaler",
+    "argument",
+    "autocasts_of",
+    "constant",
+    "dtypes_of",
+    "enabled_of",
+    "make_scaler",
+    "text_of",
+]
+
+UNKNOWN = "?"
+MAX_WAYS = 8  # to make one variable; more are not followed
+DTYPES = {
+    "torch.float16": "float16",
+    "torch.bfloat16": "bfloat16",
+    "torch.float32": "float32",
+    "torch.float": "float32",
+    "torch.float64": "float64",
+    "torch.double": "float64",
+}
+AUTOCASTS = {"torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast", "torch.xpu.amp.autocast"}
+SCALERS = {
+    "torch.amp.GradScaler",
+    "torch.cuda.amp.GradScaler",
+    "torch.cpu.amp.GradScaler",
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+    "fairscale.optim.grad_scaler.ShardedGradScaler",
+    "torch_xla.amp.GradScaler",
+    "halfstep.GradScaler",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Autocast:
+    """One autocast region's settings."""
+
+    node: ast.Call
+    where: tuple[str, int, int, int | None, int | None, int | None]
+    api: str  # torch.amp.autocast, torch.cuda.amp.autocast, ...
+    device: str | None  # "cuda", "cpu", ...; None: not shown
+    dtypes: frozenset[str]
+    enabled: str  # "yes", "no", or the text of the flag
+
+    @property
+    def dtype(self) -> str | None:
+        """The one number format it computes in, or None when the text leaves it open."""
+        return next(iter(self.dtypes)) if len(self.dtypes) == 1 and UNKNOWN not in self.dtypes else None
+
+
+@dataclass(frozen=True, eq=False)
+class Scaler:
+    """One GradScaler that the script makes."""
+
+    node: ast.Call
+    function: Function
+    key: str  # the variable it is kept in; "" when it is handed on directly
+    api: str
+    enabled: str  # "yes", "no", or the text of the flag
+    parent: ast.AST
+
+
+def constant(node: ast.AST | None) -> object:
+    """The value of a literal, also negative numbers and powers such as 2**10; `...` when it is none."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = constant(node.operand)
+        return -value if isinstance(value, (int, float)) else ...
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        left, right = constant(node.left), constant(node.right)
+        if isinstance(left, (int, float)) and isinstance(right, (int, float)) and 0 < left < 100 and abs(right) < 200:
+            return left**right
+    return ...
+
+
+def argument(call: ast.Call, position: int | None, name: str) -> ast.expr | None:
+    """An argument by keyword or position; None when absent or hidden in `*args`."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if position is not None and position < len(call.args):
+        found = call.args[position]
+        if not any(isinstance(a, ast.Starred) for a in call.args[: position + 1]):
+            return found
+    return None
+
+
+def text_of(node: ast.AST | None) -> str:
+    """An expression as text, for comparing and for messages."""
+    return "" if node is None else key_of(node) or ast.unparse(node)
+
+
+def dtypes_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 5) -> frozenset[str]:
+    """The number formats an expression may name; "?" among them when some of it is not shown."""
+    if node is None or depth == 0:
+        return frozenset({UNKNOWN})
+    if isinstance(node, ast.IfExp):
+        return dtypes_of(outline, node.body, function, depth - 1) | dtypes_of(outline, node.orelse, function, depth - 1)
+    name = outline.names.full(node)
+    if name in DTYPES:
+        return frozenset({DTYPES[name]})
+    key = key_of(node)
+    # A parameter may be given anything by callers outside the file, an attribute of the arguments anything at all.
+    if not key or key in function.params:
+        return frozenset({UNKNOWN})
+    values = outline.values(key, function)
+    if not values or len(values) > MAX_WAYS:
+        return frozenset({UNKNOWN})
+    return frozenset().union(*(dtypes_of(outline, v, function, depth - 1) for v in values if v is not node))
+
+
+def enabled_of(outline: Outline, node: ast.expr | None, function: Function) -> str:
+    """Whether an `enabled=` argument is "yes", "no", or else the text of its condition."""
+    if node is None:
+        return "yes"
+    value = constant(node)
+    if value is not ...:
+        return "yes" if value else "no"
+    key = key_of(node)
+    if key and "." not in key and "[" not in key:
+        values = [constant(v) for v in outline.values(key, function)]
+        literal = key not in function.params and values and all(v is not ... for v in values)
+        if literal and len({bool(v) for v in values}) == 1:
+            return "yes" if values[0] else "no"
+    return text_of(node)
+
+
+def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:
+    """A call with its `**options` written out, where one dictionary of this file shows what they are."""
+    keywords: list[ast.keyword] = []
+    for keyword in call.keywords:
+        keywords += [keyword] if keyword.arg is not None else _entries(outline, keyword, function)
+    return ast.copy_location(ast.Call(call.func, call.args, keywords), call)
+
+
+def _entries(outline: Outline, options: ast.keyword, function: Function) -> list[ast.keyword]:
+    """What `**options` gives, as far as every dictionary it may be agrees: one written out, kept, or returned."""
+    node = options.value
+    name = key_of(node)
+    if isinstance(node, ast.Call):
+        target = outline.call_target(node, function)
+        inside = ast.walk(target.node) if target is not None else ()
+        values = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
+        if target is None and text_of(node.func) == "dict" and not node.args and all(k.arg for k in node.keywords):
+            return node.keywords
+    else:
+        values = outline.values(name, function) if name else [node]
+    tables = [_table(value) for value in values[:MAX_WAYS]]
+    if not tables or not all(tables):
+        return [options]
+    # `options["dtype"] = dtype`, perhaps under a condition, comes after the dictionary and before the call.
+    added = {key for key in outline.bindings if key.startswith(f"{name}[")} if name else set()
+    common = [
+        ast.keyword(key, value)
+        for key, value in tables[0].items()
+        if all(text_of(table.get(key)) == text_of(value) for table in tables) and f"{name}[{key!r}]" not in added
+    ]
+    return common if len(tables) == 1 and not added else [*common, options]
+
+
+def _table(node: ast.expr) -> dict[str, ast.expr]:
+    """The entries of a dictionary with plain keys; none for anything else."""
+    if not isinstance(node, ast.Dict) or not all(isinstance(key, ast.Constant) for key in node.keys):
+        return {}
+    return {str(constant(key)): value for key, value in zip(node.keys, node.values, strict=True)}
+
+
+def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Function) -> Autocast:
+    written = _spread(outline, call, function) if any(k.arg is None for k in call.keywords) else call
+    hidden = any(k.arg is None for k in written.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
+    if api == "torch.amp.autocast":
+        device_node, dtype_node = argument(written, 0, "device_type"), argument(written, 1, "dtype")
+        enabled_node = argument(written, 2, "enabled")
+        value = constant(device_node)
+        if value is ... and device_node is not None and key_of(device_node):
+            known = {constant(v) for v in outline.values(key_of(device_node), function)}
+            value = known.pop() if len(known) == 1 and key_of(device_node) not in function.params else ...
+        device = value.split(":")[0] if isinstance(value, str) else None
+    else:
+        device = api.split(".")[1]
+        enabled_node, dtype_node = argument(written, 0, "enabled"), argument(written, 1, "dtype")
+    if dtype_node is not None:
+        dtypes = dtypes_of(outline, dtype_node, function)
+    else:
+        default = {"cuda": "float16", "xpu": "float16", "cpu": "bfloat16"}.get(device or "", UNKNOWN)
+        dtypes = frozenset({UNKNOWN if hidden else default})
+    enabled = enabled_of(outline, enabled_node, function)
+    if hidden and enabled_node is None:
+        enabled = UNKNOWN
+    where = ("", call.lineno, call.col_offset + 1, None, None, None)
+    return Autocast(call, where, api, device, dtypes, enabled)
+
+
+def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: int = 5) -> list[Autocast]:
+    """The autocast regions that `with node:` may open: none, one, or one per way the variable is bound."""
+    if depth == 0:
+        return []
+    if isinstance(node, ast.IfExp):
+        both = [
+            *autocasts_of(outline, node.body, function, depth - 1),
+            *autocasts_of(outline, node.orelse, function, depth - 1),
+        ]
+        return [_under(a, text_of(node.test)) for a in both]
+    if isinstance(node, ast.Call):
+        api = outline.names.full(node.func)
+        if api in AUTOCASTS:
+            return [_read_autocast(outline, node, api, function)]
+        if api in {"functools.partial", "contextlib.suppress"} and node.args:
+            inner = outline.names.full(node.args[0])
+            if inner in AUTOCASTS:
+                plain = ast.copy_location(ast.Call(node.args[0], node.args[1:], node.keywords), node)
+                return [_read_autocast(outline, plain, inner, function)]
+            return []
+        target = outline.call_target(node, function)
+        if target is not None:
+            returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
+            return [a for r in returns for a in autocasts_of(outline, r, target, depth - 1)]
+        if chain(node.func) and key_of(node.func):  # a partial kept in a variable
+            values = outline.values(key_of(node.func), function)[:MAX_WAYS]
+            return [
+                a
+                for v in values
+                if isinstance(v, (ast.Call, ast.Lambda, ast.IfExp))
+                for a in autocasts_of(outline, v.body if isinstance(v, ast.Lambda) else v, function, depth - 1)
+            ]
+        return []
+    key = key_of(node)
+    if key:
+        values = outline.values(key, function)[:MAX_WAYS]
+        return [a for v in values for a in autocasts_of(outline, v, function, depth - 1)]
+    return []
+
+
+def _under(autocast: Autocast, flag: str) -> Autocast:
+    if autocast.enabled != "yes":
+        return autocast
+    return Autocast(autocast.node, autocast.where, autocast.api, autocast.device, autocast.dtypes, flag)
+
+
+def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler | None:
+    """The scaler that a call makes; None for any other call."""
+    api = outline.names.full(call.func)
+    if not api and isinstance(call.func, ast.Name) and call.func.id == "GradScaler":
+        # A fragment without its imports: the name is torch's own unless the file defines it.
+        api = "" if "GradScaler" in outline.classes else "GradScaler"
+    if api not in SCALERS and api != "GradScaler":
+        return None
+    position = 4 if api == "torch.cuda.amp.GradScaler" else 5
+    enabled = enabled_of(outline, argument(call, position, "enabled"), function)
+    if any(k.arg is None for k in call.keywords):
+        enabled = UNKNOWN
+    parent: ast.AST = outline.parents.get(call, call)
+    flag = ""
+    while isinstance(parent, (ast.IfExp, ast.BoolOp)):
+        if isinstance(parent, ast.IfExp) and not flag:
+            flag = text_of(parent.test)
+        parent = outline.parents[parent]
+    key = ""
+    if isinstance(parent, ast.Assign) and len(parent.targets) == 1:
+        key = key_of(parent.targets[0])
+    elif isinstance(parent, (ast.AnnAssign, ast.NamedExpr)):
+        key = key_of(parent.target)
+    if flag and enabled == "yes":
+        enabled = flag
+    return Scaler(call, function, key, api, enabled, parent)

@@ -1,0 +1,1 @@
+"""What a run leaves on disk: checkpoint directories, their parts, retention, export, the run file."""

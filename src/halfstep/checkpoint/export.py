@@ -1,0 +1,98 @@
+"""Weights out of a checkpoint as plain safetensors: the fp32 masters, or their bf16 rounding.
+
+A lean run's checkpoint holds 16-bit weights and, in the optimizer's state, what was rounded off. Export joins the two,
+so the file has the numbers the optimizer worked on. Anything that reads safetensors reads the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.checkpoint.directory import Checkpoint, clean_name, load_checkpoint, replaced
+from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.errors import SettingError, unknown
+from halfstep.kernels.split import join
+
+__all__ = ["DTYPES", "export_weights", "find_checkpoint", "masters_of"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def find_checkpoint(run: Path, *, best: bool = False) -> Path:
+    """The checkpoint that `run` means: itself, or the latest (or best) one of a run's directory."""
+    if (run / "manifest.json").exists() or not run.is_dir():
+        return run  # load_checkpoint says what is wrong with it, if anything is
+    root = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    folder = CheckpointFolder(root)
+    found = folder.best() if best else folder.latest(clean=False)
+    if found is None:
+        raise SettingError(
+            f"{run} holds no {'validated ' if best else ''}checkpoint; give a run's directory or a checkpoint in it."
+        )
+    return found
+
+
+def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor]:
+    """Every weight and buffer in full precision; with `ema`, the averages in place of the weights."""
+    weights, masters = checkpoint.weights, dict[str, Tensor]()
+    engine = checkpoint.state.get("engine") if isinstance(checkpoint.state, dict) else None
+    if engine is None:
+        raise SettingError(
+            f"{checkpoint.path} was not saved by an Engine; its model.safetensors has the weights as they are."
+        )
+    for names, optimizer in zip(engine["names"], engine["optimizers"], strict=True):
+        for name, state in _by_name(names, optimizer).items():
+            if "master" in state:
+                masters[name] = state["master"]
+            elif "low" in state:
+                masters[name] = join(weights[name], state["low"])
+    weights = replaced(weights, masters)
+    if ema:
+        if engine["ema"] is None:
+            raise SettingError(f"{checkpoint.path} has no moving average; the run was not given ema=.")
+        weights = replaced(weights, engine["ema"]["averages"])
+    return weights
+
+
+def _by_name(names: list[str], optimizer: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    order = [index for group in optimizer["param_groups"] for index in group["params"]]
+    found = zip(map(clean_name, names), order, strict=True)
+    return {name: optimizer["state"][i] for name, i in found if i in optimizer["state"]}
+
+
+def export_weights(
+    run: Path, out: Path, *, dtype: str = "fp32", best: bool = False, ema: bool = False, force: bool = False
+) -> Path:
+    """Write the weights of `run` to `out` as one safetensors file."""
+    from safetensors.torch import save_file
+
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if out.exists() and not force:
+        raise SettingError(f"{out} exists already and is not replaced; give another --out, or --force.")
+    checkpoint = load_checkpoint(find_checkpoint(run, best=best))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in masters_of(checkpoint, ema=ema).items():
+        cast = tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        tensors[name] = (
+            cast.clone() if any(cast.data_ptr() == t.data_ptr() for t in tensors.values() if t.numel()) else cast
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_name(f".{out.name}.part")
+    try:
+        save_file(
+            {n: t.contiguous() for n, t in tensors.items()},
+            aside,
+            metadata={"format": "pt", "halfstep": checkpoint.meta["policy"]},
+        )
+        aside.replace(out)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise SettingError(
+            f"{out} could not be written: {error.strerror or error}. Free space or choose another --out."
+        ) from error
+    return out

@@ -1,0 +1,171 @@
+"""A folder of checkpoints: the last few, the best few, and always a whole one.
+
+Each checkpoint is a directory `step-00001234`. Which one is newest goes by the order of saving and not by the step,
+because a run that went back to step 100 and saved step 150 must not resume from an abandoned step 200; each
+checkpoint carries its number in that order, and its metric, in its `meta.json` under `folder`.
+
+A new checkpoint is put in place whole (`checkpoint.py`) before an old one goes. An old one goes by one rename to a
+`.tmp-*` name and is removed from there, so that a crash never leaves half a checkpoint under a name that counts.
+Leftovers of a crash are removed by the next `save` or `latest`, but never while another process on this machine is
+saving into the folder. One process at a time saves into a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from halfstep.checkpoint.directory import TEMPORARY, folder_lock, read_meta, save_checkpoint
+from halfstep.errors import SettingError
+from halfstep.events import warn
+
+__all__ = ["CheckpointFolder", "SavedCheckpoint"]
+
+_NAME = re.compile(r"step-(\d{8,})(-\d+)?")
+_KEY = "folder"  # the entry of meta.json that is the folder's own
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """One whole checkpoint of a folder; `order` counts the saves, `metric` is None where none was given."""
+
+    path: Path
+    step: int
+    order: int
+    metric: float | None
+    higher_is_better: bool
+
+
+class CheckpointFolder:
+    """Saves checkpoints under `root`, keeping the last `keep_last` (None: all) and the best `keep_best` by metric."""
+
+    def __init__(self, root: str | Path, keep_last: int | None = 3, keep_best: int = 1) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise SettingError(
+                f"keep_last={keep_last}: the newest checkpoint is always kept; use 1 or more, or None for all."
+            )
+        if keep_best < 0:
+            raise SettingError(f"keep_best={keep_best} must be 0 or more.")
+        self.root = Path(root)
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+
+    def save(
+        self,
+        step: int,
+        *,
+        weights: Mapping[str, Tensor],
+        state: Any,
+        meta: Mapping[str, Any],
+        metric: float | None = None,
+        higher_is_better: bool = True,
+    ) -> Path:
+        """Write the checkpoint of `step`, then remove those that are neither among the last nor among the best."""
+        if step < 0:
+            raise SettingError(f"step={step} must be 0 or more.")
+        if _KEY in meta:
+            raise SettingError(f"meta has a key {_KEY!r}, which is the folder's own; use another name.")
+        self._clear_leftovers()
+        earlier = self.checkpoints()
+        for other in earlier:
+            if metric is not None and other.metric is not None and other.higher_is_better != higher_is_better:
+                raise SettingError(
+                    f"higher_is_better={higher_is_better}, but {other.path.name} in {self.root} was saved with "
+                    f"{other.higher_is_better}: their metrics cannot be compared. Use one metric for a folder, or "
+                    "another folder."
+                )
+        order = 1 + max((other.order for other in earlier), default=0)
+        own = {
+            "step": step,
+            "order": order,
+            "metric": None if metric is None else float(metric),
+            "higher_is_better": higher_is_better,
+        }
+        path = save_checkpoint(self._free_path(step), weights=weights, state=state, meta={**meta, _KEY: own})
+        self._rotate()
+        return path
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """The whole checkpoints of the folder in the order of saving; damaged ones are left out."""
+        return self._scan()[0]
+
+    def latest(self, *, clean: bool = True) -> Path | None:
+        """The newest whole checkpoint, or None; says which damaged ones it passed over.
+
+        Whole means that its manifest is intact and every file is there with its size; `load_checkpoint` verifies
+        the bytes. `clean` removes leftovers of interrupted saves; switch it off where another machine may be saving.
+        """
+        if clean:
+            self._clear_leftovers()
+        whole, faults = self._scan()
+        for fault in faults:
+            warn(f"Passing over a checkpoint: {fault}")
+        return whole[-1].path if whole else None
+
+    def best(self) -> Path | None:
+        """The whole checkpoint with the best metric, or None where none has one; of equals the latest."""
+        ranked = self._ranked(self.checkpoints())
+        return ranked[0].path if ranked else None
+
+    def _ranked(self, entries: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
+        """Best first; a checkpoint without a metric, or whose metric is NaN, is never the best."""
+        scored = [
+            (entry.metric if entry.higher_is_better else -entry.metric, entry.order, entry)
+            for entry in entries
+            if entry.metric is not None and not math.isnan(entry.metric)
+        ]
+        return [entry for *_, entry in sorted(scored, key=operator.itemgetter(0, 1), reverse=True)]
+
+    def _scan(self) -> tuple[list[SavedCheckpoint], list[str]]:
+        whole, faults = [], []
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else []:
+            if not _NAME.fullmatch(path.name):
+                continue
+            try:
+                whole.append(SavedCheckpoint(path, **read_meta(path)[_KEY]))
+            except SettingError as error:
+                faults.append(str(error))
+            except (KeyError, TypeError):
+                faults.append(f"{path} was not saved by CheckpointFolder; load it by its path.")
+        return sorted(whole, key=lambda entry: entry.order), faults
+
+    def _free_path(self, step: int) -> Path:
+        path, attempt = self.root / f"step-{step:08d}", 1
+        while path.exists():  # a run that went back saves the same step again
+            attempt += 1
+            path = self.root / f"step-{step:08d}-{attempt}"
+        return path
+
+    def _rotate(self) -> None:
+        entries = self.checkpoints()
+        keep = entries if self.keep_last is None else entries[-self.keep_last :]
+        kept = {entry.path for entry in [*keep, *self._ranked(entries)[: self.keep_best]]}
+        with folder_lock(self.root, exclusive=False):
+            for entry in entries:
+                if entry.path not in kept:
+                    self._remove(entry.path)
+
+    def _remove(self, path: Path) -> None:
+        aside = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            path.rename(aside)
+            shutil.rmtree(aside)
+        except OSError as error:  # the new checkpoint is safe; an old one too many is no reason to stop a run
+            warn(f"The old checkpoint {path} could not be removed: {error.strerror or error}. Remove it by hand.")
+
+    def _clear_leftovers(self) -> None:
+        if not self.root.is_dir():
+            return
+        with contextlib.suppress(OSError), folder_lock(self.root, exclusive=True) as alone:
+            for path in self.root.glob(f"{TEMPORARY}*") if alone else []:
+                shutil.rmtree(path, ignore_errors=True)

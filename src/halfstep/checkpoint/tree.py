@@ -1,0 +1,170 @@
+"""A tree of Python values and tensors, taken apart into JSON and named tensors, and put together again exactly.
+
+The state of a training run is a tree: an optimizer's `state_dict()` has integer keys, a scheduler's has infinities
+and a Counter, a random generator's has tuples and arrays. JSON knows none of these, and pickle, which knows them
+all, runs whatever code a file brings. So what JSON has is written as JSON, and the rest as an object with one key
+that starts with `$`:
+
+    {"$dict": [[key, value], ...]}     a dict with a key that is no string, or that starts with `$`
+    {"$ordered": [[key, value], ...]}  an OrderedDict; `$counter`: a Counter
+    {"$tuple": [...]}                  a tuple
+    {"$bytes": "00ff"}                 bytes, in hexadecimal
+    {"$int": "0x1..."}                 an int that 64 bits cannot hold
+    {"$float": "7ff0000000000000"}     inf, -inf or NaN: its eight bytes, most significant first
+    {"$tensor": "name"}                a tensor of that name; `"on": "cuda"` where it did not live on the CPU
+    {"$array": "name"}                 a NumPy array, kept as a tensor of that name
+    {"$scalar": ["float32", "0000803f"]}  a NumPy scalar: its dtype and its bytes, least significant first
+
+Two places that hold the same tensor name the same one, and hold the same one again after loading. Anything else
+is refused with its path, at the time of saving, when there is still something to be done about it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.checkpoint.tensorfile import require_storable, view_key
+from halfstep.errors import SettingError
+
+__all__ = ["tree_from_json", "tree_to_json"]
+
+_DEEPEST = 100  # levels; also the end of a tree that contains itself
+_PAIRS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": lambda p: Counter(dict(p)),
+}
+_NUMPY = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+_NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
+_KEYS = (str, int, float, bool, type(None), bytes, tuple)
+
+
+def tree_to_json(tree: Any, root: str = "state") -> tuple[Any, dict[str, Tensor]]:
+    """The JSON form of a tree, and its tensors by the names it gives them; `root` starts the paths in errors."""
+    writer = _Writer(root)
+    node = writer.node(tree, ())
+    return node, writer.tensors
+
+
+def tree_from_json(node: Any, tensor: Callable[[str, str], Tensor]) -> Any:
+    """The tree of that JSON form; `tensor(name, device_type)` is asked once for each tensor."""
+    loaded: dict[str, Tensor] = {}
+
+    def take(name: str, kind: str = "cpu") -> Tensor:
+        if name not in loaded:
+            loaded[name] = tensor(name, kind)
+        return loaded[name]
+
+    def build(node: Any) -> Any:
+        if isinstance(node, list):
+            return [build(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        tag = next(iter(node), "")
+        if not tag.startswith("$"):
+            return {key: build(value) for key, value in node.items()}
+        held = node[tag]
+        if tag in _MAPPINGS:
+            return _MAPPINGS[tag]([(build(key), build(value)) for key, value in held])
+        if tag == "$tuple":
+            return tuple(build(item) for item in held)
+        if tag == "$tensor":
+            return take(held, node.get("on", "cpu"))
+        return _leaf(tag, held, take)
+
+    return build(node)
+
+
+def _leaf(tag: str, held: Any, take: Callable[[str], Tensor]) -> Any:
+    if tag == "$bytes":
+        return bytes.fromhex(held)
+    if tag == "$int":
+        return int(held, 16)
+    if tag == "$float":
+        return struct.unpack(">d", bytes.fromhex(held))[0]
+    if tag == "$array":
+        return take(held).numpy()
+    if tag == "$scalar":
+        name, data = held
+        return np.frombuffer(bytes.fromhex(data), dtype=np.dtype(name).newbyteorder("<"))[0].astype(name)
+    raise SettingError(
+        f"The saved state holds an entry of the unknown kind {tag!r}; load it with the Halfstep that wrote it."
+    )
+
+
+class _Writer:
+    """One walk over a tree, collecting its tensors."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[object, ...], str] = {}
+
+    def node(self, value: Any, path: tuple[str, ...]) -> Any:
+        kind = type(value)
+        if len(path) > _DEEPEST:
+            raise SettingError(
+                f"{self._where(path[:6])}... is nested deeper than {_DEEPEST} levels, or contains itself."
+            )
+        if value is None or kind in {bool, str}:
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind is bytes:
+            return {"$bytes": value.hex()}
+        if kind is list:
+            return [self.node(item, (*path, str(i))) for i, item in enumerate(value)]
+        if kind is tuple:
+            return {"$tuple": [self.node(item, (*path, str(i))) for i, item in enumerate(value)]}
+        if kind in _PAIRS:
+            return self._mapping(value, path)
+        if isinstance(value, Tensor):
+            on = value.device.type
+            return {"$tensor": self._store(value, path)} | ({} if on == "cpu" else {"on": on})
+        if kind is np.ndarray and value.dtype.name in _NUMPY and value.dtype.isnative:
+            # A copy of its own, because torch warns about arrays that are read-only and refuses negative strides.
+            return {"$array": self._store(torch.from_numpy(value.copy(order="C")), path)}
+        if isinstance(value, np.generic) and value.dtype.name in _NUMPY:
+            return {"$scalar": [value.dtype.name, value.astype(value.dtype.newbyteorder("<")).tobytes().hex()]}
+        raise SettingError(
+            f"{self._where(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold. "
+            "It holds dict, list, tuple, str, bytes, int, float, bool, None, tensors and NumPy numbers; "
+            "save the values you need from it instead of the object."
+        )
+
+    def _mapping(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
+        for key in value:
+            if type(key) not in _KEYS:
+                raise SettingError(
+                    f"{self._where(path)} has the key {key!r} of type {type(key).__name__}, which a checkpoint "
+                    "cannot hold; use a str, int, float, bool, bytes, None or a tuple of these."
+                )
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.node(item, (*path, key)) for key, item in value.items()}
+        pairs = [[self.node(k, (*path, "key")), self.node(v, (*path, str(k)))] for k, v in value.items()]
+        return {_PAIRS[type(value)]: pairs}
+
+    def _store(self, tensor: Tensor, path: tuple[str, ...]) -> str:
+        require_storable(tensor, self._where(path))
+        key = view_key(tensor)
+        if key not in self._names:
+            name = ".".join(path).encode("utf-8", "backslashreplace").decode() or self.root
+            while name in self.tensors or name == "__metadata__":
+                name += "'"  # "a.b" and "a" -> "b" have the same dotted path
+            self.tensors[name] = tensor
+            self._names[key] = name
+        return self._names[key]
+
+    def _where(self, path: tuple[str, ...]) -> str:
+        return ".".join((self.root, *path))

@@ -1,0 +1,1 @@
+"""Mixed-precision training in the right order, around a loop that the user owns."""

@@ -1,0 +1,164 @@
+"""The model made to fit its policy: which weights are 16-bit, and which modules compute in fp32.
+
+Presets with fp32 weights leave the weights alone. Lean presets round them to 16 bits in place and hand the exact fp32
+values to the caller, which gives them to the optimizer as masters. Parameters stay the same objects, so optimizers,
+schedulers and hooks that hold them keep working. Kept in fp32 are the modules that the policy names, and batch-norm,
+whose running averages move by steps that 16 bits would lose.
+
+A kept module gets its inputs in fp32 and runs with autocast off. In lean models, normalisation layers run in the
+weights' own 16 bits (with fp32 inside, as all their kernels have): CUDA's autocast would cast their inputs to fp32
+and their outputs would drag fp32 through the network.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from halfstep.engine.region import COMPUTE_DTYPES, upcast
+from halfstep.errors import SettingError
+from halfstep.kernels.split import split
+from halfstep.precision.policy import Policy
+
+__all__ = ["cast_model", "sum_gradients_in_fp32", "uncast_forwards", "wrap_forwards"]
+
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the public classes' common base
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
+    """Give the model's weights the policy's dtype in place; the fp32 values that were rounded, by parameter."""
+    if policy.params == "fp32":
+        _refuse_16_bit_weights(model, policy)
+        return {}
+    dtype = COMPUTE_DTYPES[policy.params]
+    kept = _kept_parameters(model, policy)
+    new: dict[Tensor, tuple[Tensor, Tensor]] = {}
+    for name, param in model.named_parameters():
+        if not param.is_floating_point():
+            continue
+        if param in kept:
+            if param.dtype in {torch.float16, torch.bfloat16}:
+                raise SettingError(
+                    f"Parameter {name} stays fp32 under {policy}, but it is {param.dtype} already; what was rounded off is "
+                    "lost. Build the model in fp32 and let the Engine cast it."
+                )
+            continue
+        if param.dtype is dtype:
+            continue
+        if param.dtype is not torch.float32:
+            raise SettingError(
+                f"Parameter {name} is {param.dtype}, but the policy {policy} holds {policy.params} weights made from fp32. "
+                "Build the model in fp32 and let the Engine cast it."
+            )
+        master = param.detach().clone()
+        weight, _ = split(master, dtype)
+        if bool((weight.isinf() & master.isfinite()).any()):
+            raise SettingError(
+                f"Parameter {name} holds {master.abs().max().item():.4g}, which {policy.params} cannot; keep its module in fp32 "
+                f"(keep_fp32={name.rpartition('.')[0] or name}) or use a preset with fp32 weights."
+            )
+        new[param] = weight, master
+    for target, (weight, _) in new.items():
+        target.data = weight
+    return {param: master for param, (_, master) in new.items()}
+
+
+def wrap_forwards(model: nn.Module, policy: Policy) -> None:
+    """Make kept modules compute in fp32, and a lean model's normalisation layers in the weights' dtype."""
+    every = list(model.named_modules(remove_duplicate=False))
+    unused = policy.unused_patterns([name for name, _ in every])
+    if unused:
+        raise SettingError(
+            f"keep_fp32={'|'.join(unused)} matches no module of {type(model).__name__}; known names start with "
+            f"{', '.join(name for name, _ in list(model.named_modules())[1:6])}."
+        )
+    covered: tuple[str, ...] = ()
+    kept_ids = {id(m) for name, m in every if policy.keeps_fp32(name)}
+    for name, module in every:
+        if (covered and name.startswith(covered)) or "_halfstep_wrapped" in vars(module):
+            continue
+        if id(module) in kept_ids or policy.keeps_fp32(name):
+            _set_forward(module, _forward_in_fp32)
+            covered += (f"{name}.",)
+        elif policy.params != "fp32" and type(module) in _NORMS:
+            _set_forward(module, _forward_as_it_is)
+
+
+def uncast_forwards(model: nn.Module) -> None:
+    """Undo `wrap_forwards`."""
+    for module in model.modules():
+        if vars(module).pop("_halfstep_wrapped", False):
+            inner = vars(module).pop("_halfstep_inner", None)
+            del module.forward
+            if inner is not None:
+                module.forward = inner
+
+
+def _refuse_16_bit_weights(model: nn.Module, policy: Policy) -> None:
+    half = [name for name, p in model.named_parameters() if p.dtype in {torch.float16, torch.bfloat16}]
+    if half:
+        example = dict(model.named_parameters())[half[0]].dtype
+        lean = "bf16-lean" if example is torch.bfloat16 else "fp16-lean"
+        raise SettingError(
+            f"The model already has 16-bit weights ({len(half)} parameters, e.g. {half[0]} in {example}), but the policy {policy} "
+            f"keeps weights in fp32 and casts while computing. Drop .half() / .bfloat16() / torch_dtype=, or use precision={lean!r}."
+        )
+
+
+def _kept_parameters(model: nn.Module, policy: Policy) -> set[Tensor]:
+    kept: set[Tensor] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _BATCH_NORMS) or policy.keeps_fp32(name):
+            kept.update(module.parameters())  # a tied weight with one fp32 owner stays fp32
+    return kept
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    if "forward" in vars(module):  # somebody wrapped it before; keep calling theirs
+        module._halfstep_inner = vars(module)["forward"]  # noqa: SLF001
+    module._halfstep_wrapped = True  # type: ignore[assignment]  # noqa: SLF001
+    # Not a pair of hooks: torch.compile can trace a `with` block. A partial of a module-level function, which pickle and
+    # deepcopy bind to the copy.
+    module.forward = functools.partial(forward, module)
+
+
+def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    own = getattr(module, "_halfstep_inner", None)
+    return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
+
+
+def _device_type(args: Any, kwargs: Any) -> str:
+    tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+    return tensors[0].device.type if tensors else "cpu"
+
+
+def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(_device_type(args, kwargs), enabled=False):
+        return _call(self, upcast(args), upcast(kwargs))
+
+
+def _forward_as_it_is(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    weight = getattr(self, "weight", None)
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if weight is None or not tensors:
+        return _call(self, args, kwargs)
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(weight.dtype), (args, kwargs))
+        return _call(self, args, kwargs)
+
+
+def sum_gradients_in_fp32(params: Iterable[Tensor], policy: Policy) -> None:
+    """Let autograd add up the gradients of these 16-bit weights in fp32."""
+    for param in params:
+        if not hasattr(param, "grad_dtype"):
+            raise SettingError(
+                f"Accumulating 16-bit weights' gradients in fp32 needs torch 2.10 or later; this is {torch.__version__}. "
+                f"Upgrade torch, use accumulate=1, or write grads={policy.params} to insist on 16-bit sums."
+            )
+        param.grad_dtype = torch.float32

@@ -1,0 +1,224 @@
+"""How fast each number format multiplies matrices here, measured in a second or two.
+
+How it works. One square product per format, timed after a warm-up, with the device synchronised around each
+timing; the median and the spread of several timings are kept. A format that is emulated can be hundreds of times
+slower than fp32 (0.2 GFLOP/s were recorded on an Arm CPU). So each format starts with a small product; one that is
+far slower than fp32 there stays as small as the time allowed demands, and fp32 is timed again at that size, so that the
+ratio compares like with like. The others are timed at fp32's size.
+
+A matrix product is the best case of a format. What a model gains is for `halfstep compare` to say.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.errors import SettingError
+from halfstep.hardware.probe import Hardware
+from halfstep.hardware.tf32 import tf32
+from halfstep.hardware.torch_build import require_torch
+
+__all__ = ["Measured", "confirm", "measure_matmuls"]
+
+SMALLEST = 64  # rows and columns; fp8 products want multiples of 16
+# Large enough to fill the device: 4096 on a GPU, 1024 on a few CPU cores.
+LARGEST = {"cpu": 1024}
+LARGEST_GPU = 4096
+BATCH_SECONDS = 0.002  # products shorter than this are timed several at a time, so that the clock's grain does not show
+UNSTEADY = 0.5  # timings whose middle half spans more than this share of the median decide nothing
+TELLING = 256  # below this size a product is mostly overhead, and only a large difference means something
+FAR_SLOWER = 8  # times; slower ones are timed in smaller products, to keep to the time
+FASTER, AS_FAST = 1.2, 1.1  # above the first a format is faster than fp32, below the second it is not
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One format's speed in a square matrix product on this machine."""
+
+    format: str
+    gflops_median: float  # 10^9 floating-point operations per second
+    spread: float  # the middle half of the timings spans this share of the median
+    runs: int
+    ratio_to_fp32: float  # against fp32 at the same size; fp32 itself is 1
+    size: int  # rows and columns of the matrices
+
+    @property
+    def speed(self) -> str:
+        """The median in GFLOP/s, as text: whole numbers where it is large, digits where it is small."""
+        return f"{self.gflops_median:,.0f}" if self.gflops_median >= 1000 else f"{self.gflops_median:.3g}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.format}: {self.speed} GFLOP/s (spread {self.spread:.0%} of {self.runs} runs, "
+            f"{self.size} x {self.size}), {self.ratio_to_fp32:.2g} x fp32"
+        )
+
+
+@dataclass(frozen=True)
+class _Timing:
+    gflops: float
+    spread: float
+    runs: int
+
+
+def measure_matmuls(size: int | None = None, seconds: float = 1.5) -> tuple[Measured, ...]:
+    """Time a square matrix product in every format torch can run on this machine's device.
+
+    `size` is the largest product tried, and `seconds` about what the whole takes, import and first use of the device
+    apart. The global random state and the TF32 switches are left as they were.
+    """
+    torch = require_torch("Measuring matrix products")
+    if size is not None and size < SMALLEST:
+        raise SettingError(f"size={size} is too small to time; use {SMALLEST} or more, or leave it out.")
+    if not 0 < seconds < math.inf:
+        raise SettingError(f"seconds={seconds} is no time to measure in; 1.5 is usual.")
+    device = _device(torch)
+    largest = size or LARGEST.get(device, LARGEST_GPU)
+    names = [name for name in ("fp32", "tf32", "bf16", "fp16", "fp8") if name != "tf32" or _has_tf32(torch, device)]
+    share = seconds / (len(names) + 1)  # one share is for fp32 at the sizes of slower formats
+    reference: dict[int, _Timing] = {}
+    found: list[Measured] = []
+    fp32_once, full = math.inf, SMALLEST
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # oneDNN says that bf16 falls back on some CPUs; the number says it better
+        for name in names:
+            try:
+                with _tf32(device, name):
+                    if name == "fp32":
+                        fp32_once = _quick(torch, device, name, SMALLEST)
+                        n = full = _grow(torch, device, name, largest, share)
+                    else:
+                        # Like with like: what is not far slower than fp32 may take longer, to get to fp32's size.
+                        near = _quick(torch, device, name, SMALLEST) < FAR_SLOWER * fp32_once
+                        n = _grow(torch, device, name, full, share * 4 if near else share)
+                    timing = _time(torch, device, _product(torch, device, name, n), n, share)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+                continue  # torch cannot run this format here
+            if name == "fp32":
+                reference[n] = timing
+            elif n not in reference:
+                with _tf32(device, "fp32"):
+                    reference[n] = _time(torch, device, _product(torch, device, "fp32", n), n, share / 4)
+            ratio = timing.gflops / reference[n].gflops
+            found.append(Measured(name, timing.gflops, timing.spread, timing.runs, ratio, n))
+    return tuple(found)
+
+
+def confirm(hardware: Hardware, measured: Iterable[Measured]) -> tuple[str, ...]:
+    """Where the table of facts and the measurement agree, and where they do not, one sentence per format."""
+    measured = tuple(measured)
+    unsteady = max((m.spread for m in measured if m.format == "fp32"), default=0.0)
+    sentences = []
+    for result in measured:
+        if result.format == "fp32":
+            continue
+        support, ratio = hardware.support[result.format], result.ratio_to_fp32
+        seen = f"{result.format}: {ratio:.2g} times fp32's speed measured, {support!r} in the table"
+        if max(unsteady, result.spread) > UNSTEADY and FAR_SLOWER > ratio > 1 / FAR_SLOWER:
+            sentences.append(f"{seen}: the timings vary too much to tell; repeat it when the machine is less busy.")
+        elif result.size < TELLING and ratio > 0.5:
+            sentences.append(f"{seen}: too small a product to tell; repeat it when the machine is less busy.")
+        elif AS_FAST <= ratio <= FASTER:
+            sentences.append(f"{seen}: too close to fp32 to tell.")
+        elif (ratio > FASTER) is (support == "native"):
+            sentences.append(f"{seen}: they agree.")
+        else:
+            sentences.append(f"{seen}: they disagree. It is this machine that was measured: repeat it, then trust it.")
+    return tuple(sentences)
+
+
+def _device(torch: Any) -> str:
+    for name in ("cuda", "xpu"):
+        if getattr(torch, name).is_available():
+            return name
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _has_tf32(torch: Any, device: str) -> bool:
+    return bool(device == "cuda" and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0))
+
+
+def _tf32(device: str, name: str) -> AbstractContextManager[object]:
+    """fp32 is timed as IEEE fp32 and tf32 as TF32, whatever the process has switched on."""
+    return tf32(name == "tf32") if device == "cuda" else nullcontext()
+
+
+def _grow(torch: Any, device: str, name: str, largest: int, share: float) -> int:
+    """The largest size of a format's product that fits its share of the time."""
+    n = fitting = min(SMALLEST, largest)
+    while True:
+        once = _quick(torch, device, name, n)
+        if once * 8 <= share:
+            fitting = n
+        # The next size is tried where two products of it, at up to 8 times the cost, take half the share at most.
+        # What they cost is then seen: on a busy machine, much of the time of a small product does not grow with it.
+        # No size is ever jumped to, so that a mistake about a slow format costs seconds at most, never minutes.
+        if 2 * n > largest or once * 8 > share or once * 8 * 2 > share / 2:
+            return fitting
+        n *= 2
+
+
+def _quick(torch: Any, device: str, name: str, n: int) -> float:
+    """The seconds one product takes at best; the first call of a size is left out, because it loads kernels."""
+    product = _product(torch, device, name, n)
+    _clock(torch, device, product, 1)
+    best, end = math.inf, time.perf_counter() + 0.05
+    for _ in range(3):
+        best = min(best, _clock(torch, device, product, 1))
+        if time.perf_counter() > end:
+            break
+    return best
+
+
+def _time(torch: Any, device: str, product: Callable[[], Any], n: int, seconds: float) -> _Timing:
+    _clock(torch, device, product, 1)
+    once = _clock(torch, device, product, 1)
+    batch = max(1, math.ceil(BATCH_SECONDS / max(once, 1e-7)))
+    rates: list[float] = []
+    end = time.perf_counter() + seconds * 0.7  # the rest went into finding the size and warming up
+    while len(rates) < 2 or (len(rates) < 5 and time.perf_counter() < end + 2 * seconds) or _goes_on(rates, end):
+        rates.append(2 * n**3 * batch / _clock(torch, device, product, batch) / 1e9)
+    low, median, high = statistics.quantiles(rates, n=4)
+    return _Timing(median, (high - low) / median, len(rates))
+
+
+def _goes_on(rates: list[float], end: float) -> bool:
+    return len(rates) < 100 and time.perf_counter() < end
+
+
+def _clock(torch: Any, device: str, product: Callable[[], Any], times: int) -> float:
+    _synchronise(torch, device)
+    start = time.perf_counter()
+    for _ in range(times):
+        product()
+    _synchronise(torch, device)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _synchronise(torch: Any, device: str) -> None:
+    if device != "cpu":
+        getattr(torch, device).synchronize()
+
+
+def _product(torch: Any, device: str, name: str, n: int) -> Callable[[], Any]:
+    """A function that multiplies two n by n matrices in a format."""
+    generator = torch.Generator(device=device).manual_seed(0)  # the global random state is the user's
+    a, b = (torch.randn(n, n, generator=generator, device=device) for _ in range(2))
+    if name == "fp8":
+        # MI300 has the "fnuz" kind of fp8; everything else has the other.
+        fnuz = bool(torch.version.hip) and "gfx94" in torch.cuda.get_device_properties(0).gcnArchName
+        dtype = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
+        a8, b8 = a.to(dtype), b.to(dtype).t()  # the second operand has to be column-major
+        one = torch.ones((), device=device)
+        multiply = torch._scaled_mm  # noqa: SLF001 - its public successor needs torch 2.10
+        return lambda: multiply(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+    a, b = a.to(dtype), b.to(dtype)
+    return lambda: a @ b

@@ -1,0 +1,174 @@
+"""Names to jobs: what the TARGET of a command line stands for.
+
+    digits                      the embedded default, and what None means
+    vit_t_16 ... vit_h_14       a plain ViT on synthetic images, or on --data DIR
+    timm:NAME  torchvision:NAME a model of those libraries, on the same images
+    path/to/file.py             the `job` of a file
+    path/to/file.py:name        another Job of the file
+    package.module:name         a Job of an importable module
+
+A target's `source` is the same target written so that another process, in another folder, can load it: runs that
+are measured in isolation send it instead of the job, whose lambdas cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import HalfstepError, SettingError, nearest
+from halfstep.hardware.torch_build import require_torch
+from halfstep.jobs.files import first_on_path, load_file
+from halfstep.jobs.job import Job, user_line
+
+__all__ = ["BUILT_IN", "Target", "load_target"]
+
+DEFAULT = "digits"
+BUILT_IN = (DEFAULT, "vit_t_16", "vit_s_16", "vit_b_16", "vit_l_16", "vit_h_14")
+LIBRARIES = ("timm", "torchvision")
+_FORMS = f"A target is {', '.join(BUILT_IN)}, timm:NAME, torchvision:NAME, path/to/file.py, file.py:name or package.module:name."
+
+
+@dataclass(frozen=True)
+class Target:
+    """A job with the name people see and the text that loads it again anywhere."""
+
+    name: str
+    job: Job
+    source: str
+    data_dir: str | None = None
+    defaults: tuple[tuple[str, int], ...] = ()  # settings of a run that fit this target, as (field, value)
+
+
+def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | None = None) -> Target:
+    """The job that a command-line target stands for; None is the embedded `digits`.
+
+    `data_dir` is an ImageNet-style folder for the image models; other targets bring their own data.
+    """
+    text = DEFAULT if text is None else text.strip()
+    if not text:
+        raise SettingError(f"The target is empty. {_FORMS}")
+    head, _, tail = text.rpartition(":")
+    if text in BUILT_IN or head in LIBRARIES:
+        return _built_in(text, data_dir)
+    if data_dir is not None:
+        raise SettingError(
+            f"A data folder has no effect on the target {text!r}, whose job brings its own data; leave it out."
+        )
+    if text.endswith(".py"):
+        return _from_file(Path(text), "job")
+    if head.endswith(".py") and tail.isidentifier():
+        return _from_file(Path(head), tail)
+    if tail.isidentifier() and head and all(part.isidentifier() for part in head.split(".")):
+        return _from_module(head, tail)
+    raise _unusable(text)
+
+
+def _built_in(text: str, data_dir: str | os.PathLike[str] | None) -> Target:
+    """A job that ships with Halfstep; only here is torch needed."""
+    require_torch(f"The target {text!r}")
+    jobs = importlib.import_module("halfstep.jobs.builtin")
+    if text == DEFAULT:
+        if data_dir is not None:
+            raise SettingError(
+                "A data folder has no effect on the target 'digits', whose images are embedded; leave it out."
+            )
+        return Target(
+            text, jobs.digits_job(), text, defaults=(("batch", jobs.DIGITS_BATCH), ("epochs", jobs.DIGITS_EPOCHS))
+        )
+    root = None if data_dir is None else str(Path(data_dir).expanduser().resolve())
+    library, _, name = text.rpartition(":")
+    job = jobs.library_job(library, name, root) if library else jobs.vit_job(name, root)
+    return Target(text, job, text, root, (("batch", jobs.IMAGE_BATCH),))
+
+
+def _from_file(path: Path, name: str) -> Target:
+    path = path.expanduser()
+    if path.is_dir():
+        raise SettingError(f"{path} is a folder, not a job file; name a file in it. {_FORMS}")
+    if not path.is_file():
+        raise SettingError(f"The job file {path} does not exist{_similar(path)}. {_FORMS}")
+    whole = path.resolve()  # before the file is run, which may change the folder
+    try:
+        module = load_file(path)
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
+        raise _failed(f"The job file {path}", error) from error
+    job = _pick(vars(module), name, str(path))
+    shown = path.name if name == "job" else f"{path.name}:{name}"
+    return Target(shown, job, f"{whole}:{name}")
+
+
+def _from_module(module_name: str, name: str) -> Target:
+    try:
+        with first_on_path(str(Path.cwd())):  # as under `python -m`
+            module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise SettingError(
+                f"There is no module {error.name!r} in the current folder or among the installed packages, "
+                f"so {module_name}:{name} cannot be loaded. {_FORMS}"
+            ) from error
+        raise _failed(f"The module {module_name}", error) from error
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        raise _failed(f"The module {module_name}", error) from error
+    return Target(f"{module_name}:{name}", _pick(vars(module), name, module_name), f"{module_name}:{name}")
+
+
+def _pick(names: dict[str, Any], name: str, where: str) -> Job:
+    """The Job called `name` among a module's names."""
+    jobs = [key for key, value in names.items() if isinstance(value, Job)]
+    have = f"It has these jobs: {', '.join(f'{where}:{job}' for job in jobs)}" if jobs else "It has no Job at all"
+    if name not in names:
+        raise SettingError(f"{where} has no {name!r}. {have}; write {name} = halfstep.Job(...) or name another.")
+    if not isinstance(names[name], Job):
+        kind = type(names[name]).__name__
+        raise SettingError(
+            f"{name!r} in {where} is of type {kind}, not a halfstep.Job. {have}; write {name} = halfstep.Job(...)."
+        )
+    job: Job = names[name]
+    return job
+
+
+def _failed(what: str, error: BaseException) -> HalfstepError:
+    """The user's code raised while it was loaded: type, message and line, no traceback."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return SettingError(f"{what} is not valid Python at {error.filename}:{error.lineno}: {error.msg}.")
+    if isinstance(error, SystemExit):
+        return SettingError(
+            f"{what} ended the program while it was loaded{user_line(error)} (exit {error.code!r}); "
+            'put what should run as a program under `if __name__ == "__main__":`.'
+        )
+    said = str(error) if isinstance(error, HalfstepError) else "".join(traceback.format_exception_only(error)).strip()
+    return SettingError(f"{what} failed while it was loaded{user_line(error)}: {said}")
+
+
+def _unusable(text: str) -> SettingError:
+    """What is wrong with a target that has none of the known forms."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        files = sorted(p.name for p in path.glob("*.py"))
+        found = f" (it has {', '.join(files[:8])})" if files else ""
+        return SettingError(
+            f"{text} is a folder{found}; name a job file in it, such as {path / (files or ['job.py'])[0]}."
+        )
+    if path.is_file():
+        return SettingError(f"{text} is not a Python file; a job file ends in .py.")
+    if os.sep in text:
+        return SettingError(f"The job file {text} does not exist{_similar(path)}. {_FORMS}")
+    if "." in text and ":" not in text:
+        return SettingError(f"The target {text!r} names a module but not the Job in it; write {text}:job. {_FORMS}")
+    close = nearest(text, BUILT_IN)
+    hint = f" Did you mean {close!r}?" if close else ""
+    return SettingError(f"Unknown target {text!r}.{hint} {_FORMS}")
+
+
+def _similar(path: Path) -> str:
+    """A hint at the file in the same folder that was most likely meant."""
+    if not path.parent.is_dir():
+        return f", nor does its folder {path.parent}"
+    close = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
+    return f"; did you mean {path.parent / close}?" if close else ""

@@ -1,0 +1,25 @@
+"""Models that ship with Halfstep, under their public name; `halfstep.jobs.models` defines them."""
+
+from halfstep.jobs.models import (
+    SIZES,
+    Block,
+    ViT,
+    ViTSize,
+    vit_b_16,
+    vit_h_14,
+    vit_l_16,
+    vit_s_16,
+    vit_t_16,
+)
+
+__all__ = [
+    "SIZES",
+    "Block",
+    "ViT",
+    "ViTSize",
+    "vit_b_16",
+    "vit_h_14",
+    "vit_l_16",
+    "vit_s_16",
+    "vit_t_16",
+]

@@ -1,0 +1,243 @@
+"""A drop-in for torch.amp.GradScaler that cannot collapse, counts its skips and stops loudly.
+
+Same constructor, same methods, same trajectories, same state dict: replacing
+
+    scaler = torch.amp.GradScaler("cuda")        by        scaler = halfstep.GradScaler("cuda")
+
+changes nothing in a healthy run. In an unhealthy one, three faults of the stock class (shown in
+tests/test_gradscaler.py) are mended:
+
+* Without a floor the scale can back off to exactly 0. Then 1/scale is inf, 0 * inf is NaN, the check has
+  already looked, and NaN goes into the weights. Here the scale stays at `min_scale` or above.
+* Fused optimizers skip only if `found_inf` is exactly 1, but the stock class hands them the sum over devices:
+  with overflows on two devices that is 2, and the bad step is applied. Here it is 0 or 1.
+* A run whose every step overflows looks busy and trains nothing. Here `max_skips` skipped updates in a row
+  stop it, naming the parameters whose gradients were not finite.
+
+`counts()` tells how many updates were skipped, which the stock class cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import SettingError
+from halfstep.events import warn
+from halfstep.precision.loss_scale import FP32_MAX, LossScale
+from halfstep.scaling.readback import Readback
+from halfstep.scaling.scaler import ScalerCounts, stop_if_stuck
+from halfstep.scaling.state import read_state
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler with a floor, skip accounting and a loud stop.
+
+    `min_scale` is the floor, `max_skips` the number of skipped updates in a row that stops the run (None: never),
+    `named_parameters` (as from `model.named_parameters()`) gives names to the parameters in that error.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 1.0,
+        max_skips: int | None = 100,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        settings = (init_scale, growth_factor, backoff_factor, growth_interval)
+        # A disabled scaler keeps no settings; torch does not look at them either.
+        self._rule = _rule(*settings, min_scale, max_skips) if enabled else LossScale(mode="none", init_scale=1.0)
+        super().__init__(device, *settings, enabled)
+        self._names = {id(p): name for name, p in named_parameters or ()}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._init_counts = (0, 0, 0)  # updates, skips, consecutive skips
+        self._counts: Tensor | None = None
+        self._readback = Readback()
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's `step`: unscale and check unless already done, and step if every gradient is finite."""
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        if args and callable(args[0]):  # torch refuses only the keyword, and runs a positional closure unscaled
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._optimizers[id(optimizer)] = optimizer
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return super().step(optimizer, *args, **kwargs)
+        handle = optimizer.register_step_pre_hook(_make_flag_zero_or_one)
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's `update`, held at the floor; counts a skipped step, and stops the run after too many."""
+        if not self._enabled:
+            return
+        if isinstance(new_scale, int | float):
+            new_scale = _usable_scale(float(new_scale), self._rule)
+        flags = [f for s in self._per_optimizer_states.values() for f in s["found_inf_per_device"].values()]
+        skipped = None
+        if new_scale is None and flags and self._scale is not None:
+            # Before super().update, which adds the flags up in place.
+            on_device = [f.to(self._scale.device, non_blocking=True).reshape(()) for f in flags]
+            skipped = (torch.stack(on_device).amax() != 0).to(torch.int64)
+        super().update(new_scale)
+        if self._scale is not None:
+            self._scale.clamp_(min=self._rule.min_scale)
+        if skipped is not None:
+            self._count(skipped)
+            self._stop_if_stuck()
+        self._optimizers = {}
+
+    def counts(self) -> ScalerCounts:
+        """Updates seen and skipped so far; on a GPU this waits for the device."""
+        return ScalerCounts(*(self._init_counts if self._counts is None else self._counts.tolist()))
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """As torch's; refuses a factor that would never raise the scale."""
+        self._set(growth_factor=new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """As torch's; refuses a factor that would make the scale zero or never lower it."""
+        self._set(backoff_factor=new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """As torch's, and growth goes on when the new interval is shorter than the steps already counted."""
+        self._set(growth_interval=new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's five keys, and the skip counts; torch.amp.GradScaler loads it as it is."""
+        state = super().state_dict()
+        if self._enabled:
+            counts = self.counts()
+            state |= {"updates": counts.updates, "skips": counts.skips, "consecutive_skips": counts.consecutive_skips}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; takes the states of Halfstep's `LossScaler` and of DeepSpeed's scaler as well."""
+        if not self._enabled or not state_dict:
+            super().load_state_dict(state_dict)  # a no-op, or torch's own error for an empty state
+            return
+        found = read_state(state_dict)
+        if found.get("mode", "dynamic") == "none":
+            raise SettingError("The state is that of a NoScaler; a GradScaler has nothing to take from it.")
+        settings = {
+            "growth_factor": found.get("growth_factor", self._growth_factor),
+            "backoff_factor": found.get("backoff_factor", self._backoff_factor),
+            "growth_interval": found.get("growth_interval", self._growth_interval),
+        }
+        rule = _rule(self._rule.min_scale, min_scale=self._rule.min_scale, max_skips=self._rule.max_skips, **settings)
+        scale = max(found["scale"], rule.min_scale)
+        if scale != found["scale"]:
+            warn(f"The loaded scale {found['scale']!r} is below min_scale={rule.min_scale!r}; it starts at {scale!r}.")
+        # torch waits for tracker == interval: a tracker at or past the interval would stop growth for good.
+        tracker = min(found.get("growth_tracker", 0), settings["growth_interval"] - 1)
+        super().load_state_dict({"scale": scale, "_growth_tracker": tracker, **settings})
+        self._rule = rule
+        names = ("updates", "skips", "consecutive_skips")
+        self._init_counts = cast("tuple[int, int, int]", tuple(int(state_dict.get(n, 0)) for n in names))
+        self._counts = None
+        self._readback = Readback()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            counts = self.counts()
+            state["_init_counts"] = (counts.updates, counts.skips, counts.consecutive_skips)
+        # Names are kept by id(), and a live optimizer does not belong in a pickle.
+        return state | {"_counts": None, "_names": {}, "_optimizers": {}}
+
+    def _set(self, **changed: Any) -> None:
+        now = {
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+        }
+        self._rule = _rule(
+            self._rule.min_scale, min_scale=self._rule.min_scale, max_skips=self._rule.max_skips, **now | changed
+        )
+        for name, value in changed.items():
+            setattr(self, f"_{name}", value)
+        if "growth_interval" in changed:
+            self._init_growth_tracker = min(self._init_growth_tracker, self._growth_interval - 1)
+            if self._growth_tracker is not None:
+                self._growth_tracker.clamp_(max=self._growth_interval - 1)
+
+    def _count(self, skipped: Tensor) -> None:
+        if self._counts is None:
+            # fill_ on the device rather than torch.tensor(...): a copy from the host cannot be captured in a graph.
+            self._counts = torch.zeros(3, dtype=torch.int64, device=skipped.device)
+            for i, value in enumerate(self._init_counts):
+                self._counts[i].fill_(value)
+        updates, skips, consecutive = self._counts.unbind()
+        self._counts.copy_(torch.stack((updates + 1, skips + skipped, (consecutive + 1) * skipped)))
+
+    def _stop_if_stuck(self) -> None:
+        assert self._counts is not None
+        if self._rule.max_skips is None:
+            return
+        self._readback.push(self._counts[2].reshape(1))
+        for _, (consecutive,) in self._readback.deliver(wait=False):
+            stop_if_stuck(int(consecutive), self._rule, self.get_scale, self._named())
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of the optimizers of this step, by the best name there is."""
+        for optimizer in self._optimizers.values():
+            for g, group in enumerate(optimizer.param_groups):
+                own_names = group.get("param_names")  # given when the optimizer was built from named_parameters()
+                for i, param in enumerate(group["params"]):
+                    fallback = own_names[i] if own_names else f"parameter {i} of group {g}, shape {tuple(param.shape)}"
+                    yield self._names.get(id(param), fallback), param
+
+
+def _make_flag_zero_or_one(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Optimizer pre-hook: fused kernels compare the flag with exactly 1, and torch hands them a sum."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    if isinstance(found_inf, Tensor):
+        found_inf.clamp_(max=1)
+
+
+def _usable_scale(scale: float, rule: LossScale) -> float:
+    if not math.isfinite(scale) or scale < rule.min_scale:
+        raise SettingError(
+            f"update(new_scale={scale!r}) would leave the usable range: the floor is min_scale={rule.min_scale!r}. "
+            "Build the GradScaler with a smaller min_scale if you need such a scale."
+        )
+    return scale
+
+
+def _rule(
+    init_scale: float,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_skips: int | None,
+) -> LossScale:
+    """Torch's rule as a checked value: torch itself accepts a backoff of -1 and an interval of 0."""
+    with contextlib.suppress(TypeError):  # LossScale says what is wrong with it
+        growth_interval = operator.index(growth_interval)
+    return LossScale.dynamic(
+        semantics="torch",
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=FP32_MAX,  # torch's only cap
+        max_skips=max_skips,
+    )

@@ -1,0 +1,130 @@
+"""A script and the configuration it runs with, in files beside each other."""
+
+import ast
+import json
+
+import pytest
+
+from halfstep.check.config.config import configs_in_script
+from halfstep.check.config.joint import JointRule, named_files
+from halfstep.check.files.source import Settings, Source
+from halfstep.check.rules.config.joint import RULES
+
+LOOP = """import deepspeed
+import torch
+
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config={config})
+for x in loader:
+    loss = engine(x)
+    engine.backward(loss)
+    torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+    engine.step()
+"""
+FP16 = {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}
+PLAIN = {"train_batch_size": 8, "zero_optimization": {"stage": 0}, "bf16": {"enabled": False}}
+
+
+def check(text, path="train.py"):
+    configs = configs_in_script(ast.parse(text), Source(str(path), text, "python"), Settings())
+    return [finding for config in configs for rule in RULES for finding in rule().check(config)]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, config):
+        (tmp_path / name).write_text(json.dumps(config))
+        return tmp_path / "train.py"
+
+    return write
+
+
+def test_a_file_named_by_the_script_is_read(write):
+    """The configuration beside the script decides whether clipping there is a mistake."""
+    path = write("ds.json", FP16)
+    (finding,) = check(LOOP.format(config="'ds.json'"), path)
+    assert (finding.code, finding.severity, finding.path, finding.line) == ("HS291", "warning", str(path), 8)
+    assert check(LOOP.format(config="'ds.json'"), write("ds.json", PLAIN)) == []
+
+
+def test_a_script_without_its_configuration_gets_advice():
+    """Where the configuration comes from the command line, the finding is no verdict."""
+    (finding,) = check(LOOP.format(config="args.config"))
+    assert (finding.code, finding.severity) == ("HS291", "advice")
+
+
+def test_a_script_that_chooses_among_files_is_left_with_advice(write):
+    """Two configurations that disagree decide nothing."""
+    write("a.json", FP16)
+    path = write("b.json", PLAIN)
+    (finding,) = check(LOOP.format(config="'a.json' if big else 'b.json'"), path)
+    assert finding.severity == "advice"
+
+
+def test_deepspeed_under_a_condition_is_left_alone():
+    """A script that runs with and without DeepSpeed has code for both."""
+    text = LOOP.format(config=FP16).replace("engine, opt", "if args.deepspeed:\n    engine, opt")
+    assert check(text) == []
+
+
+def test_the_trainer_is_held_against_its_file(write):
+    """Arguments, written or by default, that contradict the DeepSpeed file are named with both values."""
+    path = write("ds.json", FP16 | {"gradient_clipping": 0.5, "train_batch_size": "auto"})
+    text = "from transformers import TrainingArguments\nargs = TrainingArguments('o', bf16=True, deepspeed='ds.json')\n"
+    (found,) = check(text, path)
+    assert found.severity == "warning"  # nothing here trains with these arguments
+    assert "fp16 is False by default" in found.message
+    assert (
+        "max_grad_norm is 1.0 by default, and gradient_clipping of the DeepSpeed configuration is 0.5" in found.message
+    )
+    (found,) = check(text.replace("import ", "import Trainer, ") + "Trainer(model, args).train()\n", path)
+    assert found.severity == "error"
+
+
+def test_trl_defaults_are_not_guessed(write):
+    """Configurations of other libraries have other defaults, so only what is written counts."""
+    path = write("ds.json", FP16 | {"gradient_clipping": 0.5})
+    assert check("from trl import SFTConfig\nargs = SFTConfig(deepspeed='ds.json')\n", path) == []
+    (finding,) = check("from trl import SFTConfig\nargs = SFTConfig(fp16=False, deepspeed='ds.json')\n", path)
+    assert finding.code == "HS298"
+
+
+def test_only_files_that_exist_are_named(write, tmp_path):
+    """Strings that look like files and are none are not read."""
+    write("ds.json", FP16)
+    text = "a = ['ds.json', 'missing.json', '*.json', 'http://x/y.json', 'a b.yaml']\n"
+    found = named_files(ast.parse(text), Source(str(tmp_path / "train.py"), text, "python"))
+    assert found == (str(tmp_path / "ds.json"),)
+
+
+def test_a_name_too_long_for_a_file_names_none(tmp_path):
+    """The system refuses to look for it, and that is no failure of the check."""
+    text = f"a = '{'d' * 5000}.json'\n"
+    assert named_files(ast.parse(text), Source(str(tmp_path / "train.py"), text, "python")) == ()
+
+
+def test_a_broken_or_binary_file_is_left_to_its_own_check(write, tmp_path):
+    """What cannot be read there is not this script's finding."""
+    path = write("ds.json", FP16)
+    (tmp_path / "ds.json").write_bytes(b'{"zero_optimization": \xff')
+    (finding,) = check(LOOP.format(config="'ds.json'"), path)
+    assert finding.severity == "advice"
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {')
+    assert [f.severity for f in check(LOOP.format(config="'ds.json'"), path)] == ["advice"]
+
+
+def test_engine_attributes_are_followed():
+    """An engine kept on self is the same engine."""
+    text = LOOP.format(config=FP16).replace("engine", "self.engine")
+    assert [f.code for f in check(text)] == ["HS291"]
+
+
+def test_a_backward_of_ones_own_on_the_engines_scale_is_right():
+    """engine.scale(loss).backward() is DeepSpeed's own way around engine.backward."""
+    text = LOOP.format(config=FP16).replace("engine.backward(loss)", "engine.scale(loss).backward()")
+    assert "HS294" not in [f.code for f in check(text)]
+    assert "HS294" in [f.code for f in check(text.replace("engine.scale(loss)", "loss"))]
+
+
+def test_every_rule_is_a_joint_one():
+    """The family holds nothing else."""
+    assert all(issubclass(rule, JointRule) for rule in RULES)

@@ -1,0 +1,140 @@
+"""Configurations in scripts: what is written is read, what is not is unknown."""
+
+import ast
+
+import pytest
+
+from halfstep.check.config.config import configs_in_script
+from halfstep.check.config.node import UNKNOWN
+from halfstep.check.files.source import Settings, Source
+from halfstep.hardware.devices import find_devices
+
+
+def read(text, **settings):
+    return configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings(**settings))
+
+
+def deepspeed(text):
+    return [config for config in read(text) if config.kind == "deepspeed"]
+
+
+def test_a_dictionary_is_found_by_its_keys():
+    """A DeepSpeed dictionary needs no particular name, and its places are those of the script."""
+    text = (
+        "import deepspeed\nconf = {\n    'zero_optimization': {'stage': 2},  # \u00e9\n    'fp16': {'enabled': True}}\n"
+    )
+    (config,) = deepspeed(text)
+    assert config.value("fp16", "enabled") is True
+    assert config.where(config.entry("fp16", "enabled"))[:3] == ("train.py", 4, 14)
+
+
+def test_columns_count_characters_not_bytes():
+    """ast counts bytes of UTF-8; a finding counts characters."""
+    text = "import deepspeed\nx = ['\u00e9\u00e9\u00e9', {'zero_optimization': {'stage': 2}}]\n"
+    (config,) = deepspeed(text)
+    place = config.entry("zero_optimization").key_span
+    assert text[place.start : place.end] == "'zero_optimization'"
+
+
+def test_dict_calls_and_constants_are_read():
+    """dict(...) is a dictionary, and a name bound once to a literal is that literal."""
+    text = "import deepspeed\nSTAGE = 3\nconf = dict(zero_optimization=dict(stage=STAGE), fp16=dict(enabled=True, loss_scale=-1))\n"
+    (config,) = deepspeed(text)
+    assert config.value("zero_optimization", "stage") == 3
+    assert config.value("fp16", "loss_scale") == -1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def make(stage):\n    return {'zero_optimization': {'stage': stage}}\n",
+        "stage = 2\nstage = 3\nconf = {'zero_optimization': {'stage': stage}}\n",
+        "for stage in (1, 2):\n    conf = {'zero_optimization': {'stage': stage}}\n",
+        "conf = {'zero_optimization': {'stage': 2 if big else 1}}\n",
+        "conf = {'zero_optimization': {'stage': 2}}\nconf['zero_optimization']['stage'] = args.stage\n",
+        "conf = {'zero_optimization': {'stage': 2}}\nconf['zero_optimization'].update(stage=3)\n",
+        "conf = {'zero_optimization': {**base}}\n",
+    ],
+)
+def test_what_a_run_decides_is_unknown(text):
+    """Variables, branches, later changes and unpacking leave a value open."""
+    (config,) = deepspeed("import deepspeed\n" + text)
+    assert config.value("zero_optimization", "stage") is UNKNOWN
+
+
+def test_a_dictionary_changed_beyond_reading_is_left_alone():
+    """update() with something unknown may change everything, so nothing is said."""
+    assert deepspeed("import deepspeed\nconf = {'zero_optimization': {'stage': 2}}\nconf.update(load())\n") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "origin"),
+    [
+        ("import transformers as tf\ntf.TrainingArguments('o', fp16=True)\n", "transformers", "TrainingArguments"),
+        ("from trl import SFTConfig as C\nC(bf16=True)\n", "transformers", "SFTConfig"),
+        (
+            "from transformers import TrainingArguments as T\nclass Mine(T):\n    x = 1\nMine(fp16=True)\n",
+            "transformers",
+            "",
+        ),
+        ("import pytorch_lightning as pl\npl.Trainer(precision=16)\n", "lightning", "Trainer"),
+        ("from lightning.fabric import Fabric\nFabric(precision='bf16')\n", "lightning", "Fabric"),
+        ("from accelerate import Accelerator\nAccelerator(mixed_precision='fp16')\n", "accelerate", "Accelerator"),
+        ("import halfstep\nhalfstep.Engine(m, o, precision='bf16')\n", "halfstep", "Engine"),
+        ("from halfstep import Policy\nPolicy.parse('bf16')\n", "halfstep", "Policy.parse"),
+    ],
+)
+def test_calls_are_found_through_their_imports(text, kind, origin):
+    """Aliases, subclasses and dotted names lead to the tool that is called."""
+    (config,) = read(text)
+    assert config.kind == kind
+    assert origin in config.origin
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from transformers import Trainer\nTrainer(precision=16)\n",
+        "class TrainingArguments:\n    pass\nTrainingArguments(fp16=True, bf16=True)\n",
+        "from mine import Accelerator\nAccelerator(mixed_precision='x')\n",
+        "x = {'stage': 2, 'fp16': True}\nprint('deepspeed')\n",
+    ],
+)
+def test_namesakes_are_left_alone(text):
+    """A class of the same name from elsewhere is not the tool's."""
+    assert read(text) == ()
+
+
+def test_a_table_of_reasons_by_key_is_no_configuration():
+    """Keys of DeepSpeed with sentences behind them tell of a configuration; they are none."""
+    keys = ("train_micro_batch_size_per_gpu", "elasticity", "sparse_gradients", "zero_allow_untested_optimizer")
+    table = ", ".join(f"'{key}': 'why {key} is not read here'" for key in keys)
+    assert read(f"import deepspeed\nREASONS = {{{table}}}\n") == ()
+
+
+def test_a_dictionary_handed_to_deepspeed_is_its_whatever_it_holds():
+    """What deepspeed.initialize gets is a configuration, and its origin says so."""
+    text = "import deepspeed\nc = {'train_batch_size': 8}\nengine, *_ = deepspeed.initialize(model=m, config=c)\n"
+    (config,) = deepspeed(text)
+    assert config.origin == "deepspeed.initialize"
+
+
+def test_a_dictionary_of_another_program_is_not_held_to_deepspeeds_keys():
+    """mmengine's strategy and the like take their own keys out before DeepSpeed sees the rest."""
+    inner = "{'zero_optimization': {'stage': 2}, 'inputs_to_half': [0], 'fp16': {'enabled': True}}"
+    assert [c.strict for c in deepspeed(f"import deepspeed\nstrategy = {inner}\n")] == [False]
+    assert [c.strict for c in deepspeed(f"import deepspeed\nds_config = {inner}\n")] == [True]
+
+
+def test_formats_asked_of_torch_are_read_only_for_hardware():
+    """autocast and dtypes matter here only once a GPU is named."""
+    text = "import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    pass\n"
+    assert read(text) == ()
+    (config,) = read(text, gpu=find_devices("t4")[0])
+    assert config.value("dtype") == "torch.bfloat16"
+
+
+def test_a_script_without_a_word_of_it_is_not_looked_at(monkeypatch):
+    """The words are looked for before the tree is walked."""
+    monkeypatch.setattr(ast, "walk", None)
+    assert configs_in_script(ast.parse("x = 1\n"), Source("a.py", "x = 1\n", "python"), Settings()) == ()

@@ -1,0 +1,289 @@
+import errno
+import os
+import pickle
+import shutil
+import sys
+import weakref
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from halfstep.checkpoint.directory import check_weights, clean_name, folder_lock, load_checkpoint, save_checkpoint
+from halfstep.checkpoint.files import FILES
+from halfstep.errors import HalfstepError, SettingError
+from tree_cases import TREES, same
+
+EVERY_FILE = [*FILES, "manifest.json"]
+
+
+def save(path, weights=None, state=None, **meta):
+    """A small checkpoint."""
+    return save_checkpoint(path, weights=weights or {"w": torch.arange(6.0)}, state=state, meta=meta)
+
+
+@given(TREES, TREES)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_a_checkpoint_gives_back_what_was_saved(tmp_path_factory, first, second):
+    """Weights, state and meta survive the disk exactly."""
+    weights = {"a": torch.randn(2, 3), "b": torch.ones((), dtype=torch.bfloat16), "c": torch.empty(0)}
+    path = tmp_path_factory.mktemp("round") / "ckpt"
+    save_checkpoint(
+        path, weights=weights, state=[first, second], meta={"step": 1, "best": float("inf"), "betas": (0.9, 1)}
+    )
+    loaded = load_checkpoint(path)
+    assert same(loaded.weights, weights)
+    assert same(loaded.state, [first, second])
+    assert same(loaded.meta, {"step": 1, "best": float("inf"), "betas": (0.9, 1)})
+    assert loaded.path == path
+    assert "3 tensors, 7 values" in str(loaded)
+    shutil.rmtree(path)
+
+
+def test_nothing_but_the_five_files_is_left(tmp_path):
+    """No temporary file or directory remains after a save, and none of the files is a pickle."""
+    path = save(tmp_path / "deep" / "er" / "ckpt")
+    assert sorted(p.name for p in path.iterdir()) == sorted(EVERY_FILE)
+    assert list(path.parent.iterdir()) == [path]
+    for file in path.iterdir():
+        assert not file.read_bytes().startswith((b"PK", b"\x80"))
+
+
+def test_pickle_is_neither_written_nor_read(tmp_path, monkeypatch):
+    """Saving and loading work with pickle and torch.load taken away."""
+
+    def refuse(*_, **__):
+        raise AssertionError("pickle was used")
+
+    for module, names in (
+        (pickle, ["dump", "dumps", "load", "loads", "Pickler", "Unpickler"]),
+        (torch, ["save", "load"]),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    load_checkpoint(save(tmp_path / "ckpt", state={"x": torch.ones(2)}))
+
+
+def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
+    """Two names of one tensor are one tensor on disk and after loading."""
+    shared = torch.randn(3)
+    path = save(tmp_path / "ckpt", {"emb": shared, "other": torch.zeros(2), "head": shared, "part": shared[:2]})
+    assert set(safetensors.torch.load_file(path / "model.safetensors")) == {"emb", "other", "part"}
+    weights = load_checkpoint(path).weights
+    assert weights["emb"] is weights["head"]
+    assert weights["part"].data_ptr() != weights["emb"].data_ptr()
+    assert torch.equal(weights["head"], shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("module.a.weight", "a.weight"),
+        ("_orig_mod.module.a", "a"),
+        ("a._orig_mod.b.module.c", "a.b.c"),
+        ("module", "module"),
+        ("a.module", "a.module"),
+        ("modules.a", "modules.a"),
+        ("_fsdp_wrapped_module.a._checkpoint_wrapped_module.b", "a.b"),
+    ],
+)
+def test_wrappers_leave_no_trace_in_names(name, clean):
+    """DDP, FSDP, compile and activation checkpointing do not change the names on disk."""
+    assert clean_name(name) == clean
+
+
+def test_a_compiled_wrapped_model_is_saved_under_its_own_names(tmp_path):
+    """A checkpoint of a wrapped model loads into the bare one, and the other way round."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    wrapped = {f"_orig_mod.module.{name}": value for name, value in model.state_dict().items()}
+    loaded = load_checkpoint(save(tmp_path / "ckpt", wrapped))
+    assert list(loaded.weights) == ["0.weight", "0.bias"]
+    model.load_state_dict(check_weights(loaded.weights, model.state_dict()))
+    assert list(check_weights(loaded.weights, wrapped)) == list(wrapped)
+
+
+def test_names_that_meet_are_refused_unless_they_are_one_tensor(tmp_path):
+    """Stripping a wrapper's level never loses a weight."""
+    a, b = torch.ones(2), torch.zeros(2)
+    save(tmp_path / "fine", {"a": a, "module.a": a, "b": a, "module.b": a})
+    assert set(load_checkpoint(tmp_path / "fine").weights) == {"a", "b"}
+    with pytest.raises(SettingError, match=r"'a' and 'module\.a' are different tensors"):
+        save(tmp_path / "ckpt", {"a": a, "module.a": b})
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"a": 3}, "is a int, not a tensor"),
+        ({"a": torch.ones(2).to_sparse()}, "layout"),
+        ({"__metadata__": torch.ones(1)}, "of that name"),
+        ({"\ud800": torch.ones(1)}, "of that name"),
+        ({"a": torch.ones(1, device="meta")}, "meta tensor"),
+    ],
+)
+def test_weights_that_cannot_be_stored_are_refused_by_name(tmp_path, weights, message):
+    """The refusal comes before anything is written."""
+    with pytest.raises(SettingError, match=message):
+        save(tmp_path / "ckpt", weights)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_meta_holds_no_tensors_and_state_no_objects(tmp_path):
+    """Both are refused by path before anything is written."""
+    with pytest.raises(SettingError, match=r"meta\.loss is a tensor"):
+        save(tmp_path / "ckpt", loss=torch.ones(1))
+    with pytest.raises(SettingError, match=r"state\.hook is a .*function"):
+        save(tmp_path / "ckpt", state={"hook": lambda: 0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_path_is_never_replaced(tmp_path):
+    """An empty directory may become a checkpoint; anything else stays what it is."""
+    (tmp_path / "empty").mkdir()
+    load_checkpoint(save(tmp_path / "empty"))
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("empty", "file", "link"):
+        with pytest.raises(SettingError, match="exists already"):
+            save(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_tensors_of_the_state_go_where_they_belong(tmp_path):
+    """What lived on the CPU stays there; weights and the rest go to the device that was asked for."""
+    path = save(tmp_path / "ckpt", state={"rng": torch.get_rng_state()})
+    loaded = load_checkpoint(path, device="meta")
+    assert loaded.weights["w"].device.type == "meta"
+    assert loaded.state["rng"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("call", range(7))
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, call):
+    """Whichever file or folder meets the full disk, the rest of it is removed and earlier checkpoints stay."""
+    old = save(tmp_path / "old")
+    real, calls = os.fsync, []
+
+    def full(handle):
+        calls.append(handle)
+        if len(calls) > call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        HalfstepError, match=r"could not be saved: No space left on device. It needs \d+ bytes and \d+ are free"
+    ):
+        save(tmp_path / "new")
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == [old]
+    load_checkpoint(old)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Requires: [POSIX resource limits]")
+def test_a_write_the_system_refuses_leaves_nothing_behind(tmp_path):
+    """A real limit of the operating system in the middle of a tensor is reported and cleaned up."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        with pytest.raises(HalfstepError, match=r"File too large. It needs 8\d{6} bytes"):
+            save(tmp_path / "new", {"w": torch.zeros(2 * 10**6)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    """A read-only parent, or a file in its place, is an error that names the folder."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(HalfstepError, match=r"could not be saved: .*how many are free is not known in .*file/sub"):
+        save(tmp_path / "file" / "sub" / "ckpt")
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    with pytest.raises(HalfstepError, match=r"could not be saved: Permission denied.*write permission"):
+        save(tmp_path / "ckpt")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="Requires: [a user other than root]")
+def test_a_read_only_parent_is_said(tmp_path):
+    """A parent without write permission is an error that names it."""
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(HalfstepError, match="Permission denied"):
+        save(tmp_path / "locked" / "ckpt")
+
+
+def test_an_interrupt_cleans_up_and_goes_on(tmp_path, monkeypatch):
+    """Ctrl-C while saving leaves no temporary directory and is still Ctrl-C."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_filesystem_that_cannot_sync_folders_is_fine(tmp_path, monkeypatch):
+    """Some network filesystems refuse to sync a directory; the files are synced all the same."""
+    real, synced = os.fsync, []
+
+    def picky(handle):
+        if os.path.isdir(f"/proc/self/fd/{handle}"):  # noqa: PTH112 a name of the kernel's, not of a file
+            raise OSError(errno.EINVAL, "Invalid argument")
+        synced.append(handle)
+        return real(handle)
+
+    monkeypatch.setattr(os, "fsync", picky)
+    load_checkpoint(save(tmp_path / "ckpt"))
+    assert len(synced) == 5
+
+
+def test_the_lock_lets_savers_share_and_keeps_cleaners_out(tmp_path, monkeypatch):
+    """Several processes may save into one folder; nobody clears it meanwhile."""
+    with folder_lock(tmp_path, exclusive=False) as first, folder_lock(tmp_path, exclusive=False) as second:
+        assert (first, second) == (True, True)
+        with folder_lock(tmp_path, exclusive=True) as alone:
+            assert not alone
+    with folder_lock(tmp_path, exclusive=True) as alone:
+        assert alone
+    import fcntl
+
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with folder_lock(tmp_path, exclusive=True) as alone, folder_lock(tmp_path, exclusive=False) as saving:
+        assert (alone, saving) == (False, True)
+
+
+def test_weights_that_do_not_fit_are_listed_with_both_shapes():
+    """Missing, unexpected and different weights are named, the first few of each."""
+    saved = {"a": torch.ones(2), "b": torch.ones(3), **{f"extra{i}": torch.ones(1) for i in range(7)}}
+    model = {"module.a": torch.ones(2, 2), "module.b": torch.ones(3).half(), "c": torch.ones(1)}
+    with pytest.raises(SettingError) as caught:
+        check_weights(saved, model)
+    text = str(caught.value)
+    assert "1 missing in the checkpoint: c;" in text
+    assert "7 not in the model: extra0, extra1, extra2, extra3, extra4 and 2 more;" in text
+    assert "2 different: a (saved [2] float32, model [2, 2] float32), b (saved [3] float32, model [3] float16)" in text
+
+
+def test_saving_holds_one_extra_copy_of_one_tensor_at_most(tmp_path, monkeypatch):
+    """The copy of one tensor is gone before the next one is made."""
+    real, copies = torch.empty_like, []
+
+    def watched(*args, **kwargs):
+        assert not any(copy() is not None for copy in copies)
+        made = real(*args, **kwargs)
+        copies.append(weakref.ref(made.untyped_storage()))
+        return made
+
+    monkeypatch.setattr(torch, "empty_like", watched)
+    save(tmp_path / "ckpt", {f"w{i}": torch.ones(8, 8 + i).t() for i in range(4)})
+    assert len(copies) == 4

@@ -1,0 +1,221 @@
+import errno
+import json
+import logging
+import math
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint_crashes import held
+from halfstep.checkpoint.directory import folder_lock, load_checkpoint, save_checkpoint
+from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.errors import HalfstepError, SettingError
+
+PROGRAM = Path(__file__).parents[1] / "checkpoint_crashes.py"
+
+
+def save(folder, step, metric=None, **options):
+    """A small checkpoint of that step."""
+    weights = {"w": torch.tensor([float(step)])}
+    return folder.save(step, weights=weights, state={"step": step}, meta={"step": step}, metric=metric, **options)
+
+
+def names(root):
+    """What is in the folder, hidden names included."""
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_names_sort_by_step_and_latest_is_the_newest(tmp_path):
+    """Checkpoints are named for their step; the last one saved is the latest."""
+    folder = CheckpointFolder(tmp_path / "run")
+    assert folder.latest() is None
+    assert folder.best() is None
+    for step in (1, 20, 1234):
+        path = save(folder, step)
+    assert names(folder.root) == ["step-00000001", "step-00000020", "step-00001234"]
+    assert folder.latest() == path
+    assert load_checkpoint(path).meta["folder"] == {"step": 1234, "order": 3, "metric": None, "higher_is_better": True}
+
+
+def test_the_last_and_the_best_stay(tmp_path):
+    """What is neither among the last nor among the best is removed."""
+    folder = CheckpointFolder(tmp_path, keep_last=2, keep_best=1)
+    for step, metric in enumerate([0.5, 0.9, 0.1, 0.2, math.nan, None]):
+        save(folder, step, metric)
+    assert [entry.step for entry in folder.checkpoints()] == [1, 4, 5]
+    assert folder.best().name == "step-00000001"
+
+
+@given(
+    st.lists(st.none() | st.floats(), min_size=1, max_size=6),
+    st.integers(1, 3) | st.none(),
+    st.integers(0, 2),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_rotation_keeps_exactly_the_last_and_the_best(tmp_path_factory, metrics, keep_last, keep_best, higher):
+    """For any metrics, the set on disk after each save follows from the previous set and the rule."""
+    folder = CheckpointFolder(tmp_path_factory.mktemp("rotation"), keep_last, keep_best)
+    expected = []
+    for step, metric in enumerate(metrics):
+        save(folder, step, metric, higher_is_better=higher)
+        expected.append(step)
+        scored = [s for s in expected if metrics[s] is not None and not math.isnan(metrics[s])]
+        best = sorted(scored, key=lambda s: (metrics[s] if higher else -metrics[s], s), reverse=True)
+        last = expected[-keep_last:] if keep_last else expected
+        expected = [s for s in expected if s in last or s in best[:keep_best]]
+        best = [s for s in best if s in expected]
+        assert folder.best() == (folder.root / f"step-{best[0]:08d}" if best else None)
+        assert [entry.step for entry in folder.checkpoints()] == expected
+    shutil.rmtree(folder.root)
+
+
+def test_a_run_that_went_back_resumes_from_what_it_saved_last(tmp_path):
+    """The order of saving counts and not the step, and the same step can be saved again."""
+    folder = CheckpointFolder(tmp_path, keep_last=3)
+    for step in (100, 200, 150, 200):
+        path = save(folder, step)
+    assert path.name == "step-00000200-2"
+    assert folder.latest() == path
+    assert names(tmp_path) == ["step-00000150", "step-00000200", "step-00000200-2"]
+
+
+def test_damaged_checkpoints_are_passed_over_and_said(tmp_path, caplog):
+    """The newest whole one is found; damaged and foreign ones stay where they are and are named."""
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    first = save(folder, 1)
+    folder.keep_last = None
+    (save(folder, 2) / "state.json").unlink()
+    with (save(folder, 3) / "model.safetensors").open("r+b") as file:
+        file.truncate(10)
+    save_checkpoint(tmp_path / "step-00000004", weights={}, state=None, meta={})
+    save_checkpoint(tmp_path / "step-00000005", weights={}, state=None, meta={"folder": 3})
+    (tmp_path / "notes").mkdir()
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        assert folder.latest() == first
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 4
+    assert "state.json is missing" in said[0]
+    assert "is truncated" in said[1]
+    assert "was not saved by CheckpointFolder" in said[2]
+    folder.keep_last = 1
+    save(folder, 6)
+    assert len(names(tmp_path)) == 6  # only step 1 went
+
+
+def test_leftovers_are_cleared_but_never_under_a_live_save(tmp_path):
+    """A temporary directory of a dead process goes; that of a living one stays."""
+    folder = CheckpointFolder(tmp_path)
+    (tmp_path / ".tmp-dead").mkdir()
+    (tmp_path / ".tmp-dead" / "model.safetensors").write_text("half")
+    assert folder.latest(clean=False) is None
+    with folder_lock(tmp_path, exclusive=False):
+        assert folder.latest() is None
+        assert names(tmp_path) == [".tmp-dead"]
+    assert folder.latest() is None
+    assert names(tmp_path) == []
+    (tmp_path / ".tmp-dead").mkdir()
+    save(folder, 1)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_failed_save_leaves_the_set_as_it_was(tmp_path, monkeypatch):
+    """A full disk costs the new checkpoint and nothing else."""
+    folder = CheckpointFolder(tmp_path, keep_last=1, keep_best=0)
+    save(folder, 1)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(HalfstepError, match=r"step-00000002 could not be saved: No space"):
+        save(folder, 2)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert folder.latest() == tmp_path / "step-00000001"
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_reason_to_stop(tmp_path, monkeypatch, caplog):
+    """The new checkpoint counts; the old one is named for removal by hand."""
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    save(folder, 1)
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        save(folder, 2)
+    assert "step-00000001 could not be removed: Permission denied" in caplog.text
+    assert len(folder.checkpoints()) == 2
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path):
+    """Each wrong setting is named, before anything is written."""
+    with pytest.raises(SettingError, match="keep_last=0"):
+        CheckpointFolder(tmp_path, keep_last=0)
+    with pytest.raises(SettingError, match="keep_best=-1"):
+        CheckpointFolder(tmp_path, keep_best=-1)
+    folder = CheckpointFolder(tmp_path)
+    with pytest.raises(SettingError, match="step=-1"):
+        save(folder, -1)
+    with pytest.raises(SettingError, match="'folder', which is the folder's own"):
+        folder.save(1, weights={}, state=None, meta={"folder": 1})
+    save(folder, 1, 0.5)
+    with pytest.raises(SettingError, match="cannot be compared"):
+        save(folder, 2, 0.5, higher_is_better=False)
+    save(folder, 2, higher_is_better=False)  # without a metric there is nothing to compare
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Requires: [fork]")
+def test_death_at_any_call_leaves_the_old_set_or_the_old_set_and_the_new(tmp_path):
+    """A process that dies before any one of its calls to the disk never leaves half a checkpoint that counts."""
+    run = subprocess.run([sys.executable, PROGRAM, "points", tmp_path], capture_output=True, text=True, check=True)
+    found = json.loads(run.stdout)
+    assert len(found) > 20
+    assert [f["status"] for f in found] == [9] * (len(found) - 1) + [0]
+    seen = {tuple(f["steps"]) for f in found}
+    assert seen == {(2, 3, 4), (2, 3, 4, 5), (2, 4, 5)}  # before, with the new one, after the old one went
+    for f in found:
+        assert f["latest"] == f"step-{f['steps'][-1]:08d}"
+        assert f["names"] == [f"step-{step:08d}" for step in f["steps"]]  # leftovers are gone
+
+
+def kill_while_saving(root, rounds, rng):
+    """Kill a saving process at random moments; after each, everything that counts must be whole."""
+    newest = 0
+    for _ in range(rounds):
+        process = subprocess.Popen([sys.executable, PROGRAM, "loop", root], stdout=subprocess.PIPE, text=True)
+        with process:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0.05, 0.6))
+            process.kill()
+        steps = held(root)
+        assert steps == sorted(steps)
+        assert steps[-1] >= newest if steps else newest == 0
+        assert 2 in steps or newest < 2  # the best one
+        newest = steps[-1] if steps else 0
+        latest = CheckpointFolder(root).latest()
+        assert latest == (root / f"step-{newest:08d}" if steps else None)
+        assert names(root) == [f"step-{step:08d}" for step in steps]
+    return newest
+
+
+def test_a_killed_save_leaves_whole_checkpoints_only(tmp_path):
+    """SIGKILL while saving in a loop, three times: what is there is whole and the run goes on from it."""
+    assert kill_while_saving(tmp_path / "run", 3, random.Random(1)) > 0
+
+
+@pytest.mark.slow
+def test_many_killed_saves_leave_whole_checkpoints_only(tmp_path):
+    """The same, twenty-five times."""
+    assert kill_while_saving(tmp_path / "run", 25, random.Random(2)) > 0

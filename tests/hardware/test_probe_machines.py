@@ -1,0 +1,256 @@
+"""What `probe()` makes of machines that are not here, each a small stand-in for torch and the system's programs."""
+
+import os
+import platform
+import shutil
+import subprocess
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+from halfstep.errors import MissingError
+from halfstep.hardware import probe as hardware
+from halfstep.hardware.probe import probe
+
+GIB = 2**30
+
+
+def no_device():
+    """A part of torch that finds no device."""
+    return types.SimpleNamespace(is_available=lambda: False)
+
+
+def fake_torch(**parts):
+    """A torch with no device at all, and the parts of it that a test replaces."""
+    base = {
+        "__version__": "2.13.0",
+        "cuda": no_device(),
+        "xpu": no_device(),
+        "backends": types.SimpleNamespace(mps=no_device()),
+        "cpu": types.SimpleNamespace(),
+        "version": types.SimpleNamespace(hip=None),
+    }
+    return types.SimpleNamespace(**(base | parts))
+
+
+def fake_cuda(*props, built=("sm_75", "sm_80", "sm_86", "sm_90", "sm_120")):
+    """`torch.cuda` with these devices."""
+    return types.SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: len(props),
+        get_device_properties=lambda i: props[i],
+        get_arch_list=lambda: list(built),
+    )
+
+
+def nvidia(name, major, minor, gib=16):
+    """The properties torch reports of an NVIDIA GPU."""
+    return types.SimpleNamespace(name=name, major=major, minor=minor, total_memory=gib * GIB)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets what `probe()` sees: a torch or none, programs and their answers, and no real hardware."""
+
+    def build(torch=None, programs=None):
+        programs = programs or {}
+
+        def require(feature):
+            if torch is None:
+                raise MissingError(f"{feature} needs torch, which is not installed.")
+            return torch
+
+        def run(command, **_kwargs):
+            answer = programs[Path(command[0]).name]
+            if isinstance(answer, Exception):
+                raise answer
+            code, text = answer if isinstance(answer, tuple) else (0, answer)
+            return types.SimpleNamespace(returncode=code, stdout=text)
+
+        monkeypatch.setattr(hardware, "require_torch", require)
+        monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in programs else None)
+        monkeypatch.setattr(subprocess, "run", run)
+
+    return build
+
+
+def test_this_machine_can_be_probed():
+    """Whatever runs this test, probing it gives a description and no exception."""
+    found = probe()
+    assert found.kind in {"cuda", "rocm", "xpu", "mps", "cpu"}
+    assert found.support["fp32"] == "native"
+    assert found.name
+
+
+def test_cuda_is_probed_through_torch(machine):
+    """Name, capability, memory and count come from torch's properties."""
+    h200 = nvidia("NVIDIA H200", 9, 0, 140)
+    machine(fake_torch(cuda=fake_cuda(h200, h200)))
+    found = probe()
+    assert (found.kind, found.arch, found.count, found.memory_bytes) == ("cuda", "sm90", 2, 140 * GIB)
+    assert found.notes == ()
+
+
+def test_unlike_gpus_are_said(machine):
+    """Where GPUs differ, the description is about the first and names the others."""
+    machine(fake_torch(cuda=fake_cuda(nvidia("NVIDIA A100", 8, 0), nvidia("Tesla T4", 7, 5))))
+    found = probe()
+    assert found.arch == "sm80"
+    assert any("The GPUs differ" in note and "Tesla T4 (sm75)" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        (["sm_80", "sm_90"], (8, 6), True),
+        (["sm_86"], (8, 0), False),
+        (["sm_75", "compute_75"], (12, 0), True),
+        (["sm_90a"], (9, 0), True),
+        (["sm_100a"], (10, 3), False),
+        (["sm_75", "sm_80"], (6, 1), False),
+        (["sm_75", "gfx90a"], (7, 0), False),
+        ([], (7, 0), True),
+    ],
+)
+def test_a_build_without_kernels_for_the_gpu_is_said(machine, built, capability, runs):
+    """A torch that was not built for this GPU is pointed out before the first kernel fails."""
+    machine(fake_torch(cuda=fake_cuda(nvidia("NVIDIA GPU", *capability), built=built)))
+    assert any("no kernels for this GPU" in note for note in probe().notes) is not runs
+
+
+def test_rocm_is_probed_through_torch(machine):
+    """A ROCm build calls its devices cuda; the architecture tells them apart."""
+    props = types.SimpleNamespace(
+        name="AMD Instinct MI250X", gcnArchName="gfx90a:sramecc+:xnack-", total_memory=64 * GIB
+    )
+    machine(fake_torch(cuda=fake_cuda(props), version=types.SimpleNamespace(hip="6.4")))
+    found = probe()
+    assert (found.kind, found.arch, found.vendor) == ("rocm", "gfx90a", "AMD")
+    assert any("subnormals" in note for note in found.notes)
+
+
+def test_xpu_is_probed_through_torch(machine):
+    """An Intel GPU's matrix engines are asked for."""
+    props = types.SimpleNamespace(
+        name="Intel(R) Arc(TM) A770 Graphics", total_memory=16 * GIB, has_subgroup_matrix_multiply_accumulate=True
+    )
+    xpu = types.SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda _i: props
+    )
+    machine(fake_torch(xpu=xpu))
+    assert probe().arch == "xpu-xmx"
+
+
+@pytest.mark.parametrize("has_name", [True, False])
+def test_mps_is_probed_through_torch_or_sysctl(machine, has_name):
+    """The chip's name comes from torch where it tells, else from the system."""
+    mps = types.SimpleNamespace(is_available=lambda: True)
+    if has_name:
+        mps.get_name = lambda: "Apple M2"
+    torch = fake_torch(
+        backends=types.SimpleNamespace(mps=mps), mps=types.SimpleNamespace(recommended_max_memory=lambda: 12 * GIB)
+    )
+    machine(torch, programs={"sysctl": "Apple M2\n"})
+    found = probe()
+    assert (found.kind, found.arch, found.memory_bytes) == ("mps", "apple-m2", 12 * GIB)
+
+
+SMI = "Tesla T4, 7.5, 15360\nTesla T4, 7.5, 15360\n"
+
+
+def test_without_torch_nvidia_smi_describes_the_gpu(machine):
+    """No torch, but a driver: the GPUs are described, and what is missing is said."""
+    machine(None, programs={"nvidia-smi": SMI})
+    found = probe()
+    assert (found.name, found.arch, found.count, found.memory_bytes) == ("Tesla T4", "sm75", 2, 15 * GIB)
+    assert any("torch, which is not installed" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(9, "NVIDIA-SMI has failed"), "[N/A]\n", "", OSError("no"), subprocess.TimeoutExpired("nvidia-smi", 2)],
+    ids=["fails", "no-answer", "empty", "cannot-run", "hangs"],
+)
+def test_without_torch_and_driver_the_cpu_is_described(machine, answer):
+    """A driver program that fails, hangs or says nothing useful leaves the CPU."""
+    machine(None, programs={"nvidia-smi": answer})
+    found = probe()
+    assert found.kind == "cpu"
+    assert any("not installed" in note for note in found.notes)
+
+
+def test_a_gpu_that_torch_cannot_use_is_said(machine):
+    """A CPU build of torch beside an NVIDIA driver trains on the CPU, and that is said."""
+
+    def is_available():
+        warnings.warn("CUDA initialization: the driver is too old\nmore", UserWarning, stacklevel=2)
+        return False
+
+    machine(fake_torch(cuda=types.SimpleNamespace(is_available=is_available)), programs={"nvidia-smi": SMI})
+    found = probe()
+    assert found.kind == "cpu"
+    assert "CUDA initialization: the driver is too old" in found.notes
+    assert any("nvidia-smi sees Tesla T4" in note for note in found.notes)
+
+
+def test_cpu_flags_come_from_torch_where_the_system_has_none(machine, monkeypatch):
+    """Where there is no /proc/cpuinfo, torch's list of capabilities is used."""
+    capabilities = {
+        "architecture": "x86_64",
+        "cpu_name": "Fast CPU",
+        "amx_bf16": True,
+        "amx_fp16": False,
+        "num_sockets": 1,
+    }
+    torch = fake_torch(cpu=types.SimpleNamespace(get_capabilities=lambda: capabilities), xpu=None)
+    machine(torch)
+    monkeypatch.setattr(hardware, "_read_cpuinfo", lambda _path: ("", set()))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    found = probe()
+    assert (found.name, found.arch) == ("Fast CPU", "x86-amx-bf16")
+
+
+def test_a_mac_without_mps_is_named_by_sysctl(machine, monkeypatch):
+    """The CPU of a Mac is named by the system, and not guessed at."""
+    machine(fake_torch(), programs={"sysctl": "Apple M1\n"})
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(os, "sysconf_names", {})
+    found = probe()
+    assert (found.name, found.known, found.memory_bytes) == ("Apple M1", False, None)
+
+
+def test_a_limited_instruction_set_is_said(machine, monkeypatch):
+    """The library oneDNN can be told to use less than the CPU has; then the facts may not hold."""
+    machine(fake_torch())
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert any("ONEDNN_MAX_CPU_ISA=AVX2" in note for note in probe().notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "flag"),
+    [
+        (
+            "processor\t: 0\nmodel name\t: Some Xeon\nflags\t\t: fpu amx_bf16\n\nmodel name : Other\n",
+            "Some Xeon",
+            "amx_bf16",
+        ),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd bf16\n", "", "bf16"),
+    ],
+    ids=["x86", "arm"],
+)
+def test_cpuinfo_is_read_on_both_kinds_of_linux(tmp_path, text, name, flag):
+    """x86 calls them flags and Arm features; the first processor stands for all."""
+    path = tmp_path / "cpuinfo"
+    path.write_text(text)
+    found = hardware._read_cpuinfo(path)
+    assert found[0] == name
+    assert flag in found[1]
+
+
+def test_absent_cpuinfo_is_no_error(tmp_path):
+    """Systems without /proc are described without it."""
+    assert hardware._read_cpuinfo(tmp_path / "nothing") == ("", set())

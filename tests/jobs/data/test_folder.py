@@ -1,0 +1,250 @@
+import json
+import logging
+import random
+import sys
+
+import pytest
+import torch
+
+from halfstep.errors import MissingError, SettingError
+from halfstep.jobs.data import FolderImages, folder, scan_folder
+
+Image = pytest.importorskip("PIL.Image", reason="Requires: [pillow]")
+
+# Python 3.12 and later warn whenever a process with threads forks, as every DataLoader with workers does on Linux.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+
+COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 40), "red": (210, 20, 30)}
+NUM_PER_CLASS = 5
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder of 15 train and 15 val images of many shapes and modes, three classes."""
+    root = tmp_path_factory.mktemp("images")
+    draw = random.Random(0)
+    for split in ("train", "val"):
+        for name, colour in COLOURS.items():
+            (root / split / name).mkdir(parents=True)
+            for number in range(NUM_PER_CLASS):
+                size = (draw.randint(20, 60), draw.randint(20, 60))
+                Image.new("RGB", size, colour).save(root / split / name / f"{number}.jpeg", quality=95)
+    return root
+
+
+def make(root, split="train", batch_size=4, **options):
+    """A loader in this process, unless told otherwise."""
+    return FolderImages(scan_folder(root), split, batch_size, **{"image_size": 16, "num_workers": 0, **options})
+
+
+def equal(first, second):
+    """Whether two lists of batches are the same, bit for bit."""
+    return len(first) == len(second) and all(
+        torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True)
+    )
+
+
+def save(path, image):
+    """Write an image, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+
+
+def small_folder(root, image=None):
+    """A folder with one class and one image a split."""
+    for split in ("train", "val"):
+        save(root / split / "one" / "1.png", image or Image.new("RGB", (9, 7), (1, 2, 3)))
+    return root
+
+
+def test_classes_are_the_sorted_folders(root):
+    """A class's number is its place in the sorted list, in both splits."""
+    found = scan_folder(root)
+    assert found.classes == ("blue", "green", "red")
+    assert [label for _, label in found.files["val"]] == [0] * 5 + [1] * 5 + [2] * 5
+
+
+def test_val_covers_every_image_once_in_order(root):
+    """Validation is the whole folder, normalised, with a short last batch."""
+    batches = list(make(root, "val"))
+    assert [len(labels) for _, labels in batches] == [4, 4, 4, 3]
+    images = torch.cat([x for x, _ in batches])
+    labels = torch.cat([y for _, y in batches])
+    assert images.shape == (15, 3, 16, 16)
+    for label, colour in enumerate(COLOURS.values()):
+        expected = (torch.tensor(colour) / 255 - torch.tensor(folder.MEAN)) / torch.tensor(folder.DEVIATION)
+        mean = images[labels == label].mean((0, 2, 3))
+        torch.testing.assert_close(mean, expected, atol=0.05, rtol=0.05)
+
+
+def test_train_drops_the_last_short_batch(root):
+    """Fifteen images make three batches of four."""
+    loader = make(root)
+    assert len(loader) == 3
+    assert [len(labels) for _, labels in loader] == [4, 4, 4]
+
+
+def test_workers_change_nothing(root):
+    """Crops and order depend on (seed, epoch, example), not on who decodes; the global generator is left alone."""
+    alone = make(root, seed=3)
+    state = torch.get_rng_state()
+    reference = [*alone, *alone]
+    helped = make(root, seed=3, num_workers=2)
+    assert equal(reference, [*helped, *helped])
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_resuming_continues_with_exactly_the_following_batches(root, num_workers):
+    """The position counts batches handed out, whatever the workers have prepared ahead."""
+    reference = make(root, seed=5, epoch=1)
+    every = [*reference, *reference]
+    loader = make(root, seed=5, epoch=1, num_workers=num_workers)
+    for _ in loader:
+        state = json.loads(json.dumps(loader.state_dict()))
+        break
+    fresh = make(root, seed=5, num_workers=num_workers)
+    fresh.load_state_dict(state)
+    assert equal(every[1:], [*fresh, *fresh])
+
+
+def test_abandoning_an_epoch_starts_it_again(root):
+    """Leaving a loop early does not confuse workers that stay alive."""
+    loader = make(root, num_workers=1)
+    first = next(iter(loader))
+    assert equal([first], list(loader)[:1])
+
+
+def test_crops_differ_between_epochs_and_seeds(tmp_path):
+    """The same image is cropped and mirrored anew for each (seed, epoch)."""
+    pattern = Image.effect_noise((40, 40), 100).convert("RGB")
+    found = scan_folder(small_folder(tmp_path, pattern))
+    decoder = folder._Decoder(found.files["train"], 16, seed=0, train=True)
+    pictures = [decoder[epoch, [0]][0] for epoch in range(4)]
+    assert not any(torch.equal(pictures[0], other) for other in pictures[1:])
+    other_seed = folder._Decoder(found.files["train"], 16, seed=1, train=True)
+    assert not torch.equal(pictures[0], other_seed[0, [0]][0])
+    assert torch.equal(pictures[0], decoder[0, [0]][0])
+
+
+def test_random_crops_keep_their_limits():
+    """A crop box is inside the image, and its area and aspect are within the stated limits."""
+    draw = random.Random(1)
+    for _ in range(300):
+        left, top, right, bottom = folder._random_crop(100, 60, draw)
+        assert 0 <= left < right <= 100
+        assert 0 <= top < bottom <= 60
+        area, aspect = (right - left) * (bottom - top) / 6000, (right - left) / (bottom - top)
+        assert 0.07 < area <= 1
+        assert 0.7 < aspect < 1.4
+
+
+def test_a_very_long_image_is_cropped_at_its_centre():
+    """Where no allowed aspect fits, the crop is the largest square in the middle."""
+    assert folder._random_crop(1000, 2, random.Random(0)) == (499, 0, 501, 2)
+
+
+def test_val_takes_the_centre():
+    """The box is the centre 87.5 % of the shorter side."""
+    assert folder._centre(80, 40) == (22.5, 2.5, 57.5, 37.5)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "LA"])
+def test_every_mode_becomes_three_channels(tmp_path, mode):
+    """Grey, palette, transparent and print images decode without a warning."""
+    suffix = "jpg" if mode == "CMYK" else "png"
+    for split in ("train", "val"):
+        image = Image.new("RGBA" if mode in {"P", "LA"} else "RGB", (12, 10), (200, 100, 50)).convert(mode)
+        options = {"transparency": b"\x00\xff"} if mode == "P" else {}
+        (tmp_path / split / "one").mkdir(parents=True)
+        image.save(tmp_path / split / "one" / f"1.{suffix}", **options)
+    ((images, _),) = list(make(tmp_path, "val", 1))
+    assert images.shape == (1, 3, 16, 16)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_image_that_cannot_be_decoded_stops_with_its_name(tmp_path, num_workers):
+    """The file is named, no traceback of a worker is shown, and nothing is put in its place."""
+    small_folder(tmp_path)
+    whole = (tmp_path / "val" / "one" / "1.png").read_bytes()
+    for name, content in {"2.png": b"", "3.png": whole[: len(whole) // 2], "4.png": b"not an image"}.items():
+        bad = tmp_path / "val" / "one" / name
+        bad.write_bytes(content)
+        loader = make(tmp_path, "val", 1, num_workers=num_workers)
+        with pytest.raises(SettingError) as caught:
+            list(loader)
+        assert f"The image {bad} cannot be decoded: " in str(caught.value)
+        assert "Traceback" not in str(caught.value)
+        assert loader.state_dict()["batch"] == 1
+        bad.unlink()
+        if num_workers:
+            break
+
+
+def test_a_folder_of_the_wrong_shape_says_what_it_needs(tmp_path):
+    """Missing folders, missing splits, flat splits and different classes each have their message."""
+    for path, said in [
+        (tmp_path / "nowhere", "does not exist or is not a folder"),
+        (tmp_path, "has no train and no val folder (it has: nothing)"),
+    ]:
+        with pytest.raises(SettingError) as caught:
+            scan_folder(path)
+        assert said in str(caught.value)
+    small_folder(tmp_path / "a")
+    save(tmp_path / "a" / "val" / "two" / "1.png", Image.new("RGB", (3, 3)))
+    with pytest.raises(SettingError, match="train has 1 class folders and .*val has 2.*Only in one of them: two"):
+        scan_folder(tmp_path / "a")
+    (tmp_path / "b" / "train").mkdir(parents=True)
+    (tmp_path / "b" / "val").mkdir()
+    with pytest.raises(SettingError, match="train has no class folders; put its images into train/CLASS/"):
+        scan_folder(tmp_path / "b")
+    for split in ("train", "val"):
+        (tmp_path / "b" / split / "one").mkdir()
+    with pytest.raises(SettingError, match="No images under .*train; looked for .jpg"):
+        scan_folder(tmp_path / "b")
+
+
+def test_files_that_are_left_out_are_said(tmp_path, caplog):
+    """Other files and empty classes do not disappear without a word."""
+    small_folder(tmp_path)
+    (tmp_path / "train" / "one" / "notes.txt").write_text("x")
+    for split in ("train", "val"):
+        (tmp_path / split / "zero").mkdir()
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        scan_folder(tmp_path)
+    assert "1 file(s) under" in caplog.text
+    assert "notes.txt" in caplog.text
+    assert caplog.text.count("holds no images") == 2
+
+
+def test_missing_pillow_says_what_to_install(root, monkeypatch):
+    """The error comes when the loader is made, not from a worker."""
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(MissingError, match=r'pip install "halfstep\[vision\]"'):
+        make(root)
+
+
+def test_impossible_settings_are_refused(root):
+    """Image size and split are checked, and a batch larger than the folder has its numbers."""
+    with pytest.raises(SettingError, match="image_size=0 must be at least 1"):
+        make(root, image_size=0)
+    with pytest.raises(SettingError, match="Unknown split 'test'"):
+        make(root, "test")
+    with pytest.raises(SettingError, match="has 15 examples"):
+        make(root, batch_size=16)
+    with pytest.raises(SettingError, match="image_size=16, but here image_size is 8"):
+        make(root, image_size=8).load_state_dict(make(root).state_dict())
+
+
+def test_workers_follow_the_cores(root):
+    """By default there are as many workers as cores for each process, from 1 to 8."""
+    assert [folder._default_workers(*case) for case in [(64, 1), (8, 2), (1, 2)]] == [8, 4, 1]
+    assert make(root, num_workers=None)._workers.num_workers >= 1
+
+
+@pytest.mark.gpu
+def test_batches_arrive_on_the_gpu(root):
+    """Pinned pixels are normalised on the device, to the same numbers as on the CPU."""
+    on_gpu, on_cpu = list(make(root, device="cuda", num_workers=1)), list(make(root))
+    assert on_gpu[0][0].device.type == "cuda"
+    torch.testing.assert_close([x.cpu() for x, _ in on_gpu], [x for x, _ in on_cpu])

@@ -1,0 +1,154 @@
+"""Number formats, held against torch's finfo and torch's casts."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.errors import HalfstepError
+from halfstep.precision.formats import (
+    BF16,
+    BLOCK8,
+    BLOCK8_UNSIGNED,
+    FORMATS,
+    FP8_E4M3FN,
+    FP8_E4M3FNUZ,
+    FP8_E5M2FNUZ,
+    FP16,
+    FP32,
+    TF32,
+    Format,
+    get_format,
+)  # fmt: skip
+
+STORED = [f for f in FORMATS.values() if isinstance(f, Format) and f.torch_name]
+
+
+def dtype(format_):
+    return getattr(torch, format_.torch_name)
+
+
+@pytest.mark.parametrize("format_", STORED, ids=str)
+def test_limits_equal_torchs_finfo(format_):
+    """max, smallest normal, bits and bytes are torch's."""
+    info = torch.finfo(dtype(format_))
+    assert format_.max == info.max
+    assert format_.smallest_normal == info.tiny
+    assert format_.bits == info.bits
+    assert format_.bytes == info.bits / 8
+    if format_ is not FP8_E5M2FNUZ:  # torch says 0.125 there; its casts say 0.25, and so do two fraction bits
+        assert format_.epsilon == info.eps
+
+
+@pytest.mark.parametrize("format_", STORED, ids=str)
+def test_smallest_values_survive_torchs_cast_and_half_of_them_does_not(format_):
+    """The smallest subnormal is the smallest value torch can store; half of it rounds to zero."""
+    if format_ is FP32:
+        bits = np.array([1], dtype=np.uint32).view(np.float32)
+        assert float(bits[0]) == format_.smallest_subnormal
+        return
+    tiny = torch.tensor([format_.smallest_subnormal, format_.smallest_subnormal / 2], dtype=torch.float64)
+    assert tiny.to(dtype(format_)).double().tolist() == [format_.smallest_subnormal, 0.0]
+
+
+@pytest.mark.parametrize("format_", STORED, ids=str)
+def test_ulp_is_the_gap_between_neighbours_in_torch(format_):
+    """x and x + ulp(x) are different values and nothing lies between them."""
+    for x in (1.0, 1.5, 3.0, format_.smallest_normal, format_.smallest_subnormal, 0.0, format_.max / 2):
+        rounded = format_.round(x)
+        step = format_.ulp(rounded)
+        there = torch.tensor([rounded + step, rounded + step * 0.499], dtype=torch.float64).to(dtype(format_)).double()
+        assert there[0].item() == rounded + step
+        assert there[1].item() == rounded
+
+
+@pytest.mark.parametrize("format_", STORED, ids=str)
+@given(x=st.floats(width=32, allow_nan=False))
+def test_round_equals_torchs_cast(format_, x):
+    """round() gives torch's nearest-even cast; only e4m3fn's overflow differs, which torch 2.13 saturates."""
+    cast = torch.tensor(x, dtype=torch.float32).to(dtype(format_)).double().item()
+    ours = format_.round(x)
+    if abs(x) > FP8_E4M3FN.max and format_ is FP8_E4M3FN and math.isnan(ours):
+        assert math.isnan(cast) or abs(cast) == format_.max
+    elif math.isnan(ours):
+        assert math.isnan(cast)
+    else:
+        assert cast == ours
+
+
+def test_tf32_is_fp32s_range_with_fp16s_precision_in_four_bytes():
+    """TF32 is a reading of fp32, not a smaller storage."""
+    assert TF32.smallest_normal == FP32.smallest_normal
+    assert TF32.epsilon == FP16.epsilon
+    assert TF32.bits == 19
+    assert TF32.bytes == 4
+
+
+def test_the_two_16_bit_formats_trade_range_for_precision():
+    """The facts every explanation of mixed precision rests on."""
+    assert FP16.max == 65504
+    assert FP16.smallest_subnormal == 2.0**-24
+    assert BF16.max > 3.38e38
+    assert BF16.epsilon == 8 * FP16.epsilon
+    assert (FP8_E4M3FN.max, FP8_E4M3FNUZ.max) == (448, 240)
+
+
+def test_ulp_of_nothing_finite_is_nan():
+    """inf and NaN have no neighbours."""
+    assert math.isnan(FP16.ulp(math.inf))
+    assert math.isnan(FP16.ulp(math.nan))
+
+
+@pytest.mark.parametrize("block", [BLOCK8, BLOCK8_UNSIGNED], ids=str)
+@given(values=st.lists(st.floats(-1, 1), min_size=1, max_size=40))
+def test_block_format_holds_every_value_within_half_an_ulp(block, values):
+    """Encoding on the companded grid errs by half the distance between codes, and a quarter of the first code more.
+
+    The nearest code is chosen by the roots: between k^2 and (k+1)^2 the border is (k + 1/2)^2, a quarter below the middle.
+    """
+    x = torch.tensor(values, dtype=torch.float64)
+    if not block.signed:
+        x = x.abs()
+    scale = x.abs().max().item()
+    if scale < 1e-300:
+        return
+    codes = ((x.abs() / scale) ** (1 / block.power) * block.levels).round()
+    back = torch.sign(x) * scale * (codes / block.levels) ** block.power
+    assert codes.max() <= block.levels < 2**block.bits
+    for value, restored in zip(x.tolist(), back.tolist(), strict=True):
+        first = scale / block.levels**block.power
+        assert abs(value - restored) <= block.ulp(value, scale) * 0.5 + 0.2501 * first + 1e-12 * scale
+
+
+def test_block_format_costs_little_more_than_a_byte_and_keeps_small_values():
+    """One fp32 scale per block of 256; the smallest code lies far below a linear grid's."""
+    assert BLOCK8.bytes == 1 + 4 / 256
+    assert BLOCK8.max == 1
+    assert BLOCK8.smallest == pytest.approx(127**-2)
+    assert str(BLOCK8) == "8bit"
+
+
+@pytest.mark.parametrize(
+    ("name", "format_"),
+    [
+        ("bf16", BF16),
+        ("torch.bfloat16", BF16),
+        ("float16", FP16),
+        ("half", FP16),
+        ("FP32", FP32),
+        ("8bit", BLOCK8),
+        ("tf32", TF32),
+    ],
+)
+def test_formats_are_found_by_either_spelling(name, format_):
+    """Halfstep's names and torch's lead to the same format."""
+    assert get_format(name) is format_
+
+
+def test_unknown_format_names_the_nearest():
+    """A typo is answered with what was meant."""
+    with pytest.raises(HalfstepError, match="Did you mean 'bf16'"):
+        get_format("bf-16")

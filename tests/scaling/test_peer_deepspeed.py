@@ -1,0 +1,42 @@
+"""Faults of DeepSpeed, shown on DeepSpeed where it is installed; that Halfstep holds is in test_engine_promises.py."""
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="Requires: [deepspeed]"),
+]
+
+
+def run(precision, accumulate, steps):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "deepspeed_peer.py"),
+        precision,
+        str(port),
+        str(accumulate),
+        str(steps),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_deepspeed_halves_the_gradient_of_the_step_on_which_its_scale_grows():
+    """With a window of 3 the fourth step, where the scale doubles, applies half of the gradient."""
+    assert run("fp16", 1, 5) == [1.0, 1.0, 1.0, 0.5, 1.0]
+
+
+def test_deepspeed_accumulates_bf16_gradients_in_bf16_until_they_stagnate():
+    """The mean of 1024 gradients of 1 comes out as 0.25."""
+    assert run("bf16", 1024, 1) == [0.25]

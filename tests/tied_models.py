@@ -1,0 +1,50 @@
+"""A model with tied weights, its wrapped form, and engines trained on them."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.engine.engine import Engine
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(self.embed(x))))
+
+
+class Wrapped(nn.Module):
+    """A part of a model behind the level that torch.compile puts in between."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self._orig_mod = inner
+
+    def forward(self, x):
+        return self._orig_mod(x)
+
+
+def trained(model, precision, steps=4, optimizer=None, **options):
+    """An Engine after a few steps."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = Engine(model, optimizer, precision, **options)
+    train(model, engine, steps)
+    return engine
+
+
+def train(model, engine, steps):
+    """A few steps of predicting the next of 16 numbers."""
+    for i in range(steps):
+        x = torch.randint(0, 16, (32,), generator=torch.Generator().manual_seed(i))
+        with engine.forward():
+            loss = F.cross_entropy(model(x), (x + 1) % 16)
+        engine.backward(loss)
+        engine.step()
