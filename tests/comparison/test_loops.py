@@ -2,21 +2,22 @@
 
 import torch
 
+from halfstep.backends.context import RunContext
 from halfstep.comparison.contender import parse_contenders
 from halfstep.comparison.loops import EngineLoop, build_parts, make_loop
 from halfstep.jobs.builtin import digits_job
 
-PLACE = {"seed": 0, "rank": 0, "world_size": 1, "device": torch.device("cpu"), "batch_size": 16}
+RUN = RunContext(batch_size=16)
 
 
 def test_our_own_loop_is_the_engine_and_tells_its_state():
     """Scale, held tensors, outcome and the engine's truth table."""
     job = digits_job()
-    loop = make_loop(parse_contenders(["fp16-lean"])[0], build_parts(job, PLACE), 1.0)
+    loop = make_loop(parse_contenders(["fp16-lean"])[0], build_parts(job, RUN), 1.0)
     assert isinstance(loop, EngineLoop)
-    batch = next(iter(job.call("data", split="train", **PLACE)))
+    batch = next(iter(job.call("data", RUN, split="train")))
     with loop.forward():
-        loss = job.call("loss", model=loop.model, batch=batch, **PLACE)
+        loss = job.call("loss", RUN, model=loop.model, batch=batch)
     loop.backward(loss)
     assert loop.divisor() == 65536
     outcome = loop.step()()
@@ -31,6 +32,6 @@ def test_our_own_loop_is_the_engine_and_tells_its_state():
 
 def test_a_job_builds_its_parts_on_the_device():
     """Model, optimizer over its parameters, scheduler over that."""
-    parts = build_parts(digits_job(), PLACE)
+    parts = build_parts(digits_job(), RUN)
     assert {p.device.type for p in parts.model.parameters()} == {"cpu"}
     assert parts.scheduler.optimizer is parts.optimizer

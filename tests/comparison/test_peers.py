@@ -3,24 +3,25 @@
 import pytest
 import torch
 
+from halfstep.backends.context import RunContext
 from halfstep.comparison.contender import parse_contenders
 from halfstep.comparison.loops import build_parts, make_loop
 from halfstep.errors import MissingError
 from halfstep.jobs.builtin import digits_job
 
-PLACE = {"seed": 0, "rank": 0, "world_size": 1, "device": torch.device("cpu"), "batch_size": 16}
+RUN = RunContext(batch_size=16)
 
 
 def train(text, steps=4, max_norm=1.0, peer=True):
     (contender,) = parse_contenders([], [text]) if peer else parse_contenders([text])
     job = digits_job()
     torch.manual_seed(0)
-    loop = make_loop(contender, build_parts(job, PLACE), max_norm)
-    data = iter(job.call("data", split="train", **PLACE))
+    loop = make_loop(contender, build_parts(job, RUN), max_norm)
+    data = iter(job.call("data", RUN, split="train"))
     losses, outcomes = [], []
     for _ in range(steps):
         with loop.forward():
-            loss = job.call("loss", model=loop.model, batch=next(data), **PLACE)
+            loss = job.call("loss", RUN, model=loop.model, batch=next(data))
         loop.backward(loss)
         outcomes.append(loop.step())
         losses.append(loss.item())

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from halfstep.backends.context import RunContext
 from halfstep.errors import SettingError
 from halfstep.planning.batches import look_at_data
 from planning_jobs import small_job
 
-CONTEXT = {"seed": 0, "rank": 0, "world_size": 1}
+CONTEXT = RunContext()
 
 
 def shapes(data, size):

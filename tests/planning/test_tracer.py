@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfstep.backends.context import RunContext
 from halfstep.planning.fakes import build_model, new_mode
 from halfstep.planning.tracer import Tracer
 from planning_jobs import small_job
@@ -67,7 +68,7 @@ def test_causes_are_settled_afterwards(tracer):
 def test_modules_are_named():
     """A block knows the module that was running."""
     mode = new_mode()
-    model = build_model(small_job(), mode, {})
+    model = build_model(small_job(), mode, RunContext())
     with mode:
         tracer = Tracer(lambda *_: {})
         tracer.know_weights(model)
@@ -82,6 +83,6 @@ def test_tied_weights_stay_tied():
     """One parameter in two places is one fake parameter, also in lists that modules keep."""
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LSTM(4, 4))
     tied[1].weight = tied[0].weight
-    model = build_model(small_job(model=lambda: tied), new_mode(), {}, real=True)
+    model = build_model(small_job(model=lambda: tied), new_mode(), RunContext(), real=True)
     assert model[0].weight is model[1].weight
     assert model[2]._flat_weights[0] is model[2].weight_ih_l0

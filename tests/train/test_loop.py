@@ -332,6 +332,6 @@ def test_only_a_validated_checkpoint_has_a_score(tmp_path):
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "xla", "nonsense"])
 def test_a_device_that_is_not_here_is_refused(device, tmp_path):
     """The message says which there are, before anything is built or written."""
-    with pytest.raises(HalfstepError, match=f"device='{device}' is no"):
+    with pytest.raises(HalfstepError, match=f"device='{device}' is (not available|an unknown device)"):
         train(tiny_job(), TrainConfig(steps=1, device=device), precision="fp32", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

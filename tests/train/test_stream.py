@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from halfstep.engine.state import rng_state
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import rng_state
 from halfstep.errors import HalfstepError
 from halfstep.jobs.job import Job
 from halfstep.train.stream import DataStream, fingerprint, to_device
@@ -17,7 +18,7 @@ def job(data):
 
 
 def stream(data, **context):
-    return DataStream(job(data), split="train", batch_size=2, **context)
+    return DataStream(job(data), RunContext(batch_size=2, **context), split="train")
 
 
 def shuffled(batch_size):
@@ -68,7 +69,7 @@ def test_a_restored_stream_gives_the_batches_that_would_have_followed(data, stop
     state, rng = first.state(), rng_state()
     expected = [b.clone() for b in batches]
 
-    from halfstep.engine.state import restore_rng
+    from halfstep.checkpoint.rng import restore_rng
 
     torch.rand(100)
     again = stream(data)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from halfstep.backends.context import RunContext
 from halfstep.comparison.contender import Contender
 from halfstep.engine.engine import Engine
 from halfstep.jobs.job import Job
@@ -72,11 +73,11 @@ class Loop(Protocol):
         """Undo what was set up."""
 
 
-def build_parts(job: Job, place: dict[str, Any]) -> Parts:
-    """Model, optimizer and scheduler of a job on the place's device."""
-    model = job.call("model", **place).to(place["device"])
-    optimizer = job.call("optimizer", model=model, **place)
-    return Parts(model, optimizer, job.call("scheduler", optimizer=optimizer, model=model, **place))
+def build_parts(job: Job, run: RunContext) -> Parts:
+    """Model, optimizer and scheduler of a job on the run's device."""
+    model = job.call("model", run).to(run.device)
+    optimizer = job.call("optimizer", run, model=model)
+    return Parts(model, optimizer, job.call("scheduler", run, optimizer=optimizer, model=model))
 
 
 def make_loop(contender: Contender, parts: Parts, max_norm: float | None) -> Loop:

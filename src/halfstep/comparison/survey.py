@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import seed_everything
 from halfstep.comparison.clock import largest_resident_bytes
 from halfstep.comparison.loops import build_parts
 from halfstep.comparison.settings import CompareSettings
-from halfstep.comparison.trial import batch_size_of, pick_device, seed_everything
+from halfstep.comparison.trial import batch_size_of
 from halfstep.errors import SettingError
+from halfstep.hardware.accelerator import pick_device
 from halfstep.hardware.environment import environment
 from halfstep.hardware.measure import measure_matmuls
 from halfstep.hardware.probe import probe
@@ -33,7 +36,7 @@ DEFAULT_BATCH = 64
 
 def survey(target: Target, settings: CompareSettings) -> dict[str, Any]:
     """Machine, job and notes, as plain values."""
-    device = _device(settings.device)
+    device = _usable_device(settings.device)
     batch = settings.batch or dict(target.defaults).get("batch", DEFAULT_BATCH)
     hardware = probe()
     notes: list[str] = []
@@ -56,7 +59,7 @@ def survey(target: Target, settings: CompareSettings) -> dict[str, Any]:
     }
 
 
-def _device(name: str) -> torch.device:
+def _usable_device(name: str) -> torch.device:
     try:
         device = pick_device(name)
         torch.empty(1, device=device)
@@ -76,15 +79,15 @@ def _one_step(
     job: Job, settings: CompareSettings, batch: int, device: torch.device, notes: list[str]
 ) -> dict[str, Any]:
     """One fp32 forward and backward: its operations, and what the job does that a comparison has to know."""
-    place = {"seed": settings.seed, "rank": 0, "world_size": 1, "device": device, "batch_size": batch}
+    run = RunContext(device, seed=settings.seed, batch_size=batch)
     if device.type == "cuda":
         set_tf32(False)
     prints = []
     for _ in range(2):
         seed_everything(settings.seed)
-        parts = build_parts(job, place)
+        parts = build_parts(job, run)
         weights = fingerprint([p for _, p in trainable(parts.model)])
-        raw = next(iter(DataStream(job, split="train", **place).batches(0)))
+        raw = next(iter(DataStream(job, run, split="train").batches(0)))
         prints.append((weights, fingerprint(raw)))
     found: dict[str, Any] = {
         "same_weights": prints[0][0] == prints[1][0],
@@ -98,9 +101,9 @@ def _one_step(
     try:
         parts.model.train()
         with counter:
-            loss = job.call("loss", model=parts.model, batch=to_device(raw, device), epoch=0, split="train", **place)
+            loss = job.call("loss", run, model=parts.model, batch=to_device(raw, device), epoch=0, split="train")
             loss.backward()
-        _validate_once(job, parts.model, place)
+        _validate_once(job, parts.model, run)
     except torch.OutOfMemoryError:
         notes.append("One fp32 step does not fit in memory here, so its operations could not be counted.")
     else:
@@ -108,13 +111,13 @@ def _one_step(
     return found
 
 
-def _validate_once(job: Job, model: Any, place: dict[str, Any]) -> None:
+def _validate_once(job: Job, model: Any, run: RunContext) -> None:
     """One batch of validation, which comes last in a run: what is wrong with it must not cost the training before it."""
-    raw = next(iter(DataStream(job, split="val", **place).batches(0)))
+    raw = next(iter(DataStream(job, run, split="val").batches(0)))
     model.eval()
     with torch.no_grad():
         for name in ("loss", "metric") if job.metric is not None else ("loss",):
-            job.call(name, model=model, batch=to_device(raw, place["device"]), epoch=0, split="val", **place)
+            job.call(name, run, model=model, batch=to_device(raw, run.device), epoch=0, split="val")
 
 
 def _note(found: dict[str, Any], batch: int, notes: list[str]) -> None:

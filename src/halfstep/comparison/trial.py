@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import restore_rng, rng_state, seed_everything
 from halfstep.comparison.census import DispatchCensus, write_census
 from halfstep.comparison.census_trace import trace_step
 from halfstep.comparison.clock import StepClock, peak_bytes, reset_peak, resident_bytes, synchronise
@@ -28,30 +28,14 @@ from halfstep.comparison.gradients import compare_gradients, save_gradients
 from halfstep.comparison.loops import Loop, Outcome, build_parts, make_loop
 from halfstep.comparison.spec import TrialSpec
 from halfstep.engine.compiling import records_graphs
-from halfstep.engine.state import restore_rng, rng_state
 from halfstep.jobs.job import Job, trainable
 from halfstep.train.stream import DataStream, fingerprint, to_device
 
-__all__ = ["PHASES", "Trial", "batch_size_of", "pick_device", "seed_everything"]
+__all__ = ["PHASES", "Trial", "batch_size_of"]
 
 PHASES = ("data", "forward", "backward", "step")
 NUM_SPLIT = 5  # steps whose phases are timed apart
 NUM_WATCHED = 3  # steps under the census of a CPU, of which the least time of each operator counts
-
-
-def seed_everything(seed: int) -> None:
-    """The same seed for everything a job may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - it is the job's code that draws from it
-
-
-def pick_device(name: str) -> torch.device:
-    """The device a comparison runs on."""
-    if name != "auto":
-        return torch.device(name)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found if found is not None else torch.device("cpu")
 
 
 def batch_size_of(batch: Any) -> int | None:
@@ -67,19 +51,17 @@ class Trial:
 
     def __init__(self, job: Job, spec: TrialSpec) -> None:
         self.job, self.spec = job, spec
-        self.device = pick_device(spec.settings.device)
+        self.context = RunContext.single(spec.settings.device, seed=spec.seed, batch_size=spec.batch)
+        self.device = self.context.device
         self.record: dict[str, Any] = {"base_bytes": resident_bytes() if self.device.type == "cpu" else 0}
         seed_everything(spec.seed)
-        self.place = {
-            "seed": spec.seed, "rank": 0, "world_size": 1, "device": self.device, "batch_size": spec.batch,
-        }  # fmt: skip
-        parts = build_parts(job, self.place)
+        parts = build_parts(job, self.context)
         self._named = trainable(parts.model)  # peers wrap the model, and its names with it
         self.record["weights"] = fingerprint([p for _, p in self._named])
         self.loop: Loop = make_loop(spec.contender, parts, spec.settings.max_norm)
         self.loop.model.train()
         seed_everything(spec.seed)  # whatever a row drew while it was set up, all rows train on the same numbers
-        self._batches = self._endless(DataStream(job, split="train", **self.place))
+        self._batches = self._endless(DataStream(job, self.context, split="train"))
         self._clock = StepClock(self.device)
         self._losses: list[Tensor] = []
         self._outcomes: list[Callable[[], Outcome]] = []
@@ -133,7 +115,7 @@ class Trial:
     def _forward(self, epoch: int, batch: Any, split: str = "train") -> Tensor:
         with self.loop.forward():
             loss: Tensor = self.job.call(
-                "loss", model=self.loop.model, batch=batch, epoch=epoch, split=split, **self.place
+                "loss", self.context, model=self.loop.model, batch=batch, epoch=epoch, split=split
             )
         return loss
 
@@ -205,8 +187,8 @@ class Trial:
         before = rng_state()
         sums = {"loss": 0.0} | ({"metric": 0.0} if self.job.metric is not None else {})
         total = 0
-        where = {"model": self.loop.model, "epoch": 0, "split": "val", **self.place}
-        stream = DataStream(self.job, split="val", **self.place)
+        where = {"model": self.loop.model, "epoch": 0, "split": "val"}
+        stream = DataStream(self.job, self.context, split="val")
         # Data without a length may have no end: as many batches as there were steps are enough, the same in every row.
         most = self.spec.settings.steps if stream.num_batches(0) is None else None
         with self._uncompiled(), self.loop.evaluate():
@@ -217,7 +199,7 @@ class Trial:
                 batch = to_device(raw, self.device)
                 size = batch_size_of(batch) or 1
                 for name in sums:
-                    sums[name] += float(self.job.call(name, batch=batch, **where)) * size
+                    sums[name] += float(self.job.call(name, self.context, batch=batch, **where)) * size
                 total += size
         restore_rng(before)
         return {name: value / total for name, value in sums.items()}

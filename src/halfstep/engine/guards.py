@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import SettingError
 from halfstep.events import say
+from halfstep.hardware.units import few
 from halfstep.scaling.scaler import Scaler
 
 __all__ = ["GradientWatch", "advance", "check_loss", "check_scaler", "check_settings", "named_trainables"]
@@ -106,18 +107,18 @@ class GradientWatch:
                 changed.append(name)
         if gone:
             raise SettingError(
-                f"{what}() found the gradients of {_few(gone)} cleared since engine.backward(). The Engine clears gradients itself "
+                f"{what}() found the gradients of {few(gone)} cleared since engine.backward(). The Engine clears gradients itself "
                 "after a step; remove optimizer.zero_grad() from the loop."
             )
         if changed and not self._seen:
             raise SettingError(
-                f"{what}() found gradients that engine.backward() did not make ({_few(changed)}): a bare loss.backward(), another engine's "
+                f"{what}() found gradients that engine.backward() did not make ({few(changed)}): a bare loss.backward(), another engine's "
                 "backward through this model, or left over from before. Write engine.backward(loss), freeze this model "
                 "(requires_grad_(False)) where another is trained through it, and clear old gradients with model.zero_grad()."
             )
         if changed:
             raise SettingError(
-                f"{what}() found the gradients of {_few(changed)} changed since engine.backward(): clipped or edited by hand, a bare "
+                f"{what}() found the gradients of {few(changed)} changed since engine.backward(): clipped or edited by hand, a bare "
                 "loss.backward(), another engine's backward through this model, or a backward that failed halfway. They are still "
                 "multiplied by the loss scale. Use Engine(max_norm=...) to clip, or call engine.unscale() first and edit then; "
                 "engine.reset_window() drops this window and begins a new one."
@@ -126,11 +127,6 @@ class GradientWatch:
 
 def _num_owned(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
-
-
-def _few(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def check_loss(loss: Any) -> None:
@@ -232,12 +228,12 @@ def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     for name, param in found.items():
         places.setdefault(param.device.type, []).append(name)
     if len(places) > 1:  # a 16-bit region is one device's, and the others would not be in it
-        where = " and ".join(f"on {kind} ({_few(names)})" for kind, names in places.items())
+        where = " and ".join(f"on {kind} ({few(names)})" for kind, names in places.items())
         raise SettingError(
             f"The model's parameters are {where}. Move the whole model with model.to(device) before its optimizer and Engine are made; "
             "`with torch.device(...):` does not move what torch.Tensor(...) makes."
         )
     idle = [name for name, p in model.named_parameters() if p.requires_grad and name not in found]
     if idle:
-        say(f"Trainable parameters that are in no optimizer stay as they are: {_few(idle)}.")
+        say(f"Trainable parameters that are in no optimizer stay as they are: {few(idle)}.")
     return found

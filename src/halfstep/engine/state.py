@@ -7,13 +7,13 @@ break the promise.
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from halfstep.checkpoint.directory import Checkpoint, check_weights, clean_name, replaced
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.optim.convert import master_in, plain
@@ -24,7 +24,7 @@ from halfstep.scaling.readback import Readback
 if TYPE_CHECKING:
     from halfstep.engine.engine import Engine
 
-__all__ = ["checkpoint_parts", "load_engine", "load_engine_checkpoint", "restore_rng", "rng_state", "state_of"]
+__all__ = ["checkpoint_parts", "load_engine", "load_engine_checkpoint", "state_of"]
 
 STATE_VERSION = 1
 _ALL_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
@@ -177,39 +177,3 @@ def load_engine_checkpoint(engine: Engine, checkpoint: Checkpoint) -> dict[str, 
     restore_rng(checkpoint.state["rng"])
     extra: dict[str, Any] = checkpoint.state["extra"]
     return extra
-
-
-def rng_state() -> dict[str, Any]:
-    """The random number generators of Python, NumPy and torch, as plain values."""
-    import numpy as np
-
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - the global one that loaders use
-    return {
-        "python": random.getstate(),
-        "numpy": (
-            str(kind),
-            torch.from_numpy(np.asarray(keys).astype("int64")),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore_rng(state: dict[str, Any]) -> None:
-    """Put the generators back."""
-    import numpy as np
-
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        if len(state["cuda"]) != torch.cuda.device_count():
-            say(
-                f"The checkpoint has generators of {len(state['cuda'])} GPUs, here are {torch.cuda.device_count()}; theirs start anew."
-            )
-        else:
-            torch.cuda.set_rng_state_all(state["cuda"])

@@ -31,9 +31,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.errors import HalfstepError, SettingError, nearest
+
+if TYPE_CHECKING:
+    from halfstep.backends.context import RunContext
 
 __all__ = [
     "ARGUMENTS",
@@ -183,12 +186,13 @@ class Job:
                 self._arguments[which] = _check_field(which, value)
         object.__setattr__(self, "shard", _check_shard(self.shard))
 
-    def call(self, which: str, /, **context: Any) -> Any:
-        """Call the field `which` with those values of `context` that it names, and check what it returns.
+    def call(self, which: str, run: RunContext | None = None, /, **context: Any) -> Any:
+        """Call the field `which` with the values of `run` and `context` that it names, and check what it returns.
 
-        An argument with a default keeps it where `context` has no such name. `params` and `named_params` are taken
-        from `model` when they are not given. A metric or scheduler that the job does not have gives None.
+        An argument with a default keeps it where neither has such a name. `params` and `named_params` are taken
+        from `model` when they are not passed. A metric or scheduler that the job does not have returns None.
         """
+        context = ({} if run is None else run.job_arguments()) | context
         if which not in FIELDS:
             raise SettingError(f"A job has no field {which!r} to call; it has {', '.join(FIELDS)}.")
         function = getattr(self, which)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halfstep.backends.context import RunContext
 from halfstep.errors import SettingError
 from halfstep.jobs.job import Job
 from halfstep.planning.batches import look_at_data
@@ -104,7 +105,7 @@ def plan(
     _check(batch, gpus, accumulate)
     capacity = capacity_of(gpu, memory)
     policies = [Policy.parse(p) if isinstance(p, str) else p for p in precision]
-    batches = look_at_data(job, {"seed": 0, "rank": 0, "world_size": 1})
+    batches = look_at_data(job, RunContext())
     batch = batches.size * accumulate if batches.size else batch
     notes = [*batches.notes, *(capacity.notes if capacity is not None else ())]
     entries = []

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.engine.state import restore_rng, rng_state
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.jobs.job import Job
 from halfstep.planning.fakes import CPU
@@ -41,13 +42,13 @@ class Batches:
     size: int | None = None  # of a fixed batch, where its tensors agree on one
 
 
-def look_at_data(job: Job, context: dict[str, Any]) -> Batches:
+def look_at_data(job: Job, context: RunContext) -> Batches:
     """Draw two small batches of the job's data and find the line through their shapes."""
 
     def draw(size: int) -> Any:
         before = rng_state()
         try:
-            loader = job.call("data", **{**context, "batch_size": size, "device": CPU}, split="train", epoch=0)
+            loader = job.call("data", replace(context, batch_size=size), split="train", epoch=0)
             with job.guard("data"):
                 batch = next(iter(loader), None)
         finally:

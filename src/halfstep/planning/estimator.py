@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
+from halfstep.backends.context import RunContext
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import say
 from halfstep.jobs.job import Job
@@ -73,7 +74,7 @@ class Estimator:
     ) -> None:
         self.job, self.policy = job, policy
         self.options = options or StepOptions()
-        self._context = {"seed": seed, "rank": 0, "world_size": 1}
+        self._run_context = RunContext(seed=seed)
         self._batches = batches
         self._room = room  # bytes that a GPU has for tensors, if that is known
         self._traces: dict[int, Traced] = {}
@@ -87,7 +88,7 @@ class Estimator:
     def batches(self) -> Batches:
         """The shapes of the job's batches."""
         if self._batches is None:
-            self._batches = look_at_data(self.job, {**self._context, "batch_size": 1})
+            self._batches = look_at_data(self.job, self._run_context)
         return self._batches
 
     def trace(self, batch: int) -> Traced:
@@ -100,7 +101,7 @@ class Estimator:
 
     def _run(self, batch: int) -> Traced:
         inputs = self.batches.at(batch)
-        context = {**self._context, "batch_size": batch}
+        context = replace(self._run_context, batch_size=batch)
         if not self._real:
             try:
                 return trace_step(self.job, self.policy, inputs, context, self.options)

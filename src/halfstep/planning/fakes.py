@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from halfstep.engine.state import restore_rng, rng_state
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.jobs.job import Job
 from halfstep.planning.integers import MOST_NUMBERS, is_integer
 
@@ -28,15 +29,15 @@ def new_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def build_model(job: Job, mode: FakeTensorMode, context: dict[str, Any], *, real: bool = False) -> nn.Module:
+def build_model(job: Job, mode: FakeTensorMode, context: RunContext, *, real: bool = False) -> nn.Module:
     """The job's model on fake tensors, in training mode; `real` builds it with its numbers first."""
     before = rng_state()
     try:
         if real:
-            model: nn.Module = job.call("model", **context)
+            model: nn.Module = job.call("model", context)
         else:
             with torch.device("meta"):
-                model = job.call("model", **context)
+                model = job.call("model", context)
     finally:
         restore_rng(before)
     to_fake(model, mode)

@@ -11,13 +11,13 @@ import copy
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.engine import Engine
-from halfstep.engine.state import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.jobs.job import Job
 from halfstep.planning.estimator import Estimate
@@ -82,36 +82,36 @@ def measure_step(
 ) -> MeasuredStep:
     """Run two steps of `job` on the GPU and measure the second; the job's own objects are not changed."""
     device = require_gpu("Measuring a step")
-    place = {"seed": seed, "rank": 0, "world_size": 1, "device": device, "batch_size": batch}
+    context = RunContext(device, seed=seed, batch_size=batch)
     with quiet_gpu(), quietly():
         # In a function of its own, so that all it made is gone when the memory is handed back.
-        return _two_steps(job, policy, place, options or StepOptions())
+        return _two_steps(job, policy, context, options or StepOptions())
 
 
-def _two_steps(job: Job, policy: Policy, place: dict[str, Any], options: StepOptions) -> MeasuredStep:
-    device = place["device"]
+def _two_steps(job: Job, policy: Policy, context: RunContext, options: StepOptions) -> MeasuredStep:
+    device = context.device
     already = start_counting(device)
     # A copy: the job may hand out one and the same module, and the Engine casts it in place.
-    model = copy.deepcopy(job.call("model", **place)).to(device).train()
-    optimizer = job.call("optimizer", model=model, **place)
+    model = copy.deepcopy(job.call("model", context)).to(device).train()
+    optimizer = job.call("optimizer", context, model=model)
     engine = Engine(
         model, optimizer, policy, max_norm=1.0, accumulate=options.accumulate, ema=0.999 if options.ema else None
     )
     try:
-        data = job.call("data", split="train", epoch=0, **place)
+        data = job.call("data", context, split="train", epoch=0)
         with job.guard("data"):
             inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), next(iter(data)))
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats(device)
             for _ in range(options.accumulate):
                 with engine.forward():
-                    loss = job.call("loss", model=model, batch=inputs, split="train", epoch=0, **place)
+                    loss = job.call("loss", context, model=model, batch=inputs, split="train", epoch=0)
                 engine.backward(loss)
                 del loss
                 engine.step()
             torch.cuda.synchronize(device)
         return MeasuredStep(
-            place["batch_size"],
+            context.batch_size,
             torch.cuda.max_memory_allocated(device) - already,
             torch.cuda.max_memory_reserved(device),
             torch.cuda.get_device_name(device),

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.casting import uncast_forwards, wrap_forwards
 from halfstep.engine.region import COMPUTE_DTYPES
-from halfstep.engine.state import restore_rng, rng_state
 from halfstep.jobs.job import Job
 from halfstep.planning.cuda_rules import as_on_cuda
-from halfstep.planning.fakes import CPU, build_model, fake_batch, new_mode
+from halfstep.planning.fakes import build_model, fake_batch, new_mode
 from halfstep.planning.ledger import Entry, Ledger
 from halfstep.planning.optimizers import Held, held_by, prepare_optimizer, run_plain, states_of, step_scratch
 from halfstep.planning.quiet import quietly
@@ -56,26 +57,24 @@ class Traced:
 
 
 def trace_step(
-    job: Job, policy: Policy, batch: Any, context: dict[str, Any], options: StepOptions, *, real: bool = False
+    job: Job, policy: Policy, batch: Any, context: RunContext, options: StepOptions, *, real: bool = False
 ) -> Traced:
     """Run one step of `job` on fake tensors shaped like `batch` and write down its memory."""
     before = rng_state()
     try:
         # TorchScript runs functions otherwise from their second call on, and two traces would not be the same step.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            return _trace(job, policy, batch, {**context, "device": CPU}, options, real=real)
+            return _trace(job, policy, batch, context, options, real=real)
     finally:
         restore_rng(before)  # the batch's integers are real, and so is a draw among them
 
 
-def _trace(
-    job: Job, policy: Policy, batch: Any, context: dict[str, Any], options: StepOptions, *, real: bool
-) -> Traced:
+def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: StepOptions, *, real: bool) -> Traced:
     mode = new_mode()
     model = build_model(job, mode, context, real=real)
     notes: list[str] = []
     with mode, as_on_cuda(), _prepared(model, policy, options):
-        optimizer = job.call("optimizer", model=model, **context)
+        optimizer = job.call("optimizer", context, model=model)
         with quietly():
             optimizer, kind = prepare_optimizer(optimizer, policy, model)
         inputs = fake_batch(batch, mode)
@@ -136,13 +135,11 @@ def _copy_buffers(tracer: Tracer, model: nn.Module) -> list[Tensor]:
     return copies
 
 
-def _micro_batch(
-    tracer: Tracer, job: Job, policy: Policy, model: nn.Module, inputs: Any, context: dict[str, Any]
-) -> None:
+def _micro_batch(tracer: Tracer, job: Job, policy: Policy, model: nn.Module, inputs: Any, context: RunContext) -> None:
     tracer.phase = "forward"
     dtype = COMPUTE_DTYPES.get(policy.compute)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        loss = job.call("loss", model=model, batch=inputs, split="train", epoch=0, **context)
+        loss = job.call("loss", context, model=model, batch=inputs, split="train", epoch=0)
     tracer.end_forward()
     tracer.phase = "backward"
     scaled = loss.float() * 1.0

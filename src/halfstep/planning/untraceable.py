@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from halfstep.backends.context import RunContext
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.jobs.job import Job
-from halfstep.planning.fakes import CPU
 from halfstep.planning.sharding import state_bytes
 from halfstep.precision.policy import Policy
 
@@ -68,7 +68,7 @@ def _known(job: Job, policy: Policy) -> str:
     """What the model alone tells."""
     try:
         with torch.device("meta"):
-            model = job.call("model", seed=0, rank=0, world_size=1, batch_size=1, device=CPU)
+            model = job.call("model", RunContext())
     except Exception:
         return "Nothing could be estimated: the model cannot be built without its numbers either."
     each = state_bytes(policy)

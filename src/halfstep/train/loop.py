@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.backends.context import RunContext
 from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
-from halfstep.engine.state import checkpoint_parts, load_engine_checkpoint, restore_rng, rng_state
+from halfstep.engine.state import checkpoint_parts, load_engine_checkpoint
 from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.hardware.environment import environment
@@ -98,11 +100,12 @@ class _Run:
         self.resumed = resume
         found = self._find(resume)
         torch.manual_seed(config.seed)
-        self.device = _device(config.device)
+        self.context = RunContext.single(config.device, seed=config.seed, batch_size=config.batch)
+        self.device = self.context.device
         self.memory = PeakCounter(self.device)
         self.model, self.engine = self._build(precision)
-        self.data = DataStream(job, split="train", **self._place())
-        self.validation = DataStream(job, split="val", **self._place())
+        self.data = DataStream(job, self.context, split="train")
+        self.validation = DataStream(job, self.context, split="val")
         self.values: dict[str, float] = {}
         self.first_epoch = 0
         log = self._open_log(found, told)
@@ -126,10 +129,10 @@ class _Run:
         return found
 
     def _build(self, precision: str) -> tuple[nn.Module, Engine]:
-        config, place = self.config, self._place()
-        model = self.job.call("model", **place).to(self.device)
-        optimizer = self.job.call("optimizer", model=model, **place)
-        scheduler = self.job.call("scheduler", optimizer=optimizer, model=model, **place)
+        config, context = self.config, self.context
+        model = self.job.call("model", context).to(self.device)
+        optimizer = self.job.call("optimizer", context, model=model)
+        scheduler = self.job.call("scheduler", context, optimizer=optimizer, model=model)
         engine = Engine(
             model,
             optimizer,
@@ -143,10 +146,6 @@ class _Run:
             gradient_release=config.gradient_release,
         )
         return model, engine
-
-    def _place(self) -> dict[str, Any]:
-        config = self.config
-        return {"seed": config.seed, "rank": 0, "world_size": 1, "device": self.device, "batch_size": config.batch}
 
     def _open_log(self, found: Path | None, told: dict[str, Any]) -> RunLog:
         path = self.out / RUN_FILE
@@ -224,7 +223,7 @@ class _Run:
 
     def _micro_batch(self, batch: Any, epoch: int) -> None:
         with self.engine.forward():
-            loss = self.job.call("loss", model=self.model, batch=batch, epoch=epoch, split="train", **self._place())
+            loss = self.job.call("loss", self.context, model=self.model, batch=batch, epoch=epoch, split="train")
         self.engine.backward(loss)
         loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph writes the next one over it
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
@@ -256,15 +255,17 @@ class _Run:
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         metric_sum = torch.zeros((), device=self.device, dtype=torch.float64)
         total = 0
-        where = {"model": self.model, "epoch": epoch, "split": "val", **self._place()}
+        where = {"model": self.model, "epoch": epoch, "split": "val"}
         with self.engine.evaluate(ema=self.engine.ema is not None):
             for raw in self.validation.batches(epoch):
                 batch = to_device(raw, self.device)
                 size = _batch_size(batch, self.config.batch)
-                loss_sum += self.job.call("loss", batch=batch, **where).detach().double() * size
+                loss_sum += self.job.call("loss", self.context, batch=batch, **where).detach().double() * size
                 if self.job.metric is not None:
                     metric_sum += (
-                        torch.as_tensor(self.job.call("metric", batch=batch, **where), device=self.device).double()
+                        torch.as_tensor(
+                            self.job.call("metric", self.context, batch=batch, **where), device=self.device
+                        ).double()
                         * size
                     )
                 total += size
@@ -333,23 +334,6 @@ class _Run:
     def close(self) -> None:
         self.recorder.close()
         self.engine.close()
-
-
-def _device(name: str) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "auto":
-        return accelerator if accelerator is not None else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SettingError(f"device={name!r} is no device of torch; write auto, cpu, cuda or cuda:1.") from None
-    number = {"cpu": 1} | ({} if accelerator is None else {accelerator.type: torch.accelerator.device_count()})
-    if (device.index or 0) >= number.get(device.type, 0):
-        here = " and ".join(f"{count} {kind}" for kind, count in number.items())
-        raise SettingError(
-            f"device={name!r} is not here: torch {torch.__version__} sees {here}. Write auto, or one of these."
-        )
-    return device
 
 
 def _batch_size(batch: Any, otherwise: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from halfstep.engine.state import restore_rng, rng_state
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.events import say
 from halfstep.jobs.job import Job
 from halfstep.planning import predict_peak

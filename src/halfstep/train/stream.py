@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.engine.state import restore_rng, rng_state
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.jobs.job import Job, read_arguments
 
@@ -53,8 +54,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 class DataStream:
     """The batches of one split, epoch by epoch."""
 
-    def __init__(self, job: Job, **context: Any) -> None:
-        self._job, self._context = job, context
+    def __init__(self, job: Job, run: RunContext, *, split: str) -> None:
+        self._job, self._run, self._split = job, run, split
         asked = read_arguments(job.data)
         # A loader that is not told the epoch is made once and iterated again, as DataLoaders usually are.
         self._per_epoch = "epoch" in {*asked.required, *asked.optional}
@@ -89,7 +90,7 @@ class DataStream:
         self._made_for = -1
         if self.batch == 0:
             raise SettingError(
-                f"{self._job.describe('data')} gave no batches for split={self._context['split']!r}, epoch {epoch}. "
+                f"{self._job.describe('data')} gave no batches for split={self._split!r}, epoch {epoch}. "
                 "Each split needs one at least; without data to validate on, give some of the training data for it."
             )
 
@@ -110,7 +111,7 @@ class DataStream:
         if callable(set_epoch):  # keeps its worker processes
             set_epoch(epoch)
         elif self._loader is None or self._per_epoch or isinstance(self._loader, Iterator):  # an iterator is used up
-            self._loader = self._job.call("data", epoch=epoch, **self._context)
+            self._loader = self._job.call("data", self._run, split=self._split, epoch=epoch)
         return self._loader
 
     def state(self) -> dict[str, Any]:
