@@ -139,7 +139,7 @@ def test_a_model_compiled_anew_within_a_window_is_one_graph(precision):
             with engine.evaluate():
                 seen += [loss.item(), F.cross_entropy(model(x), y).item()]
             engine.step()
-        assert engine.applied == 3
+        assert engine.progress.applied == 3
         losses.append(seen)
     torch._dynamo.reset()
     assert losses[1] == pytest.approx(losses[0], rel=0.01)

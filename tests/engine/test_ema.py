@@ -139,7 +139,7 @@ def test_state_round_trip():
 def test_averages_of_other_parameters_are_refused():
     """The message names what does not fit, and nothing has been loaded."""
     ema = Ema({"a": nn.Parameter(torch.zeros(2))}, 0.9, plain)
-    with pytest.raises(SettingError, match="other parameters than this model's: a, b"):
+    with pytest.raises(SettingError, match="other parameters than this model: a, b"):
         ema.load_state_dict({"decay": 0.9, "averages": {"b": torch.ones(2)}})
     assert not ema.averages["a"].any()
 

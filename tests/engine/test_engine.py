@@ -50,9 +50,9 @@ def test_step_result_carries_its_own_values():
     assert [r.lr for r in results if r.boundary] == pytest.approx([1e-2, 9e-3, 8.1e-3, 8.1e-3])
     assert "skipped=True" in repr(results[5])
     assert "boundary=False" in repr(results[0])
-    assert engine.applied == 3
-    assert engine.attempts == 4
-    assert engine.micro_batches == 8
+    assert engine.progress.applied == 3
+    assert engine.progress.attempts == 4
+    assert engine.progress.micro_batches == 8
 
 
 def test_the_scheduler_and_hook_see_only_what_happened():
@@ -316,7 +316,7 @@ def test_step_inside_the_forward_region_is_refused():
 
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [(torch.ones(3, requires_grad=True), r"shape \(3,\)"), (torch.tensor(1.0), "without a graph"), (1.0, "not float")],
+    [(torch.ones(3, requires_grad=True), r"shape \(3,\)"), (torch.tensor(1.0), "has no graph"), (1.0, "not float")],
 )
 def test_a_loss_that_cannot_be_one_is_refused(loss, message):
     """Non-scalar, detached and non-tensor losses raise with the cure."""
@@ -346,9 +346,9 @@ def test_an_impossible_weight_is_refused(weight):
 def test_contradictions_between_policy_scaler_and_optimizer_are_refused():
     """fp8 is not built, a scaler must fit the compute format, a lean preset needs a lean optimizer."""
     model = Net()
-    with pytest.raises(HalfstepError, match="not built yet"):
+    with pytest.raises(HalfstepError, match="not implemented yet"):
         Engine(model, torch.optim.AdamW(model.parameters()), "fp8")
-    with pytest.raises(HalfstepError, match="no use under bf16"):
+    with pytest.raises(HalfstepError, match="no effect under bf16"):
         build("bf16", scaler=LossScaler())
     with pytest.raises(HalfstepError, match="vanish"):
         build("fp16", scaler=NoScaler())
@@ -411,8 +411,8 @@ def test_save_and_load_resume_bit_for_bit(precision, optimizer, tmp_path):
         train_step(model, engine, batch)
         train_step(resumed_model, resumed, batch)
     assert same(snapshot(model, engine), snapshot(resumed_model, resumed)) == []
-    assert resumed.attempts == engine.attempts == 8
-    assert resumed.applied == 7
+    assert resumed.progress.attempts == engine.progress.attempts == 8
+    assert resumed.progress.applied == 7
 
 
 def test_random_numbers_go_on_after_load(tmp_path):
@@ -441,7 +441,7 @@ def test_saving_inside_a_window_is_refused():
 @pytest.mark.parametrize(
     ("precision", "change", "message"),
     [
-        ("fp32", {"ema": 0.9}, "no average"),
+        ("fp32", {"ema": 0.9}, "no EMA"),
         ("fp32", {"model": Net(16)}, "16"),
         ("fp32", {"schedule": False}, "schedulers"),
     ],
@@ -460,7 +460,7 @@ def test_presets_with_fp32_weights_exchange_states_and_a_newer_state_is_refused(
     """fp16 goes on from bf16's weights only with its own scaler; the same layout under another name is said."""
     state = build("fp32")[2].state_dict()
     build("bf16")[2].load_state_dict(copy.deepcopy(state))
-    assert "going on under bf16" in caplog.text
+    assert "continuing under bf16" in caplog.text
     with pytest.raises(HalfstepError, match="version"):
         build("fp32")[2].load_state_dict(state | {"version": 99})
 
@@ -477,7 +477,7 @@ def test_a_run_goes_on_in_any_other_layout(source, target, caplog):
     wanted, state = engine.masters(), copy.deepcopy(engine.state_dict())
     other_model, _, other = build(target)
     other.load_state_dict(state)
-    assert f"saved under {engine.policy}; going on under {other.policy}" in caplog.text
+    assert f"saved under {engine.policy}; continuing under {other.policy}" in caplog.text
     for name, master in other.masters().items():
         tiny = FP16_RESIDUAL_BOUND if "fp16-lean" in (source, target) else 0.0
         assert (master - wanted[name]).abs().max() <= tiny, name
@@ -489,7 +489,7 @@ def test_a_run_goes_on_in_any_other_layout(source, target, caplog):
             assert float(entry["step"]) == float(theirs[index]["step"])
     results = [train_step(other_model, other, batch) for batch in batches(2)]
     assert not any(result.skipped for result in results)
-    assert other.applied == 5
+    assert other.progress.applied == 5
 
 
 def test_the_truth_table_is_said_once_and_can_be_asked_for(caplog):
@@ -572,7 +572,7 @@ def test_parameters_that_come_later_are_refused(precision):
     engine = Engine(model, optimizer, precision, max_norm=1.0)
     train_step(model, engine, batches(1)[0])
     optimizer.add_param_group({"params": list(model.head.parameters())})
-    with pytest.raises(HalfstepError, match=r"found \+2 parameters in the optimizer.*make a new one"):
+    with pytest.raises(HalfstepError, match=r"optimizer has \+2 parameters.*build a new one"):
         train_step(model, engine, batches(1)[0])
     engine.close()
     engine = Engine(model, optimizer, precision, max_norm=1.0)
@@ -632,7 +632,7 @@ def test_one_micro_batch_has_one_weight():
     engine = Engine(model, torch.optim.SGD(model.parameters()), "fp32")
     out = model(torch.ones(1, 2)).sum()
     engine.backward(out, weight=100, retain_graph=True)
-    with pytest.raises(HalfstepError, match=r"weight=7 for another loss of a micro-batch that weighs 100"):
+    with pytest.raises(HalfstepError, match=r"weight=7\) for another loss of a micro-batch whose weight is 100"):
         engine.backward(out, weight=7)
 
 

@@ -44,14 +44,14 @@ def test_training_learns_and_a_skip_changes_nothing(precision):
     data = batches(30)
     for batch in data:
         step(model, engine, batch)
-    engine._deliver(wait=True)
+    engine._delivery.drain()
     before = snapshot(model, engine)
     assert step(model, engine, data[0], poison=True).skipped
     assert same(before, snapshot(model, engine)) == []
     with engine.evaluate():
         losses = [F.cross_entropy(model(x.cuda()), y.cuda()).item() for x, y in data]
     assert sum(losses) / len(losses) < 1.0
-    assert engine.applied == 30
+    assert engine.progress.applied == 30
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -68,7 +68,7 @@ def test_no_step_of_a_fused_optimizer_synchronises(precision):
                 loss = F.cross_entropy(model(x), y)
             engine.backward(loss)
             engine.step()
-    assert engine.attempts == 6
+    assert engine.progress.attempts == 6
 
 
 def test_the_host_runs_ahead_of_the_device():
@@ -94,8 +94,8 @@ def test_the_scheduler_moves_only_for_steps_that_happened():
     model, engine = build("fp16")
     for i, batch in enumerate(batches(8)):
         step(model, engine, batch, poison=i in {2, 5})
-    engine._deliver(wait=True)
-    assert engine.applied == 6
+    engine._delivery.drain()
+    assert engine.progress.applied == 6
     assert engine.schedulers[0].last_epoch == 6
     assert engine.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.99**6)
 
@@ -172,7 +172,7 @@ def test_a_model_in_cuda_graphs_trains_as_compiled(precision, accumulate):
     manager = get_manager(0, create_if_none_exists=False)
     assert manager is not None
     assert manager.new_graph_id().id >= 2  # forward and backward
-    assert engine.applied == plain.applied == 11
+    assert engine.progress.applied == plain.progress.applied == 11
     assert losses == pytest.approx(plain_losses, rel=1e-3)
     assert norms == pytest.approx(plain_norms, rel=1e-2)
 

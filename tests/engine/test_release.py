@@ -70,16 +70,16 @@ def test_a_non_finite_gradient_skips_its_tensor_and_is_counted():
     assert result.skipped
     for name, master in engine.masters().items():
         assert torch.equal(master, before[name]), name
-    assert engine.applied == 2
+    assert engine.progress.applied == 2
     assert not train(model, engine, 1)[0].skipped
 
 
 def test_the_truth_table_says_what_is_given_up():
     """Promises 1 and 4 are named."""
     _, engine = build("bf16", release=True)
-    assert [text for text in engine.truth().gives_up if "promise 1" in text]
-    assert [text for text in engine.truth().gives_up if "promise 4" in text]
-    assert build("bf16", release=False)[1].truth().gives_up == ()
+    assert [text for text in engine.truth().waived_guarantees if "promise 1" in text]
+    assert [text for text in engine.truth().waived_guarantees if "promise 4" in text]
+    assert build("bf16", release=False)[1].truth().waived_guarantees == ()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_gradient_that_comes_twice_in_one_backward_is_an_error():
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", gradient_release=True)
     with engine.forward():
         loss = model(torch.ones(2, 4, device=DEVICE, requires_grad=True)).sum()
-    with pytest.raises(HalfstepError, match="came twice"):
+    with pytest.raises(HalfstepError, match="was computed twice"):
         engine.backward(loss)
 
 

@@ -49,4 +49,4 @@ def test_a_state_does_not_bring_its_way_of_stepping(precision, then, now, tmp_pa
     other.load(engine.save(tmp_path / "saved"))
     assert {k: optimizer.param_groups[0][k] for k in ("fused", "foreach")} == way
     train(target, other, 2)
-    assert other.applied == 6
+    assert other.progress.applied == 6

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep import optim
+from halfstep.backends import Backend, SingleDevice
 from halfstep.engine.steps import Decision, StepPath, choose_path, coalesce, decide, take_step, unscale_in_place
 
 # Some versions of torch say so whenever a sparse tensor is made, here or in coalesce().
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
-
-def agree(flag):
-    return flag
+ONE_RANK = SingleDevice()
 
 
 def decision(found=0.0, divisor=1.0, norm=1.0):
@@ -161,7 +160,7 @@ def test_sparse_gradients_made_by_a_function_are_stepped():
     path = choose_path(torch.optim.SGD(model.parameters(), lr=1.0), model)
     model(torch.tensor([1, 1])).sum().backward()
     coalesce(list(model.parameters()))
-    take_step([path], decide([model.weight.grad], torch.tensor(2.0), None, agree), divides=True)
+    take_step([path], decide([model.weight.grad], torch.tensor(2.0), None, ONE_RANK), ONE_RANK, divides=True)
     assert model.weight.detach()[:, 0].tolist() == [1, 0, 1, 1, 1]
 
 
@@ -188,7 +187,7 @@ def test_switching_an_optimizer_that_has_stepped_goes_on_where_it_was(make, as_n
         if i < 3:
             a.step()
         else:
-            take_step([path], decision(), divides=False)
+            take_step([path], decision(), ONE_RANK, divides=False)
         b.step()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
@@ -213,7 +212,7 @@ def test_the_decision_is_torchs_clip_on_true_gradients(values, divisor, max_norm
     """The norm is of the unscaled gradients; dividing by the decision's divisor is unscale and clip_grad_norm_."""
     true = torch.tensor(values, dtype=torch.float64)
     scaled = (true * divisor).float()
-    found = decide([scaled], torch.tensor(divisor), max_norm, agree)
+    found = decide([scaled], torch.tensor(divisor), max_norm, ONE_RANK)
     assert found.found_inf.item() == 0
     assert found.norm.item() == pytest.approx(true.norm().item(), rel=1e-5, abs=1e-30)
     param = nn.Parameter(true.clone())
@@ -228,7 +227,7 @@ def test_the_decision_is_torchs_clip_on_true_gradients(values, divisor, max_norm
 def test_a_bad_element_is_flagged_as_exactly_one(bad, max_norm):
     """Fused kernels skip only when the flag is exactly 1, so it is 0 or 1 and nothing else."""
     grads = [torch.ones(3), torch.tensor([1.0, bad], dtype=torch.float16)]
-    found = decide(grads, torch.tensor(4.0), max_norm, agree)
+    found = decide(grads, torch.tensor(4.0), max_norm, ONE_RANK)
     assert found.found_inf.item() == 1
     assert found.found_inf.dtype is torch.float32
     assert found.found_inf.shape == found.norm.shape == found.divisor.shape == ()
@@ -238,17 +237,30 @@ def test_a_bad_element_is_flagged_as_exactly_one(bad, max_norm):
 @pytest.mark.parametrize("divisor", [0.0, -1.0, torch.nan])
 def test_a_divisor_that_cannot_divide_is_flagged(divisor):
     """A window of weight 0 or a broken scale skips the step instead of writing NaN."""
-    assert decide([torch.ones(3)], torch.tensor(divisor), 1.0, agree).found_inf.item() == 1
+    assert decide([torch.ones(3)], torch.tensor(divisor), 1.0, ONE_RANK).found_inf.item() == 1
 
 
-def test_the_ranks_agreement_is_what_counts():
-    """The flag is what `agree` makes of it."""
-    assert decide([torch.ones(2)], torch.tensor(1.0), None, torch.ones_like).found_inf.item() == 1
+class Overflowing(Backend):
+    """Another rank overflowed, and this one has half of the gradients."""
+
+    def agree(self, found_inf):
+        return torch.ones_like(found_inf)
+
+    def total_norm(self, partial):
+        return partial * 2**0.5
+
+
+def test_flag_and_norm_are_those_of_all_ranks():
+    """The backend has the last word on both, and clipping uses its norm."""
+    decision = decide([torch.ones(2)], torch.tensor(1.0), 1.0, Overflowing())
+    assert decision.norm.item() == pytest.approx(2)
+    assert decision.divisor.item() == pytest.approx(2)
+    assert decide([torch.ones(2)], torch.tensor(1.0), None, Overflowing()).found_inf.item() == 1
 
 
 def test_no_gradients_decide_for_a_step():
     """A window in which nothing got a gradient is not an overflow."""
-    found = decide([], torch.tensor(8.0), 1.0, agree)
+    found = decide([], torch.tensor(8.0), 1.0, ONE_RANK)
     assert (found.found_inf.item(), found.norm.item(), found.divisor.item()) == (0, 0, 8)
 
 
@@ -262,12 +274,12 @@ def test_coalescing_shows_a_sum_that_overflows():
     rows = torch.full((2, 1), 40000.0, dtype=torch.float16)
     param.grad = torch.sparse_coo_tensor([[1, 1]], rows, (5, 1), check_invariants=True)
     dense.grad = torch.ones(2)
-    assert decide([param.grad], torch.tensor(1.0), None, agree).found_inf.item() == 0
+    assert decide([param.grad], torch.tensor(1.0), None, ONE_RANK).found_inf.item() == 0
     before = dense.grad
     coalesce([param, dense, none])
     assert param.grad.is_coalesced()
     assert dense.grad is before
-    assert decide([param.grad], torch.tensor(1.0), None, agree).found_inf.item() == 1
+    assert decide([param.grad], torch.tensor(1.0), None, ONE_RANK).found_inf.item() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
@@ -317,8 +329,8 @@ def train(model, path, inputs, scale, max_norm, bad_at=()):
         if i in bad_at:
             next(model.parameters()).grad[0, 0] = torch.inf
         grads = [p.grad for p in model.parameters()]
-        found = decide(grads, torch.tensor(scale), max_norm, agree)
-        take_step([path], found, divides=True)
+        found = decide(grads, torch.tensor(scale), max_norm, ONE_RANK)
+        take_step([path], found, ONE_RANK, divides=True)
         flags.append(found.found_inf.item())
     return flags
 
@@ -379,7 +391,7 @@ def test_one_bad_gradient_skips_all_optimizers(plain):
         if bad:
             models[1][0].weight.grad[0, 0] = torch.nan
         grads = [p.grad for m in models for p in m.parameters()]
-        take_step(paths, decide(grads, torch.tensor(8.0), 1.0, agree), divides=True)
+        take_step(paths, decide(grads, torch.tensor(8.0), 1.0, ONE_RANK), ONE_RANK, divides=True)
 
     step(bad=True)
     assert all(torch.equal(p, q) for p, q in zip((p for m in models for p in m.parameters()), before, strict=True))
@@ -397,7 +409,7 @@ def test_several_optimizers_are_clipped_by_one_norm():
     for model in models:
         (model(x).square().mean() * 4).backward()
     grads = [p.grad for m in models for p in m.parameters()]
-    take_step(paths, decide(grads, torch.tensor(4.0), 0.1, agree), divides=True)
+    take_step(paths, decide(grads, torch.tensor(4.0), 0.1, ONE_RANK), ONE_RANK, divides=True)
     for model in references:
         model(x.double()).square().mean().backward()
     params = [p for m in references for p in m.parameters()]
@@ -415,7 +427,7 @@ def test_sparse_gradients_are_unscaled_clipped_and_stepped():
     index = torch.tensor([1, 1, 4, 2, 1])
     (sparse(index).square().sum() * 256).backward()
     coalesce([sparse.weight])
-    take_step([path], decide([sparse.weight.grad], torch.tensor(256.0), 1.0, agree), divides=True)
+    take_step([path], decide([sparse.weight.grad], torch.tensor(256.0), 1.0, ONE_RANK), ONE_RANK, divides=True)
     dense(index).square().sum().backward()
     nn.utils.clip_grad_norm_(dense.parameters(), 1.0)
     torch.optim.SGD(dense.parameters(), lr=0.5).step()
@@ -429,7 +441,7 @@ def test_complex_parameters_are_unscaled_clipped_and_stepped():
     model = nn.ParameterList([ours])
     path = choose_path(torch.optim.SGD(model.parameters(), lr=0.5), model)
     ((ours.conj() * (1 + 2j)).real.sum() * 64).backward()
-    take_step([path], decide([ours.grad], torch.tensor(64.0), 1.0, agree), divides=True)
+    take_step([path], decide([ours.grad], torch.tensor(64.0), 1.0, ONE_RANK), ONE_RANK, divides=True)
     (reference.conj() * (1 + 2j)).real.sum().backward()
     reference.grad = reference.grad.resolve_conj()  # torch's own clip_grad_norm_ refuses it otherwise
     nn.utils.clip_grad_norm_([reference], 1.0)
@@ -446,7 +458,7 @@ def test_a_divisor_known_to_be_one_leaves_the_gradients_unread():
         optimizer.register_step_pre_hook(lambda o, *_, seen=seen: seen.append(getattr(o, "grad_scale", None)))
         model(torch.ones(1, 5)).sum().backward()
         grads = [p.grad.clone() for p in model.parameters()]
-        take_step([path], decision(divisor=7.0), divides=False)
+        take_step([path], decision(divisor=7.0), ONE_RANK, divides=False)
         assert seen == [None]
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
 
@@ -462,7 +474,7 @@ def test_an_error_in_step_leaves_nothing_on_the_optimizer():
     hook = path.optimizer.register_step_pre_hook(fail)
     model(torch.ones(1, 5)).sum().backward()
     with pytest.raises(ZeroDivisionError):
-        take_step([path], decision(), divides=True)
+        take_step([path], decision(), ONE_RANK, divides=True)
     assert not {"found_inf", "grad_scale"} & vars(path.optimizer).keys()
     hook.remove()
     path.optimizer.step()
@@ -487,7 +499,7 @@ def test_the_device_paths_read_nothing_back(kind):
             model[0].bias.grad[0] = torch.nan
         with NoReading():
             grads = [p.grad for p in model.parameters()]
-            take_step([path], decide(grads, torch.ones(()), 1.0, agree), divides=True)
+            take_step([path], decide(grads, torch.ones(()), 1.0, ONE_RANK), ONE_RANK, divides=True)
 
 
 # --- a fault of stock torch -----------------------------------------------------------------------------------------
@@ -529,13 +541,13 @@ def test_here_a_skipped_first_step_leaves_zero_momentum_and_training_goes_on(uni
     options = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.01}
     path = choose_path(torch.optim.SGD([ours], **options), nn.ParameterList([ours]))
     ours.grad = torch.full_like(ours, torch.inf)
-    take_step([path], decision(found=1.0), divides=True)
+    take_step([path], decision(found=1.0), ONE_RANK, divides=True)
     assert torch.equal(ours, torch.ones(4))
     assert torch.equal(path.optimizer.state[ours]["momentum_buffer"], torch.zeros(4))
     stock = torch.optim.SGD([theirs], **options)
     for i in range(5):
         ours.grad, theirs.grad = torch.full((4,), i + 1.0), torch.full((4,), i + 1.0)
-        take_step([path], decision(), divides=False)
+        take_step([path], decision(), ONE_RANK, divides=False)
         stock.step()
     assert torch.allclose(ours, theirs, rtol=1e-6, atol=0)
 
@@ -546,7 +558,7 @@ def test_a_parameter_that_joins_late_gets_its_momentum():
     path = choose_path(torch.optim.SGD([early, late], lr=0.1, momentum=0.9), nn.ParameterList([early, late]))
     for i in range(4):
         early.grad, late.grad = torch.ones(3), torch.ones(3) if i >= 2 else None
-        take_step([path], decision(), divides=False)
+        take_step([path], decision(), ONE_RANK, divides=False)
     assert torch.allclose(path.optimizer.state[early]["momentum_buffer"], torch.full((3,), 3.439))
     assert torch.allclose(path.optimizer.state[late]["momentum_buffer"], torch.full((3,), 1.9))
 

@@ -1,5 +1,9 @@
-"""Where a model runs: one device, or many ranks behind the same list of hooks."""
+"""How many ranks a run has and what that changes: the hook list, and one file per backend."""
 
+from halfstep.backends.base import Backend, unwrap
+from halfstep.backends.choose import make_backend
+from halfstep.backends.context import RunContext
+from halfstep.backends.ddp import WrappedDDP
 from halfstep.backends.single import SingleDevice
 
-__all__ = ["SingleDevice"]
+__all__ = ["Backend", "RunContext", "SingleDevice", "WrappedDDP", "make_backend", "unwrap"]

@@ -1,10 +1,11 @@
-"""Buffers that a forward pass changes, put back when its step is skipped.
+"""Buffers that a forward pass changes, restored when its step is skipped.
 
 An overflowing forward leaves inf or NaN in batch-norm's running averages, and unlike gradients they stay. So before
-the first forward of a step all buffers are copied, and after the step they are put back by the same flag that skipped
-it, on the device. All of them, because nothing tells which ones a forward changes: batch-norm's kernels write through
-raw pointers and do not even count as a change of the tensor. They are small beside the weights. Left out are buffers that
-are not one number per place in memory: sparse ones (a graph's edges) and expanded views, which torch cannot write into.
+the first forward of a step all buffers are copied, and after the step they are restored by the same flag that skipped
+it, on the device. All of them, because nothing shows which ones a forward changes: batch-norm's kernels write through
+raw pointers and do not even bump the tensor's version. They are small compared with the weights. Not covered are buffers
+that do not have one number per place in memory: sparse ones (a graph's edges) and expanded views, which torch cannot
+write into.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ __all__ = ["BufferGuard"]
 
 
 class BufferGuard:
-    """Copies of a model's buffers, and the way back."""
+    """Copies of a model's buffers, and how to restore them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._saved: dict[str, Tensor] | None = None
 
     def save(self) -> None:
-        """Copy the buffers; does nothing if this step has begun already."""
+        """Copy the buffers; does nothing if this step has already begun."""
         if self._saved is None:
             self._saved = {name: b.detach().clone() for name, b in _buffers(self._model).items()}
 
     @torch.no_grad()
     def restore_if(self, found_inf: Tensor) -> None:
-        """Put the buffers back if the flag is not 0, without reading it."""
+        """Restore the buffers if the flag is not 0, without reading it."""
         saved, self._saved = self._saved or {}, None
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for name, now in _buffers(self._model).items():
             before = saved.get(name)
             if before is not None and (before.shape != now.shape or before.dtype != now.dtype):
-                warn(f"Buffer {name} changed its shape or dtype and cannot be put back if this step is skipped.")
+                warn(f"Buffer {name} changed its shape or dtype and cannot be restored if this step is skipped.")
                 continue
             if before is not None:
                 groups.setdefault((now.device, now.dtype), []).append((before.to(now.device), now))
@@ -49,7 +50,7 @@ class BufferGuard:
             torch._foreach_copy_([b for _, b in pairs], [p.view_as(b) for p, (_, b) in zip(parts, pairs, strict=True)])
 
     def forget(self) -> None:
-        """Close the step without putting anything back."""
+        """End the step without restoring anything."""
         self._saved = None
 
 

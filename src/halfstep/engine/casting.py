@@ -1,13 +1,13 @@
-"""The model made to fit its policy: which weights are 16-bit, and which modules compute in fp32.
+"""Casting: which weights are 16-bit, and which modules compute in fp32.
 
-Presets with fp32 weights leave the weights alone. Lean presets round them to 16 bits in place and hand the exact fp32
-values to the caller, which gives them to the optimizer as masters. Parameters stay the same objects, so optimizers,
-schedulers and hooks that hold them keep working. Kept in fp32 are the modules that the policy names, and batch-norm,
-whose running averages move by steps that 16 bits would lose.
+Presets with fp32 weights leave the weights alone. Lean presets round them to 16 bits in place and return the exact fp32
+values to the caller, which passes them to the optimizer as masters. Parameters stay the same objects, so optimizers,
+schedulers and hooks that refer to them keep working. The modules that the policy names stay in fp32, and so does
+batch-norm, whose running averages move by steps that 16 bits would lose.
 
-A kept module gets its inputs in fp32 and runs with autocast off. In lean models, normalisation layers run in the
+An fp32 module gets its inputs in fp32 and runs with autocast off. In lean models, normalisation layers run in the
 weights' own 16 bits (with fp32 inside, as all their kernels have): CUDA's autocast would cast their inputs to fp32
-and their outputs would drag fp32 through the network.
+and their outputs would carry fp32 through the network.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from halfstep.engine.region import COMPUTE_DTYPES, upcast
@@ -32,35 +33,35 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
-    """Give the model's weights the policy's dtype in place; the fp32 values that were rounded, by parameter."""
+    """Cast the model's weights to the policy's dtype in place; returns the fp32 values that were rounded, by parameter."""
     if policy.params == "fp32":
-        _refuse_16_bit_weights(model, policy)
+        _reject_16_bit_weights(model, policy)
         return {}
     dtype = COMPUTE_DTYPES[policy.params]
-    kept = _kept_parameters(model, policy)
+    fp32 = _fp32_parameters(model, policy)
     new: dict[Tensor, tuple[Tensor, Tensor]] = {}
     for name, param in model.named_parameters():
         if not param.is_floating_point():
             continue
-        if param in kept:
+        if param in fp32:
             if param.dtype in {torch.float16, torch.bfloat16}:
                 raise SettingError(
-                    f"Parameter {name} stays fp32 under {policy}, but it is {param.dtype} already; what was rounded off is "
-                    "lost. Build the model in fp32 and let the Engine cast it."
+                    f"Parameter {name} stays fp32 under {policy}, but it is already {param.dtype}; the rounded-off bits "
+                    "are lost. Build the model in fp32 and let the Engine cast it."
                 )
             continue
         if param.dtype is dtype:
             continue
         if param.dtype is not torch.float32:
             raise SettingError(
-                f"Parameter {name} is {param.dtype}, but the policy {policy} holds {policy.params} weights made from fp32. "
+                f"Parameter {name} is {param.dtype}, but the policy {policy} stores {policy.params} weights rounded from fp32. "
                 "Build the model in fp32 and let the Engine cast it."
             )
         master = param.detach().clone()
         weight, _ = split(master, dtype)
-        if bool((weight.isinf() & master.isfinite()).any()):
+        if _has_numbers(master) and bool((weight.isinf() & master.isfinite()).any()):
             raise SettingError(
-                f"Parameter {name} holds {master.abs().max().item():.4g}, which {policy.params} cannot; keep its module in fp32 "
+                f"Parameter {name} has a value of {master.abs().max().item():.4g}, outside the range of {policy.params}; keep its module in fp32 "
                 f"(keep_fp32={name.rpartition('.')[0] or name}) or use a preset with fp32 weights."
             )
         new[param] = weight, master
@@ -70,7 +71,7 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
 
 
 def wrap_forwards(model: nn.Module, policy: Policy) -> None:
-    """Make kept modules compute in fp32, and a lean model's normalisation layers in the weights' dtype."""
+    """Make the modules of `keep_fp32` compute in fp32, and a lean model's normalisation layers in the weights' dtype."""
     every = list(model.named_modules(remove_duplicate=False))
     unused = policy.unused_patterns([name for name, _ in every])
     if unused:
@@ -79,11 +80,11 @@ def wrap_forwards(model: nn.Module, policy: Policy) -> None:
             f"{', '.join(name for name, _ in list(model.named_modules())[1:6])}."
         )
     covered: tuple[str, ...] = ()
-    kept_ids = {id(m) for name, m in every if policy.keeps_fp32(name)}
+    fp32_ids = {id(m) for name, m in every if policy.keeps_fp32(name)}
     for name, module in every:
         if (covered and name.startswith(covered)) or "_halfstep_wrapped" in vars(module):
             continue
-        if id(module) in kept_ids or policy.keeps_fp32(name):
+        if id(module) in fp32_ids or policy.keeps_fp32(name):
             _set_forward(module, _forward_in_fp32)
             covered += (f"{name}.",)
         elif policy.params != "fp32" and type(module) in _NORMS:
@@ -100,7 +101,7 @@ def uncast_forwards(model: nn.Module) -> None:
                 module.forward = inner
 
 
-def _refuse_16_bit_weights(model: nn.Module, policy: Policy) -> None:
+def _reject_16_bit_weights(model: nn.Module, policy: Policy) -> None:
     half = [name for name, p in model.named_parameters() if p.dtype in {torch.float16, torch.bfloat16}]
     if half:
         example = dict(model.named_parameters())[half[0]].dtype
@@ -111,16 +112,21 @@ def _refuse_16_bit_weights(model: nn.Module, policy: Policy) -> None:
         )
 
 
-def _kept_parameters(model: nn.Module, policy: Policy) -> set[Tensor]:
-    kept: set[Tensor] = set()
+def _has_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor has data to check: those of a plan and of the meta device have none."""
+    return not (tensor.is_meta or is_fake(tensor))
+
+
+def _fp32_parameters(model: nn.Module, policy: Policy) -> set[Tensor]:
+    params: set[Tensor] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _BATCH_NORMS) or policy.keeps_fp32(name):
-            kept.update(module.parameters())  # a tied weight with one fp32 owner stays fp32
-    return kept
+            params.update(module.parameters())  # a tied weight with one fp32 owner stays fp32
+    return params
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    if "forward" in vars(module):  # somebody wrapped it before; keep calling theirs
+    if "forward" in vars(module):  # already wrapped by someone else; keep calling theirs
         module._halfstep_inner = vars(module)["forward"]  # noqa: SLF001
     module._halfstep_wrapped = True  # type: ignore[assignment]  # noqa: SLF001
     # Not a pair of hooks: torch.compile can trace a `with` block. A partial of a module-level function, which pickle and
@@ -154,7 +160,7 @@ def _forward_as_it_is(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def sum_gradients_in_fp32(params: Iterable[Tensor], policy: Policy) -> None:
-    """Let autograd add up the gradients of these 16-bit weights in fp32."""
+    """Let autograd sum the gradients of these 16-bit weights in fp32."""
     for param in params:
         if not hasattr(param, "grad_dtype"):
             raise SettingError(

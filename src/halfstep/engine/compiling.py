@@ -1,6 +1,6 @@
-"""What `compile=` may say, and compiling a model in place.
+"""Values of `compile=`, and compiling a model in place.
 
-`True` is torch.compile as it comes. A text is one of its modes; "reduce-overhead" and "max-autotune" also record the
+`True` is torch.compile with its defaults. A string is one of its modes; "reduce-overhead" and "max-autotune" also record the
 compiled forward and backward as CUDA graphs, so that the host launches a graph instead of each kernel.
 """
 
@@ -18,11 +18,18 @@ __all__ = ["MODES", "SWITCH", "check_compile", "compile_model", "parse_compile",
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
-SWITCH = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}  # what people write
+SWITCH = {
+    "on": True,
+    "true": True,
+    "1": True,
+    "off": False,
+    "false": False,
+    "0": False,
+}  # spellings on the command line
 
 
 def check_compile(compile: Any) -> None:  # noqa: A002 - the option's name
-    """Refuse a `compile=` that is neither a switch nor a mode of torch.compile."""
+    """Raise for a `compile=` that is neither a switch nor a mode of torch.compile."""
     if isinstance(compile, str):
         if compile not in MODES:
             raise SettingError(
@@ -33,7 +40,7 @@ def check_compile(compile: Any) -> None:  # noqa: A002 - the option's name
 
 
 def parse_compile(text: str) -> bool | str:
-    """The setting that a text stands for: a switch or a mode; torch's default mode is `True`."""
+    """The setting that a string names: a switch or a mode; torch's default mode is `True`."""
     value: bool | str = SWITCH.get(text.casefold(), text)
     check_compile(value)
     return True if value == "default" else value
@@ -45,18 +52,18 @@ def records_graphs(compile: bool | str, device: torch.device) -> bool:  # noqa: 
 
 
 def compile_model(model: nn.Module, compile: bool | str) -> None:  # noqa: A002
-    """Compile the model's call in place, if the setting says so."""
+    """Compile the model's call in place, if the setting is on."""
     if not compile:
         return
     mode = compile if isinstance(compile, str) else None
     if not type(model).forward.__module__.startswith("torch."):
         model.compile(mode=mode)
         return
-    # The compiler skips torch's own functions and looks at what they call. Of a bare nn.Sequential of torch's layers it
-    # would compile nothing, and of one of other modules each by itself; a function of ours around it is taken whole.
+    # The compiler skips torch's own functions and traces what they call. Of a bare nn.Sequential of torch's layers it
+    # would compile nothing, and of one of other modules each by itself; a function of ours around it is one graph.
     call: Callable[..., Any] = model._call_impl  # noqa: SLF001 - what torch's compile() compiles
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    model._compiled_call_impl = torch.compile(forward, mode=mode)  # noqa: SLF001 - where it puts it
+    model._compiled_call_impl = torch.compile(forward, mode=mode)  # noqa: SLF001 - where nn.Module.compile() stores it

@@ -1,9 +1,9 @@
-"""An exponential moving average of the masters, advanced only by steps that happened.
+"""EMA: an exponential moving average of the masters, advanced only by steps that happened.
 
     average = average + (1 - decay) (master - average)
 
-The factor is multiplied by the step's flag on the device, so a skipped step leaves the average bit for bit as it was
-and nobody waits. The average is fp32 and follows the fp32 masters, not their 16-bit roundings.
+The update is gated by the step's flag on the device, so a skipped step leaves the EMA bit for bit as it was and nothing
+waits. The EMA is fp32 and follows the fp32 masters, not their 16-bit roundings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Ema"]
 
 
 class Ema:
-    """The moving average of a set of named parameters."""
+    """The EMA of a set of named parameters."""
 
     def __init__(self, params: dict[str, Tensor], decay: float, master_of: Callable[[Tensor], Tensor]) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
@@ -39,13 +39,13 @@ class Ema:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """The parameters hold their averages inside this block."""
-        kept = {name: p.detach().clone() for name, p in self._params.items()}
+        """The parameters have their EMA values inside this block."""
+        trained = {name: p.detach().clone() for name, p in self._params.items()}
         self._put(self.averages)
         try:
             yield
         finally:
-            self._put(kept)
+            self._put(trained)
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
@@ -58,11 +58,11 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Take over saved averages; the decay stays the one that was asked for."""
+        """Load saved averages; the decay stays as constructed."""
         saved = state["averages"]
         assert isinstance(saved, dict)
         if saved.keys() != self.averages.keys():
             odd = sorted(saved.keys() ^ self.averages.keys())[:4]
-            raise SettingError(f"The saved averages are of other parameters than this model's: {', '.join(odd)}.")
+            raise SettingError(f"The saved EMA has other parameters than this model: {', '.join(odd)}.")
         for name, value in saved.items():
             self.averages[name].copy_(value)

@@ -1,22 +1,22 @@
 """Regions: where the forward pass computes in 16 bits, and what stays in fp32 inside them.
 
-`compute_region` is torch.autocast, entered anew each time (an autocast object is not re-entrant, and its cache of
-cast weights must not outlive an optimizer step), plus one rule: losses, softmax, log-softmax, large sums and norms
-compute in fp32 on every device. torch's two lists of fp32 operations each lack a part of that:
+`compute_region` is torch.autocast, a new one each time (an autocast object is not re-entrant, and its cache of cast
+weights must not outlive an optimizer step), plus one rule: losses, softmax, log-softmax, large sums and norms compute in
+fp32 on every device. torch's two lists of fp32 operations each lack a part of that:
 
     CPU     has the losses, but runs softmax, exp, sum and norm in 16 bits
-    CUDA    has the others, but not cross_entropy (nor ctc_loss): its log-softmax asks for the logits' own dtype, which
-            autocast lets pass, so a bf16 run of torch.amp rounds log-probabilities to 8 bits unless the logits are fp32
+    CUDA    has the others, but not cross_entropy (nor ctc_loss): its log-softmax requests the logits' own dtype, which
+            autocast passes through, so a bf16 run of torch.amp rounds log-probabilities to 8 bits unless the logits are fp32
 
-So each device gets what the other's list has, by torch's own dispatcher. The registrations act only inside a Halfstep
-region; elsewhere they pass through and a plain torch.autocast behaves as it always did.
+So each device gets what the other's list has, through torch's own dispatcher. The registrations act only inside a Halfstep
+region; elsewhere they pass through, and a plain torch.autocast behaves as before.
 
-torch.compile keeps what it compiled on disk, and the key of torch 2.11 knows that autocast is on but not in which dtype (2.13
-knows it): a model compiled in bf16 was silently used again for fp16. Nor can it know of our rule. So inside a
-region the key has a tag of the region's own. (One limit: within one process torch.compile does not look at the switch, so one
-compiled function must not be called both inside a region and inside a plain torch.autocast.)
+torch.compile caches compiled code on disk. The cache key of torch 2.11 records that autocast is on but not its dtype (2.13
+does), so a model compiled in bf16 was silently reused for fp16; and no torch knows our rule. So a region adds a tag
+to the key. (One limit: within one process torch.compile does not guard on the switch, so one compiled function must not be
+called both inside a region and inside a plain torch.autocast.)
 
-Normalisation layers are left out on purpose: they take and give 16 bits with fp32 inside.
+Normalisation layers are not in the list on purpose: they take and return 16 bits with fp32 inside.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LACKING = {
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 _local = threading.local()
-_backwards: list[None] = []  # one entry for each backward pass under way
+_backwards: list[None] = []  # one entry for each backward pass in progress
 _libraries: dict[str, torch.library.Library] = {}  # registrations live as long as these objects
 _install = threading.Lock()
 
@@ -75,7 +75,7 @@ def compute_region(device_type: str, compute: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_compilations(device_type: str, compute: str) -> Iterator[None]:
-    """What torch.compile compiles inside this block is kept apart from what it compiles elsewhere."""
+    """Give torch.compile a separate cache for what it compiles inside this block."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled in this process yet
         yield
         return
@@ -90,7 +90,7 @@ def _own_compilations(device_type: str, compute: str) -> Iterator[None]:
 
 @functools.cache
 def fp32_operations(device_type: str) -> tuple[str, ...]:
-    """The operations that the rule adds on a kind of device, as the dispatcher names them."""
+    """The operations that the rule adds on a device type, as the dispatcher names them."""
     own = _KEYS.get(device_type, "")
     other = _KEYS["cuda" if device_type == "cpu" else "cpu"]
     names = []
@@ -114,7 +114,7 @@ def _has(name: str, key: str) -> bool:
 def recomputing() -> Iterator[None]:
     """For a backward pass: activation checkpointing runs forwards in it, which must follow the rule they followed.
 
-    On a GPU autograd runs them in a thread of its own, so the switch is for all threads while the pass is under way.
+    On a GPU autograd runs them in its own thread, so the switch covers all threads during the pass.
     """
     _backwards.append(None)
     try:
@@ -151,16 +151,16 @@ def _install_rule(device_type: str) -> None:
 
 
 def reinstall() -> None:
-    """Register the rule anew where it is installed, after somebody else's kernels for the same operations have gone.
+    """Register the rule again where it is installed, after other kernels for the same operations were removed.
 
-    Of a kernel written in Python torch keeps the last one of each operation in a table, which it asks when it traces (fake
-    tensors, torch.compile) and does not mend when that kernel is taken back: a compiled region would go on running it.
+    torch keeps the last Python kernel of each operation in a table that it reads when it traces (fake tensors,
+    torch.compile) and does not update when that kernel is removed: a compiled region would continue to run it.
     """
     with _install:
         installed = dict(_libraries)
         _libraries.clear()
     for device_type, library in installed.items():
-        library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to take registrations back
+        library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to remove registrations
         _install_rule(device_type)
 
 
@@ -170,7 +170,7 @@ def _in_fp32(operation: Any, key: str) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         active = bool(_backwards) or getattr(_local, "active", False)
-        if not active and composite:  # its parts have rules of their own, which must still be seen
+        if not active and composite:  # its parts have their own rules, which must still apply
             return operation.decompose(*args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(below_autocast):  # noqa: SLF001 - how an autocast kernel redispatches
             if active:

@@ -2,13 +2,15 @@
 
 Ordinarily all gradients are alive when the step begins: 2 or 4 bytes per parameter. With release only those of one layer
 are, because a hook on each parameter steps it as soon as its gradient is complete. The price is that nothing can be
-decided from all gradients together. There is no norm to clip by, no loss scale that a later layer's overflow could still
-call back, no second micro-batch; and a non-finite gradient skips its own tensor only, when others may have moved already.
-So it is an option, allowed where the rest of the step does not need what it gives up, and the truth table says so.
+decided from all gradients together. There is no norm to clip by, no loss scale that could undo earlier updates after a
+later layer's overflow, no second micro-batch; and a non-finite gradient skips only its own tensor, when others may have
+been updated already. So it is an option, allowed where the rest of the step does not need these guarantees, and the truth
+table lists what is waived.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,48 +21,50 @@ from halfstep.errors import SettingError
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.precision.policy import Policy
 
-__all__ = ["GIVES_UP", "GradientRelease", "check_release"]
+__all__ = ["WAIVED_GUARANTEES", "GradientRelease", "check_release"]
 
-GIVES_UP = (
+WAIVED_GUARANTEES = (
     "gradient release: a non-finite gradient skips only its own tensor, not the step (promise 1)",
     "gradient release: gradients cannot be clipped, only their norm reported (promise 4)",
 )
 
 
 def check_release(policy: Policy, max_norm: float | None, accumulate: int, *, compiled: bool) -> None:
-    """Refuse gradient release where something needs all gradients at once."""
-    refusal = None
+    """Raise where something needs all gradients at once."""
+    reason = None
     if policy.scaling.mode != "none":
-        refusal = f"precision {policy} scales the loss, and an overflow in a later layer could not undo earlier updates"
+        reason = f"precision {policy} scales the loss, and an overflow in a later layer could not undo earlier updates"
     elif max_norm is not None:
-        refusal = f"max_norm={max_norm} needs the norm of all gradients before the first update; use max_norm=None"
+        reason = f"max_norm={max_norm} needs the norm of all gradients before the first update; use max_norm=None"
     elif accumulate > 1:
-        refusal = f"accumulate={accumulate} adds gradients up before the update; use accumulate=1 and a larger batch"
+        reason = f"accumulate={accumulate} adds gradients up before the update; use accumulate=1 and a larger batch"
     elif compiled:
-        refusal = "compile=True gives all gradients of the compiled backward at once, so none would be released early"
-    if refusal is not None:
-        raise SettingError(f"gradient_release=True cannot be used here: {refusal}.")
+        reason = "compile=True returns all gradients of the compiled backward at once, so none would be released early"
+    if reason is not None:
+        raise SettingError(f"gradient_release=True cannot be used here: {reason}.")
 
 
 class GradientRelease:
-    """Steps each parameter from a hook in backward; `finish` tells how the step went."""
+    """Steps each parameter from a hook in backward; `finish` returns the outcome of the step."""
 
-    def __init__(self, optimizers: Sequence[LeanOptimizer], names: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor], undo: contextlib.ExitStack
+    ) -> None:
         self._names = {param: name for name, param in names.items()}
         self._norms: dict[Tensor, Tensor] = {}  # of the gradients released in this window
-        self._handles = []
         for optimizer in optimizers:
+            assert isinstance(optimizer, LeanOptimizer)  # setup adopts every optimizer under gradient release
             for group in optimizer.param_groups:
                 for param in (p for p in group["params"] if p.requires_grad):
                     hook = self._hook(optimizer, group)
-                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                    undo.callback(param.register_post_accumulate_grad_hook(hook).remove)
 
     def _hook(self, optimizer: LeanOptimizer, group: dict[str, object]):  # type: ignore[no-untyped-def]  # noqa: ANN202
         @torch.no_grad()
         def release(param: Tensor) -> None:
             if param in self._norms:
                 raise SettingError(
-                    f"The gradient of {self._names[param]} came twice in one step: with gradient_release it was used and dropped "
+                    f"The gradient of {self._names[param]} was computed twice in one step: with gradient_release it was used and dropped "
                     "the first time. Call engine.backward(loss) once per step, and use checkpoint(use_reentrant=False)."
                 )
             assert param.grad is not None
@@ -72,13 +76,8 @@ class GradientRelease:
         return release
 
     def finish(self, device: torch.device) -> Decision:
-        """The flag (whether any tensor was skipped) and the norm of what was released, and begin anew."""
+        """The flag (whether any tensor was skipped) and the norm of the released gradients; starts the next step."""
         norms = [norm.to(device, non_blocking=True) for norm in self._norms.values()]
         self._norms = {}
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
         return Decision((~norm.isfinite()).to(torch.float32), norm, torch.ones((), device=device))
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()

@@ -1,4 +1,4 @@
-"""What one call of `engine.step()` tells, read when it is asked for."""
+"""What one call of `engine.step()` returns; values from the device are read when they are accessed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["StepResult"]
 class StepResult:
     """The outcome of a step: `step`, `boundary`, `lr` at once; `skipped`, `grad_norm`, `scale` when read.
 
-    On a GPU the last three are on their way while the host goes on. Reading one waits until it has arrived; one
+    On a GPU the last three are copied to the host in the background. Reading one waits until it has arrived; one
     step later it has, and reading is free. Between boundaries (while accumulating) nothing was decided: `skipped`
     is False, `grad_norm` and `scale` are None.
     """

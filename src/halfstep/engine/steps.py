@@ -3,27 +3,28 @@
 Gradients arrive multiplied by the loss scale and by the weight of their window, together the divisor D. One read
 of them gives the norm of the scaled gradients, and from it everything is decided:
 
-    norm  = scaled norm / D                      the true norm, which is reported
-    found = not finite(norm)                     an inf or NaN anywhere
-    D'    = D max(1, (norm + 1e-6) / max_norm)   clipping is one more factor in the divisor
+    norm      = scaled norm / D                      the true norm, which is reported
+    found_inf = not finite(norm)                     an inf or NaN anywhere
+    D'        = D max(1, (norm + 1e-6) / max_norm)   clipping is one more factor in the divisor
 
 Optimizers that follow torch's fused protocol (torch's fused Adam, AdamW, SGD and Adagrad; halfstep.optim) get D' and
 the flag as tensors and do the rest in their own kernel: 36 bytes per parameter instead of the 48 of unscale, clip and
 step, and nothing waits. Any other optimizer needs the decision on the host: one read, then unscale and clip in place.
 
-With several optimizers the decision is one: a non-finite gradient anywhere skips them all.
+Several optimizers share one decision: a non-finite gradient anywhere skips them all.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.backends.base import Backend
 from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.kernels.gradstats import dense_values, known_sums, total_norm
@@ -35,7 +36,7 @@ __all__ = [
     "choose_path",
     "coalesce",
     "decide",
-    "keep_from_others",
+    "reject_foreign_steps",
     "take_step",
     "unscale_in_place",
     "widen",
@@ -59,11 +60,11 @@ class StepPath:
 
 @dataclass(frozen=True)
 class Decision:
-    """What one look at the gradients decided, still on the device."""
+    """What one read of the gradients decided, still on the device."""
 
     found_inf: Tensor  # 0 or 1
     norm: Tensor  # of the true gradients
-    divisor: Tensor  # what the gradients are to be divided by, clipping included
+    divisor: Tensor  # of the gradients, clipping included
 
 
 def choose_path(optimizer: torch.optim.Optimizer, model: nn.Module) -> StepPath:
@@ -96,7 +97,7 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | 
             return "differentiable=True"
         if group.get("momentum") and group.get("dampening"):
             # The fused kernel leaves the momentum buffer uninitialised if the first step is skipped. A zero buffer
-            # mends that, but with dampening the first step is not the step from a zero buffer.
+            # fixes that, but with dampening the first step is not the step from a zero buffer.
             return "dampening with momentum"
         if not group.get("fused") and (group.get("fused") is False or group.get("foreach") is not None):
             return "fused or foreach was set by hand"
@@ -115,18 +116,18 @@ def _switch_to_fused(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(param.device)
 
 
-def keep_from_others(optimizers: Iterable[torch.optim.Optimizer], undo: contextlib.ExitStack) -> None:
-    """Until `undo`, refuse an `optimizer.step()` that was left in the loop: scaled gradients, used twice."""
+def reject_foreign_steps(optimizers: Iterable[torch.optim.Optimizer], undo: contextlib.ExitStack) -> None:
+    """Until `undo`, raise for an `optimizer.step()` that was left in the loop: it would use scaled gradients."""
     for optimizer in optimizers:
-        undo.callback(optimizer.register_step_pre_hook(_refuse_foreign_step).remove)
+        undo.callback(optimizer.register_step_pre_hook(_reject_foreign_step).remove)
 
 
-def _refuse_foreign_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _reject_foreign_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not getattr(optimizer, _MARK, False):
         name = type(optimizer).__name__
         raise SettingError(
-            f"{name}.step() was called beside engine.step(), with gradients that are neither unscaled nor checked nor clipped. "
-            "Remove it from the loop: engine.step() does it. After engine.close() the optimizer is yours again."
+            f"{name}.step() was called in addition to engine.step(), with gradients that are neither unscaled nor checked nor clipped. "
+            "Remove it from the loop: engine.step() calls it. After engine.close() the optimizer is yours again."
         )
 
 
@@ -141,7 +142,7 @@ def _own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @torch.no_grad()
 def coalesce(params: Sequence[Tensor]) -> None:
-    """Sum duplicate rows of sparse gradients, so that a sum that overflows is seen."""
+    """Sum duplicate rows of sparse gradients, so that a sum that overflows is detected."""
     for param in params:
         if param.grad is not None and param.grad.is_sparse and not param.grad.is_coalesced():
             param.grad = param.grad.coalesce()
@@ -152,21 +153,21 @@ def decide(
     grads: Sequence[Tensor],
     divisor: Tensor,
     max_norm: float | None,
-    agree: Callable[[Tensor], Tensor],
-    kept: dict[Any, Any] | None = None,
+    backend: Backend,
+    tables: dict[Any, Any] | None = None,
 ) -> Decision:
-    """Look at all gradients once; `agree` makes the flag the same on every rank, `kept` holds tables between steps."""
-    sums = known_sums(grads, kept)
+    """Read all gradients once; the norm and the flag are those of all ranks. `tables` lives from step to step."""
+    sums = known_sums(grads, tables) if backend.context().world_size == 1 else None
     if sums is not None and sums.device == divisor.device:
         from halfstep.kernels.gradstats_triton import judge
 
-        found, norm, divisor = judge(sums, divisor, max_norm)
-        return Decision(agree(found), norm, divisor)
-    norm = total_norm(grads, divisor.device, kept) / divisor
-    found = agree((~(norm.isfinite() & (divisor > 0))).to(torch.float32))
+        found_inf, norm, divisor = judge(sums, divisor, max_norm)
+        return Decision(backend.agree(found_inf), norm, divisor)
+    norm = backend.total_norm(total_norm(grads, divisor.device, tables)) / divisor
+    found_inf = backend.agree((~(norm.isfinite() & (divisor > 0))).to(torch.float32))
     if max_norm is not None:
         divisor = divisor * ((norm + 1e-6) / max_norm).clamp(min=1)
-    return Decision(found, norm, divisor)
+    return Decision(found_inf, norm, divisor)
 
 
 @torch.no_grad()
@@ -187,14 +188,14 @@ def unscale_in_place(grads: Sequence[Tensor], divisor: Tensor) -> None:
 
 @torch.no_grad()
 def widen(params: Iterable[Tensor]) -> None:
-    """Hold fp16 gradients in fp32 from now on: undivided they fit fp16, divided by a loss scale they would vanish."""
+    """Store fp16 gradients in fp32 from now on: undivided they fit fp16, divided by a loss scale they would vanish."""
     for param in params:
         grad = param.grad
         if grad is None or grad.dtype is not torch.float16:
             continue
         if not hasattr(param, "grad_dtype"):
             raise SettingError(
-                f"unscale() of fp16 gradients needs torch 2.10 or later, which can hold them in fp32; this is {torch.__version__}. "
+                f"unscale() of fp16 gradients needs torch 2.10 or later, which can store them in fp32; this is {torch.__version__}. "
                 "Below 6e-08 they would vanish. Upgrade torch, or leave clipping to Engine(max_norm=...)."
             )
         param.grad = None
@@ -203,8 +204,9 @@ def widen(params: Iterable[Tensor]) -> None:
 
 
 @torch.no_grad()
-def take_step(paths: Sequence[StepPath], decision: Decision, *, divides: bool) -> None:
+def take_step(paths: Sequence[StepPath], decision: Decision, backend: Backend, *, divides: bool) -> None:
     """Step every optimizer, or none; `divides` is False when the divisor is known to be 1."""
+    paths = [path for path in paths if not backend.step(path.optimizer, decision)]
     if any(path.kind == "plain" or _has_sparse(path) for path in paths):
         _step_on_host(paths, decision, divides=divides)
         return
@@ -235,8 +237,8 @@ def _create_momentum(optimizer: torch.optim.SGD) -> None:
 
 
 def _step_on_host(paths: Sequence[StepPath], decision: Decision, *, divides: bool) -> None:
-    found, divisor = torch.stack((decision.found_inf, decision.divisor)).tolist()  # the one wait
-    if found:
+    skip, divisor = torch.stack((decision.found_inf, decision.divisor)).tolist()  # the one wait
+    if skip:
         return
     for path in paths:
         params = [p for group in path.optimizer.param_groups for p in group["params"]]
@@ -250,7 +252,7 @@ def _step_on_host(paths: Sequence[StepPath], decision: Decision, *, divides: boo
 
 
 def _has_sparse(path: StepPath) -> bool:
-    """Whether a functional embedding, which no module announces, left a sparse gradient for a fused optimizer."""
+    """Whether a functional embedding, which no module declares, left a sparse gradient for a fused optimizer."""
     return path.kind == "fused" and any(
         p.grad is not None and p.grad.is_sparse for g in path.optimizer.param_groups for p in g["params"]
     )

@@ -1,9 +1,9 @@
-"""The truth table: what a run really holds and computes in, read from its tensors.
+"""The truth table: what a run really stores and computes in, read from its tensors.
 
 A precision setting is a wish. What counts is the dtype of the weights, gradients, masters and optimizer states that
 exist after the first step, whether the hardware runs the compute format or emulates it, and what is lost on the way.
-The table is built from the objects themselves, printed once at the first step, and saved in every checkpoint and run
-file, so that months later nobody has to guess.
+The table is built from the objects themselves, logged once at the first step, and saved in every checkpoint and run
+file, so that nobody has to guess months later.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from halfstep.backends.base import Backend
+from halfstep.engine.setup import PreparedRun
+from halfstep.hardware.probe import Hardware
 from halfstep.precision.formats import BF16, FP16
 from halfstep.precision.policy import Policy
+from halfstep.scaling.scaler import Scaler
 
-__all__ = ["Truth", "build_truth", "census"]
+__all__ = ["Truth", "build_truth", "census", "truth_of"]
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _COUNTED_STATES = {"step"}  # one number per tensor, not per parameter
@@ -23,11 +27,11 @@ _COUNTED_STATES = {"step"}  # one number per tensor, not per parameter
 
 @dataclass(frozen=True)
 class Truth:
-    """The rows of the table, what is lossy, and which promises an option gives up."""
+    """The rows of the table, what is lossy, and which guarantees an option waives."""
 
     rows: tuple[tuple[str, str], ...]
     lossy: tuple[str, ...]
-    gives_up: tuple[str, ...]
+    waived_guarantees: tuple[str, ...]
     bytes_per_parameter: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -35,7 +39,7 @@ class Truth:
         return {
             "rows": dict(self.rows),
             "lossy": list(self.lossy),
-            "gives_up": list(self.gives_up),
+            "waived_guarantees": list(self.waived_guarantees),
             "bytes_per_parameter": self.bytes_per_parameter,
         }
 
@@ -43,7 +47,7 @@ class Truth:
         width = max(len(name) for name, _ in self.rows)
         lines = [f"  {name:{width}}  {value}" for name, value in self.rows]
         lines += [f"  {'lossy':{width}}  {text}" for text in self.lossy or ("nothing beyond the compute format",)]
-        lines += [f"  {'gives up':{width}}  {text}" for text in self.gives_up]
+        lines += [f"  {'waived':{width}}  {text}" for text in self.waived_guarantees]
         return "\n".join(lines)
 
 
@@ -80,25 +84,25 @@ def build_truth(
     loss_scale: str,
     paths: Iterable[str],
     support: str | None,  # of the compute format here: "native", "slow", "emulated", or None if unknown
-    reduce_dtype: str | None,
     device: str,
     ema: bool,
-    gives_up: tuple[str, ...] = (),
+    waived_guarantees: tuple[str, ...] = (),
+    backend_rows: Mapping[str, str] | None = None,  # rows that the backend knows better
 ) -> Truth:
     """The table for a model and its optimizers as they are now."""
     num_params = sum(p.numel() for p in params) or 1
-    held = [
+    stored = [
         (n, t)
         for state in states.values()
         for n, t in state.items()
         if n not in _COUNTED_STATES and hasattr(t, "numel")
     ]
-    masters = [t for n, t in held if n in {"low", "master"}]
-    moments = [t for n, t in held if n not in {"low", "master"}]
+    masters = [t for n, t in stored if n in {"low", "master"}]
+    moments = [t for n, t in stored if n not in {"low", "master"}]
     total_bytes = sum(t.numel() * t.element_size() for t in [*params, *masters, *moments]) + grad_bytes
     compute = policy.compute
-    how = {"fp32": "IEEE fp32", "tf32": "TF32 matmuls"}.get(compute, f"{compute} autocast")
-    where = {"native": "native", "slow": "no faster than fp32", "emulated": "emulated"}.get(
+    arithmetic = {"fp32": "IEEE fp32", "tf32": "TF32 matmuls"}.get(compute, f"{compute} autocast")
+    speed = {"native": "native", "slow": "no faster than fp32", "emulated": "emulated"}.get(
         support or "", "support unknown"
     )
     rows = [
@@ -107,9 +111,9 @@ def build_truth(
         ("gradients", _show(grads)),
         ("master", _master(policy, masters)),
         ("optimizer states", _show(census(moments)) if moments else "none yet" if not states else "none"),
-        ("compute", f"{how} on {device}: {where}"),
+        ("compute", f"{arithmetic} on {device}: {speed}"),
         ("losses, softmax, sums", "fp32"),
-        ("reduction", f"{reduce_dtype} over ranks" if reduce_dtype else "one rank, none"),
+        ("reduction", "none, one rank"),
         (
             "accumulation",
             f"{policy.grads_format(accumulate)} over {accumulate} micro-batches" if accumulate > 1 else "none",
@@ -118,10 +122,13 @@ def build_truth(
         ("step", "; ".join(paths)),
         (
             "bytes per parameter",
-            f"{total_bytes / num_params:.2f} held" + (" + 4 for the moving average" if ema else ""),
+            f"{total_bytes / num_params:.2f}" + (" + 4 for the EMA" if ema else ""),
         ),
     ]
-    return Truth(tuple(rows), _lossy(policy, accumulate, support), gives_up, round(total_bytes / num_params, 4))
+    rows = [(name, (backend_rows or {}).get(name, value)) for name, value in rows]
+    rows += [(name, value) for name, value in (backend_rows or {}).items() if name not in dict(rows)]
+    lossy = _lossy(policy, accumulate, support)
+    return Truth(tuple(rows), lossy, waived_guarantees, round(total_bytes / num_params, 4))
 
 
 def _master(policy: Policy, masters: list[Any]) -> str:
@@ -129,7 +136,7 @@ def _master(policy: Policy, masters: list[Any]) -> str:
         return "the fp32 weights themselves"
     if policy.master == "none":
         return "none"
-    kind = "split: weight and 16 more bits" if policy.master == "split" else "a whole fp32 copy"
+    kind = "split: weight and 16 more bits" if policy.master == "split" else "an fp32 copy"
     exact = (
         "exact fp32"
         if policy.params == "bf16" or policy.master == "fp32"
@@ -140,21 +147,50 @@ def _master(policy: Policy, masters: list[Any]) -> str:
 
 def _lossy(policy: Policy, accumulate: int, support: str | None) -> tuple[str, ...]:
     fmt = BF16 if policy.params == "bf16" else FP16
-    found = []
+    losses = []
     if policy.params != "fp32" and policy.master == "none":
-        found.append(f"weights: updates below {fmt.epsilon / 2:.1e} of a weight are lost, there is no master")
+        losses.append(f"weights: updates below {fmt.epsilon / 2:.1e} of a weight are lost without a master")
     if accumulate > 1 and policy.grads_format(accumulate) != "fp32":
-        found.append(
+        losses.append(
             f"accumulation: sums over micro-batches are rounded to {policy.grads_format(accumulate)} and can stagnate"
         )
     if policy.states != "fp32":
-        found.append(f"optimizer states: kept in {policy.states}")
+        losses.append(f"optimizer states: rounded to {policy.states}")
     if policy.compute == "fp16":
-        found.append(f"fp16 gradients: below {FP16.smallest_subnormal:.0e} / loss scale they vanish")
+        losses.append(f"fp16 gradients: below {FP16.smallest_subnormal:.0e} / loss scale they vanish")
     if policy.reduce != "fp32":
-        found.append(f"reduction: sums over ranks are rounded to {policy.reduce}")
+        losses.append(f"reduction: sums over ranks are rounded to {policy.reduce}")
     if support in {"emulated", "slow"}:
-        found.append(
+        losses.append(
             f"speed: {policy.compute} is {'emulated' if support == 'emulated' else 'no faster than fp32'} on this device"
         )
-    return tuple(found)
+    return tuple(losses)
+
+
+def truth_of(
+    run: PreparedRun,
+    hardware: Hardware,
+    backend: Backend,
+    scaler: Scaler,
+    grads: list[Any],  # of the last step, if there was one
+    *,
+    ema: bool = False,
+    waived: tuple[str, ...] = (),
+) -> Truth:
+    """The table of a prepared run as it is now."""
+    known = hardware.kind == run.device.type
+    return build_truth(
+        policy=run.policy,
+        params=list(run.params.values()),
+        grads=census(grads),
+        grad_bytes=sum(g.numel() * g.element_size() for g in grads),
+        states={p: s for o in run.optimizers for p, s in o.state.items()},
+        accumulate=run.accumulate,
+        loss_scale=str(scaler.settings),
+        paths=[path.reason for path in run.paths],
+        support=dict(hardware.support).get(run.policy.compute) if known else None,
+        device=hardware.name if known else run.device.type,
+        ema=ema,
+        waived_guarantees=waived,
+        backend_rows=backend.truth_rows(),
+    )

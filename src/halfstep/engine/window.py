@@ -1,7 +1,7 @@
 """A window: the micro-batches between two updates, and what their gradients must be divided by.
 
 Gradients add up over a window, so the update divides by the window's weight: the number of micro-batches, or the sum
-of the weights they were given (tokens, say), whichever micro-batches really came. Weights enter the loss as multiples
+of their weights (tokens, say), over the micro-batches that really occurred. Weights enter the loss as multiples
 of a reference, a power of two at or above the largest weight that has opened a window so far: dividing by it is exact,
 and the scaled loss stays at or below the loss scale instead of being thousands of times larger.
 """
@@ -28,7 +28,7 @@ class Window:
         self.open()
 
     def open(self) -> None:
-        """Begin a new window."""
+        """Start a new window."""
         self.num_micro_batches = 0  # ended by step()
         self.has_gradients = False
         self.weight: float | Tensor = 0.0  # in units of the reference
@@ -39,14 +39,14 @@ class Window:
         self._factor: float | Tensor = 1.0  # of its losses
 
     def weigh(self, weight: Any) -> float | Tensor:
-        """Add a micro-batch and give the factor for its loss; a second loss of the same one has the same factor."""
+        """Add a micro-batch and return the factor for its loss; a second loss of the same one has the same factor."""
         checked = _checked(weight)
         if self._weighed:
             both_known = isinstance(checked, float) and isinstance(self._current, float)
             if weight is not None and both_known and checked != self._current:
                 raise SettingError(
-                    f"backward() was given weight={weight!r} for another loss of a micro-batch that weighs {self._current:g}, and a "
-                    "micro-batch has one weight. Leave it out there; to weigh the losses against each other, multiply them."
+                    f"backward(weight={weight!r}) for another loss of a micro-batch whose weight is {self._current:g}; a micro-batch has one "
+                    "weight. Omit it there; to weigh the losses against each other, multiply them."
                 )
             return self._factor
         if self._reference is None:
@@ -61,21 +61,21 @@ class Window:
 
     def end_micro_batch(self) -> bool:
         """Close the micro-batch in progress, if there is one; whether there was."""
-        there_was, self._weighed = self._weighed, False
-        self.num_micro_batches += there_was
-        return there_was
+        ended, self._weighed = self._weighed, False
+        self.num_micro_batches += ended
+        return ended
 
     def is_full(self) -> bool:
         """Whether the update is due."""
         return self.num_micro_batches >= self.accumulate
 
     def weighs_one(self) -> bool:
-        """Whether the gradients are known, without asking the device, to need no division by the weight."""
+        """Whether the gradients are known, without reading the device, to need no division by the weight."""
         return isinstance(self.weight, float) and self.weight == 1.0
 
 
 def _checked(weight: Any) -> float | Tensor:
-    """A weight as a number or a 0-dim fp32 tensor; 1 if none was given."""
+    """A weight as a number or a 0-dim fp32 tensor; 1 for None."""
     if weight is None:
         return 1.0
     if isinstance(weight, Tensor):
@@ -91,7 +91,7 @@ def _power_of_two_above(weight: float | Tensor, largest: float | Tensor) -> floa
     """The power of two at or above both."""
     if isinstance(weight, Tensor) or isinstance(largest, Tensor):
         device = weight.device if isinstance(weight, Tensor) else largest.device  # type: ignore[union-attr]
-        # torch.full and not torch.tensor: a copy from the host would wait.
+        # torch.full and not torch.tensor: a copy from the host would wait for the device.
         both = [v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (weight, largest)]
         return torch.exp2(torch.stack(both).amax().clamp(min=2.0**-126).log2().ceil())
     return 2.0 ** math.ceil(math.log2(max(weight, largest)))

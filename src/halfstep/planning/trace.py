@@ -8,7 +8,6 @@ before are there as well.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,13 +19,14 @@ from torch.utils import _pytree as pytree
 
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state
-from halfstep.engine.casting import uncast_forwards, wrap_forwards
 from halfstep.engine.region import COMPUTE_DTYPES
+from halfstep.engine.setup import prepare_run
+from halfstep.engine.steps import StepPath
 from halfstep.jobs.job import Job
 from halfstep.planning.cuda_rules import as_on_cuda
 from halfstep.planning.fakes import build_model, fake_batch, new_mode
 from halfstep.planning.ledger import Entry, Ledger
-from halfstep.planning.optimizers import Held, held_by, prepare_optimizer, run_plain, states_of, step_scratch
+from halfstep.planning.optimizers import Held, held_by, run_plain, states_of, step_scratch
 from halfstep.planning.quiet import quietly
 from halfstep.planning.tracer import Tracer
 from halfstep.planning.workspaces import scratch_by_cause
@@ -73,10 +73,12 @@ def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: S
     mode = new_mode()
     model = build_model(job, mode, context, real=real)
     notes: list[str] = []
-    with mode, as_on_cuda(), _prepared(model, policy, options):
+    with mode, as_on_cuda(), contextlib.ExitStack() as undo:
         optimizer = job.call("optimizer", context, model=model)
         with quietly():
-            optimizer, kind = prepare_optimizer(optimizer, policy, model)
+            run = prepare_run(model, [optimizer], policy, accumulate=options.accumulate)
+        undo.push(run.undo)
+        (path,) = run.paths
         inputs = fake_batch(batch, mode)
         tracer = Tracer(partial(scratch_by_cause, tf32=policy.compute == "tf32"))
         tracer.know_weights(model)
@@ -86,7 +88,7 @@ def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: S
             for _ in range(min(2, options.accumulate)):
                 _micro_batch(tracer, job, policy, model, inputs, context)
             tracer.phase = "step"
-            held = _update(tracer, optimizer, kind, notes)
+            held = _update(tracer, path, notes)
             tracer.scratch({"workspaces": 3 * sum(c.numel() * c.element_size() for c in copies)})
             if options.ema:
                 tracer.scratch({"workspaces": 12 * max((p.numel() for p in model.parameters()), default=0)})
@@ -99,33 +101,6 @@ def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: S
     if options.ema:
         held += [Held("average", 4 * p.numel(), by_step=False) for p in model.parameters() if p.requires_grad]
     return _traced(model, job, inputs, held, lines, tuple(notes))
-
-
-@contextlib.contextmanager
-def _prepared(model: nn.Module, policy: Policy, options: StepOptions) -> Iterator[None]:
-    """The weights in the policy's dtype and the forwards wrapped, as the Engine does both."""
-    if policy.params != "fp32":
-        dtype = COMPUTE_DTYPES[policy.params]
-        kept = {
-            p
-            for name, m in model.named_modules(remove_duplicate=False)
-            if _stays_fp32(name, m, policy)
-            for p in m.parameters()
-        }
-        for param in model.parameters():
-            if param.is_floating_point() and param not in kept:
-                param.data = param.data.to(dtype)
-                if policy.widens_grads(options.accumulate):
-                    param.grad_dtype = torch.float32
-    wrap_forwards(model, policy)
-    try:
-        yield
-    finally:
-        uncast_forwards(model)
-
-
-def _stays_fp32(name: str, module: nn.Module, policy: Policy) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) or policy.keeps_fp32(name)  # noqa: SLF001
 
 
 def _copy_buffers(tracer: Tracer, model: nn.Module) -> list[Tensor]:
@@ -150,8 +125,9 @@ def _micro_batch(tracer: Tracer, job: Job, policy: Policy, model: nn.Module, inp
     tracer.mark([p.grad for p in model.parameters() if p.grad is not None], "gradients")
 
 
-def _update(tracer: Tracer, optimizer: Any, kind: str, notes: list[str]) -> list[Held]:
+def _update(tracer: Tracer, path: StepPath, notes: list[str]) -> list[Held]:
     """Trace the update; what the optimizer holds afterwards."""
+    optimizer, kind = path.optimizer, "lean" if path.kind == "halfstep" else path.kind
     if kind != "plain":
         scratch = step_scratch(optimizer, kind)
         if scratch:

@@ -37,7 +37,7 @@ class Progress:
 
     def started(self, engine: Engine, total_steps: int | None) -> None:
         """Show the bar."""
-        self._bar.update(self._task, total=total_steps, completed=engine.attempts)
+        self._bar.update(self._task, total=total_steps, completed=engine.progress.attempts)
         if self.console.is_terminal:
             self._bar.start()
 

@@ -22,7 +22,7 @@ from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
-from halfstep.engine.state import checkpoint_parts, load_engine_checkpoint
+from halfstep.engine.state import checkpoint_parts
 from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.hardware.environment import environment
@@ -169,16 +169,20 @@ class _Run:
             raise SettingError(
                 f"The run in {self.out} was started with other settings ({'; '.join(changed)}); resume with the same."
             )
-        load_engine_checkpoint(self.engine, checkpoint)
+        self.engine.load(checkpoint)
         self.data.restore(extra["data"])
         self.first_epoch, self.values = extra["epoch"], extra["values"]
-        self.recorder.start_from(skips=self.engine.attempts - self.engine.applied)
+        self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
 
     def go(self, stop: StopRequest) -> TrainOutcome:
         engine, config = self.engine, self.config
         log = self.recorder.log
         if self.saved is not None or self.resumed:
-            log.resume(attempted=engine.attempts, applied=engine.applied, micro_batch=engine.micro_batches)
+            log.resume(
+                attempted=engine.progress.attempts,
+                applied=engine.progress.applied,
+                micro_batch=engine.progress.micro_batches,
+            )
         self.recorder.listener.started(engine, self._total_steps())
         epoch = self.first_epoch
         while not self._done(epoch) and not stop:
@@ -196,7 +200,7 @@ class _Run:
                 epoch += 1
             if last:
                 break
-        if stop and self.saved_at != engine.attempts:
+        if stop and self.saved_at != engine.progress.attempts:
             self._save(epoch, whole=False, validated=False)
         if (peak := self.memory.peak()) is not None and not stop:
             log.event("memory", **compare_memory(self.job, engine.policy, config, peak))
@@ -215,7 +219,7 @@ class _Run:
                 return "steps"
             if stop:
                 return "stop"
-            if config.save_every is not None and self.engine.attempts % config.save_every == 0:
+            if config.save_every is not None and self.engine.progress.attempts % config.save_every == 0:
                 self._save(epoch, whole=False, validated=False)
         if self.engine.in_window:
             self._record(self.engine.step(last=True), epoch)
@@ -239,7 +243,7 @@ class _Run:
             result,
             self._loss_sum / self._num_losses,
             epoch=epoch,
-            micro_batch=self.engine.micro_batches,
+            micro_batch=self.engine.progress.micro_batches,
             samples=self._samples,
         )
         self.recorder.note_truth(self.engine)
@@ -273,7 +277,7 @@ class _Run:
         self.values = {"loss": (loss_sum / total).item()}
         if self.job.metric is not None:
             self.values["metric"] = (metric_sum / total).item()
-        self.recorder.validated(epoch, self.engine.attempts, self.values)
+        self.recorder.validated(epoch, self.engine.progress.attempts, self.values)
 
     def _save(self, epoch: int, *, whole: bool, validated: bool) -> None:
         """Write a checkpoint in epoch `epoch`, of which all batches are used if it is `whole`."""
@@ -284,12 +288,17 @@ class _Run:
             "config": dataclasses.asdict(self.config),
             "data": _START if whole else self.data.state(),
         }
-        weights, state, meta = checkpoint_parts(self.engine, extra)
+        weights, state, meta = checkpoint_parts(self.engine.state_dict(), extra)
         metric, higher = self._score(validated=validated)
         self.saved = self.folder.save(
-            self.engine.attempts, weights=weights, state=state, meta=meta, metric=metric, higher_is_better=higher
+            self.engine.progress.attempts,
+            weights=weights,
+            state=state,
+            meta=meta,
+            metric=metric,
+            higher_is_better=higher,
         )
-        self.saved_at = self.engine.attempts
+        self.saved_at = self.engine.progress.attempts
         self.recorder.log.event("saved", path=self.saved.name)
         self.recorder.listener.saved(self.saved)
         self.recorder.restart_clock()
@@ -302,7 +311,7 @@ class _Run:
         return self.values["loss"], False
 
     def _steps_done(self) -> bool:
-        return self.config.steps is not None and self.engine.attempts >= self.config.steps
+        return self.config.steps is not None and self.engine.progress.attempts >= self.config.steps
 
     def _done(self, epoch: int) -> bool:
         return (self.config.epochs is not None and epoch >= self.config.epochs) or self._steps_done()
@@ -318,13 +327,15 @@ class _Run:
     def _outcome(self, epoch: int, stop: StopRequest) -> TrainOutcome:
         engine, last = self.engine, self.recorder.last
         if stop.signal is not None:
-            say(f"Stopped by {stop.signal.name} after step {engine.attempts}; saved {self.saved}. Go on with --resume.")
+            say(
+                f"Stopped by {stop.signal.name} after step {engine.progress.attempts}; saved {self.saved}. Go on with --resume."
+            )
         return TrainOutcome(
             self.out,
             str(engine.policy),
-            engine.attempts,
+            engine.progress.attempts,
             epoch,
-            engine.attempts - engine.applied,
+            engine.progress.attempts - engine.progress.applied,
             None if last is None else last.loss,
             self.values,
             self.saved,

@@ -82,7 +82,7 @@ class Recorder:
 
     def note_truth(self, engine: Engine) -> None:
         """Record the truth table as the first step left it; the file's first line had to be written before it."""
-        if engine.attempts == 1:
+        if engine.progress.attempts == 1:
             self.log.event("truth", truth=engine.truth().as_dict())
 
     def push(self, result: StepResult, loss: Tensor, *, epoch: int, micro_batch: int, samples: int) -> None:

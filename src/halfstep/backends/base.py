@@ -1,0 +1,119 @@
+"""Backend: what changes when a run has more than one rank, as one list of hooks.
+
+The Engine, the trainer and the planner call these hooks and know nothing else about ranks. Every hook is a no-op that is
+right for one process, so a backend overrides only what differs:
+
+    once              check -> prepare -> context
+    each micro-batch  forward_context(last) around the forward, then backward(loss)
+    each update       reduce_weight -> total_norm -> agree -> step
+    state             gather before saving, scatter before loading
+    always            local, truth_rows, close
+
+`check` runs before anything is changed and raises for what the backend cannot do. `prepare` may replace the model's
+parameters (FSDP2 does) and must then rebind the optimizers' groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.backends.context import RunContext
+from halfstep.precision.policy import Policy
+
+__all__ = ["Backend", "unwrap"]
+
+
+class Backend:
+    """The hooks, each a no-op that is right for one process."""
+
+    name = "single"
+
+    def __init__(self, context: RunContext | None = None) -> None:
+        self._context = context or RunContext()
+
+    # --- once ---------------------------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module, policy: Policy) -> None:
+        """Raise a SettingError if this backend cannot train `model` under `policy`; nothing is changed yet."""
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
+        """Make the model ready for this backend and return the module that owns the parameters.
+
+        A backend that replaces parameters rebinds the optimizers' groups to the new ones, by name.
+        """
+        module = unwrap(model)
+        first = next(module.parameters(), None)
+        if first is not None:
+            self._context = replace(self._context, device=first.device)
+        return module
+
+    def context(self) -> RunContext:
+        """Rank, world size, local rank, device and process group of this process."""
+        return self._context
+
+    # --- each micro-batch ---------------------------------------------------------------------------------------
+
+    def forward_context(self, *, last: bool) -> AbstractContextManager[None]:
+        """Entered around a forward; `last` is False if its gradients need not be reduced over ranks yet."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Backpropagate a loss that is already scaled."""
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    # --- each update --------------------------------------------------------------------------------------------
+
+    def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
+        """The weight of a window, agreed over ranks; gradients are divided by it."""
+        return weight
+
+    def total_norm(self, partial: Tensor) -> Tensor:
+        """The 2-norm of all gradients, from the norm of those that this rank stores."""
+        return partial
+
+    def agree(self, found_inf: Tensor) -> Tensor:
+        """The flag, the same on every rank: 1 if any rank saw a non-finite gradient."""
+        return found_inf
+
+    def step(self, optimizer: torch.optim.Optimizer, decision: Any) -> bool:
+        """Take the step of an optimizer that this backend owns; False leaves it to the Engine."""
+        return False
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The part of a parameter, gradient or state that this rank stores, as a plain tensor."""
+        return tensor
+
+    def gather(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of this rank as it is written to a checkpoint."""
+        return state
+
+    def scatter(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a checkpoint's state that this rank loads."""
+        return state
+
+    def truth_rows(self) -> Mapping[str, str]:
+        """Rows of the truth table that this backend knows better, by their name."""
+        return {}
+
+    def close(self) -> None:
+        """Release what the backend allocated; calling it twice is fine."""
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module behind the wrappers of torch.compile and DistributedDataParallel."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner

@@ -1,0 +1,59 @@
+"""The two blocks that the user's code runs in: training forwards and validation, in the policy's precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from halfstep.backends.base import Backend
+from halfstep.engine.buffers import BufferGuard
+from halfstep.engine.ema import Ema
+from halfstep.engine.guards import GradientGuard
+from halfstep.engine.region import compute_region
+from halfstep.engine.setup import PreparedRun
+from halfstep.errors import SettingError
+
+__all__ = ["Blocks"]
+
+
+class Blocks:
+    """Enters and leaves the blocks; `depth` is above 0 inside one."""
+
+    def __init__(
+        self, run: PreparedRun, backend: Backend, buffers: BufferGuard, gradients: GradientGuard, ema: Ema | None
+    ) -> None:
+        self._run, self._backend, self._buffers, self._gradients, self._ema = run, backend, buffers, gradients, ema
+        self.depth = 0
+
+    @contextlib.contextmanager
+    def forward(self, *, last: bool) -> Iterator[None]:
+        """Training: buffers are saved for a skip, gradients set aside; `last` if this micro-batch fills its window."""
+        self._buffers.save()
+        with self._backend.forward_context(last=last), self._gradients.set_aside(), self._region():
+            yield
+
+    @contextlib.contextmanager
+    def evaluate(self, *, ema: bool) -> Iterator[None]:
+        """Validation: eval mode, no gradients; with `ema` on the EMA weights."""
+        if ema and self._ema is None:
+            raise SettingError("evaluate(ema=True) needs Engine(ema=DECAY); this engine has no EMA.")
+        training = [m for m in self._run.module.modules() if m.training]
+        weights = self._ema.swapped() if ema and self._ema is not None else contextlib.nullcontext()
+        self._run.module.eval()
+        try:
+            with weights, self._gradients.set_aside(), torch.no_grad(), self._region():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    @contextlib.contextmanager
+    def _region(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            with compute_region(self._run.device.type, self._run.policy.compute):
+                yield
+        finally:
+            self.depth -= 1

@@ -1,0 +1,124 @@
+"""Checks: what the Engine rejects before it changes anything, with the values seen and what to write instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import SettingError
+from halfstep.events import say
+from halfstep.hardware.units import few
+from halfstep.scaling.scaler import Scaler
+
+__all__ = ["check_loss", "check_optimizers", "check_scaler", "check_settings", "named_trainables"]
+
+
+def check_loss(loss: Any) -> None:
+    """Raise for what cannot be backpropagated as one loss."""
+    if not isinstance(loss, Tensor):
+        raise SettingError(
+            f"backward() takes the loss tensor, not {type(loss).__name__}; do not call .item() or float() on it first."
+        )
+    if loss.numel() != 1:
+        raise SettingError(
+            f"backward() takes one number, not a loss of shape {tuple(loss.shape)}; reduce it first, e.g. loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise SettingError(
+            "backward() was called with a loss that has no graph: it was computed under no_grad (engine.evaluate()?), detached, or from "
+            "frozen parameters only. Compute it inside `with engine.forward():`."
+        )
+
+
+def check_scaler(scaler: Scaler, compute: str) -> None:
+    """Raise for a scaler that contradicts the compute format."""
+    mode = scaler.settings.mode
+    if compute == "fp16" and mode == "none":
+        raise SettingError(
+            "scaler=NoScaler() under fp16 lets gradients below 6e-08 vanish; use LossScaler(), or StaticScaler(1) to insist."
+        )
+    if compute != "fp16" and mode != "none":
+        raise SettingError(
+            f"scaler={scaler!r} has no effect under {compute} compute, which has fp32's range; omit scaler=."
+        )
+
+
+def check_settings(
+    model: Any, optimizers: Sequence[Any], schedulers: Sequence[Any], max_norm: Any, accumulate: Any
+) -> None:
+    """Raise for an Engine that cannot work, before anything is changed."""
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"Engine(model=...) takes a torch.nn.Module, not {type(model).__name__}.")
+    check_optimizers(optimizers)
+    if max_norm is not None:
+        number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
+        if not number or not math.isfinite(max_norm) or max_norm <= 0:
+            raise SettingError(f"max_norm={max_norm!r} must be a number above 0; max_norm=None does not clip.")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise SettingError(f"accumulate={accumulate!r} must be a whole number of micro-batches, 1 or more.")
+    for scheduler in schedulers:
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise SettingError(
+                "ReduceLROnPlateau needs a metric at each step; call scheduler.step(metric) yourself after validation."
+            )
+        if not callable(getattr(scheduler, "step", None)):
+            raise SettingError(f"scheduler={scheduler!r} has no step(); pass a torch.optim.lr_scheduler.")
+        if not any(getattr(scheduler, "optimizer", o) is o for o in optimizers):
+            raise SettingError(
+                "The scheduler was built on another optimizer than the Engine's, so it would change nothing."
+            )
+
+
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Raise for what cannot be stepped by the Engine."""
+    if not optimizers:
+        raise SettingError("Engine(optimizer=...) is empty; pass one optimizer or a list of them.")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise SettingError(f"Engine(optimizer=...) takes torch.optim optimizers, not {type(optimizer).__name__}.")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise SettingError(
+                "LBFGS calls the model again inside step(), which no loss scale can follow; use it without the Engine."
+            )
+
+
+def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The parameters that the optimizers own, by the model's names; raises unless each belongs to one optimizer."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    owner: dict[int, int] = {}
+    params: dict[str, Tensor] = {}
+    for index, optimizer in enumerate(optimizers):
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(param) not in names:
+                raise SettingError(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} that is not in the model. Build the "
+                    "optimizer from model.parameters(), after moving the model to its device."
+                )
+            if owner.setdefault(id(param), index) != index:
+                raise SettingError(
+                    f"Parameter {names[id(param)]} is in two optimizers and would be stepped twice. Give it to one."
+                )
+            params[names[id(param)]] = param
+    if not any(p.requires_grad for p in params.values()):
+        raise SettingError("No parameter in the optimizer requires a gradient; there is nothing to train.")
+    _check_devices(params)
+    idle = [name for name, p in model.named_parameters() if p.requires_grad and name not in params]
+    if idle:
+        say(f"Trainable parameters that are in no optimizer are not updated: {few(idle)}.")
+    return params
+
+
+def _check_devices(params: dict[str, Tensor]) -> None:
+    by_kind: dict[str, list[str]] = {}
+    for name, param in params.items():
+        by_kind.setdefault(param.device.type, []).append(name)
+    if len(by_kind) > 1:  # autocast is entered for one kind of device, and the others would not be in it
+        places = " and ".join(f"on {kind} ({few(names)})" for kind, names in by_kind.items())
+        raise SettingError(
+            f"The model's parameters are {places}. Move the whole model with model.to(device) before its optimizer and Engine are built; "
+            "`with torch.device(...):` does not move what torch.Tensor(...) creates."
+        )

@@ -1,0 +1,83 @@
+"""Outcomes of steps on their way from the device to schedulers, hooks and the hard stop.
+
+Whether a step was skipped is known on the device. The next step delivers it to the host before it launches its own update
+(`halfstep.scaling.readback`); only then do the schedulers advance, the callbacks run, and a run whose every step
+overflows stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.engine.result import StepResult
+from halfstep.engine.steps import Decision
+from halfstep.errors import SettingError
+from halfstep.kernels.scale_update import COUNTERS
+from halfstep.scaling.readback import Readback
+from halfstep.scaling.scaler import Scaler, stop_if_stuck
+
+__all__ = ["Delivery", "Progress"]
+
+_CONSECUTIVE = COUNTERS.index("consecutive_skips")
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    attempts: int = 0  # steps tried, skipped ones included
+    micro_batches: int = 0
+    applied: int = 0  # updates that happened, as far as they have been delivered
+
+
+class Delivery:
+    """The queue of outcomes, and what each one sets in motion."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        schedulers: list[Any],
+        scaler: Scaler,
+        params: Mapping[str, Tensor],
+        callbacks: list[Callable[[StepResult], None]],
+    ) -> None:
+        self._progress, self._schedulers, self._scaler = progress, schedulers, scaler
+        self._params, self._callbacks = params, callbacks
+        self._readback = Readback()
+
+    def push(self, decision: Decision, scale: Tensor, result: StepResult) -> None:
+        """Send the outcome of a step on its way."""
+        consecutive = self._scaler.counters[_CONSECUTIVE].to(decision.norm.device, torch.float32)
+        self._readback.push(torch.stack((decision.found_inf, decision.norm, scale, consecutive)), result)
+
+    def drain(self) -> None:
+        """Wait for every outcome that is on its way and act on it."""
+        for result, (found_inf, norm, scale, consecutive) in self._readback.deliver(wait=True):
+            result.fill(found_inf, norm, scale)
+            if not found_inf:
+                self._progress.applied += 1
+                advance(self._schedulers, self._progress.applied)
+            for callback in self._callbacks:
+                callback(result)
+            stop_if_stuck(int(consecutive), self._scaler.settings, self._scaler.get_scale, self._params.items())
+
+    def discard(self) -> None:
+        """Forget the outcomes of a run that another state replaces."""
+        self._readback = Readback()
+
+
+def advance(schedulers: Sequence[Any], applied: int) -> None:
+    """Advance every scheduler for the update that was just applied."""
+    for scheduler in schedulers:
+        try:
+            scheduler.step()
+        except ValueError as error:  # OneCycleLR at its end
+            raise SettingError(
+                f"{type(scheduler).__name__} could not be stepped after update {applied}: {error}. The Engine steps schedulers once per "
+                "update: build it for the number of updates in the run, which is epochs x batches / accumulate."
+            ) from error

@@ -1,0 +1,99 @@
+"""Set-up: a model, its optimizers and a policy turned into a run that is ready to step.
+
+One function for the Engine, which trains with the result, and for the planner, which runs it on fake tensors and counts
+bytes. In order, and nothing is changed before the checks have passed:
+
+    check       optimizers own parameters of the model, each once, on one kind of device
+    cast        weights to the policy's dtype in place; their fp32 values become masters
+    switch      TF32 on or off, where the policy computes in fp32 or TF32 on CUDA
+    wrap        modules that compute in fp32
+    adopt       a stock optimizer becomes a lean one where the policy needs masters or smaller states
+    accumulate  fp32 gradients for 16-bit weights where a window has several micro-batches
+    choose      how each optimizer is stepped: by our kernels, by torch's fused ones, or in plain torch
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.engine.casting import cast_model, sum_gradients_in_fp32, uncast_forwards, wrap_forwards
+from halfstep.engine.checks import check_optimizers, named_trainables
+from halfstep.engine.steps import StepPath, choose_path
+from halfstep.errors import SettingError
+from halfstep.hardware.tf32 import set_tf32
+from halfstep.optim.adopt import adopt
+from halfstep.optim.lean import LeanOptimizer
+from halfstep.precision.policy import Policy
+
+__all__ = ["PreparedRun", "prepare_run"]
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A module whose weights and optimizers fit a policy, and the way back."""
+
+    module: nn.Module
+    policy: Policy
+    accumulate: int
+    params: dict[str, Tensor]  # those that the optimizers own, by the model's names
+    paths: tuple[StepPath, ...]
+    undo: contextlib.ExitStack = field(repr=False)  # what Engine.close() takes back; trained weights stay
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers as they are stepped: the user's own, or those that adopted them."""
+        return [path.optimizer for path in self.paths]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.params.values())).device
+
+    def master_of(self, param: Tensor) -> Tensor:
+        """The fp32 value of a parameter."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, LeanOptimizer) and param in optimizer.state:
+                return optimizer.master_of(param)
+        value = param.detach()
+        return value.float() if value.is_floating_point() and value.element_size() < 4 else value
+
+
+def prepare_run(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    policy: Policy,
+    *,
+    accumulate: int = 1,
+    gradient_release: bool = False,
+) -> PreparedRun:
+    """Cast, wrap and adopt so that `module` trains under `policy`; raises before it changes anything."""
+    if policy.compute == "fp8":
+        raise SettingError("precision fp8 is not implemented yet. Use bf16-lean, which stores weights the same way.")
+    check_optimizers(optimizers)
+    params = named_trainables(module, optimizers)
+    masters = cast_model(module, policy)
+    if policy.compute in {"fp32", "tf32"} and next(iter(params.values())).device.type == "cuda":
+        set_tf32(policy.compute == "tf32")  # process-wide: another run may change it, so nothing reverts it
+    undo = contextlib.ExitStack()
+    wrap_forwards(module, policy)
+    undo.callback(uncast_forwards, module)
+    stepped = [_adopted(o, policy, lean=gradient_release) for o in optimizers]
+    for optimizer in stepped:
+        if isinstance(optimizer, LeanOptimizer):
+            for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+                optimizer.hold_master(param, masters.get(param))
+    if policy.widens_grads(accumulate):
+        sum_gradients_in_fp32(params.values(), policy)
+    paths = tuple(choose_path(o, module) for o in stepped)
+    return PreparedRun(module, policy, accumulate, params, paths, undo)
+
+
+def _adopted(optimizer: torch.optim.Optimizer, policy: Policy, *, lean: bool) -> torch.optim.Optimizer:
+    if not lean and policy.params == "fp32" and policy.states == "fp32":
+        return optimizer
+    return adopt(optimizer, master=policy.master if policy.params != "fp32" else "none", states=policy.states)

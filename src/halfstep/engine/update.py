@@ -1,0 +1,87 @@
+"""The update at the end of a window: gradients read once, then every optimizer steps or none does.
+
+What follows from the one decision stays on the device: optimizers, loss scale, buffers and EMA are all gated by the same
+flag, so a skipped step changes nothing and nothing waits to learn whether it was skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.backends.base import Backend
+from halfstep.engine.buffers import BufferGuard
+from halfstep.engine.ema import Ema
+from halfstep.engine.release import GradientRelease
+from halfstep.engine.setup import PreparedRun
+from halfstep.engine.steps import Decision, coalesce, decide, take_step, unscale_in_place, widen
+from halfstep.engine.watch import hook_of
+from halfstep.engine.window import Window
+from halfstep.scaling.scaler import Scaler
+
+__all__ = ["Update"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Everything that one decision about a window's gradients gates."""
+
+    run: PreparedRun
+    backend: Backend
+    scaler: Scaler
+    buffers: BufferGuard
+    ema: Ema | None
+    release: GradientRelease | None
+    max_norm: float | None
+    watch: Any
+    _tables: dict[Any, Any] = field(default_factory=dict, repr=False)  # of the kernel that computes the norm
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients by name, duplicate rows of sparse ones summed."""
+        coalesce(list(self.run.params.values()))
+        return {name: p.grad for name, p in self.run.params.items() if p.grad is not None}
+
+    def unscale(self, window: Window) -> None:
+        """Divide the gradients in place, and remember in the window whether all were finite."""
+        widen(self.run.params.values())
+        grads, divisor = list(self.gradients().values()), self._divisor(window)
+        window.found_inf = decide(grads, divisor, None, self.backend).found_inf
+        unscale_in_place(grads, divisor)
+
+    def apply(self, window: Window, gradients: Mapping[str, Tensor]) -> Decision:
+        """Decide, then step, update the loss scale and the EMA, and restore buffers after a skip."""
+        decision = self._decide_and_step(window, gradients)
+        self.scaler.advance(decision.found_inf)
+        self.buffers.restore_if(decision.found_inf)
+        if self.ema is not None:
+            self.ema.update(decision.found_inf)
+        return decision
+
+    def _decide_and_step(self, window: Window, gradients: Mapping[str, Tensor]) -> Decision:
+        device, unscaled = self.run.device, window.found_inf
+        divisor = self._divisor(window) if unscaled is None else torch.ones((), device=device)
+        hook_of(self.watch, "before_step")(gradients, divisor)
+        if self.release is not None:
+            return self.release.finish(device)
+        decision = decide(list(gradients.values()), divisor, self.max_norm, self.backend, self._tables)
+        if unscaled is not None:
+            decision.found_inf.copy_(torch.maximum(decision.found_inf, unscaled))
+        undivided = self.scaler.settings.mode == "none" and _is_one(self.backend.reduce_weight(window.weight))
+        divides = self.max_norm is not None or not (undivided or unscaled is not None)
+        take_step(self.run.paths, decision, self.backend, divides=divides)
+        return decision
+
+    def _divisor(self, window: Window) -> Tensor:
+        """What the gradients were multiplied with: the loss scale and the weight of the window."""
+        scale = self.scaler.scale_on(self.run.device)
+        weight = self.backend.reduce_weight(window.weight)
+        return scale if _is_one(weight) else scale * weight
+
+
+def _is_one(weight: float | Tensor) -> bool:
+    """Whether a weight is known to be 1 without reading the device."""
+    return isinstance(weight, float) and weight == 1.0
