@@ -47,7 +47,7 @@ FLOORS = [
     ["deepspeed_keys", "policy_names"],
     ["hardware"],
     ["runlog"],
-    ["environment", "devices", "jsonc", "lossscale", "tf32"],
+    ["environment", "devices", "jsonc", "lossscale", "onednn", "tf32"],
     ["formats", "torch_build"],
     ["events"],
     ["errors"],
