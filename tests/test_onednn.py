@@ -28,9 +28,13 @@ with loop.forward():
     loss = job.call("loss", model=loop.model, batch=next(iter(job.call("data", split="train", **place))), **place)
 loop.backward(loss)
 """
-MEASURING = """
-from halfstep.measure import measure_matmuls
-measure_matmuls(size=64, seconds=0.01)
+MEASURING = f"""
+from halfstep import measure
+def product():
+    for text in {FALLBACK_WARNINGS}:
+        warnings.warn(text, UserWarning)
+measure._product = lambda *_: product
+measure.measure_matmuls(size=64, seconds=0.01)
 """
 # On a CPU with 16-bit arithmetic oneDNN raises nothing by itself, so its texts are raised by hand as well.
 BY_HAND = "".join(f"warnings.warn({text + ', switching to BLAS gemm'!r}, UserWarning)\n" for text in FALLBACK_WARNINGS)
