@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfstep.comparison import clock
-from halfstep.comparison.clock import StepClock, largest_resident_bytes, peak_bytes, reset_peak, resident_bytes
+from halfstep.comparison.clock import StepClock, largest_resident_bytes, peak_bytes, resident_bytes
 
 CPU = torch.device("cpu")
 
