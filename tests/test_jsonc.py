@@ -98,10 +98,11 @@ def test_deep_nesting_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["{" + "/*" * 500_000, '{"' + '"/' * 500_000, "{" + "," * 1_000_000, '{"a' + "\\" * 999_999]
+    "text",
+    ["{" + "/*" * 500_000, "{" + "/* " * 500_000, '{"' + '"/' * 500_000, "{" + "," * 1_000_000, '{"a' + "\\" * 999_999],
 )
-def test_hostile_text_is_refused_quickly(text):
-    """A megabyte made to confuse the reader takes seconds at most, not hours."""
+def test_hostile_text_does_not_hang(text):
+    """A megabyte made to confuse the reader is rejected after one pass, not after hours."""
     with pytest.raises(SettingError), no_hang():
         load_json(text)
 

@@ -127,10 +127,11 @@ def test_deep_nesting_is_refused_at_once(text):
         '{"a": ' + "1" * 4000 + "e" * 2_000_000,
         '{"a": "' + "\\" * 4_000_000,
         "{" + "/*" * 2_000_000,
+        "{" + "/* " * 1_000_000,
         '{"a": ' + "{" * 4_000_000,
         "{" + '"a": 1,' * 20_000,
     ],
-    ids=["number", "escapes", "comments", "brackets", "entries"],
+    ids=["number", "escapes", "comments", "open comments", "brackets", "entries"],
 )
 def test_no_text_takes_long(text):
     """Each character is looked at a few times at most, whatever the text."""
