@@ -189,6 +189,7 @@ clock.time = SimulatedClock
 STEP = "SimulatedClock.now += (.004 if torch.is_autocast_enabled('cpu') else .002) * (1.7 if os.path.exists({busy!r}) else 1)"
 
 
+@pytest.mark.slow  # a dozen processes
 def test_a_load_during_half_the_comparison_does_not_change_the_verdict(tmp_path):
     """Turns share whatever the machine does: where all steps take longer for half of the run, the recommendation stays."""
     busy = tmp_path / "busy"
