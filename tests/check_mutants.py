@@ -1,14 +1,13 @@
 """Files to break the checker with: random bytes, the rules' own cases mutated, random Python that parses.
 
 Everything comes from one number, so that a failure is that number. `survive` is the property: a file, whatever it
-holds, ends in findings with places inside it, in every format, with its fixes made or refused, and in a bounded time.
+contains, ends in findings with places inside it, in every format, with its fixes applied or rejected.
 """
 
 import ast
 import copy
 import json
 import random
-import time
 
 from halfstep.check.cases import source_of_case
 from halfstep.check.files.document import read_document
@@ -25,7 +24,6 @@ from halfstep.report.check_json import as_json
 from halfstep.report.check_sarif import as_sarif
 from halfstep.report.check_text import as_text
 
-MAX_SECONDS = 10.0  # of processor time for one file; a seed takes a few milliseconds
 ENDINGS = {"python": "a.py", "notebook": "a.ipynb", "json": "a.json", "yaml": "a.yaml"}
 
 ODD = [
@@ -179,7 +177,6 @@ def survive(language, data, *, gpu=False):
     """Raise where the checker does not hold up on this file; else how many findings it gave."""
     path = ENDINGS[language]
     settings = Settings(gpu=find_device("t4") if gpu else None, gpu_origin="--gpu t4" if gpu else "")
-    begin = time.process_time()
 
     def check(document):
         return check_document(document, settings, Selection())
@@ -206,6 +203,4 @@ def survive(language, data, *, gpu=False):
         as_diff(outcome)
     if not done.applied:
         assert done.after is document
-    spent = time.process_time() - begin
-    assert spent < MAX_SECONDS, f"{spent:.1f} seconds for {len(data)} bytes"
     return len(findings)

@@ -14,6 +14,6 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"
 def test_an_example_runs(path, tmp_path):
     """Each file under examples/ ends without an error, in a folder of its own."""
     result = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
     )
     assert result.returncode == 0, result.stderr[-2000:]

@@ -4,7 +4,6 @@ import contextlib
 import json
 import string
 import sys
-import time
 
 import pytest
 from hypothesis import given
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from halfstep.errors import SettingError
 from halfstep.precision.jsonc import MAX_BYTES, load_json
+from work_counter import no_hang
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -98,14 +98,13 @@ def test_deep_nesting_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["{" + "/*" * 500_000, '{"' + '"/' * 500_000, "{" + "," * 1_000_000, '{"a' + "\\" * 999_999]
+    "text",
+    ["{" + "/*" * 500_000, "{" + "/* " * 500_000, '{"' + '"/' * 500_000, "{" + "," * 1_000_000, '{"a' + "\\" * 999_999],
 )
-def test_hostile_text_is_refused_quickly(text):
-    """A megabyte made to confuse the reader takes seconds at most, not hours."""
-    start = time.perf_counter()
-    with pytest.raises(SettingError):
+def test_hostile_text_does_not_hang(text):
+    """A megabyte made to confuse the reader is rejected after one pass, not after hours."""
+    with pytest.raises(SettingError), no_hang():
         load_json(text)
-    assert time.perf_counter() - start < 20
 
 
 def test_file_is_read_by_path_or_name(tmp_path):

@@ -1,5 +1,6 @@
 """The training loop: what it writes, how it stops, that a resumed run is the run that was never stopped."""
 
+import contextlib
 import json
 import os
 import random
@@ -209,57 +210,89 @@ def test_a_bad_device_is_refused(tmp_path):
 
 # --- real processes -------------------------------------------------------------------------------------------
 
+# `tiny_job` as a file, which can count its own progress. With KILL_AT=n its process dies by SIGKILL right before its n-th
+# event: a loss, or a call that touches the run's directory. No clock is involved, so any machine dies at the same place.
+JOB_FILE = """
+import os, signal, sys
+from test_loop import tiny_job
 
-def start(out, precision, *, resume, epochs=12, save_every=2):
+job = tiny_job()
+kill_at = int(os.environ.get("KILL_AT", "0"))
+events = 0
+
+def count():
+    global events
+    events += 1
+    if events == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def audit(event, args):
+    if event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"} and os.environ["RUN"] in str(args[0]):
+        count()
+
+def loss(model, batch):
+    count()
+    return tiny_loss(model, batch)
+
+if kill_at:
+    sys.addaudithook(audit)
+tiny_loss = job.loss
+job = tiny_job(loss=loss)
+"""
+HANG_SECONDS = 600  # only a process that hangs takes as long
+
+
+@contextlib.contextmanager
+def start(out, precision, *, resume, epochs, kill_at=0):
+    """A real `halfstep train`, which does not outlive the block."""
+    job = out.parent / "job.py"
+    job.write_text(JOB_FILE)
     command = [
         sys.executable,
         "-m",
         "halfstep",
         "train",
-        "digits",
+        str(job),
         "--out",
         str(out),
         "--epochs",
         str(epochs),
         "--json",
     ]
-    command += ["--set", f"save_every={save_every}", "--precision", precision]
-    command += ["--resume"] if resume else []
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    command += ["--batch", "16", "--set", "save_every=2", "--precision", precision, *["--resume"] * resume]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "KILL_AT": str(kill_at), "RUN": str(out), "PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def num_lines(out):
-    path = Path(out) / "run.jsonl"
+    path = out / "run.jsonl"
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
 def kill_and_resume(tmp_path, precision, kills, seed, epochs):
-    """Train with SIGKILLs at random moments of training and saving, and once without."""
+    """Train with SIGKILLs at random points of training and saving, and once without; the number of kills."""
     rng = random.Random(seed)
     out = tmp_path / "killed"
-    done = killed = 0
-    for _ in range(kills * 3):
-        resume = num_lines(out) > 0
-        process = start(out, precision, resume=resume, epochs=epochs)
-        if killed < kills:
-            target = num_lines(out) + rng.randint(4, 14)
-            while num_lines(out) < target and process.poll() is None:
-                time.sleep(0.002)
-            time.sleep(rng.uniform(0, 0.03))
-            if process.poll() is None:
-                process.kill()
-                killed += 1
-        stdout, stderr = process.communicate(timeout=120)
+    killed = 0
+    while True:
+        resume = (out / "checkpoints").exists()
+        kill_at = rng.randint(20, 90) if killed < kills else 0
+        with start(out, precision, resume=resume, epochs=epochs, kill_at=kill_at) as process:
+            stdout, stderr = process.communicate(timeout=HANG_SECONDS)
         assert "Traceback" not in stderr, stderr
         if process.returncode == 0:
-            done = json.loads(stdout)["steps"]
             break
         assert process.returncode == -signal.SIGKILL, stderr
-    plain = start(tmp_path / "plain", precision, resume=False, epochs=epochs)
-    stdout, stderr = plain.communicate(timeout=120)
-    assert plain.returncode == 0, stderr
-    assert done == json.loads(stdout)["steps"]
+        killed += 1
+    with start(tmp_path / "plain", precision, resume=False, epochs=epochs) as process:
+        plain_stdout, stderr = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 0, stderr
+    assert json.loads(stdout)["steps"] == json.loads(plain_stdout)["steps"] == 4 * epochs
     a, b = (
         masters_of(load_checkpoint(CheckpointFolder(tmp_path / n / "checkpoints").latest()))
         for n in ("plain", "killed")
@@ -272,25 +305,25 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs):
 
 def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path):
     """Three kills of a real process: weights and losses equal the run that was never killed."""
-    assert kill_and_resume(tmp_path, "fp16-lean", kills=3, seed=0, epochs=4) >= 2
+    assert kill_and_resume(tmp_path, "fp16-lean", kills=3, seed=0, epochs=8) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "precision"), list(enumerate(["fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"])))
 def test_sigkill_twenty_times(seed, precision, tmp_path):
-    """Four kills in each preset, twenty in all, at random moments of training and of saving."""
-    assert kill_and_resume(tmp_path, precision, kills=4, seed=seed, epochs=6) == 4
+    """Four kills in each preset, twenty in all, at random points of training and of saving."""
+    assert kill_and_resume(tmp_path, precision, kills=4, seed=seed, epochs=10) == 4
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_finishes_the_step_saves_and_says_so(number, code, tmp_path):
+def test_a_signal_finishes_the_step_saves_and_reports_it(number, code, tmp_path):
     """Exit code 130 or 143, a line that names the checkpoint, and a run that can be resumed."""
     out = tmp_path / "run"
-    process = start(out, "bf16", resume=False, epochs=200)
-    while num_lines(out) < 8 and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    with start(out, "bf16", resume=False, epochs=1_000_000) as process:
+        while num_lines(out) < 8 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == code, stderr
     outcome = json.loads(stdout)
     assert outcome["stopped_by"] == number.name

@@ -26,6 +26,7 @@ from halfstep.engine.compiling import compile_model
 from halfstep.engine.steps import choose_path
 from halfstep.engine.truth import census
 from halfstep.errors import MissingError, SettingError
+from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.hardware.tf32 import set_tf32
 
 __all__ = ["make_peer"]
@@ -37,6 +38,7 @@ def make_peer(contender: Contender, parts: Parts, max_norm: float | None) -> Any
     """The loop of a peer; a peer that is not installed is a `MissingError` that says how to get it."""
     if len(getattr(parts.optimizer, "param_groups", ())) == 0:
         raise SettingError("The peers' loops take one optimizer; this job's has no parameter groups.")
+    ignore_fallback_warnings()
     set_tf32(False)  # torch's default for matmuls; cuDNN's would otherwise be on
     loops = {"torch-amp": _TorchAmp, "accelerate": _Accelerate, "fabric": _Fabric}
     return loops[contender.peer or ""](contender, parts, max_norm)

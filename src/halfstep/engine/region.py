@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from halfstep.hardware.onednn import ignore_fallback_warnings
+
 __all__ = ["COMPUTE_DTYPES", "compute_region", "fp32_operations", "recomputing", "reinstall", "upcast"]
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -138,6 +140,8 @@ def _install_rule(device_type: str) -> None:
     with _install:  # also where torch.compile stops tracing, so that the switch is set when the block is compiled
         if device_type in _libraries or device_type not in _LACKING:
             return
+        if device_type == "cpu":
+            ignore_fallback_warnings()
         # Before any registration, which would change the answers.
         names = {kind: fp32_operations(kind) for kind in _LACKING}[device_type]
         key = _KEYS[device_type]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.errors import SettingError
+from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.hardware.probe import Hardware
 from halfstep.hardware.tf32 import tf32
 from halfstep.hardware.torch_build import require_torch
@@ -87,7 +88,7 @@ def measure_matmuls(size: int | None = None, seconds: float = 1.5) -> tuple[Meas
     found: list[Measured] = []
     fp32_once, full = math.inf, SMALLEST
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # oneDNN says that bf16 falls back on some CPUs; the number says it better
+        ignore_fallback_warnings()  # the number that is measured says the same in fewer lines
         for name in names:
             try:
                 with _tf32(device, name):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import time
 
 import pytest
 from hypothesis import given
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from halfstep.check.config.json_reader import parse_json
 from halfstep.check.config.node import UNKNOWN, Block, Items, Scalar, walk
 from halfstep.errors import SettingError
+from work_counter import no_hang
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -123,14 +123,20 @@ def test_deep_nesting_is_refused_at_once(text):
 
 @pytest.mark.parametrize(
     "text",
-    ['{"a": ' + "1" * 4000 + "e" * 100_000, '{"a": "' + "\\" * 200_000, "{" + "/*" * 100_000, '{"a": ' + "{" * 200_000],
+    [
+        '{"a": ' + "1" * 4000 + "e" * 2_000_000,
+        '{"a": "' + "\\" * 4_000_000,
+        "{" + "/*" * 2_000_000,
+        "{" + "/* " * 1_000_000,
+        '{"a": ' + "{" * 4_000_000,
+        "{" + '"a": 1,' * 20_000,
+    ],
+    ids=["number", "escapes", "comments", "open comments", "brackets", "entries"],
 )
 def test_no_text_takes_long(text):
     """Each character is looked at a few times at most, whatever the text."""
-    start = time.perf_counter()
-    with contextlib.suppress(SettingError):
+    with contextlib.suppress(SettingError), no_hang():
         parse_json(text, "x")
-    assert time.perf_counter() - start < 2
 
 
 def test_numbers_that_json_does_not_have():

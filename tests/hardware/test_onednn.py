@@ -1,0 +1,63 @@
+"""oneDNN's fallback warnings are filtered, and nothing else is."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from halfstep.hardware.onednn import FALLBACK_WARNINGS, ignore_fallback_warnings
+
+# Each multiplies in bf16 in one of the places where a user does.
+IN_A_REGION = """
+from halfstep.engine.region import compute_region
+a = torch.randn(64, 64, requires_grad=True)  # oneDNN leaves smaller products to torch
+with compute_region("cpu", "bf16"):
+    loss = (a @ a).sum() + torch.bmm(a[None], a[None]).sum()
+loss.backward()
+"""
+IN_A_PEER = """
+from halfstep.jobs.builtin import digits_job
+from halfstep.comparison.contender import parse_contenders
+from halfstep.comparison.loops import build_parts, make_loop
+place = {"seed": 0, "rank": 0, "world_size": 1, "device": torch.device("cpu"), "batch_size": 2}
+(row,) = parse_contenders([], ["torch-amp"])
+job = digits_job()
+loop = make_loop(row, build_parts(job, place), 1.0)
+with loop.forward():
+    loss = job.call("loss", model=loop.model, batch=next(iter(job.call("data", split="train", **place))), **place)
+loop.backward(loss)
+"""
+MEASURING = f"""
+from halfstep.hardware import measure
+def product():
+    for text in {FALLBACK_WARNINGS}:
+        warnings.warn(text, UserWarning)
+measure._product = lambda *_: product
+measure.measure_matmuls(size=64, seconds=0.01)
+"""
+# On a CPU with 16-bit arithmetic oneDNN raises nothing by itself, so its texts are raised by hand as well.
+BY_HAND = "".join(f"warnings.warn({text + ', switching to BLAS gemm'!r}, UserWarning)\n" for text in FALLBACK_WARNINGS)
+
+
+@pytest.mark.parametrize(
+    "code", [IN_A_REGION + BY_HAND, IN_A_PEER + BY_HAND, MEASURING], ids=["region", "torch-amp", "measure"]
+)
+def test_a_16_bit_product_prints_nothing(code):
+    """A program that multiplies in bf16 prints no warning on any CPU."""
+    command = [sys.executable, "-W", "default::UserWarning", "-c", "import warnings\nimport torch\n" + code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("halfstep:")]  # its own log
+    assert (result.returncode, lines) == (0, [])
+
+
+def test_other_warnings_are_still_shown():
+    """Only messages that begin with oneDNN's two texts are ignored, also where a filter was lost before."""
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            ignore_fallback_warnings()
+            for text in (*FALLBACK_WARNINGS, "mkldnn is not available"):
+                warnings.warn(text, UserWarning, stacklevel=1)
+            warnings.warn(FALLBACK_WARNINGS[0], DeprecationWarning, stacklevel=1)
+        assert [str(w.message) for w in shown] == ["mkldnn is not available", FALLBACK_WARNINGS[0]]
