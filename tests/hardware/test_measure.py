@@ -5,7 +5,8 @@ import pytest
 
 from halfstep.errors import SettingError
 from halfstep.hardware.measure import Measured, confirm, measure_matmuls
-from halfstep.hardware.probe import find_gpu, from_cpu, measure
+from halfstep.hardware import measure
+from halfstep.hardware.probe import find_gpu, from_cpu
 from halfstep.hardware.tf32 import tf32_state
 
 torch = pytest.importorskip("torch")
