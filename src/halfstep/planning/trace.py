@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.casting import uncast_forwards, wrap_forwards
-from halfstep.engine.region import COMPUTE_DTYPES
 from halfstep.jobs.job import Job
 from halfstep.planning.cuda_rules import as_on_cuda
 from halfstep.planning.fakes import build_model, fake_batch, new_mode
@@ -30,6 +29,7 @@ from halfstep.planning.optimizers import Held, held_by, prepare_optimizer, run_p
 from halfstep.planning.quiet import quietly
 from halfstep.planning.tracer import Tracer
 from halfstep.planning.workspaces import scratch_by_cause
+from halfstep.precision.formats import COMPUTE_DTYPES
 from halfstep.precision.policy import Policy
 
 __all__ = ["StepOptions", "Traced", "trace_step"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.errors import SettingError, unknown
+from halfstep.precision.formats import canonical_name
 
 __all__ = ["BLOCKS", "DTYPES", "NOT_READ", "READ", "REFUSED", "Block", "asks", "refuse"]
 
@@ -125,11 +126,7 @@ REFUSED: dict[str, str] = {
     "fp32_allreduce": 'DeepSpeed replaced it and now ignores it; write "communication_data_type": "fp32"',
 }
 
-# Names of number formats that DeepSpeed takes, and Halfstep's own.
-DTYPES = {
-    "fp32": "fp32", "float32": "fp32", "float": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16",
-    "bf16": "bf16", "bfloat16": "bf16",
-}  # fmt: skip
+DTYPES = ("fp32", "bf16", "fp16")  # the number formats that DeepSpeed takes
 
 
 def asks(key: str, value: object) -> bool:
@@ -220,9 +217,7 @@ class Block:
         value = self.get(key)
         if value is None:
             return None
-        text = str(value).strip().casefold().removeprefix("torch.")
-        if text not in DTYPES:
-            raise unknown(
-                f"dtype for the DeepSpeed key {self.where(key)}", reprlib.repr(value), ("fp32", "bf16", "fp16")
-            )
-        return DTYPES[text]
+        name = canonical_name(value)
+        if name not in DTYPES:
+            raise unknown(f"dtype for the DeepSpeed key {self.where(key)}", reprlib.repr(value), DTYPES)
+        return name

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from halfstep.errors import SettingError, unknown
 from halfstep.events import say
 from halfstep.precision.deepspeed import read_settings
-from halfstep.precision.formats import BF16, FP16, FP32
+from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.names import FOREIGN, REFUSED, fold
 
@@ -43,9 +43,6 @@ VALUES: dict[str, tuple[str, ...]] = {
     "reduce": ("fp32", "bf16", "fp16"),
 }
 KEYS = (*VALUES, "loss_scale", "keep_fp32")
-# torch spells its dtypes out; people type both.
-_SPELLINGS = {str(f.torch_name): f.name for f in (FP32, BF16, FP16)} | {"half": "fp16", "float": "fp32"}
-_16BIT = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -206,8 +203,7 @@ def _parse_item(item: str, text: str) -> tuple[str, str]:
 
 
 def _canonical_value(key: str, value: object) -> str:
-    text = str(value).strip().casefold().removeprefix("torch.")
-    text = _SPELLINGS.get(text, text)
+    text = canonical_name(value)
     if text not in VALUES[key]:
         raise unknown(f"value for {key}", value, VALUES[key])
     return text
@@ -283,17 +279,17 @@ _RULES = (
         "compute=fp8 with params={p.params}: fp8 linears are built on bf16 weights. Use the preset fp8.",
     ),
     _Rule(
-        lambda p: p.params in _16BIT and p.compute in {"fp32", "tf32"},
+        lambda p: p.params in FORMATS_16_BIT and p.compute in {"fp32", "tf32"},
         "params={p.params} with compute={p.compute}: the digits that {p.compute} could use were dropped when the "
         "weights were stored. Use compute={p.params}, or params=fp32.",
     ),
     _Rule(
-        lambda p: p.params in _16BIT and p.compute in _16BIT and p.params != p.compute,
+        lambda p: p.params in FORMATS_16_BIT and p.compute in FORMATS_16_BIT and p.params != p.compute,
         "params={p.params} with compute={p.compute} mixes two 16-bit formats: bf16 drops 3 of fp16's fraction bits, "
         "fp16 overflows above 65504. Use one of them for both, or params=fp32.",
     ),
     _Rule(
-        lambda p: p.params in _16BIT and p.master == "weights",
+        lambda p: p.params in FORMATS_16_BIT and p.master == "weights",
         "params={p.params} with master=weights: 16-bit weights cannot be their own fp32 master, because an update "
         "below half an ulp of a weight vanishes. Use master=split (two more bytes per weight) or master=fp32 (four "
         "more); master=none insists on training without one.",
@@ -304,12 +300,12 @@ _RULES = (
         "weights (preset bf16-lean or fp16-lean).",
     ),
     _Rule(
-        lambda p: p.params == "fp32" and p.grads in _16BIT,
+        lambda p: p.params == "fp32" and p.grads in FORMATS_16_BIT,
         "grads={p.grads} with params=fp32: the gradients of fp32 weights are fp32, and rounding them to 16 bits only "
         "loses digits. Omit grads, or use 16-bit weights (preset bf16-lean or fp16-lean).",
     ),
     _Rule(
-        lambda p: p.params in _16BIT and p.grads in _16BIT and p.grads != p.params,
+        lambda p: p.params in FORMATS_16_BIT and p.grads in FORMATS_16_BIT and p.grads != p.params,
         "grads={p.grads} with params={p.params}: the backward pass makes {p.params} gradients, and the other 16-bit "
         "format only loses range or digits. Use grads={p.params}, grads=fp32, or omit it.",
     ),
