@@ -23,7 +23,7 @@ from typing import Any
 from halfstep.errors import SettingError, unknown
 from halfstep.precision.deepspeed_keys import NOT_READ, READ, REFUSED, Block, asks, refuse
 from halfstep.precision.deepspeed_modes import Mode, read_mode
-from halfstep.precision.jsonc import load_json
+from halfstep.precision.json_tree import load_json
 
 __all__ = ["DeepSpeedSettings", "read_settings"]
 

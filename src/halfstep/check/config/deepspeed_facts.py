@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.node import UNKNOWN, Block, Items, Scalar, walk
 from halfstep.check.finding import Finding
 from halfstep.check.rule import ConfigRule
 from halfstep.precision.deepspeed_keys import DTYPES
 from halfstep.precision.formats import canonical_name
+from halfstep.precision.node import UNKNOWN, Block, Items, Scalar, walk
 
 __all__ = ["DeepSpeed", "DeepSpeedRule", "version_text"]
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from halfstep.check.config.node import Block, Node, Scalar, walk
 from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REFUSED
+from halfstep.precision.node import Block, Node, Scalar, walk
 
 __all__ = [
     "DEEPSPEED_KEYS",

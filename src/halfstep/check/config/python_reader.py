@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed
 from halfstep.check.config.literals import Literals
-from halfstep.check.config.node import UNKNOWN, Block, Entry, Node, Scalar
 from halfstep.check.script.names import Names, chain, read_names
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
+from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar
 
 __all__ = ["Found", "find_in_script"]
 
