@@ -12,6 +12,7 @@ import pytest
 
 from halfstep.errors import MissingError
 from halfstep.hardware import probe as hardware
+from halfstep.hardware.host import Cpu
 from halfstep.hardware.probe import probe
 
 GIB = 2**30
@@ -144,8 +145,9 @@ def test_xpu_is_probed_through_torch(machine):
 
 
 @pytest.mark.parametrize("has_name", [True, False])
-def test_mps_is_probed_through_torch_or_sysctl(machine, has_name):
+def test_mps_is_probed_through_torch_or_sysctl(machine, monkeypatch, has_name):
     """The chip's name comes from torch where it tells, else from the system."""
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
     mps = types.SimpleNamespace(is_available=lambda: True)
     if has_name:
         mps.get_name = lambda: "Apple M2"
@@ -206,7 +208,7 @@ def test_cpu_flags_come_from_torch_where_the_system_has_none(machine, monkeypatc
     }
     torch = fake_torch(cpu=types.SimpleNamespace(get_capabilities=lambda: capabilities), xpu=None)
     machine(torch)
-    monkeypatch.setattr(hardware, "_read_cpuinfo", lambda _path: ("", set()))
+    monkeypatch.setattr(hardware, "read_cpu", lambda: Cpu("", frozenset()))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     found = probe()
@@ -230,27 +232,12 @@ def test_a_limited_instruction_set_is_said(machine, monkeypatch):
     assert any("ONEDNN_MAX_CPU_ISA=AVX2" in note for note in probe().notes)
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "flag"),
-    [
-        (
-            "processor\t: 0\nmodel name\t: Some Xeon\nflags\t\t: fpu amx_bf16\n\nmodel name : Other\n",
-            "Some Xeon",
-            "amx_bf16",
-        ),
-        ("processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd bf16\n", "", "bf16"),
-    ],
-    ids=["x86", "arm"],
-)
-def test_cpuinfo_is_read_on_both_kinds_of_linux(tmp_path, text, name, flag):
-    """x86 calls them flags and Arm features; the first processor stands for all."""
-    path = tmp_path / "cpuinfo"
-    path.write_text(text)
-    found = hardware._read_cpuinfo(path)
-    assert found[0] == name
-    assert flag in found[1]
-
-
-def test_absent_cpuinfo_is_no_error(tmp_path):
-    """Systems without /proc are described without it."""
-    assert hardware._read_cpuinfo(tmp_path / "nothing") == ("", set())
+@pytest.mark.parametrize("reported", ["Unknown", ""])
+def test_a_cpu_that_nothing_names_has_its_instruction_set_as_name(machine, monkeypatch, reported):
+    """Torch's "Unknown" is no name; `platform.machine()` is the fallback."""
+    capabilities = {"cpu_name": reported}
+    machine(fake_torch(cpu=types.SimpleNamespace(get_capabilities=lambda: capabilities)))
+    monkeypatch.setattr(hardware, "read_cpu", lambda: Cpu("", frozenset()))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    assert probe().name == "aarch64 CPU"

@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import sys
-from pathlib import Path
 from typing import Any
+
+from halfstep.hardware.host import read_cpu
 
 __all__ = ["environment"]
 
@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
         "hip": getattr(getattr(torch, "version", None), "hip", None),
         "platform": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": read_cpu().name or platform.processor() or platform.machine(),
         "num_cpus": os.cpu_count(),
         "gpus": gpus,
     }
@@ -44,12 +44,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    try:
-        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()

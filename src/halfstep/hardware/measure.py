@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.errors import SettingError
+from halfstep.hardware.accelerator import pick_device
 from halfstep.hardware.probe import Hardware
 from halfstep.hardware.tf32 import tf32
 from halfstep.hardware.torch_build import require_torch
@@ -79,7 +80,7 @@ def measure_matmuls(size: int | None = None, seconds: float = 1.5) -> tuple[Meas
         raise SettingError(f"size={size} is too small to time; use {SMALLEST} or more, or leave it out.")
     if not 0 < seconds < math.inf:
         raise SettingError(f"seconds={seconds} is no time to measure in; 1.5 is usual.")
-    device = _device(torch)
+    device = pick_device().type
     largest = size or LARGEST.get(device, LARGEST_GPU)
     names = [name for name in ("fp32", "tf32", "bf16", "fp16", "fp8") if name != "tf32" or _has_tf32(torch, device)]
     share = seconds / (len(names) + 1)  # one share is for fp32 at the sizes of slower formats
@@ -132,13 +133,6 @@ def confirm(hardware: Hardware, measured: Iterable[Measured]) -> tuple[str, ...]
         else:
             sentences.append(f"{seen}: they disagree. It is this machine that was measured: repeat it, then trust it.")
     return tuple(sentences)
-
-
-def _device(torch: Any) -> str:
-    for name in ("cuda", "xpu"):
-        if getattr(torch, name).is_available():
-            return name
-    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def _has_tf32(torch: Any, device: str) -> bool:

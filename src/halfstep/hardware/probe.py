@@ -13,16 +13,14 @@ import dataclasses
 import os
 import platform
 import re
-import shutil
-import subprocess
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from halfstep.errors import MissingError, SettingError, unknown
 from halfstep.hardware.devices import ARCHITECTURES, DEVICES, UNKNOWN, Facts, find_devices, parse_name
+from halfstep.hardware.host import read_cpu, run_program, total_memory_bytes
 from halfstep.hardware.torch_build import require_torch
 
 __all__ = ["Hardware", "find_gpu", "from_cpu", "from_cuda", "from_mps", "from_rocm", "from_xpu", "nvidia_gpus", "probe"]
@@ -247,54 +245,29 @@ def _probe_xpu(torch: Any) -> Hardware:
 
 
 def _probe_mps(torch: Any) -> Hardware:
-    chip = (
-        torch.backends.mps.get_name()
-        if hasattr(torch.backends.mps, "get_name")
-        else _sysctl("machdep.cpu.brand_string")
-    )
+    chip = torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else read_cpu().name
     return from_mps(chip or "Apple GPU", torch.mps.recommended_max_memory())
 
 
 def _probe_cpu(torch: Any) -> Hardware:
-    name, flags = _read_cpuinfo(Path("/proc/cpuinfo"))
+    cpu = read_cpu()
+    name, flags = cpu.name, set(cpu.flags)
     if torch is not None and hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()
         flags |= {key for key, value in capabilities.items() if value is True}
-        name = name or str(capabilities.get("cpu_name", ""))
-    system = platform.system()
-    if system == "Darwin":
-        name = _sysctl("machdep.cpu.brand_string") or name
-    memory = None
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    hardware = from_cpu(platform.machine(), flags, name, memory, system=system)
+        torch_name = str(capabilities.get("cpu_name", ""))
+        name = name or ("" if torch_name == "Unknown" else torch_name)
+    hardware = from_cpu(platform.machine(), flags, name, total_memory_bytes(), system=platform.system())
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
     if limit:
         hardware = hardware.with_notes(f"ONEDNN_MAX_CPU_ISA={limit} is set: torch may use less than this CPU has.")
     return hardware
 
 
-def _read_cpuinfo(path: Path) -> tuple[str, set[str]]:
-    """The CPU's name and flags; the first processor stands for all."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", set()
-    values: dict[str, str] = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        values.setdefault(key.strip().casefold(), value.strip())
-    return values.get("model name", ""), set((values.get("flags") or values.get("features") or "").split())
-
-
-def _sysctl(key: str) -> str:
-    return _run("sysctl", "-n", key).strip()
-
-
 def nvidia_gpus() -> list[Hardware]:
     """The GPUs the NVIDIA driver sees, whether torch can use them or not."""
     found = []
-    for line in _run(
+    for line in run_program(
         "nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"
     ).splitlines():
         row = re.fullmatch(r"(.+), (\d+)\.(\d+), (\d+)(?:\.\d+)?", line.strip())
@@ -302,20 +275,6 @@ def nvidia_gpus() -> list[Hardware]:
             name, major, minor, mebibytes = row.groups()
             found.append(from_cuda(name, (int(major), int(minor)), int(mebibytes) * 2**20))
     return found
-
-
-def _run(program: str, *args: str) -> str:
-    """What a system program says, or nothing where it is missing, fails or takes longer than 2 seconds."""
-    path = shutil.which(program)
-    if path is None:
-        return ""
-    command = [path, *args]
-    try:
-        # S603: the words of the command are ours, and no shell reads them.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)  # noqa: S603
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def _from_table(name: str, kind: str, arch: str, vendor: str, memory_bytes: int | None, count: int) -> Hardware:
