@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 
 def measured(name, ratio):
-    """A result with a given ratio to fp32."""
+    """A result with this ratio to fp32."""
     return Measured(name, 100.0 * ratio, 0.05, 10, ratio, 512)
 
 
@@ -34,7 +34,7 @@ def test_every_number_is_a_measurement():
 
 
 def test_the_time_asked_for_is_about_kept():
-    """The whole takes about what was asked, wherever 16 bits run at a thousandth of fp32's speed too."""
+    """The total time is about the requested one, even where 16 bits run at a thousandth of fp32's speed too."""
     measure_matmuls(size=64, seconds=0.05)  # the first use of a format loads its kernels
     start = time.perf_counter()
     measure_matmuls(seconds=0.4)
@@ -94,7 +94,7 @@ def test_a_slow_format_is_timed_small_and_compared_at_its_own_size(monkeypatch, 
 @pytest.mark.parametrize(
     ("kwargs", "word"), [({"size": 8}, "size=8"), ({"seconds": 0}, "seconds=0"), ({"seconds": math.nan}, "nan")]
 )
-def test_settings_without_sense_are_refused(kwargs, word):
+def test_settings_without_sense_are_rejected(kwargs, word):
     """A product too small to time and no time to measure in are errors."""
     with pytest.raises(SettingError, match=word):
         measure_matmuls(**kwargs)
@@ -118,10 +118,10 @@ def test_table_and_measurement_are_compared(ratio, gpu, words):
 
 
 def test_a_product_that_stayed_small_decides_only_large_differences():
-    """On a busy machine even fp32 may not get beyond a tiny product; then a ratio near 1 says nothing."""
+    """On a busy machine even fp32 may not get beyond a tiny product; then a ratio near 1 is inconclusive."""
     tiny = [Measured("bf16", 0.07, 0.05, 10, ratio, 64) for ratio in (1.0, 0.01)]
     undecided, decided = confirm(find_gpu("T4"), tiny)
-    assert "too small a product to tell" in undecided
+    assert "the product is too small" in undecided
     assert "they agree" in decided
 
 
@@ -144,9 +144,9 @@ def test_a_disturbed_reference_does_not_cost_minutes(monkeypatch, clock):
 
 @pytest.mark.parametrize(("spread", "fp32_spread"), [(0.9, 0.05), (0.05, 0.9)])
 def test_unsteady_timings_decide_nothing(spread, fp32_spread):
-    """Where the format's or fp32's own timings vary widely, no verdict is given on a small difference."""
+    """Where the format's or fp32's own timings vary widely, a small difference is inconclusive."""
     results = [Measured("fp32", 100, fp32_spread, 10, 1.0, 1024), Measured("bf16", 70, spread, 10, 0.7, 1024)]
-    assert "vary too much to tell" in confirm(find_gpu("H100"), results)[0]
+    assert "inconclusive, the timings vary too much" in confirm(find_gpu("H100"), results)[0]
 
 
 def test_time_that_does_not_grow_with_the_size_is_not_taken_for_slowness(monkeypatch, clock):

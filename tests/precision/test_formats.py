@@ -47,7 +47,7 @@ def test_limits_equal_torchs_finfo(format_):
     assert format_.smallest_normal == info.tiny
     assert format_.bits == info.bits
     assert format_.bytes == info.bits / 8
-    if format_ is not FP8_E5M2FNUZ:  # torch says 0.125 there; its casts say 0.25, and so do two fraction bits
+    if format_ is not FP8_E5M2FNUZ:  # torch reports 0.125; its casts have 0.25, as two fraction bits do
         assert format_.epsilon == info.eps
 
 

@@ -1,6 +1,6 @@
-"""Versions and machine, for the record of a run; nothing that names a person, a host or a path.
+"""Versions and machine, for the run file; nothing that identifies a person, a host or a path.
 
-Torch is described only as far as the program has loaded it: asking must not cost the seconds that loading takes.
+Torch is described only if the program has imported it, because importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["environment"]
 
 
 def environment() -> dict[str, Any]:
-    """Versions of Halfstep, Python and torch, operating system, CPU, and the GPUs if torch is loaded."""
+    """Versions of Halfstep, Python and torch, operating system, CPU, and the GPUs if torch is imported."""
     torch = sys.modules.get("torch")
     gpus = []
     if torch is not None and torch.cuda.is_available():

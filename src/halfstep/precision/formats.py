@@ -1,8 +1,8 @@
 """Number formats: how many bits, how far they reach, how fine they are.
 
 A binary floating-point format is five facts: bits for the exponent, bits for the fraction, the
-exponent's bias, whether its top code is given up to infinities (IEEE) or used for numbers, and the
-bytes it takes in memory. Everything else follows from those, so everything else here is computed:
+exponent's bias, whether its top code is reserved for infinities (IEEE) or used for numbers, and its
+bytes in memory. Everything else is computed from those:
 
     smallest normal     2^(1 - bias)
     smallest subnormal  2^(1 - bias - fraction_bits)
@@ -14,7 +14,7 @@ smaller than half an ulp of its weight (2^-9 to 2^-8 of it) is lost, so it needs
 
 The 8-bit block format is not a float: a block of values shares one fp32 scale (its largest magnitude)
 and each value is a code c on a companded grid, value = scale * (c / levels)^2. The square makes the grid
-fine near zero, where the moments of Adam live.
+fine near zero, where most of Adam's moments are.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Format:
     fraction_bits: int
     bias: int
     bytes: int  # per element
-    ieee: bool = True  # the top exponent code holds inf and NaN, and no numbers
+    ieee: bool = True  # the top exponent code is inf and NaN, not numbers
     nan_codes_at_top: int = 0  # without IEEE's rule: how many codes at the top of the range are NaN
     signed_zero: bool = True  # the "uz" formats use the code of -0 for their NaN
     torch_name: str | None = None  # the attribute of torch, where torch can store it
