@@ -12,7 +12,7 @@ def test_errors_are_also_the_builtin_a_caller_would_catch():
 
 
 def test_nearest_finds_what_was_meant_whatever_the_case():
-    """Close names are found, distant ones are not."""
+    """Close names are suggested, distant ones are not."""
     assert nearest("BF61", ["bf16", "fp16"]) == "bf16"
     assert nearest("zzz", ["bf16"]) is None
 

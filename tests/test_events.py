@@ -1,4 +1,4 @@
-"""What Halfstep says is seen, once, wherever logging goes."""
+"""Messages of Halfstep arrive once, wherever logging goes."""
 
 import logging
 import subprocess
@@ -16,7 +16,7 @@ def test_said_things_reach_a_configured_log(caplog):
 
 
 def test_said_things_reach_stderr_where_nobody_set_up_logging():
-    """A message that nobody sees has not been said; with logging set up it is not said twice."""
+    """Without logging a message goes to stderr; with logging set up it does not appear twice."""
     plain = "from halfstep.events import say; say('chosen')"
     configured = f"import logging; logging.basicConfig(level='INFO'); {plain}"
     for code in (plain, configured):

@@ -1,4 +1,4 @@
-"""Errors that say what happened, which values were seen, and what to do.
+"""Errors whose message has what happened, the values involved, and what to do.
 
     HalfstepError
     |-- SettingError    (also a ValueError)    a setting, name or file that cannot be used
@@ -18,11 +18,11 @@ __all__ = ["HalfstepError", "MissingError", "OverflowStop", "SettingError", "nea
 
 
 class HalfstepError(Exception):
-    """Anything Halfstep refuses, with the way out in its message."""
+    """Any error that Halfstep raises on purpose; its message has the remedy."""
 
 
 class SettingError(HalfstepError, ValueError):
-    """A setting, a name or a file that cannot be used as given."""
+    """A setting, a name or a file that cannot be used."""
 
 
 class MissingError(HalfstepError, ImportError):
@@ -34,14 +34,14 @@ class OverflowStop(HalfstepError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name a person most likely meant, or None when nothing is close."""
+    """The known name most similar to `name`, or None if none is close."""
     folded = {k.casefold(): k for k in known}
     close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)
     return folded[close[0]] if close else None
 
 
 def unknown(kind: str, name: object, known: Iterable[str], advice: str = "") -> SettingError:
-    """The error for an unknown name: what was seen, the nearest known name, the list of known ones."""
+    """The error for an unknown name: the name, the nearest known one, and the list of known names."""
     known = list(known)
     close = nearest(str(name), known)
     hint = f" Did you mean {close!r}?" if close else ""

@@ -1,9 +1,8 @@
-"""One logger for everything Halfstep says while it works.
+"""The one logger of Halfstep.
 
 Below `report/` nothing prints. A choice made for the user, a name that was mapped, a setting that a
-checkpoint replaced: each is said once through the logger `halfstep`, at INFO, and a loss of something
-the user asked for at WARNING. Where the program has set up logging of its own, the lines go there; where
-it has not, they go to stderr, because a message that nobody sees has not been said.
+checkpoint replaced: each is logged once through the logger `halfstep`, at INFO, and anything that will not be as the
+user requested at WARNING. Messages go to the program's own logging if it has configured any, and to stderr otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = ["logger", "say", "warn"]
 
 
 class _Fallback(logging.Handler):
-    """Writes to stderr, but only while nobody has configured logging."""
+    """Writes to stderr, but only while the program has not configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -29,10 +28,10 @@ if not logger.handlers:
 
 
 def say(message: str) -> None:
-    """Tell the user about a choice that was made for them."""
+    """Log a choice that was made for the user."""
     logger.info(message)
 
 
 def warn(message: str) -> None:
-    """Tell the user that something they asked for will not be as they expect."""
+    """Log that something the user requested will not be as they expect."""
     logger.warning(message)

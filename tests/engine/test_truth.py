@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from halfstep.engine.casting import cast_model
-from halfstep.engine.truth import Truth, build_truth, census, short
+from halfstep.engine.truth import Truth, build_truth, census
 from halfstep.optim import SGD, AdamW, adopt
 from halfstep.precision.policy import PRESETS, Policy
 
@@ -256,8 +256,6 @@ def test_census_counts_elements_by_dtype():
         torch.zeros(1, dtype=torch.int16),
     ]
     assert census(tensors) == {"fp32": 7, "fp16": 5, "int16": 1}
-    assert short(torch.bfloat16) == "bf16"
-    assert short(torch.float64) == "fp64"
 
 
 def test_a_model_without_parameters_does_not_divide_by_zero():

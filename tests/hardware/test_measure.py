@@ -4,8 +4,8 @@ import types
 import pytest
 
 from halfstep.errors import SettingError
-from halfstep.hardware.measure import Measured, confirm, measure_matmuls
 from halfstep.hardware import measure
+from halfstep.hardware.measure import Measured, confirm, measure_matmuls
 from halfstep.hardware.probe import find_gpu, from_cpu
 from halfstep.hardware.tf32 import tf32_state
 
@@ -26,7 +26,7 @@ def ticking(monkeypatch):
 
     product.now = lambda: now
     monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=product.now))
-    monkeypatch.setattr(measure, "_device", lambda _torch: "cpu")
+    monkeypatch.setattr(measure, "pick_device", lambda: torch.device("cpu"))
     return product
 
 
@@ -93,7 +93,7 @@ def test_a_slow_format_is_timed_small_and_compared_at_its_own_size(ticking, monk
 @pytest.mark.parametrize(
     ("kwargs", "word"), [({"size": 8}, "size=8"), ({"seconds": 0}, "seconds=0"), ({"seconds": math.nan}, "nan")]
 )
-def test_settings_without_sense_are_refused(kwargs, word):
+def test_settings_without_sense_are_rejected(kwargs, word):
     """A product too small to time and no time to measure in are errors."""
     with pytest.raises(SettingError, match=word):
         measure_matmuls(**kwargs)
@@ -120,7 +120,7 @@ def test_a_product_that_stayed_small_decides_only_large_differences():
     """On a busy machine even fp32 may not get beyond a tiny product; then a ratio near 1 says nothing."""
     tiny = [Measured("bf16", 0.07, 0.05, 10, ratio, 64) for ratio in (1.0, 0.01)]
     undecided, decided = confirm(find_gpu("T4"), tiny)
-    assert "too small a product to tell" in undecided
+    assert "the product is too small" in undecided
     assert "they agree" in decided
 
 

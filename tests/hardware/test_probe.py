@@ -29,9 +29,9 @@ GIB = 2**30
 )
 def test_capability_decides_what_an_unnamed_gpu_runs(capability, arch, known, bf16, fp8):
     """A GPU nobody listed gets the facts of its capability, and an assumption is marked as one."""
-    found = from_cuda("NVIDIA Something New", capability)
-    assert (found.arch, found.known, found.support["bf16"], found.support["fp8"]) == (arch, known, bf16, fp8)
-    assert known or any("no facts" in note or "older than" in note for note in found.notes)
+    result = from_cuda("NVIDIA Something New", capability)
+    assert (result.arch, result.known, result.support["bf16"], result.support["fp8"]) == (arch, known, bf16, fp8)
+    assert known or any("no facts" in note or "older than" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_turing_without_tensor_cores_is_told_by_its_name(name, fp16):
 )
 def test_rocm_architecture_decides(gcn, arch, known):
     """The features ROCm appends to an architecture do not matter; an unlisted one is unknown."""
-    found = from_rocm("AMD Something", gcn)
-    assert (found.arch, found.known, found.vendor) == (arch, known, "AMD")
-    assert known or found.support == UNKNOWN
+    result = from_rocm("AMD Something", gcn)
+    assert (result.arch, result.known, result.vendor) == (arch, known, "AMD")
+    assert known or result.support == UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_rocm_architecture_decides(gcn, arch, known):
 )
 def test_xmx_decides_for_intel(name, has_xmx, arch):
     """The driver's word on matrix engines counts; without it the name; without either it is unknown."""
-    found = from_xpu(name, has_xmx=has_xmx)
-    assert found.arch == arch
-    assert found.known is (arch != "xpu")
+    result = from_xpu(name, has_xmx=has_xmx)
+    assert result.arch == arch
+    assert result.known is (arch != "xpu")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_xmx_decides_for_intel(name, has_xmx, arch):
 )
 def test_chip_decides_for_apple(chip, arch, bf16):
     """The chip's generation decides; a later one than the table's is unknown, not guessed."""
-    found = from_mps(chip)
-    assert (found.arch, found.support["bf16"]) == (arch, bf16)
-    assert found.known is (bf16 != "none")
+    result = from_mps(chip)
+    assert (result.arch, result.support["bf16"]) == (arch, bf16)
+    assert result.known is (bf16 != "none")
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_chip_decides_for_apple(chip, arch, bf16):
 )
 def test_cpu_flags_decide(cpu, flags, bf16, fp16):
     """AVX512, AMX and Arm flags each decide the format they are about, in any spelling of the machine."""
-    found = from_cpu(cpu, flags.split())
-    assert (found.known, found.support["bf16"], found.support["fp16"]) == (True, bf16, fp16)
+    result = from_cpu(cpu, flags.split())
+    assert (result.known, result.support["bf16"], result.support["fp16"]) == (True, bf16, fp16)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_cpu_flags_decide(cpu, flags, bf16, fp16):
 )
 def test_cpus_nobody_measured_are_unknown(cpu, system):
     """Flags of a CPU that the table does not cover prove nothing."""
-    found = from_cpu(cpu, {"bf16"}, system=system)
-    assert not found.known
-    assert found.support == UNKNOWN
+    result = from_cpu(cpu, {"bf16"}, system=system)
+    assert not result.known
+    assert result.support == UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_cpus_nobody_measured_are_unknown(cpu, system):
 )
 def test_a_gpu_is_found_however_it_is_written(asked, name, arch, gib):
     """Case, spaces, dashes, vendor words and full driver names lead to the same device."""
-    found = find_gpu(asked)
-    assert (found.name, found.arch) == (name, arch)
-    assert found.memory_bytes == (gib * GIB if gib else None)
+    result = find_gpu(asked)
+    assert (result.name, result.arch) == (name, arch)
+    assert result.memory_bytes == (gib * GIB if gib else None)
 
 
 def test_an_ambiguous_name_takes_the_smallest_and_says_so():
@@ -181,7 +181,7 @@ def test_an_ambiguous_name_takes_the_smallest_and_says_so():
 
 
 @pytest.mark.parametrize(("asked", "hint"), [("RTX 4095", "RTX 4090"), ("H2000", "H200"), ("T5", "T4")])
-def test_an_unknown_gpu_is_refused_with_the_nearest(asked, hint):
+def test_an_unknown_gpu_is_rejected_with_the_nearest(asked, hint):
     """The error names the nearest device and the list, and that an architecture will do."""
     with pytest.raises(SettingError, match=f"Unknown GPU '{asked}'. Did you mean '{hint}'") as caught:
         find_gpu(asked)
@@ -189,7 +189,7 @@ def test_an_unknown_gpu_is_refused_with_the_nearest(asked, hint):
 
 
 @pytest.mark.parametrize("asked", ["", "  ", "x86", "arm-bf16"])
-def test_what_is_no_gpu_is_refused(asked):
+def test_what_is_no_gpu_is_rejected(asked):
     """An empty name and a CPU are not GPUs."""
     with pytest.raises(SettingError, match="GPU"):
         find_gpu(asked)

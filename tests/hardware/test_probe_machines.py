@@ -12,6 +12,7 @@ import pytest
 
 from halfstep.errors import MissingError
 from halfstep.hardware import probe as hardware
+from halfstep.hardware.host import Cpu
 from halfstep.hardware.probe import probe
 
 GIB = 2**30
@@ -78,27 +79,27 @@ def machine(monkeypatch):
 
 def test_this_machine_can_be_probed():
     """Whatever runs this test, probing it gives a description and no exception."""
-    found = probe()
-    assert found.kind in {"cuda", "rocm", "xpu", "mps", "cpu"}
-    assert found.support["fp32"] == "native"
-    assert found.name
+    result = probe()
+    assert result.kind in {"cuda", "rocm", "xpu", "mps", "cpu"}
+    assert result.support["fp32"] == "native"
+    assert result.name
 
 
 def test_cuda_is_probed_through_torch(machine):
     """Name, capability, memory and count come from torch's properties."""
     h200 = nvidia("NVIDIA H200", 9, 0, 140)
     machine(fake_torch(cuda=fake_cuda(h200, h200)))
-    found = probe()
-    assert (found.kind, found.arch, found.count, found.memory_bytes) == ("cuda", "sm90", 2, 140 * GIB)
-    assert found.notes == ()
+    result = probe()
+    assert (result.kind, result.arch, result.count, result.memory_bytes) == ("cuda", "sm90", 2, 140 * GIB)
+    assert result.notes == ()
 
 
 def test_unlike_gpus_are_said(machine):
     """Where GPUs differ, the description is about the first and names the others."""
     machine(fake_torch(cuda=fake_cuda(nvidia("NVIDIA A100", 8, 0), nvidia("Tesla T4", 7, 5))))
-    found = probe()
-    assert found.arch == "sm80"
-    assert any("The GPUs differ" in note and "Tesla T4 (sm75)" in note for note in found.notes)
+    result = probe()
+    assert result.arch == "sm80"
+    assert any("The GPUs differ" in note and "Tesla T4 (sm75)" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +122,14 @@ def test_a_build_without_kernels_for_the_gpu_is_said(machine, built, capability,
 
 
 def test_rocm_is_probed_through_torch(machine):
-    """A ROCm build calls its devices cuda; the architecture tells them apart."""
+    """A ROCm build calls its devices cuda; the architecture distinguishes them."""
     props = types.SimpleNamespace(
         name="AMD Instinct MI250X", gcnArchName="gfx90a:sramecc+:xnack-", total_memory=64 * GIB
     )
     machine(fake_torch(cuda=fake_cuda(props), version=types.SimpleNamespace(hip="6.4")))
-    found = probe()
-    assert (found.kind, found.arch, found.vendor) == ("rocm", "gfx90a", "AMD")
-    assert any("subnormals" in note for note in found.notes)
+    result = probe()
+    assert (result.kind, result.arch, result.vendor) == ("rocm", "gfx90a", "AMD")
+    assert any("subnormals" in note for note in result.notes)
 
 
 def test_xpu_is_probed_through_torch(machine):
@@ -144,8 +145,9 @@ def test_xpu_is_probed_through_torch(machine):
 
 
 @pytest.mark.parametrize("has_name", [True, False])
-def test_mps_is_probed_through_torch_or_sysctl(machine, has_name):
-    """The chip's name comes from torch where it tells, else from the system."""
+def test_mps_is_probed_through_torch_or_sysctl(machine, monkeypatch, has_name):
+    """The chip's name comes from torch if it has one, else from the system."""
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
     mps = types.SimpleNamespace(is_available=lambda: True)
     if has_name:
         mps.get_name = lambda: "Apple M2"
@@ -153,19 +155,19 @@ def test_mps_is_probed_through_torch_or_sysctl(machine, has_name):
         backends=types.SimpleNamespace(mps=mps), mps=types.SimpleNamespace(recommended_max_memory=lambda: 12 * GIB)
     )
     machine(torch, programs={"sysctl": "Apple M2\n"})
-    found = probe()
-    assert (found.kind, found.arch, found.memory_bytes) == ("mps", "apple-m2", 12 * GIB)
+    result = probe()
+    assert (result.kind, result.arch, result.memory_bytes) == ("mps", "apple-m2", 12 * GIB)
 
 
 SMI = "Tesla T4, 7.5, 15360\nTesla T4, 7.5, 15360\n"
 
 
 def test_without_torch_nvidia_smi_describes_the_gpu(machine):
-    """No torch, but a driver: the GPUs are described, and what is missing is said."""
+    """No torch, but a driver: the GPUs are described, and a note has what is missing."""
     machine(None, programs={"nvidia-smi": SMI})
-    found = probe()
-    assert (found.name, found.arch, found.count, found.memory_bytes) == ("Tesla T4", "sm75", 2, 15 * GIB)
-    assert any("torch, which is not installed" in note for note in found.notes)
+    result = probe()
+    assert (result.name, result.arch, result.count, result.memory_bytes) == ("Tesla T4", "sm75", 2, 15 * GIB)
+    assert any("torch, which is not installed" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -174,25 +176,25 @@ def test_without_torch_nvidia_smi_describes_the_gpu(machine):
     ids=["fails", "no-answer", "empty", "cannot-run", "hangs"],
 )
 def test_without_torch_and_driver_the_cpu_is_described(machine, answer):
-    """A driver program that fails, hangs or says nothing useful leaves the CPU."""
+    """A driver program that fails, hangs or prints nothing useful leaves the CPU."""
     machine(None, programs={"nvidia-smi": answer})
-    found = probe()
-    assert found.kind == "cpu"
-    assert any("not installed" in note for note in found.notes)
+    result = probe()
+    assert result.kind == "cpu"
+    assert any("not installed" in note for note in result.notes)
 
 
 def test_a_gpu_that_torch_cannot_use_is_said(machine):
-    """A CPU build of torch beside an NVIDIA driver trains on the CPU, and that is said."""
+    """A CPU build of torch next to an NVIDIA driver trains on the CPU, with a note."""
 
     def is_available():
         warnings.warn("CUDA initialization: the driver is too old\nmore", UserWarning, stacklevel=2)
         return False
 
     machine(fake_torch(cuda=types.SimpleNamespace(is_available=is_available)), programs={"nvidia-smi": SMI})
-    found = probe()
-    assert found.kind == "cpu"
-    assert "CUDA initialization: the driver is too old" in found.notes
-    assert any("nvidia-smi sees Tesla T4" in note for note in found.notes)
+    result = probe()
+    assert result.kind == "cpu"
+    assert "CUDA initialization: the driver is too old" in result.notes
+    assert any("nvidia-smi sees Tesla T4" in note for note in result.notes)
 
 
 def test_cpu_flags_come_from_torch_where_the_system_has_none(machine, monkeypatch):
@@ -206,11 +208,11 @@ def test_cpu_flags_come_from_torch_where_the_system_has_none(machine, monkeypatc
     }
     torch = fake_torch(cpu=types.SimpleNamespace(get_capabilities=lambda: capabilities), xpu=None)
     machine(torch)
-    monkeypatch.setattr(hardware, "_read_cpuinfo", lambda _path: ("", set()))
+    monkeypatch.setattr(hardware, "read_cpu", lambda: Cpu("", frozenset()))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(platform, "system", lambda: "Windows")
-    found = probe()
-    assert (found.name, found.arch) == ("Fast CPU", "x86-amx-bf16")
+    result = probe()
+    assert (result.name, result.arch) == ("Fast CPU", "x86-amx-bf16")
 
 
 def test_a_mac_without_mps_is_named_by_sysctl(machine, monkeypatch):
@@ -219,38 +221,23 @@ def test_a_mac_without_mps_is_named_by_sysctl(machine, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(os, "sysconf_names", {})
-    found = probe()
-    assert (found.name, found.known, found.memory_bytes) == ("Apple M1", False, None)
+    result = probe()
+    assert (result.name, result.known, result.memory_bytes) == ("Apple M1", False, None)
 
 
-def test_a_limited_instruction_set_is_said(machine, monkeypatch):
-    """The library oneDNN can be told to use less than the CPU has; then the facts may not hold."""
+def test_a_limited_instruction_set_is_noted(machine, monkeypatch):
+    """The library oneDNN can be limited to less than the CPU has; a note reports the limit."""
     machine(fake_torch())
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert any("ONEDNN_MAX_CPU_ISA=AVX2" in note for note in probe().notes)
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "flag"),
-    [
-        (
-            "processor\t: 0\nmodel name\t: Some Xeon\nflags\t\t: fpu amx_bf16\n\nmodel name : Other\n",
-            "Some Xeon",
-            "amx_bf16",
-        ),
-        ("processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd bf16\n", "", "bf16"),
-    ],
-    ids=["x86", "arm"],
-)
-def test_cpuinfo_is_read_on_both_kinds_of_linux(tmp_path, text, name, flag):
-    """x86 calls them flags and Arm features; the first processor stands for all."""
-    path = tmp_path / "cpuinfo"
-    path.write_text(text)
-    found = hardware._read_cpuinfo(path)
-    assert found[0] == name
-    assert flag in found[1]
-
-
-def test_absent_cpuinfo_is_no_error(tmp_path):
-    """Systems without /proc are described without it."""
-    assert hardware._read_cpuinfo(tmp_path / "nothing") == ("", set())
+@pytest.mark.parametrize("reported", ["Unknown", ""])
+def test_a_cpu_that_nothing_names_has_its_instruction_set_as_name(machine, monkeypatch, reported):
+    """Torch's "Unknown" is no name; `platform.machine()` is the fallback."""
+    capabilities = {"cpu_name": reported}
+    machine(fake_torch(cpu=types.SimpleNamespace(get_capabilities=lambda: capabilities)))
+    monkeypatch.setattr(hardware, "read_cpu", lambda: Cpu("", frozenset()))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    assert probe().name == "aarch64 CPU"

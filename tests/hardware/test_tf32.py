@@ -32,7 +32,7 @@ def fresh():
 
 
 def show(read):
-    """What a reader says, or that it raises."""
+    """The value of a getter, or that it raises."""
     try:
         return read()
     except RuntimeError:
@@ -121,7 +121,7 @@ def test_setting_off_beats_a_process_wide_tf32():
 
 
 def test_unreadable_state_is_read_and_said():
-    """A mix of both ways makes torch's older readers raise; the state is read all the same, and says so."""
+    """A mix of both ways makes torch's older readers raise; the state is read anyway and has a note."""
     B.cuda.matmul.fp32_precision = "tf32"
     state = tf32_state()
     assert (state.matmul, state.conv) == (True, True)
@@ -129,7 +129,7 @@ def test_unreadable_state_is_read_and_said():
 
 
 def test_medium_that_cannot_be_kept_readable_is_said(caplog):
-    """Where mkldnn's bf16 makes one older reader raise, the user is told, once, and told why."""
+    """Where mkldnn's bf16 makes one older reader raise, the user gets one warning with the reason."""
     torch.set_float32_matmul_precision("medium")
     set_tf32(False)
     assert "reading torch.get_float32_matmul_precision() raises" in caplog.text
@@ -143,11 +143,11 @@ def test_switch_that_is_already_as_asked_is_not_written():
     """Whether torch's own default for cuDNN follows a later process-wide setting is the same with us as without."""
     later = "import torch; torch.backends.fp32_precision = 'ieee'; print(torch.backends.cudnn.conv.fp32_precision)"
     ours = "import halfstep.hardware.tf32 as t\nt.set_tf32(True)\nwith t.tf32(True): pass\n"
-    said = [
+    messages = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         for code in (later, ours + later)
     ]
-    assert said[0] == said[1]
+    assert messages[0] == messages[1]
 
 
 def test_the_driver_override_is_said(monkeypatch):

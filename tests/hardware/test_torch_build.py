@@ -25,7 +25,7 @@ def test_torch_is_returned_where_it_is_installed():
 
 
 def test_absent_torch_is_named_with_the_feature_and_the_command(monkeypatch):
-    """Where torch is not installed, the error says what needs it and how to get it."""
+    """Where torch is not installed, the error has the feature that needs it and how to install it."""
     refuse(monkeypatch, ModuleNotFoundError("No module named 'torch'", name="torch"))
     with pytest.raises(
         MissingError, match=r"Training needs torch, which is not installed.*halfstep\[torch\]"
@@ -45,14 +45,14 @@ def test_absent_torch_is_named_with_the_feature_and_the_command(monkeypatch):
     ids=["import-error", "os-error", "dependency"],
 )
 def test_broken_torch_is_not_called_absent(monkeypatch, error):
-    """A torch that is there but cannot be loaded is reported as such, with what it said."""
+    """A torch that is there but cannot be loaded is reported as such, with its error."""
     refuse(monkeypatch, error)
     with pytest.raises(MissingError, match=r"cannot be imported: .*libcudnn"):
         require_torch("Training")
 
 
 def test_version_is_known_before_torch_is_imported(monkeypatch):
-    """The packaged version is given while torch has not been loaded."""
+    """The packaged version is reported while torch is not imported."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} 2.13.0")
     assert torch_version() == "torch 2.13.0"

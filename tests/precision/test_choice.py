@@ -72,16 +72,16 @@ def test_every_format_is_chosen_or_rejected_with_a_reason(hardware):
 
 
 def test_t4_says_what_torch_answers():
-    """On a T4 the reason against bf16 names the call that says otherwise."""
+    """On a T4 the reason against bf16 names the torch call that claims otherwise."""
     (against,) = [r.reason for r in choose(find_gpu("T4")).rejected if r.format == "bf16"]
     assert "torch.cuda.is_bf16_supported() answers True" in against
     assert against.startswith("emulated")
 
 
 def test_tf32_is_offered_where_nothing_better_is_native():
-    """Hardware with TF32 and no 16-bit units gets fp32, and is told how to ask for TF32."""
+    """Hardware with TF32 and no 16-bit units gets fp32 and a note on how to select TF32."""
     hardware = Hardware("Odd", "cuda", "odd", "NVIDIA", Facts(tf32=Fact("native", "units")))
-    assert "ask for it with --precision tf32" in str(choose(hardware))
+    assert "select it with --precision tf32" in str(choose(hardware))
 
 
 def test_this_machine_is_chosen_for_by_default(monkeypatch):

@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration is read, set aside with a note, or refused with the reason."""
+"""Every key of a DeepSpeed configuration is read, set aside with a note, or rejected with the reason."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.precision import policy as policy_module
-from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REFUSED
+from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REJECTED
 from halfstep.precision.policy import Policy, read_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ NOTED = [
     ({"bf16": ON}, "data_types.grad_accum_dtype: not set"),
     ({"bf16": ON}, "communication_data_type: not set"),
     ({"bfloat16": ON}, "bfloat16: DeepSpeed's old name"),
-    (fp16(), "fp16: where the scale grows"),
+    (fp16(), "fp16: on a step where the scale grows"),
     ({"fp16": ON}, "fp16: without ZeRO"),
     (fp16(initial_scale_power=32), "fp16.initial_scale_power=32: read as 24"),
     (fp16(min_loss_scale=0.5), "fp16.min_loss_scale=0.5"),
@@ -95,8 +95,8 @@ NOTED = [
     ({"torch_autocast": ON | {"dtype": "fp16"}}, "torch_autocast.dtype=fp16: scaled by torch's rule"),
     ({"torch_autocast": ON | {"dtype": "bf16"}, "zero_optimization": {"stage": 1}}, "would reduce gradients in bf16"),
     ({"torch_autocast": ON | {"dtype": "bf16", "lower_precision_safe_modules": []}}, "lower_precision_safe_modules"),
-    ({"torch_autocast": ON | {"dtype": "bf16"}, "bf16": ON}, "torch_autocast: adds nothing"),
-    ({"amp": {"enabled": False}}, "amp: off"),
+    ({"torch_autocast": ON | {"dtype": "bf16"}, "bf16": ON}, "torch_autocast: redundant"),
+    ({"amp": {"enabled": False}}, "amp: disabled"),
     ({"amp": ON | {"opt_level": "O2"}}, "amp.opt_level=O2: read as fp16-lean"),
     ({"amp": ON | {"opt_level": "O3"}}, "a master and a dynamic scale are added"),
     ({"amp": ON | {"verbosity": 0}}, "amp.verbosity: not read"),
@@ -106,9 +106,9 @@ NOTED = [
     ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage=3"),
     ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights"),
     ({"optimizer": {"type": "Adam"}}, "adam_w_mode"),
-    ({"optimizer": {"type": "Lamb"}, "bf16": ON}, "bf16-lean takes Adam, AdamW or SGD, so use bf16"),
+    ({"optimizer": {"type": "Lamb"}, "bf16": ON}, "bf16-lean supports Adam, AdamW and SGD; use bf16"),
     ({"optimizer": {"type": "OneBitAdam"}, "bf16": ON}, "under fp16 only"),
-    ({"scheduler": {"type": "WarmupLR"}}, "scheduler: not read; give the Engine"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler: not read; pass a torch scheduler"),
     ({"steps_per_print": 10, "wandb": ON}, "steps_per_print, wandb: not read"),
     ({"gradient_predivide_factor": 2}, "gradient_predivide_factor: not read"),
     ({"prescale_gradients": True}, "prescale_gradients: not read"),
@@ -118,12 +118,12 @@ NOTED = [
 @pytest.mark.parametrize(("config", "note"), NOTED, ids=[note for _, note in NOTED])
 def test_note_names_the_key(config, note):
     """What is mapped, set aside or different by default is noted under its key path."""
-    assert [found for found in read_deepspeed(config).notes if note in found]
+    assert [text for text in read_deepspeed(config).notes if note in text]
 
 
 @pytest.mark.parametrize("key", NOT_READ)
-def test_every_key_set_aside_is_noted_when_it_asks(key):
-    """No key that Halfstep does not read passes in silence, unless it asks for nothing."""
+def test_every_key_set_aside_is_noted_when_it_has_an_effect(key):
+    """Every key that Halfstep does not read has a note, unless its value has no effect."""
     value = {"enabled": True} if key in {"wandb", "elasticity"} else 7
     assert [note for note in read_deepspeed({key: value}).notes if note.startswith(key)]
     for nothing in (None, False, {}, {"enabled": False}):
@@ -131,7 +131,7 @@ def test_every_key_set_aside_is_noted_when_it_asks(key):
 
 
 def test_complete_configuration_under_zero_has_little_to_note():
-    """A configuration that says everything gets no note about defaults."""
+    """A configuration that sets everything gets no note about defaults."""
     notes = read_deepspeed(fp16()).notes
     assert [note.split(":")[0] for note in notes] == ["fp16", "zero_optimization.stage=2"]
 
@@ -154,7 +154,7 @@ MISTAKES = [
     (fp16(loss_scale=math.inf), "fp16.loss_scale=inf"),
     (fp16(loss_scale=10**400), "does not fit in fp32"),
     (fp16(loss_scale="128"), "it must be a number"),
-    (fp16(hysteresis=0), "the scale would never fall"),
+    (fp16(hysteresis=0), "the scale would never decrease"),
     (fp16(hysteresis=-1), "fp16.hysteresis=-1"),
     (fp16(hysteresis=1.5), "whole number"),
     (fp16(loss_scale_window=0), "fp16.loss_scale_window=0"),
@@ -195,22 +195,22 @@ MISTAKES = [
     ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "write gradient_clipping"),
     ({"optimizer": {"type": ["AdamW"]}}, "it must be a block such as"),
     ({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": True}, "shards them"),
-    ({"compression_training": {"weight_quantization": {}}}, "no word for"),
+    ({"compression_training": {"weight_quantization": {}}}, "cannot express"),
     ({"fp32_allreduce": True}, '"communication_data_type": "fp32"'),
 ]
 
 
 @pytest.mark.parametrize(("config", "reason"), MISTAKES, ids=[reason for _, reason in MISTAKES])
-def test_mistake_is_refused_with_its_key(config, reason):
-    """What cannot work, or DeepSpeed would ignore, is refused with the key and the way out."""
+def test_mistake_is_rejected_with_its_key(config, reason):
+    """What cannot work, or DeepSpeed would ignore, is rejected with the key and the way out."""
     with pytest.raises(SettingError) as caught:
         read_deepspeed(config)
     assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_unknown_key_in_any_block_is_refused(block):
-    """A misspelt key inside a block is refused with the nearest one."""
+def test_unknown_key_in_any_block_is_rejected(block):
+    """A misspelt key inside a block is rejected with the nearest one."""
     name = BLOCKS[block][0]
     with pytest.raises(SettingError, match=f"Did you mean '{name}'"):
         read_deepspeed({block: {name + "s": True}})
@@ -218,7 +218,7 @@ def test_unknown_key_in_any_block_is_refused(block):
 
 def test_every_key_has_one_fate():
     """No key is in two tables."""
-    assert len({*READ, *NOT_READ, *REFUSED}) == len(READ) + len(NOT_READ) + len(REFUSED)
+    assert len({*READ, *NOT_READ, *REJECTED}) == len(READ) + len(NOT_READ) + len(REJECTED)
 
 
 @pytest.mark.parametrize(
@@ -248,15 +248,15 @@ def test_text_and_file_are_read_alike(tmp_path):
 
 
 @pytest.mark.parametrize("config", ["\n[1]", 3, None, [], "nothing.json"])
-def test_what_is_no_configuration_is_refused(config):
-    """Lists, numbers and missing files are refused in words."""
+def test_what_is_no_configuration_is_rejected(config):
+    """Lists, numbers and missing files are rejected in words."""
     with pytest.raises(SettingError):
         read_deepspeed(config)
 
 
 def test_policy_from_deepspeed_says_its_notes_once(caplog, monkeypatch):
-    """`Policy.from_deepspeed` gives the policy and says every note, once per process."""
-    monkeypatch.setattr(policy_module, "_SAID", set())
+    """`Policy.from_deepspeed` returns the policy and logs every note, once per process."""
+    monkeypatch.setattr(policy_module, "_LOGGED", set())
     config = {"bf16": {"enabled": True}, "steps_per_print": 10}
     with caplog.at_level(logging.INFO, logger="halfstep"):
         assert Policy.from_deepspeed(config) == Policy.from_deepspeed(config) == Policy.parse("bf16-lean")
@@ -277,8 +277,8 @@ anything = st.recursive(
 good = st.sampled_from([True, False, 1, 2, 16, 0.5, "fp16", "bf16", "fp32", None])
 
 
-def unless_refused(config):
-    """The reading, or None when Halfstep refuses; any other exception passes through."""
+def unless_rejected(config):
+    """The reading, or None when Halfstep raises; any other exception passes through."""
     try:
         return read_deepspeed(config)
     except HalfstepError:
@@ -293,22 +293,22 @@ def block_of(name):
 configs = st.fixed_dictionaries(
     {},
     optional={name: st.one_of(block_of(name), anything) for name in BLOCKS}
-    | {key: st.one_of(good, anything) for key in (*READ[len(BLOCKS) :], *NOT_READ, *REFUSED)},
+    | {key: st.one_of(good, anything) for key in (*READ[len(BLOCKS) :], *NOT_READ, *REJECTED)},
 )
 
 
 @given(st.one_of(configs, st.dictionaries(st.one_of(st.text(max_size=5), st.integers()), anything, max_size=3)))
 def test_any_dictionary_is_read_or_raises_only_our_error(config):
     """A configuration of any shape gives a whole reading or one of Halfstep's errors."""
-    reading = unless_refused(config)
+    reading = unless_rejected(config)
     assert reading is None or Policy.parse(str(reading.policy)) == reading.policy
 
 
 @given(st.sampled_from(["fp16", "bf16", "torch_autocast", "amp"]).flatmap(lambda n: st.tuples(st.just(n), block_of(n))))
 def test_any_enabled_block_is_read_or_raises_only_our_error(named):
-    """One precision block that is on, with any values, is read or refused."""
+    """One precision block that is on, with any values, is read or rejected."""
     name, block = named
-    reading = unless_refused({name: block | {"enabled": True}})
+    reading = unless_rejected({name: block | {"enabled": True}})
     assert reading is None or reading.policy.compute in {"fp32", "bf16", "fp16"}
 
 

@@ -1,6 +1,8 @@
-"""Number formats, held against torch's finfo and torch's casts."""
+"""Number formats, compared with torch's finfo and torch's casts."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,19 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.errors import HalfstepError
+from halfstep.precision import formats
 from halfstep.precision.formats import (
     BF16,
     BLOCK8,
     BLOCK8_UNSIGNED,
     FORMATS,
+    FORMATS_16_BIT,
     FP8_E4M3FN,
     FP8_E4M3FNUZ,
     FP8_E5M2FNUZ,
     FP16,
     FP32,
+    FP64,
     TF32,
     Format,
+    canonical_name,
+    format_name,
     get_format,
+    torch_dtype,
 )  # fmt: skip
 
 STORED = [f for f in FORMATS.values() if isinstance(f, Format) and f.torch_name]
@@ -39,7 +47,7 @@ def test_limits_equal_torchs_finfo(format_):
     assert format_.smallest_normal == info.tiny
     assert format_.bits == info.bits
     assert format_.bytes == info.bits / 8
-    if format_ is not FP8_E5M2FNUZ:  # torch says 0.125 there; its casts say 0.25, and so do two fraction bits
+    if format_ is not FP8_E5M2FNUZ:  # torch reports 0.125; its casts have 0.25, as two fraction bits do
         assert format_.epsilon == info.eps
 
 
@@ -152,3 +160,47 @@ def test_unknown_format_names_the_nearest():
     """A typo is answered with what was meant."""
     with pytest.raises(HalfstepError, match="Did you mean 'bf16'"):
         get_format("bf-16")
+
+
+@pytest.mark.parametrize("format_", STORED, ids=str)
+def test_name_and_dtype_are_inverse(format_):
+    """A format's dtype has the format's name, and the name in any spelling leads to the dtype."""
+    assert torch_dtype(format_.name) is dtype(format_)
+    assert format_name(dtype(format_)) == format_.name
+    for spelling in (dtype(format_), str(dtype(format_)), format_.torch_name.upper(), f" {format_.name} "):
+        assert canonical_name(spelling) == format_.name
+        assert torch_dtype(str(spelling)) is dtype(format_)
+
+
+def test_every_torch_dtype_has_a_short_name():
+    """fp64 has a name although no policy uses it, aliases have their dtype's, and others keep torch's name."""
+    assert format_name(torch.float64) == canonical_name("double") == FP64.name
+    assert [canonical_name(name) for name in ("half", "float", "torch.half")] == ["fp16", "fp32", "fp16"]
+    assert [format_name(d) for d in (torch.int8, torch.complex64)] == ["int8", "complex64"]
+
+
+@pytest.mark.parametrize("name", ["tf32", "8bit"])
+def test_a_format_that_torch_cannot_store_has_no_dtype(name):
+    """TF32 is a way to multiply and 8bit a block of codes: asking for their dtype is an error with the alternatives."""
+    with pytest.raises(HalfstepError, match="no torch dtype.*bf16"):
+        torch_dtype(name)
+
+
+def test_the_16_bit_tables_agree():
+    """The names, the dtypes autocast computes in and the 16-bit dtypes are one list, read from the formats."""
+    assert list(formats.COMPUTE_DTYPES) == list(FORMATS_16_BIT) == [f.name for f in STORED if f.bytes == 2]
+    assert tuple(formats.COMPUTE_DTYPES.values()) == formats.DTYPES_16_BIT
+    assert set(formats.DTYPES_16_BIT) == {torch.float16, torch.bfloat16}
+    with pytest.raises(AttributeError, match="DTYPES_8_BIT"):
+        _ = formats.DTYPES_8_BIT
+
+
+def test_formats_import_without_torch():
+    """The table, its spellings and its sizes need no torch."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from halfstep.precision.formats import FORMATS, FORMATS_16_BIT, canonical_name\n"
+        "print(FORMATS[canonical_name('torch.bfloat16')].bytes, *FORMATS_16_BIT)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "bf16", "fp16"]

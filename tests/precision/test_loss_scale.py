@@ -1,4 +1,4 @@
-"""The settings of a loss scale: what is refused, and that the text form holds everything."""
+"""The settings of a loss scale: what is rejected, and that the text form holds everything."""
 
 import contextlib
 import math
@@ -38,14 +38,14 @@ from halfstep.precision.loss_scale import SEMANTICS, LossScale
         ({"semantics": "torch", "hysteresis": 2}, "no effect under semantics='torch'"),
     ],
 )
-def test_impossible_settings_are_refused_with_the_value_seen(given_settings, message):
+def test_impossible_settings_are_rejected_with_the_value_seen(given_settings, message):
     """Each impossible setting raises, and its message carries the value."""
     with pytest.raises(HalfstepError) as error:
         LossScale.dynamic(**given_settings)
     assert message in str(error.value)
 
 
-def test_unknown_mode_is_refused():
+def test_unknown_mode_is_rejected():
     """A mode that does not exist names those that do."""
     with pytest.raises(HalfstepError, match="none, static, dynamic"):
         LossScale(mode="dinamic")
@@ -55,7 +55,7 @@ def test_unknown_mode_is_refused():
     "text", ["", "dynamite", "dynamic(", "dynamic(hysteresis)", "dynamic(hysteresis=)", "dynamic(hysteresis=two)",
              "dynamic(hysterisis=2)", "dynamic(hysteresis=1;hysteresis=2)", "nan", "-1", "inf", "0"],
 )  # fmt: skip
-def test_text_that_means_nothing_is_refused(text):
+def test_text_that_means_nothing_is_rejected(text):
     """Malformed text raises a HalfstepError and nothing else."""
     with pytest.raises(HalfstepError):
         LossScale.parse(text)

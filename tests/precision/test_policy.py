@@ -1,4 +1,4 @@
-"""A policy is one frozen value: it prints and parses, and refuses what cannot work with the reason."""
+"""A policy is one frozen value: it prints and parses, and rejects what cannot work with the reason."""
 
 import dataclasses
 import itertools
@@ -64,8 +64,8 @@ def policies(draw):
     )
 
 
-def unless_refused(make):
-    """What `make` returns, or None when Halfstep refuses; any other exception passes through."""
+def unless_rejected(make):
+    """What `make` returns, or None when Halfstep raises; any other exception passes through."""
     try:
         return make()
     except HalfstepError:
@@ -88,8 +88,8 @@ def test_printed_form_writes_the_fewest_keys(policy):
 
 @given(any_fields)
 def test_constructor_gives_a_policy_or_a_setting_error(fields):
-    """Any combination of known values is a policy or is refused in words."""
-    policy = unless_refused(lambda: Policy(**fields))
+    """Any combination of known values is a policy or is rejected in words."""
+    policy = unless_rejected(lambda: Policy(**fields))
     assert policy is None or Policy.parse(str(policy)) == policy
 
 
@@ -100,7 +100,7 @@ marks = st.sampled_from([",", "=", "|", "(", ")", ";", "*", ".", " ", "\x00", "\
 @given(st.one_of(st.text(max_size=40), st.lists(st.one_of(words, marks), max_size=12).map("".join)))
 def test_any_text_parses_or_raises_only_our_error(text):
     """Text of any kind gives a policy that round-trips, or one of Halfstep's errors."""
-    policy = unless_refused(lambda: parse_with_notes(text)[0])
+    policy = unless_rejected(lambda: parse_with_notes(text)[0])
     assert policy is None or Policy.parse(str(policy)) == policy
 
 
@@ -112,7 +112,7 @@ def test_presets_print_as_their_name(name):
 
 
 def test_default_policy_is_the_fp32_reference():
-    """A policy with nothing said is plain fp32."""
+    """A policy without arguments is plain fp32."""
     assert Policy() == PRESETS["fp32"]
 
 
@@ -125,7 +125,7 @@ def test_torch_dtypes_and_their_names_are_taken():
 
 
 def test_loss_scale_takes_text_number_or_value():
-    """The loss scale is kept as canonical text, whichever way it was given."""
+    """The loss scale is stored as canonical text, in whichever form it was passed."""
     settings = LossScale.dynamic(hysteresis=1)
     assert Policy(compute="fp16", loss_scale=128).loss_scale == "128"
     assert Policy(compute="fp16", loss_scale=" 128.0 ").loss_scale == "128"
@@ -133,9 +133,9 @@ def test_loss_scale_takes_text_number_or_value():
     assert PRESETS["bf16"].scaling == LossScale(mode="none")
 
 
-def test_loss_scale_that_its_text_cannot_hold_is_refused():
-    """A value whose text would lose a setting is refused and not shortened."""
-    with pytest.raises(SettingError, match="leaves some of its settings out"):
+def test_loss_scale_that_its_text_cannot_hold_is_rejected():
+    """A value whose text would lose a setting is rejected and not shortened."""
+    with pytest.raises(SettingError, match="omits some of its settings"):
         Policy(compute="fp16", loss_scale=LossScale(mode="static", init_scale=8.0, max_skips=5))
 
 
@@ -150,12 +150,12 @@ def test_loss_scale_settings_survive_inside_a_policy():
     ["head|*.norm", " head | *.norm ", ["*.norm", "head"], ("head", "*.norm", "head"), {"head", "*.norm"}],
 )
 def test_patterns_are_normalised_to_one_tuple(given_patterns):
-    """Patterns given as text, list, tuple or set become the same sorted tuple."""
+    """Patterns passed as text, list, tuple or set become the same sorted tuple."""
     assert Policy(compute="bf16", keep_fp32=given_patterns).keep_fp32 == ("*.norm", "head")
 
 
 @pytest.mark.parametrize(
-    ("pattern", "name", "kept"),
+    ("pattern", "name", "covered"),
     [
         ("head", "head", True),
         ("head", "head.fc.0", True),
@@ -174,9 +174,9 @@ def test_patterns_are_normalised_to_one_tuple(given_patterns):
         ("?*", "", False),
     ],
 )
-def test_pattern_covers_a_module_and_its_children(pattern, name, kept):
+def test_pattern_covers_a_module_and_its_children(pattern, name, covered):
     """A pattern matches whole dotted names with case, and covers what is inside a matched module."""
-    assert Policy(compute="bf16", keep_fp32=pattern).keeps_fp32(name) is kept
+    assert Policy(compute="bf16", keep_fp32=pattern).keeps_fp32(name) is covered
 
 
 def test_patterns_that_match_nothing_are_reported():
@@ -202,7 +202,7 @@ def test_automatic_gradients_are_fp32_when_accumulating(text, accumulate, expect
     assert policy.widens_grads(accumulate) == (policy.params != expected)
 
 
-REFUSED = [
+REJECTED = [
     ("bf16-lean,master=weights", "half an ulp"),
     ("fp32,master=split", "no effect with params=fp32"),
     ("bf16,master=none", "no effect with params=fp32"),
@@ -212,7 +212,7 @@ REFUSED = [
     ("fp16-lean,compute=bf16,loss_scale=none", "mixes two 16-bit formats"),
     ("bf16-lean,compute=fp32", "Use compute=bf16, or params=fp32"),
     ("fp16-lean,compute=tf32,loss_scale=none", "compute=tf32"),
-    ("fp16,loss_scale=none", "loss_scale=1 to insist"),
+    ("fp16,loss_scale=none", "loss_scale=1 to force it"),
     ("bf16,loss_scale=dynamic", "Use loss_scale=none"),
     ("fp32,loss_scale=128", "Use loss_scale=none"),
     ("tf32,loss_scale=1", "Use loss_scale=none"),
@@ -256,8 +256,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("text", "reason"), REFUSED, ids=[text or "empty" for text, _ in REFUSED])
-def test_contradiction_is_refused_with_its_reason(text, reason):
+@pytest.mark.parametrize(("text", "reason"), REJECTED, ids=[text or "empty" for text, _ in REJECTED])
+def test_contradiction_is_rejected_with_its_reason(text, reason):
     """Each contradiction raises an error that gives the reason or the way out."""
     with pytest.raises(SettingError) as caught:
         Policy.parse(text)
@@ -284,14 +284,14 @@ def test_what_can_be_meant_is_accepted(text):
 
 
 @pytest.mark.parametrize("value", [None, 3, b"bf16", ["bf16"]])
-def test_precision_that_is_no_text_is_refused(value):
+def test_precision_that_is_no_text_is_rejected(value):
     """Only text can be parsed."""
     with pytest.raises(SettingError, match="A precision is text"):
         Policy.parse(value)
 
 
 @pytest.mark.parametrize("value", [3, [1, 2], None, {"a": 1}])
-def test_patterns_that_are_no_names_are_refused(value):
+def test_patterns_that_are_no_names_are_rejected(value):
     """`keep_fp32` takes names only."""
     with pytest.raises(SettingError, match="not a list of module name patterns"):
         Policy(compute="bf16", keep_fp32=value)
@@ -326,8 +326,8 @@ def test_own_names_need_no_note():
 
 
 @pytest.mark.parametrize("name", ["bf16-true", "16-true", "O3"])
-def test_names_without_a_master_say_how_to_insist(name):
-    """Names that mean 16-bit weights alone get a master, and the note says how to do without."""
+def test_names_without_a_master_have_a_note_on_how_to_force_that(name):
+    """Names that mean 16-bit weights alone get a master, and the note has the setting without one."""
     policy, (note,) = parse_with_notes(name)
     assert policy.master == "split"
     assert "master=none" in note
@@ -339,9 +339,9 @@ def test_foreign_name_takes_settings():
     assert parse_with_notes("o2,states=8bit")[0] == Policy.parse("fp16-lean,states=8bit")
 
 
-def test_mapping_is_said_once_per_name(caplog, monkeypatch):
-    """`Policy.parse` says each mapping once in a process, whatever the case and settings."""
-    monkeypatch.setattr(policy_module, "_SAID", set())
+def test_mapping_is_logged_once_per_name(caplog, monkeypatch):
+    """`Policy.parse` logs each mapping once in a process, whatever the case and settings."""
+    monkeypatch.setattr(policy_module, "_LOGGED", set())
     with caplog.at_level(logging.INFO, logger="halfstep"):
         for text in ("O1", "o1", "O1,states=8bit", "half"):
             Policy.parse(text)
@@ -356,14 +356,14 @@ def test_policy_is_a_value():
 
 
 def test_every_rule_can_be_broken():
-    """No rule of the table is dead: each is the one that refuses some combination."""
+    """No rule of the table is dead: each is the one that rejects some combination."""
     first = set()
-    scales, kept = ("none", "dynamic"), ((), ("head",))
-    for values in itertools.product(*VALUES.values(), scales, kept):
+    scales, patterns = ("none", "dynamic"), ((), ("head",))
+    for values in itertools.product(*VALUES.values(), scales, patterns):
         broken = object.__new__(Policy)
         for key, value in zip(KEYS, values, strict=True):
             object.__setattr__(broken, key, value)
-        first.add(next((i for i, rule in enumerate(policy_module._RULES) if rule.holds(broken)), None))
+        first.add(next((i for i, rule in enumerate(policy_module._RULES) if rule.applies(broken)), None))
     assert first == {None, *range(len(policy_module._RULES))}
 
 
@@ -380,10 +380,10 @@ def test_page_shows_the_presets_as_they_are():
 
 
 def test_page_names_every_foreign_name():
-    """The documentation lists every foreign name with its preset, and every refused one."""
+    """The documentation lists every foreign name with its preset, and every rejected one."""
     text = PAGE.read_text()
     assert [n for n, f in policy_module.FOREIGN.items() if f"| `{n}` | {f.source} | `{f.preset}` |" not in text] == []
-    assert [n for n in policy_module.REFUSED if f"`{n}`" not in text] == []
+    assert [n for n in policy_module.REJECTED if f"`{n}`" not in text] == []
 
 
 def test_page_examples_parse():

@@ -178,8 +178,8 @@ def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[F
 
 def _parse_any(source: Source) -> None:
     """Raise where a file that a person named, and that is no configuration of ours, cannot be parsed at all."""
-    from halfstep.check.config import json_reader as config_json
     from halfstep.check.config import yaml_reader as config_yaml
+    from halfstep.precision import json_tree as config_json
 
     if source.language == "json":
         config_json.parse_json(source.text, source.path)

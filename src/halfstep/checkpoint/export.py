@@ -9,17 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from halfstep.checkpoint.directory import Checkpoint, clean_name, load_checkpoint, replaced
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.errors import SettingError, unknown
 from halfstep.kernels.split import join
+from halfstep.precision.formats import torch_dtype
 
 __all__ = ["DTYPES", "export_weights", "find_checkpoint", "masters_of"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = ("fp32", "bf16")
 
 
 def find_checkpoint(run: Path, *, best: bool = False) -> Path:
@@ -77,7 +77,7 @@ def export_weights(
     checkpoint = load_checkpoint(find_checkpoint(run, best=best))
     tensors: dict[str, Tensor] = {}
     for name, tensor in masters_of(checkpoint, ema=ema).items():
-        cast = tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        cast = tensor.to(torch_dtype(dtype)) if tensor.is_floating_point() else tensor
         tensors[name] = (
             cast.clone() if any(cast.data_ptr() == t.data_ptr() for t in tensors.values() if t.numel()) else cast
         )

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.engine.truth import short
+from halfstep.precision.formats import format_name
 
 __all__ = ["ALIGNED", "CASTS", "DispatchCensus", "Entry", "is_product", "why_fp32", "write_census"]
 
@@ -80,9 +80,9 @@ def _format(name: str, inputs: list[Tensor], result: Any) -> str:
     if not floats:
         return "other"
     if is_product(name):  # attention also takes a few fp32 statistics; its largest input is what it multiplies
-        return short(max(floats, key=lambda x: x.numel()).dtype)
+        return format_name(max(floats, key=lambda x: x.numel()).dtype)
     # The format of the widest input: a sum of a 16-bit and a 32-bit tensor computes in 32 bits.
-    return short(max((x.dtype for x in floats), key=lambda dtype: dtype.itemsize))
+    return format_name(max((x.dtype for x in floats), key=lambda dtype: dtype.itemsize))
 
 
 def _sides(name: str, inputs: list[Tensor]) -> tuple[int, ...]:

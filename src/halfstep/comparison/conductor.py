@@ -19,8 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +32,7 @@ from halfstep.comparison.remainder import CONTINUED, Remainder, check_same
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import ChildSpec
 from halfstep.errors import HalfstepError, MissingError, SettingError
+from halfstep.hardware.host import available_memory_bytes
 
 __all__ = ["Conductor", "Quiet", "Watcher", "is_reference"]
 
@@ -163,7 +162,7 @@ class Conductor:
     def _fits_together(self, found: dict[str, Any]) -> bool:
         if found["device"] != "cpu":
             return False
-        free = _available_bytes()
+        free = available_memory_bytes()
         return free is not None and found["resident_bytes"] * len(self.contenders) < free * _SHARE_OF_MEMORY
 
     # --- rounds -------------------------------------------------------------------------------------------------
@@ -300,13 +299,3 @@ def _close(live: list[_Live]) -> None:
     for run in live:
         run.process.close()
     live.clear()
-
-
-def _available_bytes() -> int | None:
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-        return pages * size if pages > 0 else None
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None

@@ -28,10 +28,9 @@ from halfstep.engine.truth import census
 from halfstep.errors import MissingError, SettingError
 from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.hardware.tf32 import set_tf32
+from halfstep.precision.formats import torch_dtype
 
 __all__ = ["make_peer"]
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def make_peer(contender: Contender, parts: Parts, max_norm: float | None) -> Any:
@@ -53,7 +52,7 @@ class _Stock:
         self.optimizer, self.scheduler = parts.optimizer, parts.scheduler
         self.params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.device = self.params[0].device
-        self.dtype = _DTYPES[contender.policy]
+        self.dtype = torch_dtype(contender.policy)
         self.path = choose_path(self.optimizer, parts.model).reason.partition(":")[0]
         compile_model(self.model, contender.compile)
         self._grads: dict[str, int] = {}

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
-from halfstep.engine.region import COMPUTE_DTYPES, upcast
+from halfstep.engine.region import upcast
 from halfstep.errors import SettingError
 from halfstep.kernels.split import split
+from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 from halfstep.precision.policy import Policy
 
 __all__ = ["cast_model", "sum_gradients_in_fp32", "uncast_forwards", "wrap_forwards"]
@@ -44,7 +45,7 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
         if not param.is_floating_point():
             continue
         if param in fp32:
-            if param.dtype in {torch.float16, torch.bfloat16}:
+            if param.dtype in DTYPES_16_BIT:
                 raise SettingError(
                     f"Parameter {name} stays fp32 under {policy}, but it is already {param.dtype}; the rounded-off bits "
                     "are lost. Build the model in fp32 and let the Engine cast it."
@@ -102,7 +103,7 @@ def uncast_forwards(model: nn.Module) -> None:
 
 
 def _reject_16_bit_weights(model: nn.Module, policy: Policy) -> None:
-    half = [name for name, p in model.named_parameters() if p.dtype in {torch.float16, torch.bfloat16}]
+    half = [name for name, p in model.named_parameters() if p.dtype in DTYPES_16_BIT]
     if half:
         example = dict(model.named_parameters())[half[0]].dtype
         lean = "bf16-lean" if example is torch.bfloat16 else "fp16-lean"

@@ -33,10 +33,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.hardware.onednn import ignore_fallback_warnings
+from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 
-__all__ = ["COMPUTE_DTYPES", "compute_region", "fp32_operations", "recomputing", "reinstall", "upcast"]
-
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+__all__ = ["compute_region", "fp32_operations", "recomputing", "reinstall", "upcast"]
 
 # Base names of fp32 operations that one device's list lacks and the other's has; overloads are read from the installed torch.
 _LACKING = {
@@ -131,7 +130,7 @@ def upcast(tree: Any) -> Any:
 
 
 def _upcast_one(value: Any) -> Any:
-    is_16_bit = isinstance(value, Tensor) and value.dtype in {torch.float16, torch.bfloat16}
+    is_16_bit = isinstance(value, Tensor) and value.dtype in DTYPES_16_BIT
     return value.float() if is_16_bit else value
 
 

@@ -29,6 +29,7 @@ from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.kernels.gradstats import dense_values, known_sums, total_norm
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = [
     "Decision",
@@ -179,7 +180,7 @@ def unscale_in_place(grads: Sequence[Tensor], divisor: Tensor) -> None:
         groups.setdefault((values.device, values.dtype), []).append(values)
     for (device, dtype), group in groups.items():
         # In the gradients' own dtype the divisor may be inf (a scale of 65536 in fp16): divide 16-bit ones in fp32.
-        if dtype in {torch.float16, torch.bfloat16}:
+        if dtype in DTYPES_16_BIT:
             for values in group:
                 values.copy_(values.float() / divisor.to(device))
         else:

@@ -15,13 +15,12 @@ from typing import Any
 from halfstep.backends.base import Backend
 from halfstep.engine.setup import PreparedRun
 from halfstep.hardware.probe import Hardware
-from halfstep.precision.formats import BF16, FP16
+from halfstep.precision.formats import BF16, FP16, format_name
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
 
 __all__ = ["Truth", "build_truth", "census", "truth_of"]
 
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _COUNTED_STATES = {"step"}  # one number per tensor, not per parameter
 
 
@@ -51,17 +50,12 @@ class Truth:
         return "\n".join(lines)
 
 
-def short(dtype: object) -> str:
-    """A dtype in Halfstep's spelling."""
-    name = str(dtype).removeprefix("torch.")
-    return _SHORT.get(name, name)
-
-
 def census(tensors: Iterable[Any]) -> dict[str, int]:
     """Elements by dtype."""
     counts: dict[str, int] = {}
     for tensor in tensors:
-        counts[short(tensor.dtype)] = counts.get(short(tensor.dtype), 0) + tensor.numel()
+        name = format_name(tensor.dtype)
+        counts[name] = counts.get(name, 0) + tensor.numel()
     return counts
 
 

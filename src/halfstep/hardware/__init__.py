@@ -1,1 +1,1 @@
-"""What a machine is and what it runs natively: devices, probe, measurements, switches. No torch at import."""
+"""The hardware and what it runs natively: devices, probe, measurements, switches. No torch at import."""

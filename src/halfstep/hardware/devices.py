@@ -1,14 +1,14 @@
-"""What each kind of hardware runs natively, slowly, by emulation or not at all: the table of facts.
+"""Which number formats each kind of hardware runs natively, slowly, by emulation or not at all.
 
 "It runs" is not "it is fast". A T4 multiplies bf16 matrices, by converting to fp32 and back. So each format
-gets one of four words on each architecture:
+has one of four levels of support on each architecture:
 
     native     matrix units or arithmetic that make it faster than fp32 (for fp32: real arithmetic)
     slow       real arithmetic, but no faster than fp32 where torch uses it
     emulated   computed in another format with conversions; slower than fp32
     none       torch cannot run it there, or Halfstep cannot switch it on
 
-No speeds are written here: `halfstep.hardware.measure` measures them. Memory sizes are the vendor's own numbers.
+There are no speeds here: `halfstep.hardware.measure` measures them. Memory sizes are the vendor's numbers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _BEFORE_AMPERE = (
 
 @dataclass(frozen=True)
 class Facts(Mapping[str, Support]):
-    """Format name to support, as a frozen mapping; `why` has the text behind each word."""
+    """Format name to support, as a frozen mapping; `why` has the reason for each."""
 
     fp32: Fact = NATIVE
     tf32: Fact = NONE
@@ -75,7 +75,7 @@ class Facts(Mapping[str, Support]):
         return len(FORMAT_NAMES)
 
     def why(self, name: str) -> str:
-        """The reason behind a format's support; may be empty."""
+        """The reason for a format's support; may be empty."""
         return self._fact(name).why
 
     def _fact(self, name: str) -> Fact:
@@ -90,7 +90,7 @@ FORMAT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Facts))
 
 @dataclass(frozen=True)
 class Architecture:
-    """One generation of hardware: its name, who makes it, what it runs, and what to know about it."""
+    """One generation of hardware: its name, who makes it, what it runs, and its caveats."""
 
     name: str
     label: str
@@ -112,21 +112,21 @@ class Device:
 
     @property
     def spellings(self) -> tuple[Name, ...]:
-        """Its names, taken apart."""
+        """Its names, parsed."""
         return tuple(parse_name(text) for text in (self.name, *self.aliases))
 
     @property
     def sizes_gb(self) -> frozenset[int | None]:
-        """The memory sizes that a name of this device may carry."""
+        """The memory sizes that may appear in a name of this device."""
         return frozenset({self.memory_gb, *(name.memory_gb for name in self.spellings)})
 
 
 @dataclass(frozen=True)
 class Name:
-    """A device name taken apart: the product, its form, its memory."""
+    """A parsed device name: product, form factor, memory."""
 
     core: str
-    form: str  # sxm, pcie, nvl or nothing
+    form: str  # sxm, pcie, nvl or empty
     memory_gb: int | None
     laptop: bool
 
@@ -274,8 +274,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     )
 }
 
-_TWO_DIES = ("torch by default sees each of its two dies as a GPU of its own, with half the memory.",)
-_SHARED = ("Its memory is the machine's own, shared with the CPU.",)
+_TWO_DIES = ("By default torch sees each of its two dies as a separate GPU with half the memory.",)
+_SHARED = ("It shares the machine's main memory with the CPU.",)
 
 
 def _rows(arch: str, *rows: tuple[str, int]) -> tuple[Device, ...]:
@@ -287,7 +287,7 @@ def _macs(arch: str, *chips: str) -> tuple[Device, ...]:
     return tuple(Device(f"Apple {chip}", arch, None, notes=_SHARED) for chip in chips)
 
 
-# Where a product is listed with several memories, the smallest stands first: it is the one assumed.
+# If a product is listed with several memory sizes, the smallest is first: it is the default.
 DEVICES: tuple[Device, ...] = (
     *_rows("sm60", ("P100", 16)),
     *_rows("sm61", ("GTX 1060", 6), ("GTX 1070", 8), ("GTX 1080", 8), ("GTX 1080 Ti", 11), ("P40", 24), ("P4", 8)),
@@ -344,7 +344,7 @@ DEVICES: tuple[Device, ...] = (
 
 _FAMILY = re.compile(r"^(rtx|gtx|rx|arc)(?=[a-z]?\d)")
 _FORMS = frozenset({"sxm", "pcie", "nvl"})
-# Words of full device names that do not tell products apart.
+# Words of full device names that do not distinguish products.
 _NOISE = frozenset(
     {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "intel", "apple", "r", "tm", "corporation"}
     | {"gpu", "graphics", "hbm2", "hbm2e", "hbm3", "hbm3e", "oam", "fhhl", "dgxs", "workstation", "server", "edition"}
@@ -353,7 +353,7 @@ _NOISE = frozenset(
 
 
 def parse_name(name: str) -> Name:
-    """Take a device name apart, in any case and with any separators: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80."""
+    """Parse a device name, in any case and with any separators: "NVIDIA A100-SXM4-80GB" is a100, sxm, 80."""
     text = name.casefold().partition(" mig ")[0].replace("max-q", "")
     memory = re.search(r"(\d+)\s*gi?b\b|(?<![a-z0-9])(\d+)\s*g\b", text)  # "80 GB", "80G", and not "A10G"
     if memory:
@@ -366,14 +366,14 @@ def parse_name(name: str) -> Name:
 
 
 def find_devices(name: str) -> tuple[Device, ...]:
-    """The devices a name can mean, most likely first; empty where it is none of the table's."""
-    asked = parse_name(name)
-    # "4090" for "RTX 4090": the letters of the family may be left out.
-    found = [
+    """The devices that a name may refer to, most likely first; empty if none is in the table."""
+    query = parse_name(name)
+    # "4090" for "RTX 4090": the letters of the family may be omitted.
+    matches = [
         device
         for device in DEVICES
-        if asked.core in {short for n in device.spellings for short in (n.core, _FAMILY.sub("", n.core))}
+        if query.core in {short for n in device.spellings for short in (n.core, _FAMILY.sub("", n.core))}
     ]
-    found = [device for device in found if asked.memory_gb in device.sizes_gb] or found
-    found = [device for device in found if asked.form and asked.form == device.spellings[0].form] or found
-    return tuple(found)
+    matches = [device for device in matches if query.memory_gb in device.sizes_gb] or matches
+    matches = [device for device in matches if query.form and query.form == device.spellings[0].form] or matches
+    return tuple(matches)

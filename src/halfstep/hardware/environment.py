@@ -1,6 +1,6 @@
-"""Versions and machine, for the record of a run; nothing that names a person, a host or a path.
+"""Versions and machine, for the run file; nothing that identifies a person, a host or a path.
 
-Torch is described only as far as the program has loaded it: asking must not cost the seconds that loading takes.
+Torch is described only if the program has imported it, because importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import sys
-from pathlib import Path
 from typing import Any
+
+from halfstep.hardware.host import read_cpu
 
 __all__ = ["environment"]
 
 
 def environment() -> dict[str, Any]:
-    """Versions of Halfstep, Python and torch, operating system, CPU, and the GPUs if torch is loaded."""
+    """Versions of Halfstep, Python and torch, operating system, CPU, and the GPUs if torch is imported."""
     torch = sys.modules.get("torch")
     gpus = []
     if torch is not None and torch.cuda.is_available():
@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
         "hip": getattr(getattr(torch, "version", None), "hip", None),
         "platform": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": read_cpu().name or platform.processor() or platform.machine(),
         "num_cpus": os.cpu_count(),
         "gpus": gpus,
     }
@@ -44,12 +44,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    try:
-        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()

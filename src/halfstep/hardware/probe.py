@@ -1,10 +1,9 @@
-"""What this machine, or a GPU named by the user, can run: the table of facts applied to one device.
+"""Describes this machine, or a GPU named by the user: the table of facts applied to one device.
 
-Looking and knowing are kept apart. `probe()` asks torch, the operating system and `nvidia-smi` for plain
+Detection and knowledge are separate. `probe()` queries torch, the operating system and `nvidia-smi` for plain
 values: a name, a compute capability, a set of CPU flags. The functions `from_cuda`, `from_rocm`, `from_xpu`,
 `from_mps` and `from_cpu` turn such values into a `Hardware` by the table in `halfstep.hardware.devices`, and need neither
-torch nor a device. Hardware that the table does not know is described all the same, with `known=False`, and
-the notes say what was assumed.
+torch nor a device. Hardware that is not in the table has `known=False`, and its notes list the assumptions.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ import dataclasses
 import os
 import platform
 import re
-import shutil
-import subprocess
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from halfstep.errors import MissingError, SettingError, unknown
 from halfstep.hardware.devices import ARCHITECTURES, DEVICES, UNKNOWN, Facts, find_devices, parse_name
+from halfstep.hardware.host import read_cpu, run_program, total_memory_bytes
 from halfstep.hardware.torch_build import require_torch
 
 __all__ = ["Hardware", "find_gpu", "from_cpu", "from_cuda", "from_mps", "from_rocm", "from_xpu", "nvidia_gpus", "probe"]
@@ -34,7 +31,7 @@ _NO_TENSOR_CORES = re.compile(r"\bGTX\s*16\d\d\b|\bMX\s*[45]50\b|\bT(400|500|550
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device: what it is, and how each number format runs on it."""
+    """One kind of device, and how each number format runs on it."""
 
     name: str
     kind: str  # cuda, rocm, xpu, mps or cpu
@@ -43,7 +40,7 @@ class Hardware:
     support: Facts  # format name -> native, slow, emulated or none; support.why(name) has the reason
     memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
-    known: bool = True  # False: the table does not have it, and the notes say what was assumed
+    known: bool = True  # False: it is not in the table, and the notes list the assumptions
     count: int = 1
 
     def __str__(self) -> str:
@@ -52,14 +49,14 @@ class Hardware:
         return f"{many}{self.name} ({self.arch}){memory}"
 
     def with_notes(self, *notes: str) -> Hardware:
-        """The same hardware with more to say about it."""
+        """The same hardware with further notes."""
         return dataclasses.replace(self, notes=(*self.notes, *notes))
 
 
 def from_cuda(name: str, capability: tuple[int, int], memory_bytes: int | None = None, count: int = 1) -> Hardware:
     """An NVIDIA GPU, by the name and compute capability its driver reports."""
     listed = {_capability(arch): arch for arch in ARCHITECTURES if re.fullmatch(r"sm\d+", arch)}
-    seen = f"sm{capability[0]}{capability[1]}"
+    reported = f"sm{capability[0]}{capability[1]}"
     newest = max(listed)
     known = True
     notes: tuple[str, ...] = ()
@@ -69,17 +66,19 @@ def from_cuda(name: str, capability: tuple[int, int], memory_bytes: int | None =
     if arch is None:
         older = [c for c in listed if c < capability]
         if not older:
-            note = f"{seen} is older than anything Halfstep has facts about; nothing but fp32 is assumed."
-            return Hardware(name, "cuda", seen, "NVIDIA", UNKNOWN, memory_bytes, (note,), known=False, count=count)
+            note = f"{reported} is older than anything Halfstep has facts about; only fp32 is assumed."
+            return Hardware(name, "cuda", reported, "NVIDIA", UNKNOWN, memory_bytes, (note,), known=False, count=count)
         arch = listed[max(older)]
         known = capability < newest and max(older)[0] == capability[0]
         if known:
-            notes = (f"{seen} is taken to run what {arch} runs.",)
+            notes = (f"{reported} is assumed to support the same formats as {arch}.",)
         else:
-            assumed = f"it is assumed to run what {arch} runs. `halfstep probe --measure` shows what it does."
-            notes = (f"Halfstep has no facts about {seen}; {assumed}",)
+            assumed = (
+                f"it is assumed to support the same formats as {arch}. Measure it with `halfstep probe --measure`."
+            )
+            notes = (f"Halfstep has no facts about {reported}; {assumed}",)
     facts = ARCHITECTURES[arch]
-    where = arch if known and not notes else seen
+    where = arch if known and not notes else reported
     return Hardware(
         name, "cuda", where, "NVIDIA", facts.facts, memory_bytes, (*facts.caveats, *notes), known=known, count=count
     )
@@ -88,13 +87,13 @@ def from_cuda(name: str, capability: tuple[int, int], memory_bytes: int | None =
 def from_rocm(name: str, gcn_arch: str, memory_bytes: int | None = None, count: int = 1) -> Hardware:
     """An AMD GPU, by the architecture ROCm reports, such as "gfx90a:sramecc+:xnack-"."""
     arch = gcn_arch.partition(":")[0]
-    # The chips of one RDNA 3 family differ in size, not in what they run.
+    # The chips of one RDNA 3 family differ in size, not in supported formats.
     arch = "gfx1100" if arch in {"gfx1101", "gfx1102"} else arch
     return _from_table(name, "rocm", arch, "AMD", memory_bytes, count)
 
 
 def from_xpu(name: str, *, has_xmx: bool | None, memory_bytes: int | None = None, count: int = 1) -> Hardware:
-    """An Intel GPU, by its name and whether its driver reports XMX matrix engines (None: it does not say)."""
+    """An Intel GPU, by its name and whether its driver reports XMX matrix engines (None: not reported)."""
     if re.search(r"data center gpu max", name, re.IGNORECASE):
         arch = "xpu-max"
     elif has_xmx is None:
@@ -106,8 +105,8 @@ def from_xpu(name: str, *, has_xmx: bool | None, memory_bytes: int | None = None
 
 def from_mps(chip: str, memory_bytes: int | None = None) -> Hardware:
     """An Apple GPU, by the name of its chip, such as "Apple M2 Pro"."""
-    found = re.search(r"\bM\d+\b", chip)
-    arch = f"apple-{found.group(0).casefold()}" if found else "mps"
+    model = re.search(r"\bM\d+\b", chip)
+    arch = f"apple-{model.group(0).casefold()}" if model else "mps"
     return _from_table(chip, "mps", arch, "Apple", memory_bytes, 1)
 
 
@@ -131,44 +130,44 @@ def from_cpu(
         # /proc/cpuinfo and torch spell the fp16 flag differently.
         arch = "arm" + "-bf16" * ("bf16" in folded) + "-fp16" * bool(folded & {"asimdhp", "fphp", "fp16_arith"})
     else:
-        arch = machine.casefold() or "cpu"  # Apple's CPUs among them: nobody measured torch's 16 bits on those here
+        arch = machine.casefold() or "cpu"  # including Apple's CPUs, where torch's 16-bit speed has not been measured
     return _from_table(name or f"{machine} CPU", "cpu", arch, "CPU", memory_bytes, 1)
 
 
 def find_gpu(name: str) -> Hardware:
-    """The GPU a person named: "a100", "RTX 4090", "NVIDIA A100-SXM4-80GB", or an architecture such as "sm90"."""
+    """The GPU with this name: "a100", "RTX 4090", "NVIDIA A100-SXM4-80GB", or an architecture such as "sm90"."""
     if not name.strip():
         raise SettingError(
-            "No GPU was named. Name one, such as 'A100' or 'RTX 4090', or an architecture such as 'sm90'."
+            "The GPU name is empty. Pass one, such as 'A100' or 'RTX 4090', or an architecture such as 'sm90'."
         )
     arch = ARCHITECTURES.get(_architecture(name.strip().casefold()))
     if arch is not None and arch.kind in GPU_KINDS:
         return _from_table(f"{arch.vendor} {arch.label}", arch.kind, arch.name, arch.vendor, None, 1)
-    asked = parse_name(name)
-    found = find_devices(name)
-    if not found:
-        raise unknown("GPU", name, [d.name for d in DEVICES], "An architecture such as sm90 or gfx942 will do as well.")
-    device = found[0]
+    query = parse_name(name)
+    matches = find_devices(name)
+    if not matches:
+        raise unknown("GPU", name, [d.name for d in DEVICES], "An architecture such as sm90 or gfx942 works too.")
+    device = matches[0]
     arch = ARCHITECTURES[device.arch]
     gigabytes, notes = device.memory_gb, list(device.notes)
     full_name = device.name if device.name.startswith(arch.vendor) else f"{arch.vendor} {device.name}"
-    if asked.laptop or re.search(r"\bmig\b", name, re.IGNORECASE):
+    if query.laptop or re.search(r"\bmig\b", name, re.IGNORECASE):
         full_name, gigabytes = name.strip(), None
-        notes.append("Laptop GPUs and MIG slices have other memory sizes than the whole desktop or server GPU.")
-    elif asked.memory_gb is not None and asked.memory_gb not in device.sizes_gb:
-        full_name, gigabytes = name.strip(), asked.memory_gb
-        notes.append(f"{gigabytes} GB is as you wrote it; the table has {', '.join(d.name for d in found)}.")
-    elif len(found) > 1:
-        notes.append(f"{name!r} is taken as {device.name}; it may also mean {', '.join(d.name for d in found[1:])}.")
-    # Vendors' GB are 2^30 bytes: an 80 GB card has 80 * 2^30, of which the driver keeps some.
+        notes.append("Laptop GPUs and MIG slices have different memory sizes than the full desktop or server GPU.")
+    elif query.memory_gb is not None and query.memory_gb not in device.sizes_gb:
+        full_name, gigabytes = name.strip(), query.memory_gb
+        notes.append(f"{gigabytes} GB is taken from the name; the table has {', '.join(d.name for d in matches)}.")
+    elif len(matches) > 1:
+        notes.append(f"{name!r} is read as {device.name}; it may also mean {', '.join(d.name for d in matches[1:])}.")
+    # Vendors' GB are 2^30 bytes: an 80 GB card has 80 * 2^30, of which the driver reserves some.
     memory = gigabytes * 2**30 if gigabytes else None
     if memory:
-        notes.append("Its memory is the vendor's number; the driver keeps some of it.")
+        notes.append("The memory size is the vendor's number; the driver reserves some of it.")
     return _from_table(full_name, arch.kind, arch.name, arch.vendor, memory, 1).with_notes(*notes)
 
 
 def _architecture(text: str) -> str:
-    """An architecture as the table has it: "sm80" of "sm_80", "compute_80" and "8.0", "gfx90a" of "gfx90a:sramecc+:xnack-"."""
+    """An architecture as spelled in the table: "sm80" of "sm_80", "compute_80" and "8.0", "gfx90a" of "gfx90a:sramecc+:xnack-"."""
     nvidia = re.fullmatch(r"(?:(?:sm|compute)[_ ]?)(\d+)[af]?|(\d+)\.(\d)", text)
     if nvidia is None:
         return text.partition(":")[0] if text.startswith("gfx") else text
@@ -176,15 +175,15 @@ def _architecture(text: str) -> str:
 
 
 def probe() -> Hardware:
-    """What this machine has: the GPU torch can use, else the CPU; the notes say what was found and not used."""
+    """The hardware of this machine: the GPU torch can use, else the CPU; a GPU that torch cannot use is in the notes."""
     try:
         torch = require_torch("probe()")
     except MissingError as error:
-        seen = nvidia_gpus()
-        hardware = _first(seen) if seen else _probe_cpu(None)
+        gpus = nvidia_gpus()
+        hardware = _first(gpus) if gpus else _probe_cpu(None)
         return hardware.with_notes(str(error))
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")  # torch warns here about drivers it cannot use: a fact, not noise
+        warnings.simplefilter("always")  # torch warns here about drivers it cannot use, which belongs in the notes
         if torch.cuda.is_available():
             return _probe_cuda(torch)
         if getattr(torch, "xpu", None) is not None and torch.xpu.is_available():
@@ -195,8 +194,8 @@ def probe() -> Hardware:
     unused = nvidia_gpus()
     if unused:
         hardware = hardware.with_notes(
-            f"nvidia-smi sees {unused[0].name}, but torch {torch.__version__} cannot use it: it is a build without "
-            "CUDA, or one that this driver or GPU is too old for. Until that is changed, training runs on the CPU."
+            f"nvidia-smi sees {unused[0].name}, but torch {torch.__version__} cannot use it: it is built without "
+            "CUDA, or this driver or GPU is too old for it. Training runs on the CPU."
         )
     return hardware
 
@@ -216,23 +215,25 @@ def _probe_cuda(torch: Any) -> Hardware:
 
 
 def _first(every: list[Hardware]) -> Hardware:
-    """The first of several devices, with a note where they are not all alike."""
+    """The first of several devices, with a note if they differ."""
     first = dataclasses.replace(every[0], count=len(every))
     others = sorted({f"{h.name} ({h.arch})" for h in every if h.arch != first.arch})
     if others:
-        first = first.with_notes(f"The GPUs differ: this is about the first one only; also here: {', '.join(others)}.")
+        first = first.with_notes(
+            f"The GPUs differ: this describes the first one only; the others are {', '.join(others)}."
+        )
     return first
 
 
 def _has_kernels(built: list[str], capability: tuple[int, int]) -> bool:
     """Whether a torch built for these architectures runs on a GPU of this capability."""
     for entry in built:
-        found = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", entry)
-        if found is None:
+        target_name = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", entry)
+        if target_name is None:
             continue
-        kind, digits, suffix = found.groups()
+        kind, digits, suffix = target_name.groups()
         target = (int(digits[:-1]), int(digits[-1]))
-        # Machine code runs on its own major version from its minor version on; PTX on everything later.
+        # Machine code runs on the same major version from its minor version on; PTX on everything later.
         if target == capability or (
             not suffix and target < capability and (kind == "compute" or target[0] == capability[0])
         ):
@@ -247,83 +248,44 @@ def _probe_xpu(torch: Any) -> Hardware:
 
 
 def _probe_mps(torch: Any) -> Hardware:
-    chip = (
-        torch.backends.mps.get_name()
-        if hasattr(torch.backends.mps, "get_name")
-        else _sysctl("machdep.cpu.brand_string")
-    )
+    chip = torch.backends.mps.get_name() if hasattr(torch.backends.mps, "get_name") else read_cpu().name
     return from_mps(chip or "Apple GPU", torch.mps.recommended_max_memory())
 
 
 def _probe_cpu(torch: Any) -> Hardware:
-    name, flags = _read_cpuinfo(Path("/proc/cpuinfo"))
+    cpu = read_cpu()
+    name, flags = cpu.name, set(cpu.flags)
     if torch is not None and hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()
         flags |= {key for key, value in capabilities.items() if value is True}
-        name = name or str(capabilities.get("cpu_name", ""))
-    system = platform.system()
-    if system == "Darwin":
-        name = _sysctl("machdep.cpu.brand_string") or name
-    memory = None
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    hardware = from_cpu(platform.machine(), flags, name, memory, system=system)
+        torch_name = str(capabilities.get("cpu_name", ""))
+        name = name or ("" if torch_name == "Unknown" else torch_name)
+    hardware = from_cpu(platform.machine(), flags, name, total_memory_bytes(), system=platform.system())
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
     if limit:
         hardware = hardware.with_notes(f"ONEDNN_MAX_CPU_ISA={limit} is set: torch may use less than this CPU has.")
     return hardware
 
 
-def _read_cpuinfo(path: Path) -> tuple[str, set[str]]:
-    """The CPU's name and flags; the first processor stands for all."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", set()
-    values: dict[str, str] = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        values.setdefault(key.strip().casefold(), value.strip())
-    return values.get("model name", ""), set((values.get("flags") or values.get("features") or "").split())
-
-
-def _sysctl(key: str) -> str:
-    return _run("sysctl", "-n", key).strip()
-
-
 def nvidia_gpus() -> list[Hardware]:
-    """The GPUs the NVIDIA driver sees, whether torch can use them or not."""
-    found = []
-    for line in _run(
+    """The GPUs that the NVIDIA driver reports, whether torch can use them or not."""
+    gpus = []
+    for line in run_program(
         "nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"
     ).splitlines():
         row = re.fullmatch(r"(.+), (\d+)\.(\d+), (\d+)(?:\.\d+)?", line.strip())
         if row:
             name, major, minor, mebibytes = row.groups()
-            found.append(from_cuda(name, (int(major), int(minor)), int(mebibytes) * 2**20))
-    return found
-
-
-def _run(program: str, *args: str) -> str:
-    """What a system program says, or nothing where it is missing, fails or takes longer than 2 seconds."""
-    path = shutil.which(program)
-    if path is None:
-        return ""
-    command = [path, *args]
-    try:
-        # S603: the words of the command are ours, and no shell reads them.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)  # noqa: S603
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+            gpus.append(from_cuda(name, (int(major), int(minor)), int(mebibytes) * 2**20))
+    return gpus
 
 
 def _from_table(name: str, kind: str, arch: str, vendor: str, memory_bytes: int | None, count: int) -> Hardware:
     entry = ARCHITECTURES.get(arch)
     if entry is None:
         note = (
-            "Halfstep has no facts about this hardware, so nothing but fp32 is assumed. "
-            "`halfstep probe --measure` shows what it does."
+            "Halfstep has no facts about this hardware, so only fp32 is assumed. "
+            "Measure it with `halfstep probe --measure`."
         )
         return Hardware(name, kind, arch, vendor, UNKNOWN, memory_bytes, (note,), known=False, count=count)
     return Hardware(name, kind, arch, vendor, entry.facts, memory_bytes, entry.caveats, count=count)

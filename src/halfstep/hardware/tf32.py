@@ -1,18 +1,18 @@
 """The one place where TF32 is switched and read.
 
-How it works. Torch keeps two records of the same thing. The older one is two flags, `allow_tf32` of cuBLAS
+How it works. Torch has two records of the same setting. The older one is two flags, `allow_tf32` of cuBLAS
 (which is also `set_float32_matmul_precision`) and of cuDNN. The newer one, `fp32_precision`, is a tree: matmul,
 conv and rnn, each of which falls back to its back end's value and then to the process-wide one. Writing
-the newer record does not write the older, and torch then refuses to read the older ("mix of the legacy and new
-APIs"). That is not a matter of taste: `torch.compile` reads the older one.
+the newer record does not write the older, and torch then raises when the older is read ("mix of the legacy and new
+APIs"). That matters because `torch.compile` reads the older one.
 
-Measured on torch 2.11 and 2.13: the older *setters* write both records, so after them every reader answers.
-They have one hole: switching cuDNN off leaves "none", which a process-wide "tf32" fills in again. So Halfstep
-writes the older record first, then the newer one where that is still needed, and writes nothing that already is
-as asked. mkldnn, which `set_float32_matmul_precision` also changes (and with it the CPU's digits), is left alone.
+Measured on torch 2.11 and 2.13: the older *setters* write both records, so after them every getter works.
+They have one gap: switching cuDNN off leaves "none", which a process-wide "tf32" fills in again. So Halfstep
+writes the older record first, then the newer one where that is still needed, and writes nothing that is already
+set. mkldnn, which `set_float32_matmul_precision` also changes (and with it the results on CPU), is left alone.
 
-One limit of restoring: in torch 2.13 the default for cuDNN is a "tf32" that gives way to a process-wide setting.
-Once anything was written there, torch has no way back to it; the restored "tf32" is an explicit one.
+One limit of restoring: in torch 2.13 the default for cuDNN is a "tf32" that a process-wide setting overrides.
+Once anything is written there, torch cannot return to it; the restored "tf32" is an explicit one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Tf32State", "set_tf32", "tf32", "tf32_state"]
 
 @dataclass(frozen=True)
 class Tf32State:
-    """Whether fp32 work on CUDA devices runs in TF32, and what stands in the way of reading it elsewhere."""
+    """Whether fp32 operations on CUDA devices run in TF32, and which other settings affect or hide that."""
 
     matmul: bool
     conv: bool
@@ -46,29 +46,29 @@ class Tf32State:
 
 @dataclass(frozen=True)
 class _Record:
-    """Both records as they are now; `own` values are what has to be written to get the state back."""
+    """Both records as they are now; the `own` values restore this state when written."""
 
     matmul: str
     conv: str
     rnn: str
-    own: tuple[str, str, str]  # "none" where the value is the back end's and follows it
+    own: tuple[str, str, str]  # matmul, conv, rnn; "none" where the value is inherited from the back end
     precision: str  # the older matmul record: highest, high or medium
     cudnn: bool  # the older cuDNN record
-    mkldnn: str  # only so that putting "medium" back leaves it as it was
+    mkldnn: str  # because restoring "medium" changes it
 
 
 def set_tf32(enabled: bool) -> Tf32State:
     """Switch TF32 on or off for CUDA matrix products, convolutions and RNNs, and return the state that results.
 
-    The switch is one for the whole process. It changes nothing on a CPU, and nothing on GPUs without TF32.
+    The switch is process-wide. It has no effect on a CPU or on GPUs without TF32.
     """
     torch = require_torch("set_tf32()")
     before = _unreadable(torch)
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     with _quiet():
-        if _answer(lambda: matmul.allow_tf32) is not enabled:
+        if _value(lambda: matmul.allow_tf32) is not enabled:
             matmul.allow_tf32 = enabled
-        if _answer(lambda: cudnn.allow_tf32) is not enabled:
+        if _value(lambda: cudnn.allow_tf32) is not enabled:
             cudnn.allow_tf32 = enabled
     if _has_tree(torch):
         for node in (matmul, cudnn.conv, cudnn.rnn):
@@ -77,19 +77,19 @@ def set_tf32(enabled: bool) -> Tf32State:
     state = tf32_state()
     for note in _unreadable(torch):
         if note not in before:
-            warn(f"TF32 is {'on' if enabled else 'off'} as asked, but {note}")
+            warn(f"TF32 is {'on' if enabled else 'off'} as requested, but {note}")
     return state
 
 
 def tf32_state() -> Tf32State:
-    """Whether TF32 is on, read so that no mix of torch's two ways to set it can raise."""
+    """Whether TF32 is on; no mix of torch's two APIs can make this raise."""
     torch = require_torch("tf32_state()")
     notes = _unreadable(torch)
     override = os.environ.get("NVIDIA_TF32_OVERRIDE")
     if override is not None:
         notes = (
             *notes,
-            f"NVIDIA_TF32_OVERRIDE={override} is set, and NVIDIA's libraries obey it over torch's switches.",
+            f"NVIDIA_TF32_OVERRIDE={override} is set, and NVIDIA's libraries use it instead of torch's switches.",
         )
     if _has_tree(torch):
         nodes = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
@@ -102,7 +102,7 @@ def tf32_state() -> Tf32State:
 
 @contextmanager
 def tf32(enabled: bool) -> Iterator[Tf32State]:
-    """Switch TF32 for a `with` block and put both of torch's records back as they were."""
+    """Switch TF32 for a `with` block and restore both of torch's records afterwards."""
     torch = require_torch("tf32()")
     before = _record(torch)
     try:
@@ -116,8 +116,8 @@ def _has_tree(torch: Any) -> bool:
     return hasattr(torch.backends.cuda.matmul, "fp32_precision")
 
 
-def _answer(read: Callable[[], Any]) -> Any:
-    """What a reader of the older record says, or None where torch refuses because the records disagree."""
+def _value(read: Callable[[], Any]) -> Any:
+    """The value of a getter of the older record, or None if torch raises because the records disagree."""
     try:
         with _quiet():
             return read()
@@ -127,14 +127,14 @@ def _answer(read: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No deprecation notice for the older calls: some releases give one, and the user did not make the call."""
+    """Suppress deprecation warnings of the older API: the user did not make the call."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use the new API settings")
         yield
 
 
 def _unreadable(torch: Any) -> tuple[str, ...]:
-    """One sentence for each reader of the older record that raises now."""
+    """One sentence for each getter of the older record that raises now."""
     readers: tuple[tuple[str, Callable[[], Any]], ...] = (
         ("torch.backends.cuda.matmul.allow_tf32", lambda: torch.backends.cuda.matmul.allow_tf32),
         ("torch.backends.cudnn.allow_tf32", lambda: torch.backends.cudnn.allow_tf32),
@@ -144,21 +144,21 @@ def _unreadable(torch: Any) -> tuple[str, ...]:
         f"reading {name} raises: this process set precision both by fp32_precision or "
         "set_float32_matmul_precision('medium') and by the older flags, and they disagree. Use one of the two ways."
         for name, read in readers
-        if _answer(read) is None
+        if _value(read) is None
     )
 
 
 def _record(torch: Any) -> _Record:
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    allowed, cudnn_allowed = _answer(lambda: matmul.allow_tf32), _answer(lambda: cudnn.allow_tf32)
+    allowed, cudnn_allowed = _value(lambda: matmul.allow_tf32), _value(lambda: cudnn.allow_tf32)
     if not _has_tree(torch):
         return _Record("", "", "", ("", "", ""), torch.get_float32_matmul_precision(), bool(cudnn_allowed), "")
     values = [str(node.fp32_precision) for node in (matmul, cudnn.conv, cudnn.rnn)]
-    # Torch tells a node's value, not whether it is the node's own. Equal to the back end's, it is taken as inherited.
+    # Torch reports a node's value, not whether it is the node's own. A value equal to the back end's counts as inherited.
     own = ["none" if value == cudnn.fp32_precision else value for value in values]
-    precision = _answer(torch.get_float32_matmul_precision)
+    precision = _value(torch.get_float32_matmul_precision)
     if precision is None:
-        # The older flag is hidden, but torch refuses to show it only where it contradicts the newer record.
+        # The older flag is hidden, but torch raises only if it contradicts the newer record.
         older = values[0] != "tf32" if allowed is None else allowed
         precision = "high" if older else "highest"
     if cudnn_allowed is None:

@@ -1,7 +1,7 @@
-"""Whether torch is here, and what to do when it is not.
+"""Imports torch, with one error message for when it is missing.
 
 Torch is an extra of Halfstep, because people who train already have the build their hardware needs and pip
-must not replace it. Whatever needs torch asks for it here, so that there is one message about its absence.
+must not replace it. Every feature that needs torch imports it here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from halfstep.errors import MissingError
 __all__ = ["require_torch", "torch_version"]
 
 _INSTALL = (
-    "Install the build for your hardware as torch's own site describes, or take the default one: "
+    "Install the build for your hardware as torch's own site describes, or use the default one: "
     'pip install "halfstep[torch]"'
 )
 
 
 def require_torch(feature: str) -> Any:
-    """The torch module, or an error that says which feature needs it and how to install it."""
+    """The torch module, or a `MissingError` with the feature that needs it and how to install it."""
     try:
         return importlib.import_module("torch")
     except ModuleNotFoundError as error:
@@ -35,7 +35,7 @@ def require_torch(feature: str) -> Any:
 
 def torch_version() -> str | None:
     """The version of the installed torch, such as "2.13.0+cpu", or None; torch itself is not imported."""
-    if "torch" in sys.modules:  # it knows more: its packaged version may leave out "+cu130"
+    if "torch" in sys.modules:  # more precise: the packaged version may omit "+cu130"
         return str(sys.modules["torch"].__version__)
     try:
         return importlib.metadata.version("torch")

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.available import triton_runs_on
+from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["dense_values", "known_sums", "total_norm"]
 
-_KERNEL_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_KERNEL_DTYPES = (torch.float32, *DTYPES_16_BIT)
 
 
 def dense_values(grad: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from halfstep.kernels.available import triton_runs_on
 from halfstep.kernels.table import ChunkTable, to_device
+from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["FusedStep"]
 
 State = Mapping[str, Tensor]
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, *DTYPES_16_BIT)
 
 
 class FusedStep:

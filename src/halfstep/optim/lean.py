@@ -22,13 +22,12 @@ from halfstep.errors import SettingError, unknown
 from halfstep.kernels.split import join, split
 from halfstep.optim.convert import master_in, pack, plain, restore
 from halfstep.optim.fused import FusedStep
+from halfstep.precision.formats import DTYPES_16_BIT, format_name
 
 __all__ = ["LeanOptimizer"]
 
 MASTERS = ("policy", "split", "fp32", "none")
 STATES = ("policy", "fp32", "bf16", "8bit")
-_16_BIT = (torch.float16, torch.bfloat16)
-_HELD = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # moments of any other dtype are not ours
 
 
 class LeanOptimizer(torch.optim.Optimizer):
@@ -180,7 +179,7 @@ class LeanOptimizer(torch.optim.Optimizer):
     def hold_master(self, param: Tensor, master: Tensor | None) -> None:
         """Begin to hold the master of a 16-bit weight; without one given, it is the weight as it is."""
         stored = self.state[param]
-        if param.dtype not in _16_BIT or self.master == "none" or {"low", "master"} & stored.keys():
+        if param.dtype not in DTYPES_16_BIT or self.master == "none" or {"low", "master"} & stored.keys():
             return
         master = param.detach().float() if master is None else master
         if self.master == "fp32":
@@ -194,7 +193,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         stored = self.state[param]
         for name in ("low", "master"):
             stored.pop(name, None)
-        param.copy_(split(master, param.dtype)[0] if param.dtype in _16_BIT else master)
+        param.copy_(split(master, param.dtype)[0] if param.dtype in DTYPES_16_BIT else master)
         self.hold_master(param, master)
 
     def master_of(self, param: Tensor) -> Tensor:
@@ -208,7 +207,7 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     def _store(self, param: Tensor, stored: dict[str, Tensor], master: Tensor, keep: Tensor | None) -> None:
         weight = master
-        if param.dtype in _16_BIT:
+        if param.dtype in DTYPES_16_BIT:
             # A finite master past the dtype's end would make an infinite weight, and no later step could undo that.
             largest = torch.finfo(param.dtype).max
             weight, low = split(master, param.dtype)
@@ -253,7 +252,7 @@ class LeanOptimizer(torch.optim.Optimizer):
             own["step"] = torch.ones((), dtype=torch.float32, device=param.device)
         for name in [n for n in self.moments if n in own]:
             scaled = f"{name}_scale" in own
-            held = "8bit" if scaled else _HELD.get(own[name].dtype)
+            held = "8bit" if scaled else format_name(own[name].dtype)
             if held != ("fp32" if self.states == "policy" else self.states):
                 value = restore(own, name)
                 own.pop(f"{name}_scale", None)
@@ -262,11 +261,11 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     def _convert_master(self, own: dict[str, Any], param: Tensor) -> dict[str, Any]:
         wanted = None
-        if param.dtype in _16_BIT and self.master != "none":
+        if param.dtype in DTYPES_16_BIT and self.master != "none":
             wanted = "master" if self.master == "fp32" else "low"
         if wanted in own or not {"low", "master"} & own.keys():
             return own
-        if "low" in own and param.dtype not in _16_BIT:
+        if "low" in own and param.dtype not in DTYPES_16_BIT:
             raise SettingError(
                 f"The state holds the lower halves of 16-bit weights, and the parameter of shape {tuple(param.shape)} is "
                 f"{str(param.dtype).removeprefix('torch.')}. Load it through an Engine, which has both halves."
@@ -275,7 +274,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         assert master is not None
         own = {name: value for name, value in own.items() if name not in {"low", "master"}}
         with torch.no_grad():
-            param.copy_(split(master, param.dtype)[0] if param.dtype in _16_BIT else master)
+            param.copy_(split(master, param.dtype)[0] if param.dtype in DTYPES_16_BIT else master)
         if wanted == "master":
             own["master"] = master.clone()
         elif wanted == "low":

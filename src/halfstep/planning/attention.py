@@ -19,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.precision.formats import DTYPES_16_BIT
+
 __all__ = ["attend", "kernel_for"]
 
 # The kernels behind the public function, which chooses among them by device.
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
 _EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
 _MATH = torch.ops.aten._scaled_dot_product_attention_math  # noqa: SLF001
-_16_BIT = (torch.float16, torch.bfloat16)
 _FLASH_MOST = 256  # numbers in a head
 _PADDING = 8  # flash attention pads heads to a multiple of this
 _MASK_ALIGNMENT = 16  # memory-efficient attention pads the rows of a mask to a multiple of this
@@ -37,10 +38,10 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
         return "math"
     if any(t.stride(-1) != 1 for t in (q, k, v, mask) if t is not None and t.shape[-1] > 1):
         return "math"
-    if mask is None and q.dtype in _16_BIT and q.shape[-1] == v.shape[-1] <= _FLASH_MOST:
+    if mask is None and q.dtype in DTYPES_16_BIT and q.shape[-1] == v.shape[-1] <= _FLASH_MOST:
         return "flash"
     same_heads = q.shape[1] == k.shape[1] == v.shape[1] and q.shape[0] == k.shape[0]
-    if same_heads and q.dtype in (*_16_BIT, torch.float32):
+    if same_heads and q.dtype in (*DTYPES_16_BIT, torch.float32):
         # The kernel reads 16 bytes at a time, so heads must fill whole ones.
         alignment = 16 // q.element_size() if q.dtype is not torch.float32 else 4
         if q.shape[-1] % alignment == 0 and v.shape[-1] % alignment == 0:

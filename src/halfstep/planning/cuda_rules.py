@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from halfstep.engine.region import fp32_operations, reinstall, upcast
 from halfstep.planning.attention import attend
 from halfstep.planning.recurrent import run_recurrent
+from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["as_on_cuda", "autocast_fp32"]
 
@@ -54,7 +55,6 @@ _CPU_ONLY = (
     "replication_pad1d", "replication_pad2d", "replication_pad3d", "grid_sampler", "fft_fft", "fft_ifft", "fft_rfft",
     "fft_irfft", "quantile", "nanquantile", "stft",
 )  # fmt: skip
-_16_BIT = (torch.float16, torch.bfloat16)
 _lock = threading.RLock()
 
 
@@ -141,7 +141,7 @@ def _into_fp32(operation: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            sixteen = any(isinstance(a, Tensor) and a.dtype in _16_BIT for a in pytree.tree_leaves(args))
+            sixteen = any(isinstance(a, Tensor) and a.dtype in DTYPES_16_BIT for a in pytree.tree_leaves(args))
             if sixteen and takes_dtype and kwargs.get("dtype") is None:
                 kwargs["dtype"] = torch.float32
             elif sixteen and not takes_dtype:
@@ -159,7 +159,7 @@ def _softmax_in_fp32(operation: Any, inner: Any) -> Callable[..., Any]:
 
     def kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
         with _below_autocast():
-            if dtype is None and x.dtype in _16_BIT:
+            if dtype is None and x.dtype in DTYPES_16_BIT:
                 dtype = torch.float32
             if x.dtype is torch.float16 and dtype is torch.float32:
                 return inner(x, dim, True)

@@ -20,13 +20,12 @@ from halfstep.engine.steps import choose_path
 from halfstep.kernels.moments8 import num_blocks
 from halfstep.optim.adopt import ADOPTS, adopt
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.precision.formats import DTYPES_16_BIT, FORMATS
 from halfstep.precision.policy import Policy
 
 __all__ = ["Held", "held_by", "prepare_optimizer"]
 
-_16_BIT = (torch.float16, torch.bfloat16)
 _CHUNK, _ROW, _POINTERS = 256, 8, 56  # of the fused kernels' tables: elements, bytes of a row, bytes per tensor
-_STATE_BYTES = {"fp32": 4, "bf16": 2}
 _REFERENCE_COPIES = 6  # fp32 tensors of one parameter's size that the unfused lean step has at once, at most
 
 
@@ -71,13 +70,14 @@ def held_by(optimizer: Any, kind: str) -> list[Held]:
 def _lean(optimizer: LeanOptimizer, group: dict[str, Any], param: Tensor) -> list[Held]:
     numel = param.numel()
     found = []
-    if param.dtype in _16_BIT and optimizer.master != "none":
+    if param.dtype in DTYPES_16_BIT and optimizer.master != "none":
         found.append(Held("master", numel * (4 if optimizer.master == "fp32" else 2), by_step=False))
     for _ in optimizer.names(group):
         if optimizer.states == "8bit":
             found += [Held("states", numel), Held("states", 4 * num_blocks(numel))]
         else:
-            found.append(Held("states", numel * _STATE_BYTES.get(optimizer.states, 4)))
+            states = "fp32" if optimizer.states == "policy" else optimizer.states
+            found.append(Held("states", numel * int(FORMATS[states].bytes)))
     return found
 
 

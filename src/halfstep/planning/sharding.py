@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from halfstep.errors import SettingError, unknown
 from halfstep.planning.replay import Peak
-from halfstep.precision.formats import BLOCK8
+from halfstep.precision.formats import FORMATS
 from halfstep.precision.policy import Policy
 
 __all__ = [
@@ -41,7 +41,6 @@ STRATEGIES = {
     "fsdp": "weights as well (FSDP2)",
     "zero3": "weights as well (DeepSpeed ZeRO 3)",
 }
-_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 _BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size
 # DeepSpeed's stage3_max_live_parameters and prefetch bucket: what may be whole at once.
 _LIVE, _PREFETCH = 1_000_000_000, 50_000_000
@@ -69,11 +68,15 @@ class StateBytes:
         return self.weights + self.gradients + self.master + self.states
 
 
+def _bytes(name: str) -> int:
+    return int(FORMATS[name].bytes)
+
+
 def state_bytes(policy: Policy, accumulate: int = 1, moments: int = 2) -> StateBytes:
     """What a policy holds per parameter with an optimizer of this many moments (Adam: 2)."""
     master = {"weights": 0, "none": 0, "split": 2, "fp32": 4}[policy.master]
-    moment = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / BLOCK8.block}[policy.states]
-    return StateBytes(_BYTES[policy.params], _BYTES[policy.grads_format(accumulate)], master, moments * moment)
+    moment = FORMATS[policy.states].bytes
+    return StateBytes(_bytes(policy.params), _bytes(policy.grads_format(accumulate)), master, moments * moment)
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ class Layout:
 
 def layout_of(policy: Policy, num_params: int, unit_params: int, accumulate: int) -> Layout:
     """The layout of a model under a policy."""
-    compute = _BYTES[policy.compute] if policy.params == "fp32" else _BYTES[policy.params]
-    return Layout(num_params, unit_params, compute, _BYTES[policy.grads_format(accumulate)], _BYTES[policy.reduce])
+    compute = _bytes(policy.compute) if policy.params == "fp32" else _bytes(policy.params)
+    return Layout(num_params, unit_params, compute, _bytes(policy.grads_format(accumulate)), _bytes(policy.reduce))
 
 
 def per_gpu(peak: Peak, layout: Layout, strategy: str, num_gpus: int) -> dict[str, int]:

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state
-from halfstep.engine.region import COMPUTE_DTYPES
 from halfstep.engine.setup import prepare_run
 from halfstep.engine.steps import StepPath
 from halfstep.jobs.job import Job
@@ -30,6 +29,7 @@ from halfstep.planning.optimizers import Held, held_by, run_plain, states_of, st
 from halfstep.planning.quiet import quietly
 from halfstep.planning.tracer import Tracer
 from halfstep.planning.workspaces import scratch_by_cause
+from halfstep.precision.formats import COMPUTE_DTYPES
 from halfstep.precision.policy import Policy
 
 __all__ = ["StepOptions", "Traced", "trace_step"]

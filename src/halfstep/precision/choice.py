@@ -7,7 +7,7 @@ The rule is short, because the table of facts (`halfstep.hardware.devices`) has 
     else                             -> fp32: 16 bits would be slower here, or no faster
 
 fp8 is never chosen: its preset has a name, and training in it is not built yet. tf32 is not chosen where bf16
-or fp16 is native, because they are faster and take half the bytes.
+or fp16 is native, because they are faster and use half the bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Choice:
 
 
 def choose(hardware: Hardware | None = None) -> Choice:
-    """The precision to train in on this hardware (this machine's, if none is given), with all reasons."""
+    """The precision to train in on `hardware` (default: this machine), with all reasons."""
     hardware = hardware or probe()
     chosen = _pick(hardware)
     rejected = tuple(Rejection(name, _against(name, chosen, hardware)) for name in FORMAT_NAMES if name != chosen)
@@ -53,10 +53,10 @@ def choose(hardware: Hardware | None = None) -> Choice:
 
 
 def resolve(precision: str | Policy, hardware: Hardware | None = None) -> tuple[Policy, tuple[str, ...]]:
-    """A policy from what a user wrote, and what there is to say about it.
+    """Turn a precision setting into a policy, with notes for the user.
 
-    "auto" is `choose()` and its reasons. Anything else is the policy it names; where `hardware` is given and runs that
-    policy's format slowly or not at all, the notes say so.
+    "auto" is `choose()` and its reasons. Anything else is the policy it names, with a note if `hardware` is passed and runs
+    that policy's format slowly or not at all.
     """
     if isinstance(precision, str) and precision.strip().casefold() == "auto":
         choice = choose(hardware)
@@ -90,9 +90,9 @@ def _reasons(chosen: str, hardware: Hardware) -> tuple[str, ...]:
         reasons = [f"Halfstep has no facts about {hardware.name} ({hardware.arch}), and fp32 runs everywhere."]
     else:
         slower = "slower or no faster" if "emulated" in {support["bf16"], support["fp16"]} else "no faster"
-        found = f"bf16 is {_WORDS[support['bf16']]}, fp16 is {_WORDS[support['fp16']]}"
+        formats = f"bf16 is {_WORDS[support['bf16']]}, fp16 is {_WORDS[support['fp16']]}"
         reasons = [
-            f"No 16-bit format is faster than fp32 on {hardware.name} ({found}).",
+            f"No 16-bit format is faster than fp32 on {hardware.name} ({formats}).",
             f"Mixed precision would be {slower} here.",
         ]
         if hardware.kind != "cpu":
@@ -113,7 +113,7 @@ def _against(name: str, chosen: str, hardware: Hardware) -> str:
     if not native:
         return f"{_how(name, hardware)}.{_MPS_FP16 if (name, hardware.kind) == ('fp16', 'mps') else ''}"
     if name == "tf32" and chosen == "fp32":
-        return "native here, but it drops 13 of fp32's 23 fraction bits; ask for it with --precision tf32."
+        return "native here, but it drops 13 of fp32's 23 fraction bits; select it with --precision tf32."
     if name == "tf32":
         return f"native here, but slower than {chosen} and twice its bytes; it needs no change to a model."
     return f"native here as well ({why}), but its short range needs a loss scale, and {chosen} needs none."
@@ -126,7 +126,7 @@ _MPS_FP16 = (
 
 
 def _how(name: str, hardware: Hardware) -> str:
-    """How a format runs, in words that can stand after "is"."""
+    """How a format runs, as text that can follow "is"."""
     why = hardware.support.why(name)
     word = _WORDS[hardware.support[name]]
     if not hardware.known and hardware.support[name] == "none":

@@ -1,13 +1,13 @@
-"""The keys of a DeepSpeed configuration: which exist, what Halfstep does with each, and how to read one.
+"""The keys of a DeepSpeed configuration: which exist, how Halfstep treats each, and how to read one.
 
-DeepSpeed ignores a top-level key it does not know, so a misspelt `gradient_cliping` trains without
-clipping and says nothing. Here every key has one of three fates, and these tables are the whole list:
+DeepSpeed silently ignores an unknown top-level key, so a misspelt `gradient_cliping` trains without clipping. Here
+every key is treated in one of three ways, and these tables are complete:
 
     read        it is about precision, clipping or accumulation: `READ` and `BLOCKS`
-    set aside   it is about something else: `NOT_READ` says who does that in Halfstep
-    refused     it asks for numbers that Halfstep has no format for, or is no key at all: `REFUSED`
+    not read    it is about something else: `NOT_READ` has what replaces it in Halfstep
+    rejected    it needs a number format that Halfstep does not have, or is not a key at all: `REJECTED`
 
-The lists hold the keys of DeepSpeed 0.19.8 and those that releases before it removed.
+The tables contain the keys of DeepSpeed 0.19.8 and those that earlier releases removed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.errors import SettingError, unknown
+from halfstep.precision.formats import canonical_name
 
-__all__ = ["BLOCKS", "DTYPES", "NOT_READ", "READ", "REFUSED", "Block", "asks", "refuse"]
+__all__ = ["BLOCKS", "DTYPES", "NOT_READ", "READ", "REJECTED", "Block", "has_effect", "rejected"]
 
-# Blocks about precision, with every key they may hold.
+# Blocks about precision, with all their keys.
 BLOCKS: dict[str, tuple[str, ...]] = {
     "fp16": (
         "enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
@@ -33,7 +34,7 @@ BLOCKS: dict[str, tuple[str, ...]] = {
         "bf16_optimizer_states",
     ),
     "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
-    # Everything but `enabled` went to apex.amp.initialize.
+    # Everything but `enabled` was passed to apex.amp.initialize.
     "amp": (
         "enabled", "opt_level", "loss_scale", "min_loss_scale", "max_loss_scale", "cast_model_type",
         "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "cast_model_outputs", "num_losses",
@@ -49,17 +50,17 @@ READ = (
     "gradient_allreduce_op",
 )  # fmt: skip
 
-_DATA = "batches are your data loader's; pass the same sizes there"
-_RUN_FILE = "Halfstep logs and profiles in its own way, in its run file"
-_RANKS = "how ranks share the work is the backend's, not the policy's"
+_DATA = "batch sizes are set in your data loader; use the same values there"
+_RUN_FILE = "Halfstep logs and profiles to its run file"
+_RANKS = "parallelism and sharding are up to the backend, not the policy"
 _CHECKPOINT = "Halfstep writes its own checkpoints"
 _DIVISION = (
-    "Halfstep averages gradients in the `reduce` format after summing them; dividing before only guards a 16-bit sum"
+    "Halfstep averages gradients in the `reduce` format after summing them; dividing first only protects a 16-bit sum"
 )
 _OFFLOAD = "Halfstep does not offload"
-_MODEL = "do it in the model or the data; Halfstep changes neither"
+_MODEL = "configure it in the model or the data pipeline; Halfstep changes neither"
 
-# key -> who does that instead. Said only where the key asks for something.
+# key -> what replaces it. Reported only if the value has an effect.
 NOT_READ: dict[str, str] = {
     "train_batch_size": _DATA,
     "train_micro_batch_size_per_gpu": _DATA,
@@ -69,11 +70,11 @@ NOT_READ: dict[str, str] = {
     "progressive_layer_drop": _MODEL,
     "sparse_attention": _MODEL,
     "activation_checkpointing": _MODEL,
-    "scheduler": "give the Engine a torch scheduler: Engine(scheduler=...)",
+    "scheduler": "pass a torch scheduler to the Engine: Engine(scheduler=...)",
     "managed_gradient_accumulation": "the Engine counts micro-batches itself: Engine(accumulate=...)",
     "compile": "use Engine(compile=...)",
     "graph_harvesting": "use Engine(compile=...)",
-    "zero_allow_untested_optimizer": "Halfstep's lean presets take Adam, AdamW and SGD, the others any optimizer",
+    "zero_allow_untested_optimizer": "Halfstep's lean presets support Adam, AdamW and SGD, the others any optimizer",
     "zero_force_ds_cpu_optimizer": _OFFLOAD,
     "aio": _OFFLOAD,
     "seq_parallel_communication_data_type": _RANKS,
@@ -85,7 +86,7 @@ NOT_READ: dict[str, str] = {
     "use_data_before_expert_parallelism": _RANKS,
     "disable_allgather": _RANKS,
     "hybrid_engine": _RANKS,
-    "sparse_gradients": "gradients are reduced as autograd makes them: sparse only from embeddings with sparse=True",
+    "sparse_gradients": "gradients are reduced as autograd produces them: sparse only for embeddings with sparse=True",
     "prescale_gradients": _DIVISION,
     "gradient_predivide_factor": _DIVISION,
     "checkpoint": _CHECKPOINT,
@@ -105,11 +106,11 @@ NOT_READ: dict[str, str] = {
     "csv_monitor": _RUN_FILE,
     "eigenvalue": _RUN_FILE,
     "autotuning": "`halfstep plan` finds a batch size",
-    "vocabulary_size": "DeepSpeed only warns when it is no multiple of 8",
+    "vocabulary_size": "DeepSpeed only warns if it is not a multiple of 8",
     "disable_python_gc": "call gc.disable() yourself",
 }
 
-# Values that ask for nothing: each is DeepSpeed's default.
+# Values without effect: each is DeepSpeed's default.
 _NEUTRAL: dict[str, object] = {
     "gradient_predivide_factor": 1,
     "managed_gradient_accumulation": True,
@@ -117,36 +118,32 @@ _NEUTRAL: dict[str, object] = {
     "zero_force_ds_cpu_optimizer": True,
 }
 
-_QUANTISED = "it trains in formats that a policy has no word for; remove it, or keep training with DeepSpeed"
-REFUSED: dict[str, str] = {
+_QUANTISED = "it trains in formats that a policy cannot express; remove it, or keep training with DeepSpeed"
+REJECTED: dict[str, str] = {
     "compression_training": _QUANTISED,
     "quantize_training": _QUANTISED,
     "weight_quantization": _QUANTISED,
     "fp32_allreduce": 'DeepSpeed replaced it and now ignores it; write "communication_data_type": "fp32"',
 }
 
-# Names of number formats that DeepSpeed takes, and Halfstep's own.
-DTYPES = {
-    "fp32": "fp32", "float32": "fp32", "float": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16",
-    "bf16": "bf16", "bfloat16": "bf16",
-}  # fmt: skip
+DTYPES = ("fp32", "bf16", "fp16")  # the number formats that DeepSpeed accepts
 
 
-def asks(key: str, value: object) -> bool:
-    """Whether a key that Halfstep does not read asks for anything."""
+def has_effect(key: str, value: object) -> bool:
+    """Whether the value of a key that Halfstep does not read has an effect in DeepSpeed."""
     if isinstance(value, Mapping):
         return bool(value) and value.get("enabled", True) is not False
     return value is not None and value is not False and value != _NEUTRAL.get(key)
 
 
-def refuse(path: str, value: object, reason: str) -> SettingError:
-    """The error for one key of a DeepSpeed configuration, with its path and the value seen."""
+def rejected(path: str, value: object, reason: str) -> SettingError:
+    """The error for one key of a DeepSpeed configuration, with its path and value."""
     return SettingError(f"DeepSpeed key {path}={reprlib.repr(value)}: {reason}.")
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a configuration, read key by key with checks; a null counts as absent, "auto" is refused."""
+    """One block of a configuration, read key by key with checks; null counts as absent, "auto" raises."""
 
     path: str  # "fp16", or "" for the configuration itself
     values: Mapping[str, Any]
@@ -158,39 +155,39 @@ class Block:
         if values is None:
             values = {}
         if not isinstance(values, Mapping):
-            raise refuse(name, values, f'it must be a block, such as {{"{BLOCKS[name][0]}": ...}}')
+            raise rejected(name, values, f'it must be a block, such as {{"{BLOCKS[name][0]}": ...}}')
         for key in values:
             if key not in BLOCKS[name]:
                 raise unknown(f"key in the DeepSpeed block {name}", key, BLOCKS[name])
         return cls(name, values)
 
     def where(self, key: str) -> str:
-        """The path of a key, as notes and errors name it."""
+        """The path of a key in notes and errors."""
         return f"{self.path}.{key}" if self.path else key
 
     def get(self, key: str) -> Any:
         """The value of a key, or None where it is absent."""
         value = self.values.get(key)
         if isinstance(value, str) and value.strip().casefold() == "auto":
-            raise refuse(
+            raise rejected(
                 self.where(key),
                 value,
-                "Hugging Face's Trainer fills in 'auto' from its own arguments, and DeepSpeed alone takes its default "
+                "Hugging Face's Trainer replaces 'auto' with its own arguments, and DeepSpeed alone uses its default "
                 "instead; write the value",
             )
         return value
 
-    def given(self, *keys: str) -> list[str]:
+    def present(self, *keys: str) -> list[str]:
         """The paths of those keys that are present."""
         return [self.where(key) for key in keys if self.values.get(key) is not None]
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """A true or false."""
+        """A boolean."""
         value = self.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise refuse(self.where(key), value, "it must be true or false")
+            raise rejected(self.where(key), value, "it must be true or false")
         return value
 
     def number(self, key: str) -> float | None:
@@ -199,11 +196,11 @@ class Block:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise refuse(self.where(key), value, "it must be a number")
-        if isinstance(value, int) and abs(value) > 2**128:  # past fp32, and float() raises further on
-            raise refuse(self.where(key), value, "it does not fit in fp32")
+            raise rejected(self.where(key), value, "it must be a number")
+        if isinstance(value, int) and abs(value) > 2**128:  # beyond fp32, and float() raises for much larger ones
+            raise rejected(self.where(key), value, "it does not fit in fp32")
         if not math.isfinite(value) or value < 0:
-            raise refuse(self.where(key), value, "it must be finite and not negative")
+            raise rejected(self.where(key), value, "it must be finite and not negative")
         return float(value)
 
     def whole(self, key: str) -> int | None:
@@ -212,7 +209,7 @@ class Block:
         if value is None:
             return None
         if value != int(value):
-            raise refuse(self.where(key), self.values[key], "it must be a whole number")
+            raise rejected(self.where(key), self.values[key], "it must be a whole number")
         return int(value)
 
     def dtype(self, key: str) -> str | None:
@@ -220,9 +217,7 @@ class Block:
         value = self.get(key)
         if value is None:
             return None
-        text = str(value).strip().casefold().removeprefix("torch.")
-        if text not in DTYPES:
-            raise unknown(
-                f"dtype for the DeepSpeed key {self.where(key)}", reprlib.repr(value), ("fp32", "bf16", "fp16")
-            )
-        return DTYPES[text]
+        name = canonical_name(value)
+        if name not in DTYPES:
+            raise unknown(f"dtype for the DeepSpeed key {self.where(key)}", reprlib.repr(value), DTYPES)
+        return name

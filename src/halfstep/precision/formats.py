@@ -1,8 +1,8 @@
 """Number formats: how many bits, how far they reach, how fine they are.
 
 A binary floating-point format is five facts: bits for the exponent, bits for the fraction, the
-exponent's bias, whether its top code is given up to infinities (IEEE) or used for numbers, and the
-bytes it takes in memory. Everything else follows from those, so everything else here is computed:
+exponent's bias, whether its top code is reserved for infinities (IEEE) or used for numbers, and its
+bytes in memory. Everything else is computed from those:
 
     smallest normal     2^(1 - bias)
     smallest subnormal  2^(1 - bias - fraction_bits)
@@ -14,31 +14,46 @@ smaller than half an ulp of its weight (2^-9 to 2^-8 of it) is lost, so it needs
 
 The 8-bit block format is not a float: a block of values shares one fp32 scale (its largest magnitude)
 and each value is a code c on a companded grid, value = scale * (c / levels)^2. The square makes the grid
-fine near zero, where the moments of Adam live.
+fine near zero, where most of Adam's moments are.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import unknown
+from halfstep.errors import SettingError, unknown
+from halfstep.hardware.torch_build import require_torch
+
+if TYPE_CHECKING:
+    import torch
+
+    COMPUTE_DTYPES: dict[str, torch.dtype]
+    DTYPES_16_BIT: tuple[torch.dtype, ...]
 
 __all__ = [
     "BF16",
     "BLOCK8",
     "BLOCK8_UNSIGNED",
+    "COMPUTE_DTYPES",
+    "DTYPES_16_BIT",
     "FORMATS",
+    "FORMATS_16_BIT",
     "FP8_E4M3FN",
     "FP8_E4M3FNUZ",
     "FP8_E5M2",
     "FP8_E5M2FNUZ",
     "FP16",
     "FP32",
+    "FP64",
     "TF32",
     "BlockFormat",
     "Format",
+    "canonical_name",
+    "format_name",
     "get_format",
+    "torch_dtype",
 ]
 
 
@@ -50,8 +65,8 @@ class Format:
     exponent_bits: int
     fraction_bits: int
     bias: int
-    bytes: float
-    ieee: bool = True  # the top exponent code holds inf and NaN, and no numbers
+    bytes: int  # per element
+    ieee: bool = True  # the top exponent code is inf and NaN, not numbers
     nan_codes_at_top: int = 0  # without IEEE's rule: how many codes at the top of the range are NaN
     signed_zero: bool = True  # the "uz" formats use the code of -0 for their NaN
     torch_name: str | None = None  # the attribute of torch, where torch can store it
@@ -166,6 +181,8 @@ FP8_E5M2 = Format("fp8_e5m2", 5, 2, 15, 1, torch_name="float8_e5m2")
 # "uz": the code of -0 is the only NaN, the bias is one higher. AMD MI300.
 FP8_E4M3FNUZ = Format("fp8_e4m3fnuz", 4, 3, 8, 1, ieee=False, signed_zero=False, torch_name="float8_e4m3fnuz")
 FP8_E5M2FNUZ = Format("fp8_e5m2fnuz", 5, 2, 16, 1, ieee=False, signed_zero=False, torch_name="float8_e5m2fnuz")
+# No policy uses fp64. It is here so that tensors of a model or optimizer that are fp64 have a name.
+FP64 = Format("fp64", 11, 52, 1023, 8, torch_name="float64")
 # Blocks of 256: in trials on an H200, blocks of 128 to 256 cost half the time of blocks of 32.
 BLOCK8 = BlockFormat("8bit", 8, block=256, levels=127, signed=True)
 BLOCK8_UNSIGNED = BlockFormat("8bit-unsigned", 8, block=256, levels=255, signed=False)
@@ -186,18 +203,59 @@ FORMATS: dict[str, Format | BlockFormat] = {
     )
 }
 
-# torch spells its dtypes out; people type both.
-_SPELLINGS = {f.torch_name: f.name for f in FORMATS.values() if isinstance(f, Format) and f.torch_name} | {
+FORMATS_16_BIT = ("bf16", "fp16")
+
+# Torch's names of the dtypes, and its aliases: people type both.
+_SPELLINGS = {f.torch_name: f.name for f in (*FORMATS.values(), FP64) if isinstance(f, Format) and f.torch_name} | {
     "half": "fp16",
     "float": "fp32",
-    "fp8": "fp8_e4m3fn",
+    "double": "fp64",
 }
 
 
+def canonical_name(spelling: object) -> str:
+    """Halfstep's name for a format as people spell it: "bf16" for `torch.bfloat16`, "BFloat16" or "bf16".
+
+    Takes a name or a torch dtype. Case, surrounding blanks and a leading `torch.` do not matter. A name that is in no
+    table is returned as is, in lower case.
+    """
+    key = str(spelling).strip().casefold().removeprefix("torch.")
+    return _SPELLINGS.get(key, key)
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """The short name of a torch dtype: "bf16" for `torch.bfloat16`, torch's own name where Halfstep has none ("int8")."""
+    return canonical_name(dtype)
+
+
 def get_format(name: str) -> Format | BlockFormat:
-    """The format called `name`, in Halfstep's spelling or torch's."""
-    key = name.removeprefix("torch.").casefold()
-    key = _SPELLINGS.get(key, key)
+    """The format called `name`, in Halfstep's spelling or torch's; "fp8" is e4m3fn."""
+    key = canonical_name(name)
+    key = FP8_E4M3FN.name if key == "fp8" else key
     if key not in FORMATS:
         raise unknown("number format", name, FORMATS)
     return FORMATS[key]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype that stores the format called `name`."""
+    torch_name = getattr(get_format(name), "torch_name", None)
+    if torch_name is None:
+        raise SettingError(f"Format {name!r} has no torch dtype. Formats with one: {', '.join(_STORED)}.")
+    dtype: torch.dtype = getattr(require_torch(f"The dtype of {name}"), torch_name)
+    return dtype
+
+
+_STORED = [f.name for f in FORMATS.values() if isinstance(f, Format) and f.torch_name]
+
+
+def __getattr__(name: str) -> Any:
+    """`COMPUTE_DTYPES` (format name -> dtype that autocast computes in) and `DTYPES_16_BIT`, which need torch.
+
+    They are built when first used, because this module has to import without torch.
+    """
+    if name not in {"COMPUTE_DTYPES", "DTYPES_16_BIT"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    dtypes = {format_: torch_dtype(format_) for format_ in FORMATS_16_BIT}
+    globals().update(COMPUTE_DTYPES=dtypes, DTYPES_16_BIT=tuple(dtypes.values()))
+    return globals()[name]

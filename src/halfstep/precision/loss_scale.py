@@ -1,6 +1,6 @@
 """The settings of a loss scale, as one frozen value that prints and parses.
 
-`LossScale` says how the loss is scaled; `halfstep.LossScaler` and its siblings do it. A policy carries
+`LossScale` has the settings; `halfstep.LossScaler` and its siblings apply them. A policy contains
 the text form, so that a whole precision setting fits in one string:
 
     none                                    bf16, fp32: nothing to scale
@@ -24,7 +24,7 @@ from halfstep.errors import SettingError, unknown
 __all__ = ["FP32_MAX", "SEMANTICS", "LossScale"]
 
 SEMANTICS = ("torch", "apex", "megatron", "deepspeed", "deepspeed-consecutive")
-FP32_MAX = 3.4028234663852886e38  # the scale is an fp32 number wherever it is kept
+FP32_MAX = 3.4028234663852886e38  # the scale is stored in fp32 everywhere
 _MODES = ("none", "static", "dynamic")
 
 
@@ -71,7 +71,7 @@ class LossScale:
                 "scale 0 and every gradient NaN, 1 would never lower it. 0.5 is usual."
             )
         _require_count("growth_interval", self.growth_interval, "clean steps before the scale grows; 1000 is usual")
-        _require_count("hysteresis", self.hysteresis, "overflows it takes to lower the scale; 1 lowers it at once")
+        _require_count("hysteresis", self.hysteresis, "overflows before the scale is lowered; 1 lowers it at the first")
         if self.semantics == "torch" and self.hysteresis != 1:
             raise SettingError(
                 f"hysteresis={self.hysteresis!r} has no effect under semantics='torch', which lowers the scale at every "
@@ -152,7 +152,7 @@ def _parse_settings(text: str) -> dict[str, Any]:
         if not equals or not value:
             raise SettingError(f"Loss scale setting {part!r} has no value; write {name}=VALUE.")
         if name in settings:
-            raise SettingError(f"Loss scale setting {name!r} is given twice in {text!r}; keep one.")
+            raise SettingError(f"Loss scale setting {name!r} appears twice in {text!r}; remove one.")
         settings[name] = _parse_value(name, value)
     return settings
 

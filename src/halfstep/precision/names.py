@@ -1,24 +1,23 @@
-"""Precision names people bring from other tools, and the preset each one becomes.
+"""Precision names of other tools, and the preset each one is mapped to.
 
-A name of another tool is accepted where Halfstep has a preset that does what its user wants, and the
-mapping is said. It maps formats only: the loss scale is Halfstep's own `dynamic`, not the scaler of the
-other tool. Three kinds of names exist:
+A name of another tool is accepted if Halfstep has a preset for the same purpose, and the mapping is logged. It
+covers formats only: the loss scale is Halfstep's `dynamic`, not the other tool's scaler. There are three kinds of names:
 
-    the same word, the same meaning     fp32, bf16, fp16, fp8: presets already, nothing to say
-    another word                        `FOREIGN`: the preset, and what differs
-    a meaning Halfstep does not have    `REFUSED`: why, and what to write instead
+    same name, same meaning     fp32, bf16, fp16, fp8: these are presets, nothing is logged
+    another name                `FOREIGN`: the preset and the differences
+    no such precision here      `REJECTED`: the reason and what to write instead
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FOREIGN", "REFUSED", "Foreign", "fold"]
+__all__ = ["FOREIGN", "REJECTED", "Foreign", "fold"]
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """One foreign name: who uses it, the preset it becomes, and what a user of it should know."""
+    """A precision name of another tool: the tool, the preset it is mapped to, and the differences."""
 
     source: str
     preset: str
@@ -61,11 +60,11 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
 
 FOREIGN: dict[str, Foreign] = {name: Foreign(source, preset, note) for name, source, preset, note in _TABLE}
 
-_NO_FP64 = "Halfstep has no fp64 preset: it is about the precisions below fp32. Use fp32, or train in fp64 without it."
-REFUSED: dict[str, str] = {
+_NO_FP64 = "Halfstep has no fp64 preset: it covers fp32 and below. Use fp32, or train in fp64 without Halfstep."
+REJECTED: dict[str, str] = {
     "auto": (
-        "A policy is one fixed value and 'auto' is a choice that needs the hardware. "
-        'Call halfstep.choose() for a policy with its reasons, or give precision="auto" to the Engine.'
+        "A policy is one fixed value and 'auto' depends on the hardware. "
+        'Call halfstep.choose() for a policy with its reasons, or pass precision="auto" to the Engine.'
     ),
     "64": _NO_FP64,
     "64-true": _NO_FP64,
@@ -74,10 +73,10 @@ REFUSED: dict[str, str] = {
     "transformer-engine-float16": "Halfstep builds fp8 linears on bf16 weights only. Use fp8, or fp16-lean.",
 }
 
-_FOLDED = {name.casefold(): name for name in (*FOREIGN, *REFUSED)}
+_FOLDED = {name.casefold(): name for name in (*FOREIGN, *REJECTED)}
 
 
 def fold(name: str) -> str:
-    """The spelling of the tables for a name as typed: case, blanks and a `torch.` in front do not matter."""
+    """The spelling in the tables for a name as typed; case, surrounding blanks and a leading `torch.` do not matter."""
     key = name.strip().casefold().removeprefix("torch.")
     return _FOLDED.get(key, key)

@@ -1,19 +1,19 @@
 """A precision policy: which number format is used where, as one frozen value that prints and parses.
 
-Eight fields say everything a training step needs to know about precision:
+Eight fields are all a training step needs to know about precision:
 
-    params       what the weights are stored in             fp32 bf16 fp16
-    compute      what matmuls and convolutions run in       fp32 tf32 bf16 fp16 fp8
-    grads        what gradients are kept in                 auto fp32 bf16 fp16
-    master       where the fp32 copy of the weights lives   weights split fp32 none
-    states       what optimizer moments are stored in       fp32 bf16 8bit
-    reduce       what gradients cross ranks in              fp32 bf16 fp16
+    params       storage of the weights                     fp32 bf16 fp16
+    compute      matmuls and convolutions                   fp32 tf32 bf16 fp16 fp8
+    grads        storage of the gradients                   auto fp32 bf16 fp16
+    master       where the fp32 copy of the weights is      weights split fp32 none
+    states       storage of the optimizer moments           fp32 bf16 8bit
+    reduce       reduction of gradients over ranks          fp32 bf16 fp16
     loss_scale   how the loss is scaled                     the text of `halfstep.LossScale`
-    keep_fp32    modules that compute in fp32 all the same  patterns over module names
+    keep_fp32    modules that compute in fp32 anyway        patterns over module names
 
 The text form is `PRESET[,key=value...]`, for example `bf16-lean,states=8bit,keep_fp32=head|*.norm`. The
 printed form starts from the preset that leaves the fewest keys to write. Combinations that cannot work,
-or in which a setting would do nothing, are refused with the reason: the table `_RULES` is all of them.
+or in which a setting would have no effect, raise with the reason: the table `_RULES` lists all of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 from halfstep.errors import SettingError, unknown
 from halfstep.events import say
 from halfstep.precision.deepspeed import read_settings
-from halfstep.precision.formats import BF16, FP16, FP32
+from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.loss_scale import LossScale
-from halfstep.precision.names import FOREIGN, REFUSED, fold
+from halfstep.precision.names import FOREIGN, REJECTED, fold
 
 __all__ = ["PRESETS", "VALUES", "DeepSpeedReading", "Policy", "parse_with_notes", "read_deepspeed"]
 
@@ -43,21 +43,18 @@ VALUES: dict[str, tuple[str, ...]] = {
     "reduce": ("fp32", "bf16", "fp16"),
 }
 KEYS = (*VALUES, "loss_scale", "keep_fp32")
-# torch spells its dtypes out; people type both.
-_SPELLINGS = {str(f.torch_name): f.name for f in (FP32, BF16, FP16)} | {"half": "fp16", "float": "fp32"}
-_16BIT = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class Policy:
     """Which number format a training run uses where.
 
-    Every field but `keep_fp32` is a plain string in canonical spelling. The constructor also takes torch's
+    Every field but `keep_fp32` is a plain string in canonical spelling. The constructor also accepts torch's
     dtypes and their names (`torch.bfloat16`, "float16"), a number or a `LossScale` for `loss_scale`, and a list or
     a "head|*.norm" string for `keep_fp32`; it sorts the patterns and drops repeated ones.
 
     `grads="auto"` is the weights' dtype when each step has one micro-batch, and fp32 when gradients are
-    accumulated. `master="weights"` says that the weights are fp32 and need no copy.
+    accumulated. `master="weights"`: the weights are fp32 and need no copy.
     """
 
     params: str = "fp32"
@@ -76,7 +73,7 @@ class Policy:
         object.__setattr__(self, "loss_scale", _canonical_loss_scale(self.loss_scale))
         object.__setattr__(self, "keep_fp32", _canonical_patterns(self.keep_fp32))
         for rule in _RULES:
-            if rule.holds(self):
+            if rule.applies(self):
                 raise SettingError(rule.message.format(p=self))
 
     @property
@@ -85,7 +82,7 @@ class Policy:
         return LossScale.parse(self.loss_scale)
 
     def grads_format(self, accumulate: int = 1) -> str:
-        """The format gradients are kept in when a step sums `accumulate` micro-batches."""
+        """The format gradients are stored in when a step accumulates `accumulate` micro-batches."""
         if self.grads != "auto":
             return self.grads
         return self.params if accumulate == 1 else "fp32"
@@ -95,9 +92,9 @@ class Policy:
         return self.params != "fp32" and self.grads_format(accumulate) == "fp32"
 
     def keeps_fp32(self, module_name: str) -> bool:
-        """Whether a module computes in fp32 in spite of `compute`, by its dotted name in `named_modules()`.
+        """Whether a module computes in fp32 regardless of `compute`, by its dotted name in `named_modules()`.
 
-        A pattern is matched against the whole dotted name, case-sensitively, as a glob: `*` stands for any
+        A pattern is matched against the whole dotted name, case-sensitively, as a glob: `*` matches any
         characters, dots included, `?` for one, `[ab]` for one of a set. A pattern that matches a module covers
         everything inside it: `head` covers `head` and `head.fc`, but not `neck.head` nor `head2`; `*.norm` covers
         `blocks.0.norm` and `encoder.layers.3.norm`, but not a top-level `norm`. The root module, whose name is
@@ -112,18 +109,18 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """The policy written as `PRESET[,key=value...]`; a name from another tool is mapped, and that is said once."""
+        """The policy written as `PRESET[,key=value...]`; a name of another tool is mapped, and the mapping is logged once."""
         policy, notes = parse_with_notes(text)
         for note in notes:
-            _say_once(note)
+            _log_once(note)
         return policy
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any] | str | Path) -> Policy:
-        """The policy a DeepSpeed configuration asks for; whatever is mapped or not reproduced is said."""
+        """The policy of a DeepSpeed configuration; whatever is mapped or not reproduced is logged."""
         reading = read_deepspeed(config)
         for note in reading.notes:
-            _say_once(note)
+            _log_once(note)
         return reading.policy
 
     def __str__(self) -> str:
@@ -134,11 +131,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class DeepSpeedReading:
-    """What a DeepSpeed configuration says about precision, and what became of the rest."""
+    """The settings of a DeepSpeed configuration that Halfstep reads, and notes about the rest."""
 
     policy: Policy
     max_norm: float | None  # for Engine(max_norm=...); None: no clipping
-    accumulate: int | None  # for Engine(accumulate=...); None: the configuration leaves it open
+    accumulate: int | None  # for Engine(accumulate=...); None: not decided by the configuration
     notes: tuple[str, ...]  # everything mapped, ignored or not reproduced, each with its key
 
 
@@ -150,7 +147,7 @@ def read_deepspeed(config: Mapping[str, Any] | str | Path) -> DeepSpeedReading:
 
 
 def parse_with_notes(text: str) -> tuple[Policy, tuple[str, ...]]:
-    """Parse a policy's text, and return what would be said about a foreign name instead of saying it."""
+    """Parse the text of a policy; the notes about a foreign name are returned instead of logged."""
     if not isinstance(text, str):
         raise SettingError(f"A precision is text such as 'bf16' or 'fp16,loss_scale=128', not {text!r}.")
     name, *items = _split(text)
@@ -159,7 +156,7 @@ def parse_with_notes(text: str) -> tuple[Policy, tuple[str, ...]]:
     for item in items:
         key, value = _parse_item(item, text)
         if key in settings:
-            raise SettingError(f"Precision {text!r} gives {key!r} twice; keep one.")
+            raise SettingError(f"Precision {text!r} has {key!r} twice; remove one.")
         settings[key] = value
     return dataclasses.replace(preset, **settings), notes
 
@@ -170,8 +167,8 @@ def _find_preset(name: str, text: str) -> tuple[Policy, tuple[str, ...]]:
     folded = fold(name)
     if folded in PRESETS:
         return PRESETS[folded], ()
-    if folded in REFUSED:
-        raise SettingError(f"Precision {name!r} cannot be used. {REFUSED[folded]}")
+    if folded in REJECTED:
+        raise SettingError(f"Precision {name!r} cannot be used. {REJECTED[folded]}")
     if folded in FOREIGN:
         foreign = FOREIGN[folded]
         note = f"Precision {folded!r} ({foreign.source}) is read as {foreign.preset!r}: {foreign.note}."
@@ -201,13 +198,12 @@ def _parse_item(item: str, text: str) -> tuple[str, str]:
     if key not in KEYS:
         raise unknown("precision setting", key, KEYS)
     if not value:
-        raise SettingError(f"Precision {text!r} gives no value for {key!r}; write {key}=VALUE or leave it out.")
+        raise SettingError(f"Precision {text!r} has no value for {key!r}; write {key}=VALUE or leave it out.")
     return key, value
 
 
 def _canonical_value(key: str, value: object) -> str:
-    text = str(value).strip().casefold().removeprefix("torch.")
-    text = _SPELLINGS.get(text, text)
+    text = canonical_name(value)
     if text not in VALUES[key]:
         raise unknown(f"value for {key}", value, VALUES[key])
     return text
@@ -217,8 +213,8 @@ def _canonical_loss_scale(value: object) -> str:
     text = str(value)
     if isinstance(value, LossScale) and LossScale.parse(text) != value:
         raise SettingError(
-            f"loss_scale={value!r} prints as {text!r}, which leaves some of its settings out, so a policy cannot carry "
-            "it. Give those settings to the scaler itself, and the policy a value that its text holds."
+            f"loss_scale={value!r} prints as {text!r}, which omits some of its settings, so a policy cannot contain "
+            "it. Pass those settings to the scaler itself, and the policy a value that its text can express."
         )
     return str(LossScale.parse(text.strip().casefold()))
 
@@ -235,10 +231,10 @@ def _canonical_patterns(value: object) -> tuple[str, ...]:
 
 def _check_pattern(pattern: str) -> None:
     if not pattern:
-        raise SettingError("keep_fp32 has an empty pattern; name a module, such as keep_fp32=head, or leave it out.")
+        raise SettingError("keep_fp32 has an empty pattern; name a module, such as keep_fp32=head, or omit it.")
     if not pattern.isprintable() or set(pattern) & set(" ,()"):
         raise SettingError(
-            f"keep_fp32 pattern {pattern!r} has a blank, comma or parenthesis, which no policy text can hold."
+            f"keep_fp32 pattern {pattern!r} has a blank, comma or parenthesis, which the text of a policy cannot contain."
         )
     if "" in pattern.split("."):
         raise SettingError(
@@ -260,43 +256,43 @@ def _differences(policy: Policy, preset: Policy) -> list[str]:
     return [f"{key}={'|'.join(value) if key == 'keep_fp32' else value}" for key, value in changed]
 
 
-_SAID: set[str] = set()
+_LOGGED: set[str] = set()
 
 
-def _say_once(note: str) -> None:
-    if note not in _SAID:
-        _SAID.add(note)
+def _log_once(note: str) -> None:
+    if note not in _LOGGED:
+        _LOGGED.add(note)
         say(note)
 
 
 class _Rule(NamedTuple):
-    """One contradiction: a test on the policy, and the message with the reason and the way out."""
+    """One contradiction: a test on the policy, and the message with the reason and the remedy."""
 
-    holds: Callable[[Policy], bool]
+    applies: Callable[[Policy], bool]
     message: str
 
 
-# The first that holds is raised, so a cause stands before its consequences.
+# The first that applies is raised, so a cause is listed before its consequences.
 _RULES = (
     _Rule(
         lambda p: p.compute == "fp8" and p.params != "bf16",
         "compute=fp8 with params={p.params}: fp8 linears are built on bf16 weights. Use the preset fp8.",
     ),
     _Rule(
-        lambda p: p.params in _16BIT and p.compute in {"fp32", "tf32"},
+        lambda p: p.params in FORMATS_16_BIT and p.compute in {"fp32", "tf32"},
         "params={p.params} with compute={p.compute}: the digits that {p.compute} could use were dropped when the "
         "weights were stored. Use compute={p.params}, or params=fp32.",
     ),
     _Rule(
-        lambda p: p.params in _16BIT and p.compute in _16BIT and p.params != p.compute,
+        lambda p: p.params in FORMATS_16_BIT and p.compute in FORMATS_16_BIT and p.params != p.compute,
         "params={p.params} with compute={p.compute} mixes two 16-bit formats: bf16 drops 3 of fp16's fraction bits, "
         "fp16 overflows above 65504. Use one of them for both, or params=fp32.",
     ),
     _Rule(
-        lambda p: p.params in _16BIT and p.master == "weights",
+        lambda p: p.params in FORMATS_16_BIT and p.master == "weights",
         "params={p.params} with master=weights: 16-bit weights cannot be their own fp32 master, because an update "
         "below half an ulp of a weight vanishes. Use master=split (two more bytes per weight) or master=fp32 (four "
-        "more); master=none insists on training without one.",
+        "more); master=none forces training without one.",
     ),
     _Rule(
         lambda p: p.params == "fp32" and p.master != "weights",
@@ -304,19 +300,19 @@ _RULES = (
         "weights (preset bf16-lean or fp16-lean).",
     ),
     _Rule(
-        lambda p: p.params == "fp32" and p.grads in _16BIT,
+        lambda p: p.params == "fp32" and p.grads in FORMATS_16_BIT,
         "grads={p.grads} with params=fp32: the gradients of fp32 weights are fp32, and rounding them to 16 bits only "
         "loses digits. Omit grads, or use 16-bit weights (preset bf16-lean or fp16-lean).",
     ),
     _Rule(
-        lambda p: p.params in _16BIT and p.grads in _16BIT and p.grads != p.params,
+        lambda p: p.params in FORMATS_16_BIT and p.grads in FORMATS_16_BIT and p.grads != p.params,
         "grads={p.grads} with params={p.params}: the backward pass makes {p.params} gradients, and the other 16-bit "
         "format only loses range or digits. Use grads={p.params}, grads=fp32, or omit it.",
     ),
     _Rule(
         lambda p: p.compute == "fp16" and p.loss_scale == "none",
         "compute=fp16 with loss_scale=none: fp16 gradients below 2^-24 vanish. Use loss_scale=dynamic, a number such "
-        "as loss_scale=128, or loss_scale=1 to insist.",
+        "as loss_scale=128, or loss_scale=1 to force it.",
     ),
     _Rule(
         lambda p: p.compute != "fp16" and p.loss_scale != "none",
@@ -325,7 +321,7 @@ _RULES = (
     ),
     _Rule(
         lambda p: p.reduce == "fp16" and p.compute != "fp16",
-        "reduce=fp16 with compute={p.compute}: these gradients are not scaled, and fp16 holds only 2^-24 to 65504, so "
+        "reduce=fp16 with compute={p.compute}: these gradients are not scaled, and fp16 covers only 2^-24 to 65504, so "
         "sums across ranks overflow or vanish. Use reduce=fp32 or reduce=bf16.",
     ),
     _Rule(

@@ -31,6 +31,7 @@ from torch import Tensor
 from halfstep.errors import OverflowStop, SettingError
 from halfstep.events import warn
 from halfstep.kernels.scale_update import COUNTERS, new_counters, scale_update
+from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.loss_scale import LossScale
 from halfstep.scaling.readback import Readback
 from halfstep.scaling.state import STATE_VERSION, clean_tracker, read_state, write_state
@@ -67,7 +68,7 @@ class Scaler:
                 f"scale() takes a floating-point loss tensor, not {what}; pass the loss you call backward on."
             )
         self._place(loss.device)
-        if loss.dtype in {torch.float16, torch.bfloat16}:
+        if loss.dtype in DTYPES_16_BIT:
             self._warn_about_16_bit_loss(loss.dtype)
             loss = loss.float()
         return loss * self.scale_on(loss.device)

@@ -4,10 +4,10 @@ import pytest
 
 from halfstep.check.config.config import Config, case_source, read_configs
 from halfstep.check.config.kind import kind_of
-from halfstep.check.config.node import UNKNOWN, Block, Span
 from halfstep.check.config.yaml_reader import parse_yaml
 from halfstep.check.files.source import Cell, Settings, Source
 from halfstep.errors import SettingError
+from halfstep.precision.node import UNKNOWN, Block, Span
 
 DEEPSPEED = """{
   // tuned for 8 GPUs

@@ -6,8 +6,8 @@ import pytest
 
 from halfstep.check.config.config import Config, read_configs
 from halfstep.check.config.deepspeed_facts import DeepSpeed, version_text
-from halfstep.check.config.node import Block, Span
 from halfstep.check.files.source import Settings, Source
+from halfstep.precision.node import Block, Span
 
 
 def facts(values, **settings):

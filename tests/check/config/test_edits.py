@@ -9,7 +9,7 @@ from halfstep.check.config.config import case_source, configs_in_script, read_co
 from halfstep.check.files.source import Settings, Source
 from halfstep.check.registry import rules_of
 from halfstep.check.rule import ConfigRule
-from halfstep.precision.jsonc import load_json
+from halfstep.precision.json_tree import load_json
 
 RULES = [rule for rule in rules_of("config") if issubclass(rule, ConfigRule)]
 

@@ -5,9 +5,9 @@ import ast
 import pytest
 
 from halfstep.check.config.config import configs_in_script
-from halfstep.check.config.node import UNKNOWN
 from halfstep.check.files.source import Settings, Source
 from halfstep.hardware.devices import find_devices
+from halfstep.precision.node import UNKNOWN
 
 
 def read(text, **settings):

@@ -8,9 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.check.config.node import UNKNOWN, Block, Items, Scalar, is_placeholder, walk
 from halfstep.check.config.yaml_reader import parse_yaml
 from halfstep.errors import SettingError
+from halfstep.precision.node import UNKNOWN, Block, Items, Scalar, is_placeholder, walk
 
 KEYS = st.text(alphabet="abcdefgh_", min_size=1, max_size=6).filter(
     lambda key: yaml.safe_load(key) == key and not is_placeholder(key)  # a template's `__name__` is no key

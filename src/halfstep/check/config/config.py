@@ -12,14 +12,14 @@ import functools
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from halfstep.check.config import json_reader as config_json
 from halfstep.check.config import kind as config_kind
 from halfstep.check.config import python_reader as config_python
 from halfstep.check.config import yaml_reader as config_yaml
 from halfstep.check.config.kind import Kind
-from halfstep.check.config.node import UNKNOWN, Block, Entry, Node, Scalar, Span
 from halfstep.check.files.source import Settings, Source
 from halfstep.errors import SettingError
+from halfstep.precision import json_tree as config_json
+from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar, Span
 
 __all__ = ["Config", "Kind", "Where", "case_source", "configs_in_script", "read_configs"]
 

@@ -13,10 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.node import UNKNOWN, Block, Items, Scalar, walk
 from halfstep.check.finding import Finding
 from halfstep.check.rule import ConfigRule
 from halfstep.precision.deepspeed_keys import DTYPES
+from halfstep.precision.formats import canonical_name
+from halfstep.precision.node import UNKNOWN, Block, Items, Scalar, walk
 
 __all__ = ["DeepSpeed", "DeepSpeedRule", "version_text"]
 
@@ -109,7 +110,7 @@ class DeepSpeed:
     def dtype(self, *path: str) -> str | None:
         """The format named at a path, in Halfstep's spelling; None where there is none that can be read."""
         value = self.config.value(*path)
-        return DTYPES.get(value.casefold().removeprefix("torch.")) if isinstance(value, str) else None
+        return canonical_name(value) if isinstance(value, str) and canonical_name(value) in DTYPES else None
 
     @cached_property
     def optimizer(self) -> str | None:

@@ -10,8 +10,8 @@ import json
 import re
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.node import Block, Entry, Node
 from halfstep.check.finding import Edit, Fix
+from halfstep.precision.node import Block, Entry, Node
 
 __all__ = ["add", "literal", "remove", "rename", "replace_value"]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from halfstep.check.config.config import Config, Where, read_configs
 from halfstep.check.config.literals import Literals
-from halfstep.check.config.node import Block, Span
 from halfstep.check.files.source import Settings, Source
 from halfstep.check.finding import Finding
 from halfstep.check.rule import ConfigRule
 from halfstep.check.script.names import Names, chain, key_of, read_names
 from halfstep.errors import SettingError
-from halfstep.precision.jsonc import MAX_BYTES
+from halfstep.precision.json_tree import MAX_BYTES
+from halfstep.precision.node import Block, Span
 
 __all__ = ["JointRule", "Use", "joint_configs", "named_files", "read_use", "uses_name"]
 

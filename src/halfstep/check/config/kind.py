@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from halfstep.check.config.node import Block, Node, Scalar, walk
-from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REFUSED
+from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REJECTED
+from halfstep.precision.node import Block, Node, Scalar, walk
 
 __all__ = [
     "DEEPSPEED_KEYS",
@@ -44,7 +44,7 @@ _OLD_KEYS = (
     "monitor_config",
     "moe",
 )
-DEEPSPEED_KEYS = frozenset({*READ, *NOT_READ, *REFUSED, *_OLD_KEYS})
+DEEPSPEED_KEYS = frozenset({*READ, *NOT_READ, *REJECTED, *_OLD_KEYS})
 
 # Keys with which a mapping is DeepSpeed's whatever else it holds.
 _DEEPSPEED_ALONE = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")

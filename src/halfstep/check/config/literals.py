@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.check.config.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span
 from halfstep.check.script.names import Names, chain
+from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span
 
 __all__ = ["Literals"]
 

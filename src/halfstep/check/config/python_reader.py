@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed
 from halfstep.check.config.literals import Literals
-from halfstep.check.config.node import UNKNOWN, Block, Entry, Node, Scalar
 from halfstep.check.script.names import Names, chain, read_names
+from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
+from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar
 
 __all__ = ["Found", "find_in_script"]
 
@@ -234,7 +235,8 @@ def _loaded_dtype(calls: list[ast.Call], names: Names) -> str:
     given = {keyword.arg: keyword.value for keyword in models[0].keywords}
     dtype = given.get("torch_dtype", given.get("dtype"))
     word = dtype.value if isinstance(dtype, ast.Constant) else names.full(dtype) if dtype is not None else ""
-    return {"float16": "fp16", "torch.float16": "fp16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}.get(str(word), "")
+    name = canonical_name(word)
+    return name if name in FORMATS_16_BIT and name != word else ""  # a variable called `bf16` decides nothing
 
 
 def _forget(block: Block, path: tuple[str, ...]) -> Block:

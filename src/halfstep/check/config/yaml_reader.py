@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from halfstep.check.config.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span, is_placeholder
 from halfstep.errors import SettingError
+from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span, is_placeholder
 
 __all__ = ["parse_yaml"]
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed
-from halfstep.check.config.node import Entry, Span
 from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import ConfigRule, Rule
 from halfstep.hardware.devices import ARCHITECTURES, Device, Facts, find_devices
+from halfstep.precision.node import Entry, Span
 
 __all__ = ["RULES"]
 

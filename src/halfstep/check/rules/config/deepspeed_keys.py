@@ -14,11 +14,11 @@ from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.config.deepspeed_schema import BLOCK_KEYS, HOME, REMOVED, RENAMED
 from halfstep.check.config.edits import remove, rename, replace_value
 from halfstep.check.config.kind import DEEPSPEED_KEYS
-from halfstep.check.config.node import Block, Entry, Scalar
 from halfstep.check.finding import Finding, Fix, Severity
 from halfstep.check.rule import Rule
 from halfstep.errors import nearest
 from halfstep.precision.deepspeed_keys import BLOCKS
+from halfstep.precision.node import Block, Entry, Scalar
 
 __all__ = ["RULES"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule, version_text
 from halfstep.check.config.edits import add, remove
-from halfstep.check.config.node import Entry, Scalar
 from halfstep.check.finding import Finding, Fix
 from halfstep.check.rule import Rule
 from halfstep.errors import nearest
+from halfstep.precision.node import Entry, Scalar
 
 __all__ = ["RULES"]
 

@@ -11,9 +11,9 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.config.deepspeed_schema import TOP_NUMBERS
 from halfstep.check.config.edits import replace_value
-from halfstep.check.config.node import UNKNOWN, Block, Entry, Scalar, Span, walk
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import ConfigRule, Rule
+from halfstep.precision.node import UNKNOWN, Block, Entry, Scalar, Span, walk
 
 __all__ = ["RULES"]
 

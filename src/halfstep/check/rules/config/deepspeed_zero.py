@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
-from halfstep.check.config.node import Block, Items, Scalar
 from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.precision.node import Block, Items, Scalar
 
 __all__ = ["RULES"]
 

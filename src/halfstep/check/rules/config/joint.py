@@ -10,10 +10,10 @@ from pathlib import Path
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed
 from halfstep.check.config.joint import JointRule, Use, uses_name
-from halfstep.check.config.node import Entry, Scalar
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule
 from halfstep.check.script.names import key_of
+from halfstep.precision.node import Entry, Scalar
 
 __all__ = ["RULES"]
 

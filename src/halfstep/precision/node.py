@@ -1,13 +1,13 @@
-"""A configuration as a tree that remembers where everything stands.
+"""A configuration as a tree in which every value has its position in the text.
 
-Four readers make it (JSON, YAML, and dictionaries and calls in Python), and rules see no difference. A place is a pair
-of character offsets into the text, from which lines, columns and edits follow:
+Four readers build it (JSON, YAML, and dictionaries and calls in Python), and check rules see no difference. A position is
+a pair of character offsets into the text, from which lines, columns and edits follow:
 
-    Block    keys in the order written, a key given twice kept twice; `open` where keys that cannot be read may follow
+    Block    keys in the order written, a duplicate key twice; `open` if there may be more keys that cannot be read
     Items    a list
-    Scalar   a value, or `UNKNOWN`: a variable, a placeholder such as ${STAGE}, anything that only a run decides
+    Scalar   a value, or `UNKNOWN`: a variable, a placeholder such as ${STAGE}, anything known only at run time
 
-Rules ask for values and get `UNKNOWN` wherever the text does not decide, so that silence is the default.
+Rules ask for values and get `UNKNOWN` wherever the text does not decide, so that a rule reports nothing by default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["UNKNOWN", "Block", "Entry", "Items", "Node", "Scalar", "Span", "Unkn
 
 
 class Unknown:
-    """The value of whatever the text does not decide."""
+    """The value of anything that the text does not decide."""
 
     def __repr__(self) -> str:
         return "UNKNOWN"
@@ -31,18 +31,18 @@ class Unknown:
 
 UNKNOWN = Unknown()
 
-# ${x} $X {{x}} {x} <x> %(x)s @x@: what templates leave for another program to fill in. "auto" is Hugging Face's.
+# Placeholders of templates: ${x} $X {{x}} {x} <x> %(x)s @x@. "auto" is not one of them: it is Hugging Face's.
 _PLACEHOLDER = re.compile(r"\$\{|\{\{|\{%|\$\(|^\$\w+$|^\{[\w.\- ]+\}$|^<[^<>]*>$|%\(\w+\)|^%\w+%$|^@\w+@$|^__\w+__$")
 
 
 def is_placeholder(text: str) -> bool:
-    """Whether a string stands for a value that is filled in later."""
+    """Whether a string is a placeholder for a value that is filled in later."""
     return bool(_PLACEHOLDER.search(text))
 
 
 @dataclass(frozen=True)
 class Span:
-    """The characters from `start` up to `end` of the text."""
+    """The characters of the text from offset `start` up to `end`."""
 
     start: int
     end: int
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Scalar:
-    """One value and its place; `text` is how it was written."""
+    """One value and its position; `text` is how it is written."""
 
     span: Span
     value: object
@@ -67,7 +67,7 @@ class Items:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A key with its value; `span` covers both, without the comma after them."""
+    """A key with its value; `span` covers both, without the comma that follows."""
 
     key: str
     key_span: Span
@@ -81,7 +81,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A mapping: entries in the order written, and whether there may be more that cannot be read."""
+    """A mapping: its entries in the order written, and whether there may be more that cannot be read."""
 
     span: Span
     entries: tuple[Entry, ...]
@@ -89,7 +89,7 @@ class Block:
     call: bool = False  # keyword arguments of a call, not a dictionary
 
     def entry(self, key: str) -> Entry | None:
-        """The entry that counts for a key: the last, as every parser that accepts two of them takes it."""
+        """The effective entry of a key: the last one, as in every parser that accepts duplicates."""
         return next((entry for entry in reversed(self.entries) if entry.key == key), None)
 
     def __contains__(self, key: object) -> bool:
@@ -105,13 +105,13 @@ Node = Scalar | Items | Block
 
 def walk(root: Node) -> Iterator[Node]:
     """Every node once, outer ones first; shared nodes (YAML aliases) are not visited again."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     todo: list[Node] = [root]
     while todo:
         node = todo.pop()
-        if id(node) in seen:
+        if id(node) in visited:
             continue
-        seen.add(id(node))
+        visited.add(id(node))
         yield node
         if isinstance(node, Block):
             todo.extend(entry.value for entry in reversed(node.entries))
