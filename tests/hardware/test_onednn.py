@@ -20,12 +20,13 @@ IN_A_PEER = """
 from halfstep.jobs.builtin import digits_job
 from halfstep.comparison.contender import parse_contenders
 from halfstep.comparison.loops import build_parts, make_loop
-place = {"seed": 0, "rank": 0, "world_size": 1, "device": torch.device("cpu"), "batch_size": 2}
+from halfstep.backends.context import RunContext
+run = RunContext(batch_size=2)
 (row,) = parse_contenders([], ["torch-amp"])
 job = digits_job()
-loop = make_loop(row, build_parts(job, place), 1.0)
+loop = make_loop(row, build_parts(job, run), 1.0)
 with loop.forward():
-    loss = job.call("loss", model=loop.model, batch=next(iter(job.call("data", split="train", **place))), **place)
+    loss = job.call("loss", run, model=loop.model, batch=next(iter(job.call("data", run, split="train"))))
 loop.backward(loss)
 """
 MEASURING = f"""
