@@ -113,7 +113,7 @@ class LossNotDivided(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"the step runs every `{window}` micro-batches, but the loss is not divided by `{window}`: gradients are that much too large",
+            f"the step runs every `{window}` micro-batches, but the loss is not divided by `{window}`: gradients are too large by that factor",
             instead=f"loss = loss / {window}",
         )
 

@@ -180,7 +180,7 @@ class HalfWeightsPlainOptimizer(ScriptRule):
             flags = " and ".join(f"`{text}`" for text, value in event.guards if value and is_amp((text, value)))
             yield self.finding(
                 script.where(event.node),
-                f"{f'if {flags}, ' if flags else ''}`{event.subject}` is trained in float16 without float32 master weights or a loss scale: small updates are lost",
+                f"{f'when {flags}, ' if flags else ''}`{event.subject}` is trained in float16 without float32 master weights or a loss scale: small updates are lost",
                 instead=f"keep `{event.subject}` in float32 and train under autocast with a GradScaler, or under bfloat16 autocast",
             )
 

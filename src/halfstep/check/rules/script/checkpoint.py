@@ -238,7 +238,7 @@ class ScalerNotRestored(ScriptRule):
             if _entry(script, event.node) is not None and _restored_with_steps(script, event):
                 yield self.finding(
                     script.where(event.node),
-                    f"the state of `{event.scaler}` is saved, but only the optimizer state is restored",
+                    f"the state of `{event.scaler}` is saved, but only the optimizer state is restored: a resumed run restarts at the initial scale",
                     instead=f"call {event.scaler}.load_state_dict(...) where the optimizer is restored",
                 )
 

@@ -90,10 +90,14 @@ class DeprecatedAmp(ScriptRule):
 
     def _finding(self, script: Script, node: ast.AST, names: str, fix: Fix | None) -> Finding:
         device = names.split(".")[1]
+        calls = []
+        for name in (full.rsplit(".", 1)[-1] for full in names.split(", ")):
+            keyword = "device_type=" if name.startswith("custom_") else ""
+            calls.append(f'torch.amp.{name}({keyword}"{device}", ...)')
         return self.finding(
             script.where(node),
             f"{names}: deprecated since PyTorch 2.4, emits FutureWarning",
-            instead=f'torch.amp.autocast("{device}", ...) and torch.amp.GradScaler("{device}", ...)',
+            instead=", ".join(calls),
             fix=fix,
         )
 

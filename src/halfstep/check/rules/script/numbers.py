@@ -71,7 +71,7 @@ class MaskOverflowsHalf(ScriptRule):
                     if _from_matmul(script, receiver, function):
                         yield self.finding(
                             script.where(call),
-                            f"{value:g} is outside the range of float16 (65504): this raises RuntimeError under autocast",
+                            f"{value:g} is outside the range of float16 (maximum 65504): this raises RuntimeError under autocast",
                             instead="torch.finfo(scores.dtype).min",
                         )
 

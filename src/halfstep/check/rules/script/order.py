@@ -238,9 +238,10 @@ class StepBypassesScaler(TraceRule):
         scaler = trace[start].scaler
         if any(e.kind == "scaler_step" and (implied(e, event) or implied(event, e)) for e in mine):
             message = f"`{event.optimizer}.step()` repeats the step of `{scaler}.step` on the same gradients"
-        elif any(e.kind == "scaler_step" for e in mine):
+            return self.finding(script.where(call), message, instead=f"remove {event.optimizer}.step()")
+        if any(e.kind == "scaler_step" for e in mine):
             return None
-        elif mine:
+        if mine:
             message = f"`{event.optimizer}.step()` bypasses `{scaler}`: a step with inf or NaN gradients is not skipped"
         else:
             message = f"`{event.optimizer}.step()` uses gradients that are still multiplied by the scale of `{scaler}`"

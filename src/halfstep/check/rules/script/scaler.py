@@ -14,7 +14,7 @@ from halfstep.check.script.names import key_of
 from halfstep.check.script.order import TraceRule, earlier, later, without_amp
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import Scaler
+from halfstep.check.script.values import Scaler, constant
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
@@ -54,6 +54,15 @@ for batch in loader:
 # Scripts that import these have their loss scaled by the library.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
+
+
+def _initial_scale(scaler: Scaler) -> str:
+    """The scale that a new scaler starts with: torch's default, unless an argument may set it."""
+    call = scaler.node
+    is_default = all(isinstance(constant(a), str) for a in call.args) and not any(
+        k.arg in {"init_scale", None} for k in call.keywords
+    )
+    return "65536" if is_default else "its initial value"
 
 
 def _creation(script: Script, scaler: Scaler) -> Event | None:
@@ -191,7 +200,7 @@ class ScalerInLoop(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{scaler.key}` is recreated {frequency}; the scale restarts at 65536",
+            f"`{scaler.key}` is recreated {frequency}; the scale restarts at {_initial_scale(scaler)}",
             instead="create the scaler once, next to the optimizer, and pass it in",
             severity=severity,
         )

@@ -109,7 +109,7 @@ class ShardedScalerFused(ScriptRule):
                 reported.add(event.node)
                 yield self.finding(
                     script.where(event.node),
-                    "ShardedGradScaler does not combine the overflow checks of the ranks with fused=True",
+                    "with fused=True, ShardedGradScaler does not combine the overflow checks of the ranks",
                     instead="use fused=False, or fully_shard with torch.amp.GradScaler",
                 )
 
