@@ -169,7 +169,7 @@ def framework_precisions(script: Script) -> set[str]:
     return dtypes
 
 
-class ScalerBesideFramework(TraceRule):
+class ScalerWithFramework(TraceRule):
     """The script uses its own GradScaler in addition to that of Accelerate or Fabric."""
 
     code = "HS131"
@@ -239,4 +239,4 @@ class UpdateWithInt(TraceRule):
         )
 
 
-RULES: tuple[type[Rule], ...] = (ScalerArguments, ScalerStepClosure, UpdateWithInt, ScalerBesideFramework)
+RULES: tuple[type[Rule], ...] = (ScalerArguments, ScalerStepClosure, UpdateWithInt, ScalerWithFramework)
