@@ -1,4 +1,4 @@
-"""The fix that saves and restores the scaler."""
+"""HS170: the fix that saves and restores the scaler."""
 
 from check_scripts import apply, findings
 
@@ -15,8 +15,8 @@ def fixed(text):
     return apply(text, finding.fix) if finding.fix else None
 
 
-def test_an_entry_of_its_own_line_follows_the_optimizers():
-    """In a dictionary written one entry a line the new entry has its own line, named like the optimizer's."""
+def test_new_entry_follows_the_layout_of_the_dictionary():
+    """In a dictionary with one entry per line the new entry has its own line and a key like the optimizer's."""
     text = (
         "import torch\nscaler = torch.amp.GradScaler('cuda')\n"
         + LOOP
@@ -31,7 +31,7 @@ def test_an_entry_of_its_own_line_follows_the_optimizers():
     assert findings(new, "HS170", "HS171") == []
 
 
-def test_methods_of_the_scalers_class_can_reach_it():
+def test_methods_of_the_class_use_its_scaler():
     """`self.scaler` is saved and restored by the methods of its class."""
     text = (
         "import torch\nclass T:\n    def __init__(self):\n        self.scaler = torch.amp.GradScaler('cuda', enabled=amp)\n"
@@ -43,8 +43,8 @@ def test_methods_of_the_scalers_class_can_reach_it():
     assert "'o': self.opt.state_dict(), 'scaler': self.scaler.state_dict()}" in fixed(text)
 
 
-def test_a_scaler_out_of_reach_is_left_to_the_reader():
-    """Where the saving function cannot see the scaler, or it may be None, there is no fix."""
+def test_unreachable_scaler_gives_no_fix():
+    """There is no fix if the scaler is not in the scope of the saving function, or may be None."""
     helper = "def save():\n    torch.save({'o': optimizer.state_dict()}, f)\ndef load(s):\n    optimizer.load_state_dict(s['o'])\n"
     local = "import torch\ndef main():\n    scaler = torch.amp.GradScaler('cuda')\n" + "".join(
         f"    {line}\n" for line in LOOP.splitlines()

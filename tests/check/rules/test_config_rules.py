@@ -1,4 +1,4 @@
-"""Rules over configurations where a case alone does not show it: versions, GPUs, several findings, and what stays silent."""
+"""Configuration rules beyond their cases: DeepSpeed versions, GPUs, several findings, and silence."""
 
 import ast
 import json
@@ -32,15 +32,16 @@ def codes(text, **settings):
     return {f.code: f.severity for f in check(text if isinstance(text, str) else json.dumps(text), **settings)}
 
 
-def loud(text, **settings):
+def problems(text, **settings):
+    """The codes of errors and warnings."""
     return sorted(code for code, severity in codes(text, **settings).items() if severity != "advice")
 
 
 @pytest.mark.parametrize(
     ("version", "severity"), [(None, "warning"), ((0, 18, 2), None), ((0, 18, 3), "error"), ((0, 19, 8), "error")]
 )
-def test_fp16_without_zero_is_judged_by_the_version(version, severity):
-    """0.18.2 scales the loss at stage 0, later releases do not, and without a version the message says both."""
+def test_fp16_without_zero_depends_on_the_version(version, severity):
+    """0.18.2 scales the loss at stage 0, later releases do not, and without a version the message covers both."""
     config = {"train_batch_size": 8, "fp16": {"enabled": True}}
     assert codes(config, deepspeed=version).get("HS208") == severity
     if version is None:
@@ -57,46 +58,46 @@ def test_fp16_without_zero_is_judged_by_the_version(version, severity):
         (None, {"HS245": "warning", "HS246": "warning"}),
     ],
 )
-def test_one_bit_optimizers_are_judged_by_the_version(version, expected):
-    """Verified under fp16 only up to 0.19.6, gone from 0.19.7 on."""
+def test_one_bit_optimizers_depend_on_the_version(version, expected):
+    """The 1-bit optimizers are verified with fp16 only up to 0.19.6, and removed in 0.19.7."""
     config = {
         "train_batch_size": 8,
         "bf16": {"enabled": True},
         "optimizer": {"type": "OneBitAdam", "params": {"lr": 1}},
     }
-    found = codes(config, deepspeed=version)
-    assert {code: found[code] for code in found if code in {"HS244", "HS245", "HS246"}} == expected
+    severities = codes(config, deepspeed=version)
+    assert {code: severities[code] for code in severities if code in {"HS244", "HS245", "HS246"}} == expected
 
 
 @pytest.mark.parametrize(("version", "severity"), [((0, 19, 7), None), ((0, 19, 8), "error"), (None, "advice")])
-def test_the_amp_block_is_judged_by_the_version(version, severity):
-    """0.19.8 refuses an amp block even where it is off."""
+def test_amp_block_depends_on_the_version(version, severity):
+    """0.19.8 rejects an amp block even if it is disabled."""
     assert codes(BASE | {"amp": {"enabled": False}}, deepspeed=version).get("HS206") == severity
 
 
 def test_one_mistake_is_one_finding():
-    """A combination that one rule explains is not explained again by its neighbours."""
-    assert loud(BASE | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}) == ["HS201"]
-    assert loud({"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}}) == ["HS201"]
-    assert loud(BASE | {"amp": {"enabled": True}}) == ["HS205"]
+    """A combination that one rule reports is not reported again by related rules."""
+    assert problems(BASE | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}) == ["HS201"]
+    assert problems({"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}}) == ["HS201"]
+    assert problems(BASE | {"amp": {"enabled": True}}) == ["HS205"]
     one_bit = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}, "fp16": {"enabled": True}}
-    assert loud(BASE | one_bit) == ["HS244"]
+    assert problems(BASE | one_bit) == ["HS244"]
     autocast = {"torch_autocast": {"enabled": True}, "fp16": {"enabled": True}}
-    assert loud(BASE | autocast) == ["HS202"]
+    assert problems(BASE | autocast) == ["HS202"]
 
 
-def test_the_tuned_defaults_are_silent():
-    """DeepSpeed's own defaults, written out, are no mistake: 2^16, 1000, hysteresis 2."""
+def test_explicit_defaults_are_silent():
+    """DeepSpeed's own defaults, spelled out, give no finding: 2^16, 1000, hysteresis 2."""
     fp16 = {
         "enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
         "min_loss_scale": 1,
     }  # fmt: skip
-    assert loud(BASE | {"fp16": fp16}) == []
+    assert problems(BASE | {"fp16": fp16}) == []
 
 
 @pytest.mark.parametrize("value", ["auto", "${X}", "{{ x }}", "<x>"])
 def test_undecided_values_are_silent(value):
-    """auto and placeholders, everywhere they are used, are nobody's mistake."""
+    """`auto` and placeholders give no finding in any key."""
     config = {
         "train_batch_size": value,
         "train_micro_batch_size_per_gpu": value,
@@ -108,31 +109,31 @@ def test_undecided_values_are_silent(value):
         "optimizer": {"type": "AdamW", "params": {"lr": value, "betas": value, "eps": value, "weight_decay": value}},
         "communication_data_type": value,
     }
-    assert loud(config) == []
+    assert problems(config) == []
 
 
 @pytest.mark.parametrize("zero", [True, {"stage": 1}, {"stage": "2"}, {"stage": 3, "offload_param": None}])
-def test_every_form_of_zero_is_known(zero):
-    """A boolean, a number in quotes and null blocks are forms that DeepSpeed takes."""
-    assert loud({"train_batch_size": 8, "zero_optimization": zero, "fp16": {"enabled": True}}) == []
+def test_every_form_of_zero_is_accepted(zero):
+    """A boolean, a quoted number and null blocks, which DeepSpeed accepts, give no finding."""
+    assert problems({"train_batch_size": 8, "zero_optimization": zero, "fp16": {"enabled": True}}) == []
 
 
 @pytest.mark.parametrize("key", ["_comment", "//", "comments", "#note", "$schema"])
 def test_comments_as_keys_are_silent(key):
-    """JSON has no comments, so people write them as keys."""
-    assert loud(BASE | {key: "tuned by hand"}) == []
+    """Keys that serve as comments in JSON give no finding."""
+    assert problems(BASE | {key: "tuned by hand"}) == []
 
 
-def test_both_places_of_a_duplicate_are_named():
-    """The finding stands at the second and names the line of the first."""
+def test_duplicate_key_names_both_lines():
+    """The finding is at the second key and names the line of the first."""
     text = '{\n  "zero_optimization": {"stage": 2},\n  "fp16": {"enabled": true},\n  "fp16": {"enabled": false}\n}'
     (finding,) = [f for f in check(text) if f.code == "HS254"]
     assert (finding.line, finding.column) == (4, 3)
     assert "line 3" in finding.message
 
 
-def test_a_key_that_cannot_be_read_leaves_the_others_undecided():
-    """A templated key in YAML may be any key, and no rule trips over what may be there."""
+def test_templated_key_makes_the_others_undecided():
+    """A templated key in YAML may be any key, so no rule reports a missing one."""
     text = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n"
         "  deepspeed_config_file: ds.json\n  zero_${X}: 2\nnum_processes: 8\n"
@@ -140,37 +141,37 @@ def test_a_key_that_cannot_be_read_leaves_the_others_undecided():
     assert codes(text) == {}
 
 
-def test_a_key_close_to_nothing_is_no_misspelling():
-    """A key nobody knows is named as ignored, not as a typo of something."""
-    found = codes(BASE | {"disable_fused_adam": True})
-    assert "HS250" in found
-    assert "HS252" not in found
+def test_unknown_key_is_not_a_misspelling():
+    """A key unlike any known one is reported as ignored, not as a typo."""
+    severities = codes(BASE | {"disable_fused_adam": True})
+    assert "HS250" in severities
+    assert "HS252" not in severities
 
 
 @pytest.mark.parametrize(
     ("gpu", "bf16", "fp16"),
     [("t4", "warning", None), ("v100", "warning", None), ("p100", "warning", "error"), ("a100", None, None)],
 )
-def test_formats_are_held_against_the_gpu(gpu, bf16, fp16):
-    """bf16 before Ampere and fp16 before Volta are said; an A100 takes both."""
+def test_formats_are_compared_with_the_gpu(gpu, bf16, fp16):
+    """bf16 before Ampere and fp16 before Volta are reported; an A100 supports both."""
     assert codes(BASE | {"bf16": {"enabled": True}}, gpu=gpu).get("HS301") == bf16
     assert codes(BASE | {"fp16": {"enabled": True}}, gpu=gpu).get("HS302") == fp16
 
 
-def test_without_a_gpu_nothing_is_said_of_hardware():
-    """Rules about hardware need to know it."""
+def test_hardware_rules_need_a_gpu():
+    """Without a GPU no hardware rule reports anything."""
     assert not [code for code in codes(BASE | {"bf16": {"enabled": True}}) if code.startswith("HS3")]
 
 
-def test_formats_of_scripts_are_held_against_the_gpu():
-    """autocast's default on CUDA is fp16, which a T4 runs and a P100 does not gain from."""
+def test_formats_of_scripts_are_compared_with_the_gpu():
+    """The default of autocast on CUDA is fp16, which is fast on a T4 but not on a P100."""
     text = "import torch\n\nwith torch.cuda.amp.autocast():\n    loss = model(x)\n"
     assert "HS302" not in codes(text, gpu="t4")
     assert codes(text, gpu="p100")["HS302"] == "warning"
 
 
-def test_the_message_says_when_nobody_named_the_gpu():
-    """A GPU that nvidia-smi found is said to be that."""
+def test_message_names_the_origin_of_the_gpu():
+    """The message mentions nvidia-smi if the GPU was detected with it."""
     settings = Settings(gpu=find_devices("t4")[0], gpu_origin="nvidia-smi")
     source = case_source(json.dumps(BASE | {"bf16": {"enabled": True}}))
     (config,) = read_configs(source, settings)
@@ -178,8 +179,8 @@ def test_the_message_says_when_nobody_named_the_gpu():
     assert ["nvidia-smi" in message for message in messages] == [True]
 
 
-def test_a_disabled_autocast_asks_for_nothing():
-    """autocast(enabled=False) leaves the GPU alone."""
+def test_disabled_autocast_is_silent():
+    """autocast(enabled=False) gives no hardware finding."""
     text = "import torch\n\nwith torch.autocast('cuda', dtype=torch.bfloat16, enabled=False):\n    loss = model(x)\n"
     assert codes(text, gpu="t4") == {}
 
@@ -200,18 +201,18 @@ ANY = st.dictionaries(
 
 @given(ANY, st.sampled_from([None, (0, 18, 2), (0, 19, 8)]), st.sampled_from([None, "t4", "mi250x"]))
 def test_no_values_crash_a_rule(values, version, gpu):
-    """Any shape of values under DeepSpeed's keys gives findings or silence."""
+    """Any values under DeepSpeed's keys give findings or silence, but no crash."""
     text = json.dumps({"train_micro_batch_size_per_gpu": 1, "steps_per_print": 1, **values})
     try:
-        found = check(Source("ds.json", text, "json"), deepspeed=version, gpu=gpu)
+        findings = check(Source("ds.json", text, "json"), deepspeed=version, gpu=gpu)
     except SettingError:
         return
-    for finding in found:
+    for finding in findings:
         assert 1 <= finding.line <= text.count("\n") + 1
         assert finding.message
 
 
-def test_the_fp8_preset_is_refused_by_the_engine_only():
-    """fp8 is a policy one can name, and not yet one the Engine runs."""
+def test_fp8_preset_is_rejected_for_the_engine_only():
+    """fp8 is a valid policy that the Engine does not run yet."""
     assert codes("import halfstep\n\nhalfstep.Engine(m, o, precision='fp8')\n") == {"HS286": "error"}
     assert codes("import halfstep\n\nhalfstep.Policy.parse('fp8')\n") == {}

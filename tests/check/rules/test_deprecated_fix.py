@@ -1,4 +1,4 @@
-"""The fix of deprecated names, argument by argument."""
+"""HS190: the fix of deprecated names, argument by argument."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from check_scripts import apply, findings
 
 
 def fixed(text):
-    found = [f for f in findings(text, "HS190") if f.fix]
-    for finding in reversed(found):
+    fixable = [f for f in findings(text, "HS190") if f.fix]
+    for finding in reversed(fixable):
         text = apply(text, finding.fix)
     return text
 
@@ -36,8 +36,8 @@ def test_arguments_keep_their_meaning(old, new):
 
 
 @pytest.mark.parametrize("call", ["torch.cuda.amp.autocast(*args)", "torch.cuda.amp.GradScaler(**options)"])
-def test_hidden_arguments_are_left_to_the_reader(call):
-    """A call whose arguments are not shown is reported without a fix."""
+def test_unpacked_arguments_give_no_fix(call):
+    """A call with unpacked arguments is reported without a fix."""
     (finding,) = findings(f"import torch\nx = {call}\n", "HS190")
     assert finding.fix is None
 
@@ -54,8 +54,8 @@ def test_one_import_and_all_its_uses_change_together():
     )
 
 
-def test_an_import_that_brings_more_is_left_alone():
-    """A name that torch.amp does not have keeps the import as it is, and the finding has no fix."""
+def test_import_of_other_names_gives_no_fix():
+    """An import of a name that torch.amp does not have is reported without a fix."""
     (finding,) = findings("from torch.cuda.amp import autocast, common\nwith autocast():\n    pass\n", "HS190")
     assert finding.fix is None
 
@@ -69,8 +69,8 @@ def test_a_name_imported_twice_is_left_alone():
     assert [f.fix for f in findings(text, "HS190")] == [None, None]
 
 
-def test_a_fallback_import_is_not_a_fault():
-    """Code that tries torch.amp first has dealt with the deprecation."""
+def test_fallback_import_is_silent():
+    """Code that tries torch.amp first gives no finding."""
     text = (
         "try:\n    from torch.amp import autocast\nexcept ImportError:\n    from torch.cuda.amp import autocast\n"
         "with autocast('cuda'):\n    pass\n"
@@ -86,25 +86,25 @@ def test_a_fallback_import_is_not_a_fault():
         "def autocast(on):\n    if NEW:\n        return torch.amp.autocast('cuda', enabled=on)\n    return torch.cuda.amp.autocast(on)\n",
     ],
 )
-def test_code_that_asks_for_the_version_is_not_at_fault(text):
-    """The old name beside the new one, in branches, serves older versions on purpose."""
+def test_version_check_is_silent(text):
+    """The old name in one branch and the new one in another support older versions on purpose."""
     assert findings("import torch\n" + text, "HS190") == []
 
 
-def test_the_old_name_in_a_long_function_with_the_new_one_is_found():
-    """A training function that mixes both is not a choice between versions."""
+def test_mixed_names_in_a_long_function_are_reported():
+    """A training function that mixes both names is not a choice between versions."""
     text = "import torch\ndef main():\n    s = torch.amp.GradScaler('cuda')\n" + "    f(s)\n" * 9
     assert findings(
         text + "    with torch.cuda.amp.autocast():\n        pass\n    t = torch.cuda.amp.GradScaler()\n", "HS190"
     )
 
 
-def test_an_import_nobody_uses_is_not_a_fault():
-    """Importing warns of nothing; only use does."""
+def test_unused_import_is_silent():
+    """An import without a use gives no finding, because it emits no warning."""
     assert findings("from torch.cuda.amp import autocast\n", "HS190") == []
 
 
-def test_decorators_without_brackets_get_them():
+def test_decorators_without_parentheses_get_them():
     """`@custom_bwd` becomes a call with the device type."""
     text = "import torch\n@torch.cuda.amp.custom_bwd\ndef backward(ctx, g):\n    return g\n"
     assert '@torch.amp.custom_bwd(device_type="cuda")\n' in fixed(text)

@@ -1,4 +1,4 @@
-"""What the rules say DeepSpeed refuses, put to DeepSpeed itself where it is installed."""
+"""Configurations that the rules reject, compared with DeepSpeed itself where it is installed."""
 
 import importlib.util
 import json
@@ -18,20 +18,20 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="Requires: [deepspeed]"),
 ]
 
-# Rules whose error is one that DeepSpeed's own reader raises; the others fail later, or train wrongly.
+# Rules whose error DeepSpeed's config reader raises itself; the others fail later or train incorrectly.
 AT_START = {"HS201", "HS206", "HS211", "HS212", "HS221", "HS234", "HS237", "HS238", "HS251", "HS256", "HS258"}
 PROGRAM = """
 import json, logging, sys
 from deepspeed.runtime.config import DeepSpeedConfig
 logging.disable(logging.CRITICAL)
-answers = []
+messages = []
 for config in json.load(sys.stdin):
     try:
         DeepSpeedConfig(config)
-        answers.append("")
+        messages.append("")
     except BaseException as error:
-        answers.append(f"{type(error).__name__}: {error}")
-print("\\n" + json.dumps(answers))
+        messages.append(f"{type(error).__name__}: {error}")
+print("\\n" + json.dumps(messages))
 """
 VALUES = {
     ("fp16", "enabled"): (True, False),
@@ -58,24 +58,30 @@ VALUES = {
 }
 
 
-def ask(configs):
-    settings = {"RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
+def deepspeed_errors(configs):
+    """The error that DeepSpeed raises for each configuration, or an empty string."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(
-        command, input=json.dumps(configs), capture_output=True, text=True, check=True, env={**os.environ, **settings}
+    result = subprocess.run(
+        command,
+        input=json.dumps(configs),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, **environment},
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def errors(config):
     source = Source("ds.json", json.dumps(config), "json")
-    found = [
+    findings = [
         f
         for c in read_configs(source, Settings(deepspeed=(0, 19, 8)))
         for r in rules_of("config")
         for f in r().check(c)
     ]
-    return {f.code for f in found if f.severity == "error"}
+    return {f.code for f in findings if f.severity == "error"}
 
 
 def random_configs(count):
@@ -89,10 +95,10 @@ def random_configs(count):
         yield config
 
 
-def test_what_the_rules_refuse_at_the_start_deepspeed_refuses():
-    """No configuration that DeepSpeed accepts gets such an error, and every one it refuses gets one."""
+def test_rules_and_deepspeed_reject_the_same_configurations():
+    """DeepSpeed rejects every configuration with such an error, and every one it rejects has an error."""
     configs = list(random_configs(400))
-    for config, answer in zip(configs, ask(configs), strict=True):
-        found = errors(config)
-        assert answer or not found & AT_START, config
-        assert found or not answer, (config, answer)
+    for config, raised in zip(configs, deepspeed_errors(configs), strict=True):
+        reported = errors(config)
+        assert raised or not reported & AT_START, config
+        assert reported or not raised, (config, raised)

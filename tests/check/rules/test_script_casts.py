@@ -1,4 +1,4 @@
-"""HS161: weights that a flag puts into float16, and the plain step that follows."""
+"""HS161: weights that a flag casts to float16, and the plain step that follows."""
 
 import pytest
 
@@ -38,8 +38,8 @@ def main(cast, *, forward="loss = model(x.half(), y)", backward="loss.backward()
         main("if args.fp16: model.half()", step="if args.fp16: optimizer.step()"),
     ],
 )
-def test_a_flag_that_casts_the_weights_is_followed_to_the_step(text):
-    """A model put into float16 under a flag, and stepped whether or not the flag is on, is found at the cast."""
+def test_cast_under_a_flag_is_reported(text):
+    """A model cast to float16 under a flag and stepped regardless of the flag is reported at the cast."""
     assert codes(text) == ["HS161:5"]
 
 
@@ -58,6 +58,6 @@ def test_a_flag_that_casts_the_weights_is_followed_to_the_step(text):
         main("if args.fp16: teacher.half()"),
     ],
 )
-def test_a_cast_that_is_not_trained_so_is_left_alone(text):
-    """Nothing is said of a flag for another purpose, of the other branch, nor where something keeps masters or scales."""
+def test_cast_that_is_not_trained_is_silent(text):
+    """Unrelated flags, the opposite branch, master weights and loss scaling give no finding."""
     assert codes(text) == []

@@ -1,4 +1,4 @@
-"""HS148: which of two contexts that are joined by `and` or `or` is entered."""
+"""HS148: which of two contexts joined by `and` or `or` is entered."""
 
 import contextlib
 
@@ -17,14 +17,14 @@ JOINED = [
 ]
 
 
-def said(contexts):
+def messages(contexts):
     return [f.message for f in findings(f"import torch\nwith {contexts}:\n    y = model(x)\n", "HS148")]
 
 
 @pytest.mark.parametrize(("contexts", "entered"), JOINED)
-def test_the_context_that_is_named_is_the_one_that_is_entered(contexts, entered):
-    """The message names as entered what Python enters, and as not entered something that it does not."""
-    (message,) = said(contexts)
+def test_message_names_the_entered_context(contexts, entered):
+    """The message names the context that Python enters, and one that it does not."""
+    (message,) = messages(contexts)
     first, _, second = message.partition(" is entered, ")
     assert entered in first
     assert second.endswith("is not")
@@ -45,11 +45,11 @@ def test_the_context_that_is_named_is_the_one_that_is_entered(contexts, entered)
         f"run(torch.no_grad() and {AUTOCAST})",
     ],
 )
-def test_a_choice_between_contexts_is_left_alone(contexts):
-    """A flag, a default or a choice decides which context is entered, and none is lost by it."""
-    assert said(contexts) == []
+def test_choice_between_contexts_is_silent(contexts):
+    """A flag, a default or a conditional expression that chooses a context gives no finding."""
+    assert messages(contexts) == []
 
 
-def test_a_context_manager_is_true():
-    """Contexts have no truth of their own, so `and` gives the last and `or` the first."""
+def test_context_managers_are_truthy():
+    """Contexts define no truth value, so `and` evaluates to the last and `or` to the first."""
     assert all(map(bool, (torch.no_grad(), torch.autocast("cpu"), torch.inference_mode(), contextlib.nullcontext())))

@@ -1,4 +1,4 @@
-"""HS123: a loss that leaves a float16 region as an item, an attribute or a part of something else."""
+"""HS123: a loss that leaves a float16 region as an item, an attribute or part of an expression."""
 
 import pytest
 
@@ -30,8 +30,8 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("forward", "backward"), LOSSES)
-def test_a_part_of_what_the_region_made_is_its_loss(forward, backward):
-    """A loss is followed into the float16 region however it is taken out of the model's output; bfloat16 needs no scaler."""
+def test_loss_is_traced_into_the_region(forward, backward):
+    """A loss is traced to the float16 region however it is extracted from the output; bfloat16 needs no scaler."""
     text = LOOP.format(dtype="float16", forward=forward, backward=backward)
     assert codes(text) == ["HS123:7"]
     assert codes(text.replace("torch.float16", "torch.bfloat16")) == []
@@ -46,6 +46,6 @@ def test_a_part_of_what_the_region_made_is_its_loss(forward, backward):
         ("out = teacher(**batch)", "student_loss.backward(retain_graph=out)"),
     ],
 )
-def test_another_loss_is_left_alone(forward, backward):
-    """Nothing is said of a loss that the region has not made, or that something scales."""
+def test_other_losses_are_silent(forward, backward):
+    """A loss that is scaled, or not computed in the region, gives no finding."""
     assert codes(LOOP.format(dtype="float16", forward=forward, backward=backward)) == []

@@ -1,4 +1,4 @@
-"""HS112 where the two halves of an iteration stand in different methods, and where giving it up is right."""
+"""HS112 with an iteration split over several methods, and iterations that are skipped correctly."""
 
 import pytest
 
@@ -17,10 +17,10 @@ class Trainer({base}):
         self.scaler.unscale_(self.optimizer)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
-    def give_up(self):
+    def skip(self):
         self.optimizer.zero_grad()
 
-    def start_over(self):
+    def reset(self):
         self.scaler.update()
 
     def train_step(self, x, y):
@@ -52,7 +52,7 @@ def trainer(test, *, step=STEP, call="self.train_step(x, y)", base="object"):
     [
         trainer("if not math.isfinite(norm):\n    return None"),
         trainer("if not math.isfinite(norm):\n    self.optimizer.zero_grad()\n    return None"),
-        trainer("if not math.isfinite(norm):\n    return self.give_up()"),
+        trainer("if not math.isfinite(norm):\n    return self.skip()"),
         trainer(
             "if not math.isfinite(norm):\n    return None", call="loss = self.train_step(x, y)\n            log(loss)"
         ),
@@ -64,17 +64,17 @@ def trainer(test, *, step=STEP, call="self.train_step(x, y)", base="object"):
         trainer("if not math.isfinite(norm):\n    self.log('skipped')\n    return None", base="Base"),
     ],
 )
-def test_a_step_that_is_given_up_in_a_method_is_found(text):
-    """A method that returns between another's `unscale_` and the update is found, at the `unscale_`."""
+def test_skip_in_a_method_is_reported(text):
+    """A method that returns between `unscale_` in another method and the update is reported at the `unscale_`."""
     assert codes(text) == ["HS112:10"]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        # the scaler is updated after all
+        # the scaler is updated
         trainer("if not math.isfinite(norm):\n    self.scaler.update()\n    return None"),
-        trainer("if not math.isfinite(norm):\n    return self.start_over()"),
+        trainer("if not math.isfinite(norm):\n    return self.reset()"),
         trainer(
             "if not math.isfinite(norm):\n    return None",
             step="self.scaler.step(self.optimizer)",
@@ -85,7 +85,7 @@ def test_a_step_that_is_given_up_in_a_method_is_found(text):
             "finally:\n    self.scaler.update()",
             step="pass",
         ),
-        # or may be, out of sight
+        # or may be, in code outside this file
         trainer("if not math.isfinite(norm):\n    return self.skip_batch()", base="Base"),
         trainer("if not math.isfinite(norm):\n    reset(self.scaler)\n    return None"),
         # the run ends
@@ -99,12 +99,12 @@ def test_a_step_that_is_given_up_in_a_method_is_found(text):
             call="loss = self.train_step(x, y)\n            if loss is None:\n                raise ArithmeticError",
         ),
         trainer("if not math.isfinite(norm):\n    return None", call="").replace("def train_step", "def fit_one"),
-        # without a scaler there is nothing to update
+        # the scaler is disabled
         trainer("if not self.use_amp and not math.isfinite(norm):\n    return None"),
     ],
 )
-def test_a_step_that_is_given_up_rightly_is_left_alone(text):
-    """Nothing is said where the update is made or may be made, where the run ends, or where the scaler is off."""
+def test_correct_skip_is_silent(text):
+    """A skip gives no finding if update() runs or may run, if the run ends, or if the scaler is disabled."""
     assert codes(text) == []
 
 
@@ -128,7 +128,7 @@ for x, y in loader:
 """
 
 
-def test_an_unscale_under_a_flag_is_followed_out_of_its_branch():
-    """The test may stand after the `if` that the `unscale_` is in; `break` ends the loop and is no skip."""
+def test_unscale_under_a_flag_is_reported():
+    """The test may follow the `if` that contains the `unscale_`; `break` ends the loop and is not a skip."""
     assert codes(LOOP.format(leave="continue")) == ["HS112:10"]
     assert codes(LOOP.format(leave="break")) == []

@@ -1,10 +1,9 @@
-"""HS0xx: files that cannot be checked, and comments that silence nothing.
+"""HS0xx: files that cannot be checked, and suppression comments with no effect.
 
-Whatever stands in the way of checking a file becomes one finding at one place, like any other: it can be selected,
-ignored and shown in every format. These rules have no `check`; the readers that meet the obstacle make the finding.
-They are advice: they say that a file was not checked, which is no mistake in its precision. A Python 2 script, or syntax
-newer than this interpreter, is right where it is used. Only a configuration that does not parse is an error (HS004),
-because the library it is written for refuses it too.
+A file that cannot be checked gives one finding, which can be selected, ignored and printed in every format like any
+other. These rules have no `check`: the reader that fails creates the finding. They are advice, because an unchecked
+file is not a precision mistake; a Python 2 script, or syntax newer than this interpreter, may be correct where it runs.
+Only a configuration that does not parse is an error (HS004), because its library rejects it too.
 """
 
 from __future__ import annotations
@@ -31,24 +30,23 @@ class CannotRead(Rule):
     name = "cannot-read"
     severity = "advice"
     reason = (
-        "A file that cannot be opened was not checked, and a green result would be a lie about it. It vanished after it "
-        "was listed, it may not be read, or it is a device, a socket or a broken link."
+        "A file that cannot be opened was not checked, so a result without findings would be misleading. It was deleted after "
+        "it was listed, it is not readable, or it is a device, a socket or a broken link."
     )
     bad = ()
     good = ()
-    references = ("measured: tests/check/test_runner.py opens a vanished, an unreadable and a special file",)
+    references = ("measured: tests/check/test_runner.py opens a deleted, an unreadable and a special file",)
 
 
 class NotText(Rule):
-    """The file holds bytes that are not text in its encoding."""
+    """The file contains bytes that are invalid in its encoding."""
 
     code = "HS002"
     name = "not-text"
     severity = "advice"
     reason = (
-        "Python reads a source file as UTF-8 unless its first two lines name another encoding, and stops at the first byte "
-        "that does not fit; JSON and YAML are UTF-8 too. A zero byte means a binary file or UTF-16. Nothing in such a "
-        "file was checked."
+        "Python reads a source file as UTF-8 unless its first two lines declare another encoding, and fails at the first "
+        "invalid byte; JSON and YAML are UTF-8 too. A zero byte indicates a binary file or UTF-16. The file was not checked."
     )
     bad = ()
     good = ()
@@ -62,9 +60,9 @@ class FileTooLarge(Rule):
     name = "file-too-large"
     severity = "advice"
     reason = (
-        "Scripts and configurations are kilobytes. A megabyte of Python or JSON is generated code or data, and analysing it "
-        "would take the time of a thousand real scripts. It was left alone. Notebooks, which carry their output, "
-        "may be larger."
+        "Scripts and configurations have kilobytes. A megabyte of Python or JSON is generated code or data, and analysing it "
+        "would take as long as a thousand real scripts, so the file was not checked. Notebooks, which include their output, "
+        "have a higher limit."
     )
     bad = ()
     good = ()
@@ -78,8 +76,8 @@ class SyntaxFault(Rule):
     name = "syntax-error"
     severity = "advice"
     reason = (
-        "What does not parse was not checked. The place is where the parser gave up, which is often just after the "
-        "mistake. In a notebook, the cells that do parse are checked without it."
+        "A file that does not parse was not checked. The location is where the parser failed, which is often just after the "
+        "mistake. In a notebook, the cells that parse are still checked."
     )
     bad = ("import torch\n\nscaler = torch.amp.GradScaler('cuda'\n", "print 'Python 2'\n")
     good = ("import torch\n\nmodel = torch.nn.Linear(2, 2)\n",)
@@ -87,14 +85,14 @@ class SyntaxFault(Rule):
 
 
 class TooDeep(Rule):
-    """The file is nested too deeply or is too involved to be analysed."""
+    """The file is nested too deeply or too complex to analyse."""
 
     code = "HS005"
     name = "too-deep"
     severity = "advice"
     reason = (
-        "Python itself refuses expressions nested beyond a few hundred levels, and so does the analysis. Such files are "
-        "generated or hostile. The file was given up as a whole, within a bounded time."
+        "Python itself rejects expressions nested beyond a few hundred levels, and so does the analysis. Such files are "
+        "generated or hostile. The analysis of the file was stopped after a bounded time, so nothing in it was checked."
     )
     bad = ("x = " + "-" * 20_000 + "1\n",)
     good = ()
@@ -102,14 +100,14 @@ class TooDeep(Rule):
 
 
 class CheckerFailure(Rule):
-    """A rule failed on this file: a fault of Halfstep's, not of the file."""
+    """A rule crashed on this file: a bug in Halfstep, not in the file."""
 
     code = "HS006"
     name = "checker-failure"
     severity = "advice"
     reason = (
-        "A rule that fails on one file says so here and the others go on, so that a fault of the checker never stops a "
-        "build or hides other findings. Please report it with the file, or the smallest part of it that shows the failure."
+        "A rule that crashes on a file is reported here and the other rules continue, so a bug in the checker does not stop a "
+        "build or hide other findings. Please report it with the file, or the smallest part of it that reproduces the crash."
     )
     bad = ()
     good = ()
@@ -117,18 +115,18 @@ class CheckerFailure(Rule):
 
 
 class UnusedSuppression(Rule):
-    """A suppression comment silences nothing."""
+    """A suppression comment has no effect."""
 
     code = "HS007"
     name = "unused-suppression"
     severity = "advice"
     reason = (
-        "The comment was needed once, or stands on the wrong line. Left there, it will hide the next real finding of its "
-        "code at that place."
+        "The comment is no longer needed, or it is on the wrong line. If it stays, it hides the next real finding of its code on "
+        "that line."
     )
     bad = ("import torch\n\nx = torch.ones(2)  # halfstep: ignore[HS104] clipped elsewhere\n",)
     good = ("import torch\n\nx = torch.ones(2)\n",)
-    references = ("measured: a suppression that matched no finding in this very run",)
+    references = ("measured: a suppression that matched no finding in this run",)
 
 
 class UnknownSuppression(Rule):
@@ -137,10 +135,10 @@ class UnknownSuppression(Rule):
     code = "HS008"
     name = "unknown-suppression"
     severity = "advice"
-    reason = "A misspelt code silences nothing, and the finding it was meant for is still reported."
+    reason = "A misspelt code suppresses nothing, and the finding it was meant for is still reported."
     bad = ("import torch\n\nx = torch.ones(2)  # halfstep: ignore[HS999] reason\n",)
     good = ("import torch\n\nx = torch.ones(2)\n",)
-    references = ("measured: compared with the list of rules in this version",)
+    references = ("measured: compared with the rules of this version",)
 
 
 RULES: tuple[type[Rule], ...] = (

@@ -1,4 +1,4 @@
-"""HS180-HS181: gradients summed over several micro-batches."""
+"""HS180-HS181: gradient accumulation over several micro-batches."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _STEPS = re.compile(
     r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq", re.IGNORECASE
 )
 
-# Helpers that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
+# Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
 _RESCALES = re.compile(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
 
 
 def _window(script: Script, event: Event) -> str:
-    """What the step's condition divides the batch number by: `accumulation_steps` of `(i + 1) % accumulation_steps == 0`."""
+    """The window length in the step's condition: `accumulation_steps` in `(i + 1) % accumulation_steps == 0`."""
     for text, _ in event.accumulating:
-        bound = script.outline.bindings.get(text, ())  # a flag that a caller works out and hands on
+        bound = script.outline.bindings.get(text, ())  # a flag that a caller computes and passes
         value = bound[0].value if len(bound) == 1 and bound[0].index is None else None
-        found = _WINDOW.search(text) or _WINDOW.search(text_of(value))
-        if found:
-            return found.group(1)
+        match = _WINDOW.search(text) or _WINDOW.search(text_of(value))
+        if match:
+            return match.group(1)
     return ""
 
 
 def _step_of(script: Script, trace: Trace, index: int) -> Event | None:
-    """The step that ends the accumulation window of a backward in every iteration of a loop."""
+    """The step that ends the accumulation window of a backward that runs in every iteration of a loop."""
     event = trace[index]
     following = next(later(trace, index, *STEPS), None)
     if following is None or event.accumulating:
@@ -59,7 +59,7 @@ def _step_of(script: Script, trace: Trace, index: int) -> Event | None:
 
 
 def _divides_gradients(script: Script) -> bool:
-    """Whether the script divides gradients after backward instead, by the tokens of the window for one."""
+    """Whether the script divides the gradients instead of the loss, for example by the number of tokens."""
     calls = script.outline.calls
     if any(_RESCALES.search(name) for name in calls):
         return True
@@ -77,8 +77,9 @@ class LossNotDivided(TraceRule):
     name = "loss-not-divided"
     severity = "warning"
     reason = (
-        "Gradients of n micro-batches add up, so without the division they are n times those of one large batch: the learning rate "
-        "is in effect n times higher under SGD, clipping to a norm cuts n times more, and float16 gradients overflow n times sooner."
+        "The gradients of n micro-batches add up, so without the division they are n times larger than those of one large batch: "
+        "the effective learning rate of SGD is n times higher, clipping by norm removes n times more, and float16 gradients "
+        "overflow n times sooner."
     )
     bad = (_LOOP.format(start="", divide="", end="        optimizer.zero_grad()\n"),)
     good = (_RIGHT, _RIGHT.replace(" / accumulation_steps", "\n    loss *= 1. / accumulation_steps"))
@@ -86,7 +87,7 @@ class LossNotDivided(TraceRule):
     kinds = ("backward",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A backward each iteration, a step every n, and nothing divided by n anywhere."""
+        """A backward in every iteration, a step in every n-th, and no division by n anywhere."""
         event = trace[index]
         step = _step_of(script, trace, index)
         if step is None or event.kind != "backward":
@@ -96,7 +97,7 @@ class LossNotDivided(TraceRule):
         if last in {"0", "1"} or self._nominal(script, last):
             return None
         if any(e.kind == "backward" and e.loops == event.loops and e.function is event.function for e in trace[:index]):
-            return None  # said at the first
+            return None  # reported at the first backward
         cleared = [e for e in trace if e.kind == "zero_grad" and e.loops == event.loops]
         if not cleared or not all(e.accumulating for e in cleared):
             return None
@@ -112,20 +113,22 @@ class LossNotDivided(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"the step waits for `{window}` micro-batches, but no loss is divided by it: gradients are that many times too large",
+            f"the step runs every `{window}` micro-batches, but the loss is not divided by `{window}`: gradients are too large by that factor",
             instead=f"loss = loss / {window}",
         )
 
     @staticmethod
     def _nominal(script: Script, window: str) -> bool:
-        """Whether the number of micro-batches is worked out from batch sizes, with losses summed over a batch, as YOLO does."""
-        found = [b.value for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == window for b in bs]
-        nodes = [n for value in found if value is not None for n in ast.walk(value)]
+        """Whether the number of micro-batches is computed from batch sizes, with losses summed over a batch, as in YOLO."""
+        values = [
+            b.value for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == window for b in bs
+        ]
+        nodes = [n for value in values if value is not None for n in ast.walk(value)]
         return any(isinstance(n, ast.BinOp) and isinstance(n.op, (ast.Div, ast.FloorDiv)) for n in nodes)
 
     @staticmethod
     def _weighted(script: Script, event: Event) -> bool:
-        """Whether the loss is divided on its way by something other than a number, whatever it is called."""
+        """Whether the loss is divided by something other than a constant, under any name."""
         names = {n.id for n in ast.walk(event.node) if isinstance(n, ast.Name)} | {event.subject.partition(".")[0]}
         bound = [b for name in names - {"", "self"} for b in script.outline.lookup(name, event.function)]
         nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]
@@ -136,14 +139,14 @@ class LossNotDivided(TraceRule):
 
 
 class ClearedEveryMicroBatch(TraceRule):
-    """Gradients are cleared on every micro-batch, so that nothing accumulates."""
+    """Gradients are cleared on every micro-batch, so nothing accumulates."""
 
     code = "HS181"
     name = "cleared-every-micro-batch"
     severity = "warning"
     reason = (
-        "With `zero_grad()` in every iteration and a step in every n-th, the step sees the gradients of the last micro-batch only: "
-        "n - 1 of n batches are computed and thrown away."
+        "With `zero_grad()` in every iteration and a step in every n-th, the step uses the gradients of the last micro-batch only: "
+        "n - 1 of n backward passes are wasted."
     )
     bad = (_LOOP.format(start="    optimizer.zero_grad()\n", divide=" / accumulation_steps", end=""),)
     good = (_RIGHT,)
@@ -151,7 +154,7 @@ class ClearedEveryMicroBatch(TraceRule):
     kinds = ("zero_grad",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A clear before the backward of every iteration, in a loop that steps every n."""
+        """A zero_grad before the backward of every iteration, in a loop that steps in every n-th."""
         event = trace[index]
         back = next(later(trace, index, "backward"), None)
         if back is None or event.guards != trace[back].guards or event.loops != trace[back].loops:
@@ -165,8 +168,9 @@ class ClearedEveryMicroBatch(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.optimizer}.zero_grad()` runs on every micro-batch, but the step only when `{step.accumulating[0][0]}`",
-            instead="clear the gradients right after the step",
+            f"`{event.optimizer}.zero_grad()` runs on every micro-batch, but the step runs only when `{step.accumulating[0][0]}`: "
+            "the earlier gradients are discarded",
+            instead="call zero_grad() right after the step",
         )
 
 

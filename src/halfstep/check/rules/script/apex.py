@@ -1,4 +1,4 @@
-"""HS191-HS193: Apex and its order of calls."""
+"""HS191-HS193: Apex and the order of its calls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _APEX = "https://nvidia.github.io/apex/amp.html"
 
 
 class ApexAmp(ScriptRule):
-    """The script uses Apex's amp, which is no longer maintained."""
+    """The script uses apex.amp, which is no longer maintained."""
 
     code = "HS191"
     name = "apex-amp"
     severity = "advice"
     reason = (
-        "NVIDIA deprecated apex.amp in favour of torch.amp in 2020 and has since removed it from Apex. O1 is autocast with a "
-        "GradScaler; O2 is what DeepSpeed's fp16 mode does."
+        "NVIDIA deprecated apex.amp in favour of torch.amp in 2020 and has since removed it from Apex. O1 corresponds to autocast "
+        "with a GradScaler, O2 to DeepSpeed's fp16 mode."
     )
     bad = ("from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n",)
     good = ("import torch\nscaler = torch.amp.GradScaler('cuda')\nprint(scaler)\n",)
@@ -35,21 +35,21 @@ class ApexAmp(ScriptRule):
             if script.outline.names.full(call.func) == "apex.amp.initialize":
                 yield self.finding(
                     script.where(call),
-                    "apex.amp is no longer maintained",
-                    instead="torch.autocast and torch.amp.GradScaler",
+                    "apex.amp is no longer maintained and has been removed from Apex",
+                    instead="torch.autocast with torch.amp.GradScaler",
                 )
                 return
 
 
 class ApexAndTorchAmp(TraceRule):
-    """Apex's amp and torch's autocast or scaler are used together."""
+    """apex.amp is combined with torch.autocast or GradScaler."""
 
     code = "HS192"
     name = "apex-and-torch-amp"
     severity = "error"
     reason = (
-        "Both patch or intercept the same operations and both scale the loss: casts are done twice and gradients carry two scales, of "
-        "which only one is taken off before the step."
+        "Both intercept the same operations and both scale the loss: tensors are cast twice, and gradients carry two scales, only "
+        "one of which is removed before the step."
     )
     bad = (
         "import torch\nfrom apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n"
@@ -70,19 +70,19 @@ class ApexAndTorchAmp(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}` steps an optimizer that apex.amp has taken over",
-            instead="one of the two: torch.autocast with torch.amp.GradScaler",
+            f"`{event.scaler}` steps an optimizer that apex.amp already manages",
+            instead="remove apex.amp and keep torch.autocast with torch.amp.GradScaler",
         )
 
 
 class ApexAfterParallel(TraceRule):
-    """amp.initialize comes after the model was wrapped for parallel training."""
+    """amp.initialize is called after the model was wrapped for parallel training."""
 
     code = "HS193"
     name = "apex-after-parallel"
     severity = "error"
     reason = (
-        "apex.amp.initialize refuses a wrapped model: RuntimeError: Incoming model is an instance of DistributedDataParallel. Parallel "
+        "apex.amp.initialize rejects a wrapped model with RuntimeError: Incoming model is an instance of DistributedDataParallel. Parallel "
         "wrappers should only be applied to the model(s) AFTER the model(s) have been returned from amp.initialize."
     )
     bad = (
@@ -97,7 +97,7 @@ class ApexAfterParallel(TraceRule):
     kinds = ("apex_initialize",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """An initialize of a model that was wrapped before."""
+        """amp.initialize of a model that was wrapped before."""
         event = trace[index]
         for i in earlier(trace, index, "wrap_ddp", "wrap_dp", "set_model"):
             if trace[i].kind == "set_model":
@@ -106,8 +106,8 @@ class ApexAfterParallel(TraceRule):
             elif trace[i].subject == event.subject and event.subject:
                 return self.finding(
                     script.where(event.node),
-                    f"`{event.subject}` is wrapped for parallel training before amp.initialize",
-                    instead="amp.initialize first, then the wrapper",
+                    f"`{event.subject}` is wrapped for parallel training before amp.initialize, which raises RuntimeError",
+                    instead="call amp.initialize first, then wrap the model",
                 )
         return None
 

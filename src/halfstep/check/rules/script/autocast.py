@@ -1,4 +1,4 @@
-"""HS140-HS147: what belongs inside an autocast region, and how one is made."""
+"""HS140-HS147: what belongs inside an autocast region, and how to construct one."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class BackwardInsideAutocast(TraceRule):
     name = "backward-inside-autocast"
     severity = "warning"
     reason = (
-        "Backward already runs each operation in the type its forward chose. Inside the region the casts of autocast are applied "
-        "a second time: custom functions and gradient hooks compute in 16 bits what they computed in 32, and the region's cached "
-        "weight casts stay in memory longer. PyTorch's documentation advises against it."
+        "Backward already runs each operation in the dtype that autocast chose for its forward. Inside the region autocast applies "
+        "to backward as well: custom functions and gradient hooks compute in 16 bits instead of 32, and the cached weight casts "
+        "stay in memory longer. PyTorch's documentation advises against it."
     )
     bad = (
         _BF16.replace("    loss.backward()", "        loss.backward()"),
@@ -62,20 +62,20 @@ class BackwardInsideAutocast(TraceRule):
     kinds = ("backward",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A backward with an autocast region around it."""
+        """A backward inside an autocast region."""
         event = trace[index]
         region = event.autocast()
-        if region is None or self._thrown_away(script, trace, index):
+        if region is None or self._discards_gradients(script, trace, index):
             return None
         return self.finding(
             script.where(event.node),
-            f"backward runs inside the autocast region of line {region.node.lineno}",  # type: ignore[attr-defined]
-            instead="end the `with` block after the loss; call backward outside it",
+            f"backward runs inside the autocast region opened at line {region.node.lineno}",  # type: ignore[attr-defined]
+            instead="end the `with` block after the loss and call backward outside it",
         )
 
     @staticmethod
-    def _thrown_away(script: Script, trace: Trace, index: int) -> bool:
-        """Whether the gradients are cleared without a step, as a warm-up or a search for the batch size does."""
+    def _discards_gradients(script: Script, trace: Trace, index: int) -> bool:
+        """Whether the gradients are cleared without a step, as in a warm-up or a batch-size search."""
         following = next(later(trace, index, "zero_grad", "handed", *STEPS), None)
         if following is None or trace[following].kind != "zero_grad":
             return False
@@ -92,10 +92,10 @@ class StepInsideAutocast(TraceRule):
     name = "step-inside-autocast"
     severity = "warning"
     reason = (
-        "Autocast keeps the 16-bit copies of the weights until its region ends. A step inside changes the weights and not the "
-        "copies: when the region goes on with another forward, it computes with the old weights and training stands still "
-        "(measured: loss 0.2741, 0.2741, 0.2741 with the whole loop in one region). Optimizers that multiply matrices, such as "
-        "Muon, also do it in 16 bits there."
+        "Autocast caches the 16-bit copies of the weights until its region ends. A step inside the region updates the weights but "
+        "not the copies: another forward in the same region uses the old weights, and the loss stops changing (measured: 0.2741, "
+        "0.2741, 0.2741 with the whole loop in one region). Optimizers with matrix products, such as Muon, also run them in "
+        "16 bits there."
     )
     bad = (
         _BF16.replace("    loss.backward()", "        loss.backward()").replace(
@@ -109,7 +109,7 @@ class StepInsideAutocast(TraceRule):
     kinds = ("scaler_step", "opt_step")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A step with an autocast region around it."""
+        """A step inside an autocast region."""
         event = trace[index]
         region = event.autocast()
         if region is None:
@@ -118,26 +118,27 @@ class StepInsideAutocast(TraceRule):
         if len(event.loops) > region.num_loops:
             return self.finding(
                 script.where(event.node),
-                f"the autocast region of line {line} spans the loop: its cached 16-bit weights are not refreshed after this step",
-                instead="open the region inside the loop, around the forward and the loss only",
+                f"the autocast region opened at line {line} spans the loop: its cached 16-bit weights are stale after this step",
+                instead="open the region inside the loop, around the forward and the loss",
                 severity="error",
             )
         return self.finding(
             script.where(event.node),
-            f"`{event.optimizer or 'the optimizer'}` steps inside the autocast region of line {line}",
-            instead="end the `with` block after the loss",
+            f"`{event.optimizer or 'the optimizer'}` steps inside the autocast region opened at line {line}",
+            instead="end the `with` block after the loss and step outside it",
         )
 
 
 class AutocastDevice(ScriptRule):
-    """Autocast is made without a device type, or with something that is not one."""
+    """The device type of autocast is missing or not a device type."""
 
     code = "HS142"
     name = "autocast-device"
     severity = "error"
     reason = (
-        '`torch.amp.autocast` and `torch.autocast` need the device type as a string, "cuda" or "cpu": without it they raise '
-        "TypeError, with a torch.device, a bool or a dtype ValueError. Only the deprecated torch.cuda.amp.autocast had none."
+        '`torch.amp.autocast` and `torch.autocast` require the device type as a string such as "cuda" or "cpu". '
+        "Without it they raise TypeError; a torch.device, a bool or a dtype raises ValueError. Only the deprecated "
+        "torch.cuda.amp.autocast has no device type."
     )
     bad = (
         "import torch\nfrom torch.amp import autocast\nwith autocast():\n    y = model(x)\n",
@@ -151,7 +152,7 @@ class AutocastDevice(ScriptRule):
     references = (f"{_AMP}#torch.autocast",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Calls whose device argument is missing or surely wrong."""
+        """Calls whose device argument is missing or certainly wrong."""
         for region in script.autocasts:
             call = region.node
             if region.api != "torch.amp.autocast" or script.outline.names.ambiguous(call.func):
@@ -159,16 +160,16 @@ class AutocastDevice(ScriptRule):
             if any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args):
                 continue
             device = argument(call, 0, "device_type")
-            said = ""
+            fault = ""
             if device is None:
-                said = "has no device type: TypeError"
+                fault = "has no device type and raises TypeError"
             elif isinstance(constant(device), bool) or script.outline.names.full(device) in DTYPES:
-                said = f"takes the device type first, and `{text_of(device)}` is not one"
+                fault = f"expects the device type first, not `{text_of(device)}`"
             elif self._is_device(script, device, region):
-                said = f"wants a string, and `{text_of(device)}` is a torch.device"
-            if said:
+                fault = f"expects the device type as a string, but `{text_of(device)}` is a torch.device"
+            if fault:
                 yield self.finding(
-                    script.where(call), f"`{text_of(call.func)}` {said}", instead='torch.autocast("cuda", ...)'
+                    script.where(call), f"`{text_of(call.func)}` {fault}", instead='torch.autocast("cuda", ...)'
                 )
 
     @staticmethod
@@ -184,15 +185,15 @@ class AutocastDevice(ScriptRule):
 
 
 class AutocastArgumentOrder(ScriptRule):
-    """An autocast argument stands where another one belongs."""
+    """Autocast arguments are passed in the wrong order."""
 
     code = "HS143"
     name = "autocast-argument-order"
     severity = "error"
     reason = (
-        "`torch.cuda.amp.autocast(enabled, dtype)` and `torch.autocast(device_type, dtype, enabled)` take their arguments in "
-        "different orders. `torch.cuda.amp.autocast(torch.bfloat16)` means enabled=torch.bfloat16, which is true, and computes in "
-        'float16; `torch.autocast("cuda", True)` means dtype=True, which switches autocast off with a warning.'
+        "`torch.cuda.amp.autocast(enabled, dtype)` and `torch.autocast(device_type, dtype, enabled)` order their arguments "
+        "differently. `torch.cuda.amp.autocast(torch.bfloat16)` means enabled=torch.bfloat16, which is true, and computes in "
+        'float16; `torch.autocast("cuda", True)` means dtype=True, which disables autocast with a warning.'
     )
     bad = (
         "import torch\nwith torch.cuda.amp.autocast(torch.bfloat16):\n    y = model(x)\n",
@@ -203,32 +204,32 @@ class AutocastArgumentOrder(ScriptRule):
     references = (f"{_AMP}#torch.autocast",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Calls with a dtype for enabled, a bool for dtype, or a device type where there is none."""
+        """Calls that pass a dtype as enabled, a bool as dtype, or a device type that the function does not accept."""
         for region in script.autocasts:
             call, args = region.node, region.node.args
             if script.outline.names.ambiguous(call.func):
                 continue
-            said = ""
+            fault = ""
             if region.api == "torch.cuda.amp.autocast":
                 if args and script.outline.names.full(args[0]) in DTYPES:
-                    said = f"`{text_of(args[0])}` is taken for `enabled`, and the region computes in float16"
+                    fault = f"`{text_of(args[0])}` is passed as `enabled`: the region computes in float16"
                 elif any(k.arg == "device_type" for k in call.keywords):
-                    said = "torch.cuda.amp.autocast has no `device_type`: TypeError"
+                    fault = "torch.cuda.amp.autocast does not accept `device_type` and raises TypeError"
             elif region.api == "torch.amp.autocast" and len(args) > 1 and isinstance(constant(args[1]), bool):
-                said = f"`{text_of(args[1])}` is taken for `dtype`, which switches autocast off"
-            if said:
-                yield self.finding(script.where(call), said, instead='torch.autocast("cuda", dtype=..., enabled=...)')
+                fault = f"`{text_of(args[1])}` is passed as `dtype`: autocast is disabled"
+            if fault:
+                yield self.finding(script.where(call), fault, instead='torch.autocast("cuda", dtype=..., enabled=...)')
 
 
 class NestedAutocastDtypes(TraceRule):
-    """A float16 region stands inside a bfloat16 one, or the reverse."""
+    """A float16 autocast region is nested in a bfloat16 one, or the reverse."""
 
     code = "HS144"
     name = "nested-autocast-dtypes"
     severity = "error"
     reason = (
-        "Autocast caches the casts of weights by weight alone, not by type. In an inner region of another 16-bit type the outer "
-        "region's copies are found and the product raises RuntimeError: mat1 and mat2 must have the same dtype."
+        "Autocast caches weight casts by weight, not by dtype. An inner region with another 16-bit dtype reuses the casts of the "
+        "outer one, and the product raises RuntimeError: mat1 and mat2 must have the same dtype."
     )
     bad = (
         "import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    h = encoder(x)\n"
@@ -242,35 +243,36 @@ class NestedAutocastDtypes(TraceRule):
     kinds = ("enter_autocast",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A region with another one of another type around it."""
+        """A region inside another one with a different 16-bit dtype."""
         event = trace[index]
-        inner = _surely(event, -1)
-        outer = next((f for i in range(len(event.regions) - 2, -1, -1) if (f := _surely(event, i))), "")
+        inner = _certain_dtype(event, -1)
+        outer = next((f for i in range(len(event.regions) - 2, -1, -1) if (f := _certain_dtype(event, i))), "")
         if not inner or not outer or inner == outer:
             return None
         return self.finding(
             script.where(event.regions[-1].node),
-            f"a {inner} region inside a {outer} one: weights used in both raise a dtype error",
-            instead="one 16-bit type for both, or enabled=False inside",
+            f"{inner} autocast region inside a {outer} one: a weight used in both raises a dtype error",
+            instead="use the same 16-bit dtype for both, or enabled=False for the inner one",
         )
 
 
-def _surely(event: Event, position: int) -> str:
+def _certain_dtype(event: Event, position: int) -> str:
+    """The 16-bit dtype of a region, or "" when it is another or cannot be determined."""
     autocasts = event.regions[position].autocasts
-    kinds = {a.dtype if a.enabled == "yes" else "" for a in autocasts}
-    found = kinds.pop() if len(kinds) == 1 else ""
-    return found if found in {"float16", "bfloat16"} else ""
+    dtypes = {a.dtype if a.enabled == "yes" else "" for a in autocasts}
+    dtype = dtypes.pop() if len(dtypes) == 1 else ""
+    return dtype if dtype in {"float16", "bfloat16"} else ""
 
 
 class AutocastDtype(ScriptRule):
-    """Autocast is asked for a type it does not compute in."""
+    """Autocast is set to a dtype that it does not support."""
 
     code = "HS145"
     name = "autocast-dtype"
     severity = "warning"
     reason = (
-        "Outside CUDA autocast knows float16 and bfloat16 only. With float32 or float64 it warns, switches itself off, and "
-        "everything runs in the types the tensors have: the region does nothing. (On CUDA the same line forces float32.)"
+        "Outside CUDA, autocast supports float16 and bfloat16 only. With float32 or float64 it warns and disables itself, so the "
+        "region has no effect. (On CUDA the same line forces float32.)"
     )
     bad = ("import torch\nwith torch.autocast('cpu', dtype=torch.float32):\n    y = model(x)\n",)
     good = (
@@ -280,15 +282,15 @@ class AutocastDtype(ScriptRule):
     references = (f"{_AMP}#torch.autocast",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Regions of other devices than CUDA whose dtype is written as float32 or float64."""
+        """Regions on devices other than CUDA whose dtype is float32 or float64."""
         for region in script.autocasts:
             dtype = argument(region.node, 1, "dtype")
             wrong = region.dtype in {"float32", "float64"} and region.device not in {None, "cuda"}
             if wrong and region.enabled == "yes" and script.outline.names.full(dtype or region.node):
                 yield self.finding(
                     script.where(region.node),
-                    f"autocast on {region.device} does not compute in {region.dtype}: it warns and switches itself off",
-                    instead="enabled=False, or no region",
+                    f"autocast on {region.device} does not support {region.dtype}: it warns and disables itself",
+                    instead="enabled=False, or remove the region",
                 )
 
 
@@ -299,8 +301,8 @@ class BceUnderAutocast(TraceRule):
     name = "bce-under-autocast"
     severity = "error"
     reason = (
-        "`binary_cross_entropy` and `BCELoss` raise RuntimeError under CUDA autocast: a sigmoid in float16 rounds to exactly 0 or 1 "
-        "from about 17 on, and the gradient would be infinite. On the CPU the same code runs, so tests without a GPU pass."
+        "`binary_cross_entropy` and `BCELoss` raise RuntimeError under CUDA autocast: a float16 sigmoid is exactly 1 above about "
+        "8.3 and exactly 0 below about -17, and the gradient would be infinite. On the CPU the code runs, so tests without a GPU pass."
     )
     bad = (
         "import torch\nimport torch.nn as nn\ncriterion = nn.BCELoss()\nwith torch.autocast('cuda'):\n    loss = criterion(model(x), y)\n",
@@ -320,7 +322,7 @@ class BceUnderAutocast(TraceRule):
     kinds = ("bce",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A call of binary cross-entropy with a CUDA region around it."""
+        """A call of binary cross-entropy inside a CUDA region."""
         event = trace[index]
         region = event.autocast()
         if region is None or any(a.device not in {"cuda", None} for a in region.autocasts):
@@ -330,12 +332,12 @@ class BceUnderAutocast(TraceRule):
         return self.finding(
             script.where(event.node),
             "binary cross-entropy on probabilities raises RuntimeError under CUDA autocast",
-            instead="BCEWithLogitsLoss on the values before the sigmoid, or the loss in float32 outside the region",
+            instead="BCEWithLogitsLoss on the logits, or compute the loss in float32 outside the region",
         )
 
 
 def _off_by_default(script: Script, region: Autocast) -> bool:
-    """Whether a region is switched by a parameter that is False unless someone outside this file says otherwise."""
+    """Whether a region is enabled by a parameter whose default is False and that no call in this file sets."""
     for call, function in script.outline.library_calls.get(region.api, ()):
         if call is region.node and region.enabled in function.params and not isinstance(function.node, ast.Module):
             a = function.node.args
@@ -349,14 +351,14 @@ def _off_by_default(script: Script, region: Autocast) -> bool:
 
 
 class DataParallelBf16(ScriptRule):
-    """DataParallel replicas run in float16 although the region asks for bfloat16."""
+    """DataParallel replicas run in float16 although the region uses bfloat16."""
 
     code = "HS147"
     name = "dataparallel-bf16"
     severity = "warning"
     reason = (
-        "DataParallel runs its replicas in threads, and autocast belongs to a thread. Each replica's thread is told only whether "
-        "autocast is on (torch/nn/parallel/parallel_apply.py), not its type, so it computes in CUDA's default, float16, without the "
+        "DataParallel runs its replicas in threads, and the autocast state is thread-local. Each thread inherits whether autocast is "
+        "enabled (torch/nn/parallel/parallel_apply.py) but not the dtype, so it computes in CUDA's default, float16, without the "
         "scaler that float16 needs."
     )
     bad = (
@@ -370,19 +372,19 @@ class DataParallelBf16(ScriptRule):
     references = (f"{_DOCS}#dataparallel-in-a-single-process",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """DataParallel in a script whose every region is surely bfloat16."""
+        """DataParallel in a script where every region is certainly bfloat16."""
         regions = [a for a in script.autocasts if a.enabled != "no"]
         if not regions or any(a.dtype != "bfloat16" for a in regions):
             return
         opened = list(script.events("enter_autocast"))
-        seen = set()
+        reported = set()
         for event in script.events("wrap_dp"):
-            if event.node not in seen and any(compatible(event, o) for o in opened):
-                seen.add(event.node)
+            if event.node not in reported and any(compatible(event, o) for o in opened):
+                reported.add(event.node)
                 yield self.finding(
                     script.where(event.node),
-                    "DataParallel does not hand the bfloat16 of the region to its replicas: they compute in float16",
-                    instead="DistributedDataParallel, one process per GPU",
+                    "DataParallel does not pass the dtype of the region to its replicas: they compute in float16, not bfloat16",
+                    instead="DistributedDataParallel with one process per GPU",
                 )
 
 

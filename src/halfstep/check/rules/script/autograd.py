@@ -1,4 +1,4 @@
-"""HS130, HS150: gradients taken by hand, and custom autograd functions."""
+"""HS130, HS150: torch.autograd.grad and custom autograd functions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PenaltyNotUnscaled(TraceRule):
     name = "penalty-not-unscaled"
     severity = "error"
     reason = (
-        "`torch.autograd.grad` of a scaled loss gives scaled gradients, and `unscale_` knows nothing of them. A penalty on their norm "
-        "is wrong by the scale, or by its square: up to 65536**2 times. Divide them by `scaler.get_scale()` first."
+        "`torch.autograd.grad` of a scaled loss returns scaled gradients, which `unscale_` does not unscale. A penalty on their norm "
+        "is too large by the scale or its square, up to 65536**2. Divide them by `scaler.get_scale()` first."
     )
     bad = (
         "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x, y in loader:\n    loss = loss_fn(model(x), y)\n"
@@ -45,7 +45,7 @@ class PenaltyNotUnscaled(TraceRule):
     kinds = ("autograd_grad",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """autograd.grad of a scaled loss, with the graph kept, in a script that never reads the scale."""
+        """autograd.grad of a scaled loss with create_graph=True, in a script that never reads the scale."""
         call = trace[index].node
         assert isinstance(call, ast.Call)
         scales = [i for i in earlier(trace, index, "scale") if trace[i].node in set(ast.walk(call))]
@@ -57,20 +57,20 @@ class PenaltyNotUnscaled(TraceRule):
             return None
         return self.finding(
             script.where(call),
-            f"these gradients are multiplied by the scale of `{trace[scales[0]].scaler}` and nothing divides them by it",
+            f"these gradients are multiplied by the scale of `{trace[scales[0]].scaler}` and never divided by it",
             instead="grads = [g / scaler.get_scale() for g in grads]",
         )
 
 
 class CustomFunctionUncast(ScriptRule):
-    """A custom autograd function multiplies matrices and does not say how it behaves under autocast."""
+    """A custom autograd function with matrix products does not define its behaviour under autocast."""
 
     code = "HS150"
     name = "custom-function-uncast"
     severity = "advice"
     reason = (
-        "Autocast casts inside `forward` but not inside `backward`, which runs outside the region: the products there meet one "
-        "float16 and one float32 tensor and raise, or run in another type than forward. `custom_fwd` and `custom_bwd` make both the same."
+        "Autocast applies to `forward` but not to `backward`, which runs outside the region: products there mix float16 with float32 "
+        "and raise, or run in a different dtype than in forward. `custom_fwd` and `custom_bwd` give both the same autocast state."
     )
     bad = (
         "import torch\nclass Product(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, a, b):\n"
@@ -100,8 +100,8 @@ class CustomFunctionUncast(ScriptRule):
             if forward in products and "custom_fwd" not in decorators:
                 yield self.finding(
                     script.where(forward.node),
-                    f"`{name}` multiplies matrices and has no custom_fwd: under autocast its backward runs in other types than its forward",
-                    instead='@torch.amp.custom_fwd(device_type="cuda") on forward, custom_bwd on backward',
+                    f"`{name}.forward` has matrix products but no custom_fwd: under autocast backward runs in a different dtype",
+                    instead='@torch.amp.custom_fwd(device_type="cuda") on forward, @torch.amp.custom_bwd(device_type="cuda") on backward',
                 )
 
 

@@ -1,4 +1,4 @@
-"""HS160-HS162, HS166: trained weights put into 16 bits by hand."""
+"""HS160-HS162, HS166: trained weights that are cast to 16 bits explicitly."""
 
 from __future__ import annotations
 
@@ -50,79 +50,79 @@ _ADAPTERS = ("peft", "bitsandbytes", "unsloth", "loralib")
 
 
 def _casts(script: Script, dtype: str, kind: str) -> Iterator[Event]:
-    """Casts of a model that an optimizer of this script trains, where a step of this kind follows from them."""
-    seen = set()
+    """Casts of a model that an optimizer of this script trains with a step of this kind."""
+    yielded = set()
     for trace in script.traces:
         for index, event in enumerate(trace):
-            if event.kind != "cast" or event.scaled != dtype or event.node in seen or event.inside("no_grad"):
+            if event.kind != "cast" or event.scaled != dtype or event.node in yielded or event.inside("no_grad"):
                 continue
-            # A cast after the training loop is for saving or serving, and one that is taken back does no harm.
+            # A cast after the training loop is for saving or serving, and one that is undone later is harmless.
             if event.loops or any(e.kind == "backward" for e in trace[:index]):
                 continue
             if any(
                 e.kind == "cast" and e.subject == event.subject and e.scaled == "float32" for e in trace[index + 1 :]
             ):
                 continue
-            near = [e for t in script.traces for e in t if t is trace or _same_class(e, event)]
-            steps = [e for e in near if e.kind == kind and _meets(event, e) and not switched_off(script, e)]
-            if any(_trained(script, event, [e for e in near if _takes(script, e, step)]) for step in steps):
-                seen.add(event.node)
+            related = [e for t in script.traces for e in t if t is trace or _same_class(e, event)]
+            steps = [e for e in related if e.kind == kind and _applies(event, e) and not switched_off(script, e)]
+            if any(_trained(script, event, [e for e in related if _steps_with(script, e, step)]) for step in steps):
+                yielded.add(event.node)
                 yield event
 
 
-def _meets(cast: Event, step: Event) -> bool:
-    """Whether a step is taken on weights that were cast: always, or whenever a flag such as `args.fp16` is on.
+def _applies(cast: Event, step: Event) -> bool:
+    """Whether a step runs on the weights that were cast: always, or whenever a flag such as `args.fp16` is set.
 
-    A scaler has flags of its own, and two flags may exclude each other, so for its step only "always" will do.
+    A scaler has its own flags, and two flags may exclude each other, so for its step only "always" counts.
     """
     if implied(cast, step):
         return True
     flags = set(cast.guards) - set(step.guards)
-    asked = all(holds and is_amp((text, holds)) for text, holds in flags) and not without_amp(cast)
-    return step.kind == "opt_step" and asked and compatible(cast, step) and not without_amp(step)
+    only_amp = all(value and is_amp((text, value)) for text, value in flags) and not without_amp(cast)
+    return step.kind == "opt_step" and only_amp and compatible(cast, step) and not without_amp(step)
 
 
 def _same_class(other: Event, cast: Event) -> bool:
-    """Whether two events of one class are about one object: an attribute, or the model a loader makes."""
+    """Whether two events of one class refer to the same object: an attribute, or the model that a loader returns."""
     shared = cast.subject.startswith("self.") or _LOADS.search(cast.function.name)
     return bool(shared) and bool(cast.function.cls) and other.function.cls == cast.function.cls
 
 
-def _takes(script: Script, made: Event, step: Event) -> bool:
-    """Whether an optimizer that is made may be the one that steps: it is kept under that name, or handed on unnamed."""
-    if made.kind != "make_optimizer" or not made.subject:
+def _steps_with(script: Script, created: Event, step: Event) -> bool:
+    """Whether a created optimizer may be the one that steps: it is assigned to that name, or to none."""
+    if created.kind != "make_optimizer" or not created.subject:
         return False
-    statement = script.statement(made.node)
+    statement = script.statement(created.node)
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     names = {key_of(t).rsplit(".", 1)[-1] for t in targets} - {""}
-    if statement is not None and getattr(statement, "value", None) is not made.node:
+    if statement is not None and getattr(statement, "value", None) is not created.node:
         names = {name for name in names if "opt" in name.lower()}  # wrapped in another optimizer
     return not names or not step.optimizer or step.optimizer.rsplit(".", 1)[-1] in names
 
 
-def _trained(script: Script, cast: Event, made: list[Event]) -> bool:
-    """Whether an optimizer takes the parameters of the model that is cast, or none is made here and a loader casts it."""
-    if made:
-        return any(cast.subject in m.subject.split("|") and compatible(m, cast) for m in made)
+def _trained(script: Script, cast: Event, optimizers: list[Event]) -> bool:
+    """Whether an optimizer gets the parameters of the cast model, or none is created here and a loader casts it."""
+    if optimizers:
+        return any(cast.subject in o.subject.split("|") and compatible(o, cast) for o in optimizers)
     if script.has("make_optimizer"):
         return False
     return cast.subject == "model" and bool(_LOADS.search(cast.function.name)) and not cast.guards
 
 
-def _holds_masters(name: str) -> bool:
-    """Whether a name speaks of float32 copies of the weights, or of an optimizer that keeps some."""
+def _names_masters(name: str) -> bool:
+    """Whether a name refers to float32 master weights, or to an optimizer that keeps them."""
     return bool(_MASTERS.search(name)) and ("optimizer" not in name.lower() or "16" in name)
 
 
 class HalfModelWithScaler(ScriptRule):
-    """The weights are float16 and a GradScaler steps them."""
+    """A GradScaler steps float16 weights."""
 
     code = "HS160"
     name = "half-model-with-scaler"
     severity = "error"
     reason = (
-        "Float16 weights have float16 gradients, and the scaler refuses them: ValueError: Attempting to unscale FP16 gradients. "
-        "Under autocast the weights stay float32; autocast makes the 16-bit copies."
+        "float16 weights have float16 gradients, which the scaler rejects with ValueError: Attempting to unscale FP16 gradients. "
+        "Autocast expects float32 weights and casts them to 16 bits itself."
     )
     bad = (
         _TRAIN.format(cast=".half()", optimizer="SGD"),
@@ -135,26 +135,26 @@ class HalfModelWithScaler(ScriptRule):
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Float16 casts of trained models in scripts whose scaler steps their optimizer."""
+        """float16 casts of trained models in scripts whose scaler steps their optimizer."""
         if any("Sharded" in s.api for s in script.scalers):
             return
         for event in _casts(script, "float16", "scaler_step"):
             yield self.finding(
                 script.where(event.node),
-                f"`{event.subject}` is cast to float16 here, so the scaler raises: Attempting to unscale FP16 gradients",
-                instead=f"leave `{event.subject}` in float32 and let autocast choose",
+                f"`{event.subject}` is cast to float16, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                instead=f"keep `{event.subject}` in float32 and let autocast cast",
             )
 
 
 class HalfWeightsPlainOptimizer(ScriptRule):
-    """Float16 weights are trained by a plain optimizer, without master weights."""
+    """float16 weights are trained without float32 master weights."""
 
     code = "HS161"
     name = "half-weights-plain-optimizer"
     severity = "warning"
     reason = (
-        "A float16 weight near 1 moves in steps of 0.001, so updates below 0.0005 are rounded away and the weight stands still. "
-        "Gradients below 6e-8 are zero for want of a loss scale, and Adam's eps of 1e-8 is zero in float16, so it divides by zero."
+        "Around 1, float16 values are 0.001 apart, so updates below 0.0005 are rounded away and the weight does not change. Without a "
+        "loss scale, gradients below 6e-8 become zero, and Adam's eps of 1e-8 is zero in float16, so Adam divides by zero."
     )
     bad = (
         _PLAIN.format(cast="model.half()\n", optimizer="Adam"),
@@ -168,32 +168,32 @@ class HalfWeightsPlainOptimizer(ScriptRule):
     references = ("https://arxiv.org/abs/1710.03740", "https://github.com/pytorch/pytorch/issues/147437")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Float16 casts of trained models in scripts that step a torch optimizer directly."""
+        """float16 casts of trained models in scripts that step a torch optimizer directly."""
         if script.scalers or script.has("scaler_step", "owned_backward", "owned_step", "apex_initialize"):
             return
-        if any(map(_holds_masters, script.outline.loads)):
+        if any(map(_names_masters, script.outline.loads)):
             return
         backs = list(script.events("backward"))
         if not backs or any(b.scaled != "no" for b in backs):
             return
         for event in _casts(script, "float16", "opt_step"):
-            flags = " and ".join(f"`{text}`" for text, holds in event.guards if holds and is_amp((text, holds)))
+            flags = " and ".join(f"`{text}`" for text, value in event.guards if value and is_amp((text, value)))
             yield self.finding(
                 script.where(event.node),
-                f"{f'where {flags} holds, ' if flags else ''}`{event.subject}` is trained in float16 with no float32 master weights and no loss scale: small updates are lost",
+                f"{f'when {flags}, ' if flags else ''}`{event.subject}` is trained in float16 without float32 master weights or a loss scale: small updates are lost",
                 instead=f"keep `{event.subject}` in float32 and train under autocast with a GradScaler, or under bfloat16 autocast",
             )
 
 
 class DefaultDtypeHalf(ScriptRule):
-    """The default type of a training script is set to 16 bits."""
+    """A training script sets the default dtype to 16 bits."""
 
     code = "HS162"
     name = "default-dtype-half"
     severity = "warning"
     reason = (
-        "Every parameter, buffer and constant made afterwards is 16 bits wide: there are no float32 weights left for small updates, "
-        "and batch-norm statistics and losses are kept in 16 bits too."
+        "Every parameter, buffer and constant created afterwards has 16 bits: small updates are lost for lack of float32 weights, and "
+        "batch-norm statistics and losses are computed in 16 bits too."
     )
     bad = (
         "import torch\ntorch.set_default_dtype(torch.float16)\nfor x in loader:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
@@ -219,8 +219,8 @@ class DefaultDtypeHalf(ScriptRule):
             if DTYPES.get(full) == "float16" or text.endswith(".HalfTensor"):
                 yield self.finding(
                     script.where(call),
-                    "everything made after this is float16, the weights that are trained included",
-                    instead="leave the default at float32 and use autocast",
+                    "every tensor created after this line is float16, including the trained weights",
+                    instead="keep the default dtype at float32 and use autocast",
                 )
 
 
@@ -231,7 +231,7 @@ class HalfLoadWithFp16Training(ScriptRule):
     name = "half-load-with-fp16-training"
     severity = "error"
     reason = (
-        "`fp16=True` means float32 weights under float16 autocast with a scaler. With weights loaded in float16 the first step raises "
+        "`fp16=True` means float32 weights with float16 autocast and a scaler. With float16 weights the first step raises "
         "ValueError: Attempting to unscale FP16 gradients."
     )
     bad = (
@@ -250,11 +250,11 @@ class HalfLoadWithFp16Training(ScriptRule):
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Float16 loads that go whole into a Trainer with fp16=True."""
+        """float16 loads that are passed to a Trainer with fp16=True."""
         outline = script.outline
         if outline.names.uses(*_ADAPTERS) or "deepspeed" in outline.loads:
             return
-        on = [
+        enabled = [
             call
             for name, pairs in outline.calls.items()
             if name.endswith("TrainingArguments")
@@ -267,18 +267,18 @@ class HalfLoadWithFp16Training(ScriptRule):
             if name.endswith("Trainer")
             for call, function in pairs
         ]
-        for key, function in trained if on else ():
+        for key, function in trained if enabled else ():
             for value in outline.values(key, function) if key else ():
                 if isinstance(value, ast.Call) and _half_load(script, value, function):
                     yield self.finding(
                         script.where(value),
-                        f"`{key}` is loaded in float16 and trained with fp16=True: the scaler raises on float16 gradients",
-                        instead="load in float32, or use bf16=True",
+                        f"`{key}` is loaded in float16 and trained with fp16=True: the scaler raises ValueError for float16 gradients",
+                        instead="load the model in float32, or use bf16=True",
                     )
 
 
 def _half_load(script: Script, call: ast.Call, function: Function) -> bool:
-    """Whether a call loads a whole model in float16."""
+    """Whether a call loads an unquantized model in float16."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "from_pretrained":
         return False
     if any(k.arg in {"quantization_config", "load_in_8bit", "load_in_4bit"} for k in call.keywords):

@@ -35,13 +35,13 @@ if resume:
         scaler.update()
     torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(){save}}}, path)
 """
-_KEEPER = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
+_SAVES = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
 _LOAD = '    scaler.load_state_dict(checkpoint["scaler"])\n'
 _SAVE = ', "scaler": scaler.state_dict()'
 
 
 def _used(script: Script) -> list[Scaler]:
-    """The scalers of the script that may be on, that take steps, and that are of use."""
+    """The scalers that may be enabled, that step an optimizer, and that float16 needs."""
     stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
     idle = {id(s.node) for s in ScalerWithBf16.idle(script)}
     scalers = [s for s in script.scalers if s.key.rsplit(".", 1)[-1] in stepped and s.enabled != "no"]
@@ -52,22 +52,22 @@ def _once(events: Iterator[Event]) -> list[Event]:
     return list({event.node: event for event in events}.values())
 
 
-def _kept_elsewhere(script: Script) -> bool:
-    """Whether a scaler is given to something that saves or restores."""
+def _saved_elsewhere(script: Script) -> bool:
+    """Whether a scaler is passed to something that saves or restores it."""
     calls = [e.node for e in script.events("handed") if isinstance(e.node, ast.Call)]
-    return any(_KEEPER.search(text_of(call.func)) for call in calls)
+    return any(_SAVES.search(text_of(call.func)) for call in calls)
 
 
 class ScalerNotSaved(ScriptRule):
-    """A checkpoint holds the optimizer's state for resuming, but not the scaler's."""
+    """A checkpoint contains the optimizer state but not the scaler state."""
 
     code = "HS170"
     name = "scaler-not-saved"
     severity = "warning"
     reason = (
-        "A resumed run starts again at the first scale of 65536 with its growth count at zero. If training had settled at a lower "
-        "scale, the first steps after every resume overflow and are skipped while the schedule moves on; the run is no longer the "
-        "one that was interrupted. The optimizer is restored here, so the checkpoint is meant for resuming."
+        "A resumed run restarts at the initial scale of 65536 with the growth tracker at zero. If training had settled at a lower "
+        "scale, the first steps after every resume overflow and are skipped while the learning-rate schedule advances, so the "
+        "resumed run differs from an uninterrupted one. The script restores the optimizer, so the checkpoint is meant for resuming."
     )
     bad = (
         _TRAIN.format(load="", save=""),
@@ -89,30 +89,30 @@ class ScalerNotSaved(ScriptRule):
         scalers = _used(script)
         if not scalers or script.has("save_scaler"):
             return
-        if _kept_elsewhere(script):
+        if _saved_elsewhere(script):
             return
         if any("scaler" in text for text in script.outline.strings if text.isidentifier()):
-            return  # a key or attribute of that name: the scaler travels some other way
+            return  # a key or attribute of that name: the scaler is saved some other way
         for event in _once(script.events("save_optimizer")):
-            if _entry(script, event.node) is None or not _restored_beside_steps(script, event):
+            if _entry(script, event.node) is None or not _restored_with_steps(script, event):
                 continue
             stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.near(event, "scaler_step")}
             scaler = next((s for s in scalers if s.key.rsplit(".", 1)[-1] in stepped), scalers[0])
             yield self.finding(
                 script.where(event.node),
-                f"the optimizer's state is saved here and restored later, but the state of `{scaler.key}` is not",
-                instead=f'"scaler": {scaler.key}.state_dict(), and {scaler.key}.load_state_dict(...) where the optimizer is restored',
+                f"the checkpoint contains the optimizer state but not the state of `{scaler.key}`: a resumed run restarts at the initial scale",
+                instead=f'save "scaler": {scaler.key}.state_dict() and call {scaler.key}.load_state_dict(...) where the optimizer is restored',
                 fix=_fix(script, scalers),
             )
 
 
-def _restored_beside_steps(script: Script, event: Event) -> bool:
-    """Whether what is saved here is also restored, in the part of the script whose steps a scaler takes."""
+def _restored_with_steps(script: Script, event: Event) -> bool:
+    """Whether the state saved here is also restored, in code that steps with a scaler."""
     return all(any(True for _ in script.near(event, kind)) for kind in ("scaler_step", "load_optimizer"))
 
 
 def _restored_by_another_name(script: Script) -> bool:
-    """Whether states are restored through a variable that goes over several objects, or is looked up by name."""
+    """Whether states are restored through a variable that iterates over several objects or is looked up by name."""
     for call, function in script.outline.calls.get("load_state_dict", ()):
         key = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         bound = script.outline.lookup(key, function) if key and "." not in key else []
@@ -124,9 +124,9 @@ def _restored_by_another_name(script: Script) -> bool:
 
 
 def _entry(script: Script, node: ast.AST) -> ast.AST | None:
-    """What a saved state is put into: a dictionary, a call of save, an item of a variable; None for comparisons and copies."""
+    """Where a saved state ends up: a dictionary, a save call or an item assignment; None for comparisons and copies."""
     parent = script.outline.parents.get(node)
-    # deepcopy(optimizer.state_dict()) and the like still end up in what is saved.
+    # deepcopy(optimizer.state_dict()) and the like still end up in the checkpoint.
     while isinstance(parent, (ast.IfExp, ast.Starred, ast.BoolOp)) or (
         isinstance(parent, ast.Call) and not text_of(parent.func).rsplit(".", 1)[-1].startswith("save")
     ):
@@ -158,7 +158,7 @@ def _visible(scaler: Scaler, function: Function) -> bool:
 
 
 def _fix(script: Script, scalers: list[Scaler]) -> Fix | None:
-    """Save the scaler beside the optimizer and restore it after it, everywhere at once; None where a place is not plain."""
+    """Save and restore the scaler next to the optimizer, in all places at once; None if one of them is not simple."""
     scaler = scalers[0]
     # A scaler that may be None has no state to save.
     if len(scalers) != 1 or script.outline.parents.get(scaler.node) is not scaler.parent:
@@ -168,14 +168,14 @@ def _fix(script: Script, scalers: list[Scaler]) -> Fix | None:
     names: dict[str, str] = {}
     edits: list[Edit | None] = [_save_edit(script, e, scaler, names) for e in _once(script.events("save_optimizer"))]
     edits += [_load_edit(script, e, scaler, names) for e in _once(script.events("load_optimizer"))]
-    found = [edit for edit in edits if edit is not None]
-    if len(found) != len(edits):
+    complete = [edit for edit in edits if edit is not None]
+    if len(complete) != len(edits):
         return None
-    return Fix(f"save and restore {scaler.key} with the optimizer", tuple(sorted(found)))
+    return Fix(f"save and restore {scaler.key} with the optimizer", tuple(sorted(complete)))
 
 
 def _save_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, str]) -> Edit | None:
-    """The scaler's entry after the optimizer's; `names` learns what each is called."""
+    """Add the scaler's entry after the optimizer's; `names` maps the optimizer's key to the scaler's."""
     entry = script.outline.parents.get(event.node)
     if not isinstance(entry, ast.Dict) or not _visible(scaler, event.function):
         return None
@@ -190,13 +190,13 @@ def _save_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, st
     indent = text[line_start : script.lines.span(key)[0]]
     added = f"{names[value]}: {scaler.key}.state_dict()"
     rest = re.match(r",[ \t]*(\r\n|\r|\n)", text[end:])
-    if rest and not indent.strip():  # one entry a line, each with its comma
+    if rest and not indent.strip():  # one entry per line, each with its comma
         return Edit(end + 1, end + 1, f"{rest.group(1)}{indent}{added},")
     return Edit(end, end, f", {added}")
 
 
 def _load_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, str]) -> Edit | None:
-    """The scaler's state loaded after the optimizer's, where the checkpoint has one."""
+    """Load the scaler's state after the optimizer's, if the checkpoint has one."""
     call = event.node
     statement = script.statement(call)
     if not isinstance(call, ast.Call) or not isinstance(statement, ast.Expr) or statement.value is not call:
@@ -205,41 +205,41 @@ def _load_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, st
     if not isinstance(source, ast.Subscript) or not isinstance(source.value, (ast.Name, ast.Attribute)):
         return None
     value = constant(source.slice)
-    holder = key_of(source.value)
-    if not isinstance(value, str) or value not in names or not holder or not _visible(scaler, event.function):
+    checkpoint = key_of(source.value)
+    if not isinstance(value, str) or value not in names or not checkpoint or not _visible(scaler, event.function):
         return None
     if not script.lines.alone(statement):
         return None
-    # A disabled scaler saves an empty state, which an enabled one refuses.
+    # A disabled scaler saves an empty state, which an enabled one rejects.
     name = names[value]
     return script.lines.after(
-        statement, f"if {holder}.get({name}):\n    {scaler.key}.load_state_dict({holder}[{name}])"
+        statement, f"if {checkpoint}.get({name}):\n    {scaler.key}.load_state_dict({checkpoint}[{name}])"
     )
 
 
 class ScalerNotRestored(ScriptRule):
-    """The scaler's state is saved and never restored."""
+    """The scaler state is saved but never restored."""
 
     code = "HS171"
     name = "scaler-not-restored"
     severity = "warning"
-    reason = "The checkpoint has the scale, but a resumed run begins at 65536 all the same, because nothing loads it."
+    reason = "The checkpoint contains the scale, but nothing loads it, so a resumed run still starts at the initial scale of 65536."
     bad = (_TRAIN.format(load="", save=_SAVE),)
     good = (_TRAIN.format(load=_LOAD, save=_SAVE),)
     references = (_DOCS, "https://github.com/huggingface/transformers/issues/34053")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Saved scaler states in scripts that restore the optimizer alone."""
-        if script.has("load_scaler") or not _used(script) or _kept_elsewhere(script):
+        """Saved scaler states in scripts that restore only the optimizer."""
+        if script.has("load_scaler") or not _used(script) or _saved_elsewhere(script):
             return
         if _restored_by_another_name(script):
             return
         for event in _once(script.events("save_scaler")):
-            if _entry(script, event.node) is not None and _restored_beside_steps(script, event):
+            if _entry(script, event.node) is not None and _restored_with_steps(script, event):
                 yield self.finding(
                     script.where(event.node),
-                    f"the state of `{event.scaler}` is saved here, but only the optimizer's is restored",
-                    instead=f"{event.scaler}.load_state_dict(...) where the optimizer is restored",
+                    f"the state of `{event.scaler}` is saved, but only the optimizer state is restored: a resumed run restarts at the initial scale",
+                    instead=f"call {event.scaler}.load_state_dict(...) where the optimizer is restored",
                 )
 
 

@@ -1,7 +1,7 @@
-"""HS148: several contexts in one `with` statement, joined as conditions are.
+"""HS148: context managers joined by `and` or `or` in a `with` statement.
 
-`with a() and b():` is valid Python and reads like a list of two contexts. It is one expression with one value: a context
-manager is true, so `and` gives the last and `or` the first, and the others are made and thrown away.
+`with a() and b():` is valid Python and looks like a list of two contexts, but it is one expression with one value: a
+context manager is truthy, so `and` evaluates to the last one and `or` to the first, and the others are discarded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ with {contexts}:
     out = model(x)
 """
 _AUTOCAST = 'torch.autocast("cuda", dtype=torch.float16)'
-# What does nothing until it is entered; set_grad_enabled acts at once.
+# Contexts without effect until they are entered; set_grad_enabled acts immediately.
 _CONTEXTS = AUTOCASTS | {
     f"{module}.{mode}" for module in ("torch", "torch.autograd") for mode in ("no_grad", "inference_mode")
 }
@@ -36,9 +36,9 @@ class ContextNotEntered(ScriptRule):
     name = "context-not-entered"
     severity = "warning"
     reason = (
-        "`with autocast() and no_grad():` enters no_grad alone: both objects are true, so `and` gives the last, and `or` would give "
-        "the first. Where autocast is dropped the block runs in float32, without the tensor cores and with twice the activations; "
-        "where no_grad is dropped the graph of every validation batch is built. Nothing is raised. Contexts are joined by a comma."
+        "`with autocast() and no_grad():` enters only no_grad: both objects are truthy, so `and` evaluates to the last one and `or` to "
+        "the first. Without autocast the block runs in float32, without tensor cores and with activations twice as large; without "
+        "no_grad every validation batch builds a graph. No error is raised. Separate contexts with a comma."
     )
     bad = (
         _EVAL.format(contexts=f"{_AUTOCAST} and torch.no_grad()"),
@@ -56,9 +56,9 @@ class ContextNotEntered(ScriptRule):
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Contexts that a `with` statement makes and does not enter."""
-        made = script.outline.library_calls
-        contexts = {call for api in _CONTEXTS & made.keys() for call, _ in made[api]}
+        """Contexts that a `with` statement creates but does not enter."""
+        calls = script.outline.library_calls
+        contexts = {call for api in _CONTEXTS & calls.keys() for call, _ in calls[api]}
         for joined in dict.fromkeys(script.outline.parents.get(call) for call in contexts):
             if not isinstance(joined, ast.BoolOp) or not _opens_block(script, joined):
                 continue
@@ -69,13 +69,13 @@ class ContextNotEntered(ScriptRule):
                 )
                 yield self.finding(
                     script.where(joined),
-                    f"`{word}` gives one of its sides: `{text_of(entered)}` is entered, `{text_of(dropped)}` is not",
+                    f"`{word}` evaluates to one operand: `{text_of(entered)}` is entered, `{text_of(dropped)}` is not",
                     instead=f"with {', '.join(map(text_of, joined.values))}:",
                 )
 
 
 def _opens_block(script: Script, node: ast.AST) -> bool:
-    """Whether an expression is what a `with` statement enters, or one of the values it chooses from."""
+    """Whether a `with` statement enters an expression, or chooses between it and others."""
     parent = script.outline.parents.get(node)
     while isinstance(parent, (ast.BoolOp, ast.IfExp)):
         parent = script.outline.parents.get(parent)
@@ -83,7 +83,7 @@ def _opens_block(script: Script, node: ast.AST) -> bool:
 
 
 def _dropped(joined: ast.BoolOp, contexts: set[ast.Call]) -> ast.expr | None:
-    """The first context that is surely not the value of the expression."""
+    """The first context that is certainly not the value of the expression."""
     if isinstance(joined.op, ast.And):
         return next((value for value in joined.values[:-1] if value in contexts), None)
     return next((value for value in joined.values[1:] if value in contexts and joined.values[0] in contexts), None)

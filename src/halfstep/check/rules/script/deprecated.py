@@ -1,4 +1,4 @@
-"""HS190: the deprecated torch.cuda.amp and torch.cpu.amp names, with a fix that minds the order of arguments."""
+"""HS190: the deprecated torch.cuda.amp and torch.cpu.amp names, with a fix that preserves the meaning of arguments."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _OLD = {
     )
     for name in names
 }
-# torch.cuda.amp.autocast(enabled, dtype, cache_enabled): by position there, by keyword in the new one.
+# torch.cuda.amp.autocast(enabled, dtype, cache_enabled) by position; torch.amp.autocast by keyword.
 _AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
 
 
 @dataclass(frozen=True)
 class _Use:
-    """One use of a deprecated name: the name itself, and the call it is made in, if it is."""
+    """One use of a deprecated name: the name itself, and its call, if it is called."""
 
     name: ast.expr
     full: str
@@ -41,10 +41,10 @@ class DeprecatedAmp(ScriptRule):
     name = "deprecated-amp"
     severity = "warning"
     reason = (
-        "Since PyTorch 2.4 `torch.cuda.amp.autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` (and their torch.cpu.amp twins) "
-        "raise FutureWarning at every use; `torch.amp` has them for every device. The arguments moved: "
+        "Since PyTorch 2.4 `torch.cuda.amp.autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` (and their torch.cpu.amp versions) "
+        "emit a FutureWarning on every use; `torch.amp` provides them for every device. The arguments moved: "
         '`torch.cuda.amp.autocast(enabled, dtype)` is `torch.amp.autocast("cuda", dtype, enabled)`, and `GradScaler(init_scale)` is '
-        '`GradScaler("cuda", init_scale)`, so renaming alone changes the meaning.'
+        '`GradScaler("cuda", init_scale)`, so a plain rename changes the meaning.'
     )
     bad = (
         "import torch\nwith torch.cuda.amp.autocast(use_amp, torch.bfloat16):\n    y = model(x)\n",
@@ -69,19 +69,19 @@ class DeprecatedAmp(ScriptRule):
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Deprecated names in use: once per import that brings them, once per place where they are written out."""
-        newer = _choices(script)
-        uses = [use for use in _uses(script) if not _dealt_with(script, use, newer)]
+        """Deprecated names in use: one finding per import, or per use where the full name is spelled out."""
+        modern = _modern_branches(script)
+        uses = [use for use in _uses(script) if not _is_fallback(script, use, modern)]
         uses.sort(key=lambda use: (use.name.lineno, use.name.col_offset))
         names = script.outline.names
         statements: dict[ast.AST, list[Imported]] = {}
         for imported in names.imported:
             statements.setdefault(imported.statement, []).append(imported)
         for statement, group in statements.items():
-            brought = [use for imported in group for use in _brought(imported, uses)]
-            if brought and not any(names.ambiguous(use.name) for use in brought):
-                said = ", ".join(dict.fromkeys(use.full for use in brought))
-                yield self._finding(script, statement, said, _import_fix(script, group[0], uses))
+            imported_uses = [use for imported in group for use in _uses_of(imported, uses)]
+            if imported_uses and not any(names.ambiguous(use.name) for use in imported_uses):
+                deprecated = ", ".join(dict.fromkeys(use.full for use in imported_uses))
+                yield self._finding(script, statement, deprecated, _import_fix(script, group[0], uses))
         for use in uses:
             if chain(use.name)[0] == "torch":
                 edits = _use_edits(script, use, "torch.amp." + use.full.rsplit(".", 1)[-1])
@@ -90,16 +90,20 @@ class DeprecatedAmp(ScriptRule):
 
     def _finding(self, script: Script, node: ast.AST, names: str, fix: Fix | None) -> Finding:
         device = names.split(".")[1]
+        calls = []
+        for name in (full.rsplit(".", 1)[-1] for full in names.split(", ")):
+            keyword = "device_type=" if name.startswith("custom_") else ""
+            calls.append(f'torch.amp.{name}({keyword}"{device}", ...)')
         return self.finding(
             script.where(node),
-            f"{names}: deprecated since PyTorch 2.4, raises FutureWarning",
-            instead=f'torch.amp.autocast("{device}", ...) and torch.amp.GradScaler("{device}", ...)',
+            f"{names}: deprecated since PyTorch 2.4, emits FutureWarning",
+            instead=", ".join(calls),
             fix=fix,
         )
 
 
 def _uses(script: Script) -> Iterator[_Use]:
-    """Every expression that names something deprecated, found among calls and decorators."""
+    """Every call or decorator that uses a deprecated name."""
     names, outline = script.outline.names, script.outline
     for full in _OLD & outline.library_calls.keys():
         for call, _ in outline.library_calls[full]:
@@ -113,8 +117,8 @@ def _uses(script: Script) -> Iterator[_Use]:
                 yield _Use(decorator, names.full(decorator), None)
 
 
-def _choices(script: Script) -> set[tuple[str, ast.AST]]:
-    """The branches and functions that also use the new API: code that asks for the version and takes either."""
+def _modern_branches(script: Script) -> set[tuple[str, ast.AST]]:
+    """The branches and functions that also use the new API: code that chooses by version."""
     return {
         (name, around)
         for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
@@ -123,26 +127,26 @@ def _choices(script: Script) -> set[tuple[str, ast.AST]]:
     }
 
 
-def _dealt_with(script: Script, use: _Use, newer: set[tuple[str, ast.AST]]) -> bool:
+def _is_fallback(script: Script, use: _Use, modern: set[tuple[str, ast.AST]]) -> bool:
     last = use.full.rsplit(".", 1)[-1]
-    return bool(newer) and any((last, around) in newer for around in _around(script, use.name))
+    return bool(modern) and any((last, around) in modern for around in _around(script, use.name))
 
 
 def _around(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    """The branches around a node, up to and with the function it is in."""
-    found: ast.AST | None = node
-    while found is not None:
-        if isinstance(found, (ast.If, ast.IfExp, ast.Try, ast.FunctionDef)):
-            main = isinstance(found, ast.If) and "__name__" in ast.dump(found.test)
-            if not main and not (isinstance(found, ast.FunctionDef) and len(found.body) > 8):
-                yield found
-            if isinstance(found, ast.FunctionDef):
+    """The branches around a node, up to and including its function."""
+    parent: ast.AST | None = node
+    while parent is not None:
+        if isinstance(parent, (ast.If, ast.IfExp, ast.Try, ast.FunctionDef)):
+            main = isinstance(parent, ast.If) and "__name__" in ast.dump(parent.test)
+            if not main and not (isinstance(parent, ast.FunctionDef) and len(parent.body) > 8):
+                yield parent
+            if isinstance(parent, ast.FunctionDef):
                 return
-        found = script.outline.parents.get(found)
+        parent = script.outline.parents.get(parent)
 
 
-def _brought(imported: Imported, uses: list[_Use]) -> list[_Use]:
-    """The uses that reach their name through this import."""
+def _uses_of(imported: Imported, uses: list[_Use]) -> list[_Use]:
+    """The uses whose name comes from this import."""
     local = imported.alias.asname or imported.alias.name.split(".")[0]
     if local == "torch":
         return []
@@ -152,7 +156,7 @@ def _brought(imported: Imported, uses: list[_Use]) -> list[_Use]:
 
 
 def _use_edits(script: Script, use: _Use, new_name: str) -> list[Edit]:
-    """The edits that make one use call the new API; none when that is not plain."""
+    """The edits that make one use call the new API; none when that is not simple."""
     lines, last, device = script.lines, use.full.rsplit(".", 1)[-1], use.full.split(".")[1]
     edits = [lines.replace(use.name, new_name)] if new_name else []
     if last in {"custom_fwd", "custom_bwd"}:
@@ -172,9 +176,9 @@ def _use_edits(script: Script, use: _Use, new_name: str) -> list[Edit]:
         for keyword, value in zip(_AUTOCAST_ORDER, call.args, strict=False):
             start = lines.span(value)[0]
             if lines.text[start - 1] == "(" and lines.text[: start - 1].rstrip()[-1:] in {"(", ","}:
-                return []  # the value stands in brackets of its own
+                return []  # the value is in parentheses
             edits.append(Edit(start, start, f"{keyword}="))
-    # Two edits at one place: the inserted device comes first.
+    # Of two edits at one position, the inserted device comes first.
     merged: dict[tuple[int, int], str] = {}
     for edit in edits:
         merged[edit.start, edit.end] = merged.get((edit.start, edit.end), "") + edit.text
@@ -186,18 +190,18 @@ def _is_partial(script: Script, use: _Use) -> bool:
 
 
 def _insert(script: Script, call: ast.Call, text: str) -> Edit:
-    """Put a first argument into a call."""
+    """Insert a first argument into a call."""
     opening = script.lines.text.index("(", script.lines.span(call.func)[1]) + 1
     first: list[ast.expr | ast.keyword] = sorted([*call.args, *call.keywords], key=lambda a: (a.lineno, a.col_offset))
     if first:
         start = script.lines.span(first[0])[0]
-        bare = not script.lines.text[opening:start].strip()  # no brackets of its own around the first argument
+        bare = not script.lines.text[opening:start].strip()  # the first argument is not in parentheses
         return Edit(start if bare else opening, start if bare else opening, f"{text}, ")
     return Edit(opening, opening, text)
 
 
 def _import_fix(script: Script, imported: Imported, uses: list[_Use]) -> Fix | None:
-    """Change an import and every use that comes through it, all or nothing."""
+    """Change an import and all of its uses, or nothing."""
     statement, lines = imported.statement, script.lines
     if imported.guarded or any(alias.name == "*" for alias in statement.names):
         return None
@@ -218,20 +222,20 @@ def _import_fix(script: Script, imported: Imported, uses: list[_Use]) -> Fix | N
     module = statement.module if isinstance(statement, ast.ImportFrom) else ""
     others = [i for i in script.outline.names.imported if i.statement is not statement]
     if any((i.alias.asname or i.alias.name) in locals_ for i in others):
-        return None  # imported in several places: all would have to change at once
+        return None  # imported in several places, which would all have to change together
     if module and module.endswith(".amp") and any(f"{module}.{a.name}" not in _OLD for a in statement.names):
         return None
     mine = [u for u in uses if chain(u.name)[0] in locals_]
-    # Attributes of the module that are not among the deprecated four may not exist in the new one.
+    # Other attributes of the module may not exist in torch.amp.
     reads = sum(script.outline.loads[name] for name in locals_)
     if not (module or "").endswith(".amp") and reads != len(mine):
         return None
     for use in mine:
-        found = _use_edits(script, use, "")
-        if not found:
+        use_edits = _use_edits(script, use, "")
+        if not use_edits:
             return None
-        edits += found
-    return Fix("import from torch.amp and give the device", tuple(sorted(edits)))
+        edits += use_edits
+    return Fix("import from torch.amp and pass the device", tuple(sorted(edits)))
 
 
 RULES: tuple[type[Rule], ...] = (DeprecatedAmp,)

@@ -1,4 +1,4 @@
-"""HS163-HS165, HS167: numbers that 16 bits cannot hold, and asking what the hardware can."""
+"""HS163-HS165, HS167: constants outside the range of 16 bits, and queries for hardware support."""
 
 from __future__ import annotations
 
@@ -23,17 +23,31 @@ def attention(q, k, v, mask):
 with torch.autocast("cuda", dtype=torch.float16):
     y = attention(q, k, v, mask)
 """
-_KEEPS = {"abs", "norm", "sum", "mean", "pow", "square", "sqrt", "detach", "cuda", "max", "min", "clone", "contiguous"}
+_PRESERVES_DTYPE = {
+    "abs",
+    "norm",
+    "sum",
+    "mean",
+    "pow",
+    "square",
+    "sqrt",
+    "detach",
+    "cuda",
+    "max",
+    "min",
+    "clone",
+    "contiguous",
+}
 
 
 class MaskOverflowsHalf(ScriptRule):
-    """An attention mask is filled with a number float16 cannot hold."""
+    """An attention mask is filled with a value outside the range of float16."""
 
     code = "HS163"
     name = "mask-overflows-half"
     severity = "warning"
     reason = (
-        "Float16 ends at 65504. Under autocast the scores of a matmul are float16, and `masked_fill` with -1e9 raises RuntimeError: "
+        "The largest float16 value is 65504. Under autocast the scores of a matmul are float16, and `masked_fill` with -1e9 raises RuntimeError: "
         "value cannot be converted to type c10::Half without overflow."
     )
     bad = (_ATTENTION.format(value="-1e9"),)
@@ -45,7 +59,7 @@ class MaskOverflowsHalf(ScriptRule):
     references = ("https://docs.pytorch.org/docs/stable/type_info.html#torch.torch.finfo",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Fills beyond 65504 of scores that come from a matmul, in scripts that run in float16."""
+        """Fill values beyond 65504 for scores that come from a matmul, in scripts that run in float16."""
         regions = [a for a in script.autocasts if a.enabled != "no"]
         if not regions or any(a.dtype != "float16" for a in regions):
             return
@@ -57,13 +71,13 @@ class MaskOverflowsHalf(ScriptRule):
                     if _from_matmul(script, receiver, function):
                         yield self.finding(
                             script.where(call),
-                            f"{value:g} does not fit in float16 (its largest is 65504): this raises under autocast",
+                            f"{value:g} is outside the range of float16 (maximum 65504): this raises RuntimeError under autocast",
                             instead="torch.finfo(scores.dtype).min",
                         )
 
 
 def _from_matmul(script: Script, node: ast.expr, function: Function) -> bool:
-    """Whether scores are the product of two tensors, scaled or not, and never brought back to float32."""
+    """Whether scores are a matrix product that is never cast back to float32."""
     options = [node]
     key = key_of(node)
     if key:
@@ -76,14 +90,14 @@ def _from_matmul(script: Script, node: ast.expr, function: Function) -> bool:
 
 
 class EpsUnderflowsHalf(ScriptRule):
-    """A small constant meant to keep a float16 value from zero is itself zero in float16."""
+    """A small constant that guards a float16 value against zero is itself zero in float16."""
 
     code = "HS164"
     name = "eps-underflows-half"
     severity = "warning"
     reason = (
-        "The smallest number float16 holds is 6e-8; 1e-8 rounds to zero. `x.half() + 1e-8` is x, and the division it was to guard "
-        "gives inf or NaN."
+        "The smallest positive float16 value is 6e-8, and 1e-8 rounds to zero. `x.half() + 1e-8` equals x, and the division it "
+        "should protect gives inf or NaN."
     )
     bad = (
         "import torch\ny = x / (x.half().abs() + 1e-8)\n",
@@ -97,7 +111,7 @@ class EpsUnderflowsHalf(ScriptRule):
     references = ("https://github.com/pytorch/pytorch/issues/147437",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Constants below half the smallest float16, added to or clamping a value that is surely float16."""
+        """Constants that round to zero in float16, added to or clamping a value that is certainly float16."""
         outline = script.outline
         spots: list[tuple[ast.AST, ast.AST | None]] = []
         for name in ("half", "to"):
@@ -112,13 +126,13 @@ class EpsUnderflowsHalf(ScriptRule):
             if isinstance(number, float) and 0 < abs(number) < 2**-25:
                 yield self.finding(
                     script.where(node),
-                    f"{number:g} is zero in float16, whose smallest number is 6e-8",
+                    f"{number:g} rounds to zero in float16, whose smallest positive value is 6e-8",
                     instead="compute in float32, or use an eps of at least 1e-7",
                 )
 
 
 def _guards_of(script: Script, node: ast.AST) -> list[tuple[ast.AST, ast.AST | None]]:
-    """Additions and clamps that a float16 value goes straight into."""
+    """Additions and clamps applied directly to a float16 value."""
     parents = script.outline.parents
     while True:
         parent = parents.get(node)
@@ -129,20 +143,20 @@ def _guards_of(script: Script, node: ast.AST) -> list[tuple[ast.AST, ast.AST | N
             return []
         if parent.attr in {"clamp", "clamp_", "clamp_min", "clip"}:
             return [(call, argument(call, 0, "min"))]
-        if parent.attr not in _KEEPS:
+        if parent.attr not in _PRESERVES_DTYPE:
             return []
         node = call
 
 
 class ReductionInHalf(ScriptRule):
-    """A softmax, sum or norm is told to compute in float16."""
+    """A softmax, sum or norm computes in float16."""
 
     code = "HS165"
     name = "reduction-in-half"
     severity = "advice"
     reason = (
-        "A float16 sum stops growing at 2048 when ones are added (2048 + 1 rounds to 2048) and overflows at 65504; a softmax over a "
-        "long row loses most of its small terms. Autocast runs these in float32 for that reason."
+        "A float16 sum of ones stops growing at 2048 (2048 + 1 rounds to 2048), sums overflow beyond 65504, and a softmax over a "
+        "long row loses most of its small terms. Autocast runs these operations in float32 for that reason."
     )
     bad = (
         "import torch\np = torch.softmax(scores, dim=-1, dtype=torch.float16)\n",
@@ -152,27 +166,27 @@ class ReductionInHalf(ScriptRule):
     references = ("https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Reductions with a dtype written as float16."""
+        """Reductions with dtype=torch.float16."""
         for name in ("softmax", "log_softmax", "sum", "cumsum", "norm", "prod", "cumprod", "logsumexp"):
             for call, _ in script.outline.calls.get(name, ()):
                 dtype = argument(call, None, "dtype")
                 if dtype is not None and DTYPES.get(script.outline.names.full(dtype)) == "float16":
                     yield self.finding(
                         script.where(call),
-                        f"`{name}` is told to compute in float16",
-                        instead="dtype=torch.float32, then cast the result",
+                        f"`{name}` computes in float16: small terms are lost and sums overflow beyond 65504",
+                        instead="dtype=torch.float32, and cast the result",
                     )
 
 
 class EmulatedBf16(ScriptRule):
-    """bfloat16 is chosen by a question that says yes to GPUs without it."""
+    """bfloat16 is chosen by a query that is also true for GPUs that only emulate it."""
 
     code = "HS167"
     name = "emulated-bf16"
     severity = "advice"
     reason = (
-        "`torch.cuda.is_bf16_supported()` counts emulation: on a T4 or V100 it answers True, and bfloat16 then runs by converting to "
-        "float32 and back, slower than float32 itself. With including_emulation=False it answers for the hardware."
+        "`torch.cuda.is_bf16_supported()` includes emulation: on a T4 or V100 it returns True, but bfloat16 runs there by converting "
+        "to float32 and back, slower than float32 itself. With including_emulation=False it reports hardware support only."
     )
     bad = ("import torch\ndtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16\n",)
     good = (
@@ -184,7 +198,7 @@ class EmulatedBf16(ScriptRule):
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Calls of is_bf16_supported without an argument."""
+        """Calls of is_bf16_supported without arguments."""
         for call, _ in script.outline.calls.get("is_bf16_supported", ()):
             if (
                 script.outline.names.full(call.func) == "torch.cuda.is_bf16_supported"
@@ -193,7 +207,7 @@ class EmulatedBf16(ScriptRule):
             ):
                 yield self.finding(
                     script.where(call),
-                    "True also on GPUs that only emulate bfloat16, such as a T4",
+                    "is_bf16_supported() is also True on GPUs that only emulate bfloat16, such as the T4",
                     instead="torch.cuda.is_bf16_supported(including_emulation=False)",
                 )
 

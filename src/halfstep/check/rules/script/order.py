@@ -34,7 +34,7 @@ for x, y in loader:
     with torch.autocast("cuda", dtype=torch.float16):
         loss = loss_fn(model(x), y)
 """
-_WHOLE = (
+_RIGHT = (
     _START
     + """\
     scaler.scale(loss).backward()
@@ -60,26 +60,26 @@ for i, (x, y) in enumerate(loader):
 """
 
 
-def _made_here(script: Script, key: str) -> bool:
+def _created_here(script: Script, key: str) -> bool:
     return bool(script.scalers_named(key))
 
 
 def _alone(script: Script, event: Event) -> ast.stmt | None:
-    """The event's statement, when a line can be put before or after it."""
+    """The event's statement, if a line can be inserted before or after it."""
     statement = script.statement(event.node)
     return statement if isinstance(statement, (ast.Expr, ast.Assign)) and script.lines.alone(statement) else None
 
 
 class MissingUpdate(TraceRule):
-    """The scaler steps but is never updated."""
+    """scaler.step is never followed by scaler.update."""
 
     code = "HS101"
     name = "missing-update"
     severity = "error"
     reason = (
-        "`scaler.step` remembers that this optimizer has stepped until `scaler.update()` is called, so the second `step` "
-        "raises RuntimeError, and where it does not the scale never moves: it stays at its first value of 65536, every "
-        "overflow is skipped for ever and an underflow is never mended."
+        "`scaler.step` records that the optimizer has stepped, and only `scaler.update()` resets that record, so the second "
+        "`step` raises RuntimeError. Without `update()` the scale also never adapts: it stays at 65536, a model that "
+        "overflows skips every step, and underflow is never corrected."
     )
     bad = (
         _START + "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n",
@@ -87,21 +87,21 @@ class MissingUpdate(TraceRule):
         "    def train(self):\n        for x in self.loader:\n            loss = self.model(x)\n"
         "            self.scaler.scale(loss).backward()\n            self.scaler.step(self.optimizer)\n",
     )
-    good = (_WHOLE, _ACCUMULATING)
+    good = (_RIGHT, _ACCUMULATING)
     references = (_DOCS, "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler")
     kinds = ("scaler_step",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A step with no update anywhere in its trace."""
+        """A step without an update anywhere in its trace."""
         event = trace[index]
-        here = {e.scaler for e in trace if e.kind == "update"}
-        given = {e.scaler for e in trace if e.kind == "handed"}  # to functions elsewhere, which may update it
-        if event.scaler in here | given or switched_off(script, event):
+        updated = {e.scaler for e in trace if e.kind == "update"}
+        passed = {e.scaler for e in trace if e.kind == "handed"}  # to functions elsewhere, which may update it
+        if event.scaler in updated | passed or switched_off(script, event):
             return None
-        if here and not all(_made_here(script, key) for key in (event.scaler, *here)):
-            return None  # under another name, perhaps
-        if not self._whole(script, trace, event):
-            return None  # whoever calls this may update
+        if updated and not all(_created_here(script, key) for key in (event.scaler, *updated)):
+            return None  # the same scaler under another name, perhaps
+        if not self._is_complete(script, trace, event):
+            return None  # the caller may update
         statement = _alone(script, event)
         last = not any(trace[i].scaler == event.scaler for i in later(trace, index, "scaler_step"))
         fix = None
@@ -110,42 +110,42 @@ class MissingUpdate(TraceRule):
             fix = Fix(title, (script.lines.after(statement, f"{event.scaler}.update()"),))
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.step` is never followed by `{event.scaler}.update()`: the second step raises, and the "
-            "scale never adapts",
+            f"`{event.scaler}.step` is never followed by `{event.scaler}.update()`: the second step raises RuntimeError, "
+            "and the scale never adapts",
             instead=f"call {event.scaler}.update() once, after the last step of the iteration",
             fix=fix,
         )
 
     @staticmethod
-    def _whole(script: Script, trace: Trace, event: Event) -> bool:
-        """Whether the trace shows everything done with the scaler: its making, or the whole of an iteration."""
+    def _is_complete(script: Script, trace: Trace, event: Event) -> bool:
+        """Whether the trace shows all uses of the scaler: its creation, or an entire iteration."""
         last = event.scaler.rsplit(".", 1)[-1]
         if "." not in event.scaler and any(e.kind == "make_scaler" for e in trace):
-            return True  # a variable of this very run
+            return True  # a local variable of this trace
         if any(e.scaler.rsplit(".", 1)[-1] == last for e in script.events("update")):
             return False
-        around = [e.loops[:1] for e in trace if e.kind == "backward" and e.scaled != "no"]
-        whole = bool(event.loops) and event.loops[:1] in around
-        return whole or _made_here(script, event.scaler)
+        scaled_loops = [e.loops[:1] for e in trace if e.kind == "backward" and e.scaled != "no"]
+        entire = bool(event.loops) and event.loops[:1] in scaled_loops
+        return entire or _created_here(script, event.scaler)
 
 
 class UnscaledBackward(TraceRule):
-    """The loss is not scaled before backward, although the scaler takes the step."""
+    """The loss is not scaled before backward, but the scaler steps the optimizer."""
 
     code = "HS102"
     name = "unscaled-backward"
     severity = "error"
     reason = (
-        "`scaler.step` divides every gradient by the scale. Gradients of a loss that was not multiplied by it come out "
-        "65536 times too small at the first scale, so nothing is learned and small ones underflow; when `scale()` is "
-        "called nowhere, `step` raises AssertionError because the scale does not exist yet."
+        "`scaler.step` divides every gradient by the scale. Gradients of an unscaled loss become 65536 times too small at the "
+        "initial scale, so the model does not learn and small float16 gradients underflow. If `scale()` is never called, "
+        "`step` raises AssertionError because the scale is not initialized."
     )
     bad = (
         _START + "    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
         _START + "    scaler.scale(loss)\n    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
     )
     good = (
-        _WHOLE,
+        _RIGHT,
         "import torch\nscaler = torch.amp.GradScaler('cuda', enabled=use_amp)\nfor x in loader:\n    loss = model(x)\n"
         "    if use_amp:\n        scaler.scale(loss).backward()\n    else:\n        loss.backward()\n"
         "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n",
@@ -154,7 +154,7 @@ class UnscaledBackward(TraceRule):
     kinds = ("backward",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A plain backward whose next step is the scaler's."""
+        """A backward of an unscaled loss whose next step is scaler.step."""
         event = trace[index]
         if event.scaled != "no" or without_amp(event) or event.inside("no_grad"):
             return None
@@ -170,7 +170,7 @@ class UnscaledBackward(TraceRule):
             return None  # scaled by a function that returns the loss
         calling = {e.function for e in script.events("backward")}
         if any(e.function not in calling for e in script.events("scale")):
-            return None  # scaled by an object that the loss comes out of
+            return None  # scaled by an object that returns the loss
         others = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
         if any(set(e.guards) ^ set(event.guards) for e in others) or exclusive(trace, event, "scaler_step"):
             return None  # scaled in another branch
@@ -185,23 +185,23 @@ class UnscaledBackward(TraceRule):
             fix = Fix(f"scale the loss with {step.scaler} before backward", (edit,))
         return self.finding(
             script.where(event.node),
-            f"`{event.subject or 'the loss'}` is not scaled, but `{step.scaler}.step` will divide its gradients by the scale",
+            f"`{event.subject or 'the loss'}` is not scaled, but `{step.scaler}.step` divides its gradients by the scale",
             instead=f"{step.scaler}.scale({event.subject or 'loss'}).backward()",
             fix=fix,
         )
 
 
 class StepBypassesScaler(TraceRule):
-    """The optimizer steps by itself on gradients that are still multiplied by the loss scale."""
+    """optimizer.step is called on gradients that are still multiplied by the loss scale."""
 
     code = "HS103"
     name = "step-bypasses-scaler"
     severity = "error"
     reason = (
-        "After `scaler.scale(loss).backward()` gradients are up to 65536 times too large, and may hold inf. "
-        "`optimizer.step()` applies them as they are: SGD takes a step 65536 times too long, Adam normalises the size away "
-        "but its eps no longer means anything and one inf makes the weights NaN. `scaler.step(optimizer)` unscales, checks "
-        "and skips."
+        "After `scaler.scale(loss).backward()` gradients are up to 65536 times too large and may contain inf. "
+        "`optimizer.step()` applies them as they are: an SGD step is 65536 times too long, Adam normalizes the scale away but "
+        "its eps becomes meaningless, and a single inf turns weights into NaN. `scaler.step(optimizer)` unscales the "
+        "gradients and skips the step if any is inf or NaN."
     )
     bad = (
         _START + "    scaler.scale(loss).backward()\n    optimizer.step()\n    scaler.update()\n",
@@ -209,7 +209,7 @@ class StepBypassesScaler(TraceRule):
         + "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    optimizer.step()\n    scaler.update()\n",
     )
     good = (
-        _WHOLE,
+        _RIGHT,
         "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n"
         "    if use_amp:\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
         "    else:\n        loss.backward()\n        optimizer.step()\n    optimizer.zero_grad()\n",
@@ -218,13 +218,13 @@ class StepBypassesScaler(TraceRule):
     kinds = ("opt_step",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A plain step after a scaled backward."""
+        """optimizer.step after a scaled backward."""
         event = trace[index]
         call = event.node
         if without_amp(event) or (isinstance(call, ast.Call) and (call.args or call.keywords)):
             return None
         start = scaled_before(trace, index)
-        if start is None or switched_off(script, trace[start]) or self._holds_scaler(script, event):
+        if start is None or switched_off(script, trace[start]) or self._has_scaler(script, event):
             return None
         if any(
             e.kind == "scaler_step" and not (set(e.guards) <= set(event.guards)) for e in trace[start:]
@@ -234,26 +234,27 @@ class StepBypassesScaler(TraceRule):
             e for e in between(trace, start, index, "scaler_step", "unscale") if e.optimizer in {event.optimizer, ""}
         ]
         if any(e.kind == "unscale" for e in mine) and len(event.guards) > len(trace[start].guards):
-            return None  # unscaled and looked at by hand
+            return None  # unscaled and checked by hand
         scaler = trace[start].scaler
         if any(e.kind == "scaler_step" and (implied(e, event) or implied(event, e)) for e in mine):
-            said = f"`{event.optimizer}.step()` steps a second time on the gradients `{scaler}.step` has just used"
-        elif any(e.kind == "scaler_step" for e in mine):
+            message = f"`{event.optimizer}.step()` repeats the step of `{scaler}.step` on the same gradients"
+            return self.finding(script.where(call), message, instead=f"remove {event.optimizer}.step()")
+        if any(e.kind == "scaler_step" for e in mine):
             return None
-        elif mine:
-            said = f"`{event.optimizer}.step()` goes past `{scaler}`: a step with inf or NaN gradients is taken, not skipped"
+        if mine:
+            message = f"`{event.optimizer}.step()` bypasses `{scaler}`: a step with inf or NaN gradients is not skipped"
         else:
-            said = f"`{event.optimizer}.step()` uses gradients still multiplied by the scale of `{scaler}`"
+            message = f"`{event.optimizer}.step()` uses gradients that are still multiplied by the scale of `{scaler}`"
         return self.finding(
-            script.where(call), said, instead=f"{scaler}.step({event.optimizer}), then {scaler}.update()"
+            script.where(call), message, instead=f"{scaler}.step({event.optimizer}), then {scaler}.update()"
         )
 
     @staticmethod
-    def _holds_scaler(script: Script, event: Event) -> bool:
-        """Whether the optimizer was made with a scaler in it, as Megatron's are: then its own step unscales."""
+    def _has_scaler(script: Script, event: Event) -> bool:
+        """Whether the optimizer was constructed with a scaler, as in Megatron, so that its own step unscales."""
         statements = [script.statement(e.node) for e in script.events("handed")]
-        made = [key_of(t) for s in statements if isinstance(s, ast.Assign) for t in s.targets]
-        return event.optimizer.rsplit(".", 1)[-1] in {key.rsplit(".", 1)[-1] for key in made}
+        assigned = [key_of(t) for s in statements if isinstance(s, ast.Assign) for t in s.targets]
+        return event.optimizer.rsplit(".", 1)[-1] in {key.rsplit(".", 1)[-1] for key in assigned}
 
 
 class ClipBeforeUnscale(TraceRule):
@@ -263,9 +264,9 @@ class ClipBeforeUnscale(TraceRule):
     name = "clip-before-unscale"
     severity = "error"
     reason = (
-        "Clipping to a norm of 1 gradients that are 65536 times too large divides all of them by about 65536 more than "
-        "meant, so every step is cut to almost nothing: training goes flat without an error. `scaler.unscale_(optimizer)` "
-        "must come first; `scaler.step` then knows not to divide again."
+        "Scaled gradients are up to 65536 times too large, so clipping to a norm of 1 shrinks them about 65536 times more than "
+        "intended: steps become tiny and the loss plateaus without an error. Call `scaler.unscale_(optimizer)` first; "
+        "`scaler.step` then does not unscale again."
     )
     bad = (
         _START
@@ -275,7 +276,7 @@ class ClipBeforeUnscale(TraceRule):
         "    scaler.scale(loss).backward()\n    if clip > 0:\n        torch.nn.utils.clip_grad_value_(net.parameters(), clip)\n"
         "    scaler.step(optimizer)\n    scaler.update()\nfor x in loader:\n    update(net(x))\n",
     )
-    good = (_WHOLE, _ACCUMULATING)
+    good = (_RIGHT, _ACCUMULATING)
     references = (
         "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",
         "https://github.com/pytorch/examples/issues/1196",
@@ -284,7 +285,7 @@ class ClipBeforeUnscale(TraceRule):
     kinds = ("clip",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A clip that meets scaled gradients."""
+        """A clip of scaled gradients."""
         event = trace[index]
         if without_amp(event):
             return None
@@ -300,8 +301,8 @@ class ClipBeforeUnscale(TraceRule):
         fix = None
         if statement is not None and optimizer and following is not None:
             step = trace[following]
-            here = step.function is event.function and step.loops == event.loops
-            if here and set(step.accumulating) <= set(event.guards):
+            same_block = step.function is event.function and step.loops == event.loops
+            if same_block and set(step.accumulating) <= set(event.guards):
                 edit = script.lines.before(statement, f"{scaler}.unscale_({optimizer})")
                 fix = Fix(f"unscale the gradients of {optimizer} before clipping", (edit,))
         return self.finding(
@@ -318,13 +319,13 @@ class ClipAfterStep(TraceRule):
     code = "HS109"
     name = "clip-after-step"
     severity = "error"
-    reason = "The optimizer has already used the gradients, and they are cleared before the next backward: nothing is clipped."
+    reason = "The optimizer has already used the gradients, and they are cleared before the next backward, so clipping has no effect."
     bad = (
         _START
         + "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n"
         + "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    scaler.update()\n",
     )
-    good = (_WHOLE,)
+    good = (_RIGHT,)
     references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",)
     kinds = ("clip",)
 
@@ -343,8 +344,8 @@ class ClipAfterStep(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.subject}` comes after the step that used these gradients, so it clips nothing",
-            instead="clip between backward (and unscale_) and the step",
+            f"`{event.subject}` runs after the step that used these gradients, so it has no effect",
+            instead="clip after backward (and unscale_), before the step",
         )
 
 

@@ -1,4 +1,4 @@
-"""HS120-HS123: whether there is a scaler where one is needed, and where it is made."""
+"""HS120-HS123: whether a scaler is present where one is needed, and where it is created."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.check.script.names import key_of
 from halfstep.check.script.order import TraceRule, earlier, later, without_amp
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import Scaler
+from halfstep.check.script.values import Scaler, constant
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
@@ -22,7 +22,7 @@ _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _LOOP = """\
 import torch
-{made}
+{scaler}
 for epoch in range(epochs):
     for x, y in loader:
         optimizer.zero_grad()
@@ -32,7 +32,7 @@ for epoch in range(epochs):
         scaler.step(optimizer)
         scaler.update()
 """
-_RIGHT = _LOOP.format(made='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
+_RIGHT = _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
 _PLAIN = """\
 import torch
 for x, y in loader:
@@ -51,9 +51,18 @@ for batch in loader:
     out["loss"].backward()
     optimizer.step()
 """
-# Whoever imports these has its loss scaled out of sight.
+# Scripts that import these have their loss scaled by the library.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
+
+
+def _initial_scale(scaler: Scaler) -> str:
+    """The scale that a new scaler starts with: torch's default, unless an argument may set it."""
+    call = scaler.node
+    is_default = all(isinstance(constant(a), str) for a in call.args) and not any(
+        k.arg in {"init_scale", None} for k in call.keywords
+    )
+    return "65536" if is_default else "its initial value"
 
 
 def _creation(script: Script, scaler: Scaler) -> Event | None:
@@ -61,25 +70,25 @@ def _creation(script: Script, scaler: Scaler) -> Event | None:
 
 
 class ScalerWithBf16(ScriptRule):
-    """A loss scaler is used although autocast computes in bfloat16."""
+    """A GradScaler is used with bfloat16 autocast."""
 
     code = "HS120"
     name = "scaler-with-bf16"
     severity = "warning"
     reason = (
-        "bfloat16 has float32's range (3.4e38), so gradients neither underflow nor overflow where float32's do not: the "
-        "scaler cannot help. It costs a read and a write of every gradient and a wait for the GPU each step, still skips "
+        "bfloat16 has the range of float32 (3.4e38), so gradients underflow or overflow only where float32 gradients do, and a "
+        "scaler does not help. It reads and writes every gradient and synchronizes with the GPU on each step, can still skip "
         "steps, and with bfloat16 parameters `unscale_` raises on CUDA: not implemented for 'BFloat16'."
     )
     bad = (
-        _LOOP.format(made='scaler = torch.amp.GradScaler("cuda")', dtype="bfloat16"),
-        _LOOP.format(made="scaler = torch.cuda.amp.GradScaler()", dtype="bfloat16"),
+        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="bfloat16"),
+        _LOOP.format(scaler="scaler = torch.cuda.amp.GradScaler()", dtype="bfloat16"),
     )
     good = (
         _RIGHT,
         _PLAIN.format(dtype="bfloat16"),
-        _LOOP.format(made='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
-        _LOOP.format(made='scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))', dtype="bfloat16"),
+        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
+        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))', dtype="bfloat16"),
     )
     references = (
         "https://github.com/pytorch/pytorch/issues/127176",
@@ -87,17 +96,17 @@ class ScalerWithBf16(ScriptRule):
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Scalers that may be on for a loss computed under a region that is surely bfloat16."""
+        """Scalers that may be enabled for a loss computed under bfloat16 autocast."""
         for scaler in self.idle(script):
             yield self.finding(
                 script.where(scaler.node),
-                "autocast computes in bfloat16 here, whose range is float32's: the scaler only costs time and skips steps",
-                instead="drop the scaler: loss.backward(), optimizer.step()",
+                "autocast computes in bfloat16, which has the range of float32: the scaler only costs time and skips steps",
+                instead="remove the scaler: loss.backward(), optimizer.step()",
             )
 
     @classmethod
     def idle(cls, script: Script) -> Iterator[Scaler]:
-        """The scalers of which that is sure; other rules say nothing of what is to be dropped."""
+        """The scalers that certainly run in bfloat16; other rules do not report scalers that should be removed."""
         owned = framework_precisions(script) == {"bfloat16"}
         if not owned and not any(a.dtype == "bfloat16" for a in script.autocasts):
             return
@@ -108,15 +117,17 @@ class ScalerWithBf16(ScriptRule):
                 last for trace in script.traces for i in range(len(trace)) if (last := cls._in_bf16(script, trace, i))
             }
         for scaler in script.scalers:
-            made = _creation(script, scaler)
-            flags = {scaler.enabled, *(text for text, _ in made.guards)} if made is not None else {scaler.enabled}
-            # A flag that speaks of a number format may be on for float16 alone.
+            creation = _creation(script, scaler)
+            flags = (
+                {scaler.enabled, *(text for text, _ in creation.guards)} if creation is not None else {scaler.enabled}
+            )
+            # A flag that names a number format may be set for float16 only.
             if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in flags):
                 yield scaler
 
     @staticmethod
     def _in_bf16(script: Script, trace: Trace, index: int) -> str:
-        """The scaler of a scaled backward or a step whose loss comes out of a bfloat16 region; "" when that is not sure."""
+        """The scaler of a scaled backward or step whose loss comes from a bfloat16 region; "" if that is uncertain."""
         event = trace[index]
         if event.kind != "scaler_step" and not (event.kind == "backward" and event.scaled == "yes"):
             return ""
@@ -127,23 +138,23 @@ class ScalerWithBf16(ScriptRule):
             regions = list(trace[before].regions[-1].autocasts)
         else:
             regions = [a for a in script.autocasts if a.enabled != "no"]
-        sure = bool(regions) and all(a.dtype == "bfloat16" and not _FORMAT.search(a.enabled) for a in regions)
-        return event.scaler.rsplit(".", 1)[-1] if sure else ""
+        certain = bool(regions) and all(a.dtype == "bfloat16" and not _FORMAT.search(a.enabled) for a in regions)
+        return event.scaler.rsplit(".", 1)[-1] if certain else ""
 
 
 class ScalerInLoop(TraceRule):
-    """A new scaler is made inside the training loop."""
+    """A new GradScaler is created inside the training loop."""
 
     code = "HS121"
     name = "scaler-in-loop"
     severity = "warning"
     reason = (
-        "A scaler learns its scale over the run: it starts at 65536 and grows after 2000 good steps. Made anew every epoch it "
-        "starts over, wasting the first steps of each on overflows; made anew every batch it never adapts, and a model that "
-        "overflows at 65536 never takes a step at all."
+        "A scaler adapts its scale over the run: it starts at 65536 and grows after 2000 steps without overflow. Recreated every "
+        "epoch, it restarts at 65536 and skips the first steps of each epoch on overflow; recreated every batch, it never "
+        "adapts, and a model that overflows at 65536 never takes a step."
     )
     bad = (
-        _LOOP.replace("{made}\n", "")
+        _LOOP.replace("{scaler}\n", "")
         .replace("    for x, y in loader:", '    scaler = torch.amp.GradScaler("cuda")\n    for x, y in loader:')
         .format(dtype="float16"),
         "import torch\nfrom torch.cuda.amp import GradScaler\ndef train(model, loader, optimizer):\n    scaler = GradScaler()\n"
@@ -163,10 +174,10 @@ class ScalerInLoop(TraceRule):
     kinds = ("make_scaler",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A scaler made in a loop that steps with it and keeps its optimizer."""
+        """A scaler created in a loop that steps with it but does not recreate the optimizer."""
         event = trace[index]
-        made = script.scaler_of.get(event.node)
-        if made is None or not made.key or made.enabled == "no" or self._first_time(event, made.key):
+        scaler = script.scaler_of.get(event.node)
+        if scaler is None or not scaler.key or scaler.enabled == "no" or self._first_time(event, scaler.key):
             return None
         function = event.function
         if event.loops:
@@ -175,42 +186,41 @@ class ScalerInLoop(TraceRule):
             fresh = [e for e in inside if e.kind in {"set_model", "set_optimizer", "make_optimizer"}]
             if not steps or fresh:
                 return None
-            often = all(len(e.loops) == len(event.loops) for e in steps)
-            severity: Severity = "error" if often else "warning"
-            said = "in every iteration" if often else f"each time the loop of line {event.loops[-1][1]} goes round"
+            severity: Severity = "error" if all(len(e.loops) == len(event.loops) for e in steps) else "warning"
+            frequency = f"on every iteration of the loop at line {event.loops[-1][1]}"
         else:
             steps = [e for e in trace if e.kind == "scaler_step" and len(e.loops) == 1]
             per_epoch = "epoch" in function.params or "epoch" in function.name
-            given = any(step.optimizer.partition(".")[0] in function.params for step in steps)
+            passed = any(step.optimizer.partition(".")[0] in function.params for step in steps)
             fresh = [e for e in trace if e.kind in {"set_optimizer", "make_optimizer"}]
-            if not (steps and per_epoch and given) or fresh or event.roots or "epochs" in function.name:
+            if not (steps and per_epoch and passed) or fresh or event.roots or "epochs" in function.name:
                 return None
-            severity, said = "warning", f"each time `{function.name}` is called, once an epoch"
-        if any(scaler.node is made.node for scaler in ScalerWithBf16.idle(script)):
+            severity, frequency = "warning", f"on every call of `{function.name}`, once per epoch"
+        if any(idle.node is scaler.node for idle in ScalerWithBf16.idle(script)):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{made.key}` is made anew {said}: the scale it has found is thrown away",
-            instead="make the scaler once, next to the optimizer, and pass it in",
+            f"`{scaler.key}` is recreated {frequency}; the scale restarts at {_initial_scale(scaler)}",
+            instead="create the scaler once, next to the optimizer, and pass it in",
             severity=severity,
         )
 
     @staticmethod
     def _first_time(event: Event, key: str) -> bool:
         last = key.rsplit(".", 1)[-1]
-        once = ("first", "init", " == ", last)  # a guard that holds in one iteration only
+        once = ("first", "init", " == ", last)  # a guard that is true in one iteration only
         return any(word in text for word in once for text, _ in event.guards)
 
 
 class ScalerUnused(ScriptRule):
-    """A scaler is made and never used."""
+    """A GradScaler is created and never used."""
 
     code = "HS122"
     name = "scaler-unused"
     severity = "warning"
     reason = (
-        "Making a GradScaler scales nothing: float16 gradients below 6e-8 still underflow to zero. It has to scale the loss, "
-        "take the step and be updated."
+        "A GradScaler has no effect by itself: float16 gradients below 6e-8 still underflow to zero. It has to scale the loss, step "
+        "the optimizer and be updated."
     )
     bad = (
         "import torch\nfrom torch.cuda.amp import GradScaler, autocast\nscaler = GradScaler()\nfor x in loader:\n"
@@ -229,21 +239,21 @@ class ScalerUnused(ScriptRule):
             if scaler.key and "[" not in last and scaler.enabled != "no" and unread:
                 yield self.finding(
                     script.where(scaler.node),
-                    f"`{scaler.key}` is made and never used, so no loss is scaled",
+                    f"`{scaler.key}` is never used, so the loss is not scaled",
                     instead=f"{scaler.key}.scale(loss).backward(); {scaler.key}.step(optimizer); {scaler.key}.update(); "
-                    "or drop it where autocast runs in bfloat16",
+                    "or remove it if autocast runs in bfloat16",
                 )
 
 
 class Fp16WithoutScaler(TraceRule):
-    """Training under float16 autocast without a loss scaler."""
+    """float16 autocast is used for training without a GradScaler."""
 
     code = "HS123"
     name = "fp16-without-scaler"
     severity = "error"
     reason = (
-        "The smallest number float16 holds is 6e-8, and many gradients are smaller: without a loss scale they become zero and "
-        "their weights stop learning, often seen as a loss that stalls or turns NaN. bfloat16 has float32's range and needs none."
+        "The smallest positive float16 value is 6e-8, and many gradients are smaller: without a loss scale they become zero and "
+        "their weights stop learning; the loss stalls or becomes NaN. bfloat16 has the range of float32 and needs no scaler."
     )
     bad = (
         _PLAIN.format(dtype="float16"),
@@ -256,7 +266,7 @@ class Fp16WithoutScaler(TraceRule):
     kinds = ("backward",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A plain backward of a loss computed under float16, in a script without any scaler."""
+        """A backward of an unscaled loss computed under float16 autocast, in a script without any scaler."""
         event = trace[index]
         used = any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers)
         if event.scaled != "no" or used or without_amp(event) or script.outline.names.uses(*_OWNERS):
@@ -278,20 +288,20 @@ class Fp16WithoutScaler(TraceRule):
                 continue
             return self.finding(
                 script.where(event.node),
-                f"`{event.subject or 'the loss'}` was computed under float16 autocast (line {opened.node.lineno}) and no scaler "  # type: ignore[attr-defined]
-                "scales it: gradients below 6e-8 become zero",
-                instead='scaler = torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16',
+                f"`{event.subject or 'the loss'}` is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
+                "scaled: gradients below 6e-8 become zero",
+                instead='use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16',
             )
         return None
 
 
 def _comes_from(opened: ast.AST, event: Event, script: Script) -> bool:
-    """Whether the loss of a backward is computed in a `with` block, or from what is."""
+    """Whether the loss of a backward is computed in a `with` block, or from values that are."""
     if not isinstance(event.node, ast.Call) or event.node in set(ast.walk(opened)):
         return False
     inside = {key for node in ast.walk(opened) for key in _stored(node)} - {"self", ""}
-    # Of `losses["total"]`, `out.loss` or `sum(losses.values())`, whatever part the block has made.
-    loss = [part for whole in (event.node.func, *event.node.args) for part in ast.walk(whole)]
+    # Any part of `losses["total"]`, `out.loss` or `sum(losses.values())` that the block assigns.
+    loss = [part for node in (event.node.func, *event.node.args) for part in ast.walk(node)]
     if inside & {key_of(part) for part in loss}:
         return True
     for name in {part.id for part in loss if isinstance(part, ast.Name)}:
@@ -304,7 +314,7 @@ def _comes_from(opened: ast.AST, event: Event, script: Script) -> bool:
 
 
 def _stored(node: ast.AST) -> tuple[str, ...]:
-    """The variables that a node gives a value: of `losses["ce"] = ...` the entry, and the dictionary it is put into."""
+    """The variables that a node assigns: for `losses["ce"] = ...` both the item and the dictionary."""
     if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
         return ()
     return (key_of(node), key_of(node.value)) if isinstance(node, ast.Subscript) else (key_of(node),)

@@ -1,4 +1,4 @@
-"""HS124-HS126, HS131: what a scaler is made and called with, and beside whom."""
+"""HS124-HS126, HS131: arguments of GradScaler and its methods, and a scaler alongside a framework's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ for x, y in loader:
 """
 
 
-# The constructor's arguments in order, and what each must be.
+# The constructor's arguments in order, with their limits.
 _LIMITS = {
     "init_scale": "above 0",
     "growth_factor": "above 1",
@@ -39,21 +39,22 @@ _LIMITS = {
 }
 
 
-def _meets(value: float, need: str) -> bool:
-    word, limit = need.split()
+def _is_valid(value: float, limits: str) -> bool:
+    word, limit = limits.split()
     return value > float(limit) if word == "above" else value < float(limit)
 
 
 class ScalerArguments(ScriptRule):
-    """A scaler is made with an argument that raises, is taken for another, or stops it from working."""
+    """A GradScaler is constructed with an invalid or misplaced argument."""
 
     code = "HS124"
     name = "scaler-arguments"
     severity = "error"
     reason = (
-        "`torch.amp.GradScaler(device, init_scale, ...)` and the older `torch.cuda.amp.GradScaler(init_scale, ...)` begin "
-        "differently, so a bare number or a device name lands in the wrong place. growth_factor must be above 1 and "
-        "backoff_factor below 1, or the constructor raises; growth_interval below 1 never grows; a scale of 0 gives NaN."
+        "`torch.amp.GradScaler(device, init_scale, ...)` and the older `torch.cuda.amp.GradScaler(init_scale, ...)` differ "
+        "in their first argument, so a bare number or a device name can land in the wrong place. growth_factor must be above 1 "
+        "and backoff_factor below 1, or the constructor raises; with a growth_interval below 1 the scale never grows, and a "
+        "scale of 0 gives NaN."
     )
     bad = (
         "import torch\nscaler = torch.cuda.amp.GradScaler('cuda')\n",
@@ -67,14 +68,14 @@ class ScalerArguments(ScriptRule):
     references = (f"{_AMP}#torch.amp.GradScaler",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Scalers with a literal argument that cannot be meant."""
+        """Scalers with a literal argument that is invalid."""
         for scaler in script.scalers:
             if script.outline.names.ambiguous(scaler.node.func):
                 continue
-            said = self._fault(scaler)
-            if said:
+            fault = self._fault(scaler)
+            if fault:
                 yield self.finding(
-                    script.where(scaler.node), said, instead='torch.amp.GradScaler("cuda", init_scale=2.0**16)'
+                    script.where(scaler.node), fault, instead='torch.amp.GradScaler("cuda", init_scale=2.0**16)'
                 )
 
     @staticmethod
@@ -83,27 +84,27 @@ class ScalerArguments(ScriptRule):
         old = scaler.api == "torch.cuda.amp.GradScaler"
         shift = 0 if old else 1
         if old and isinstance(first, str):
-            return f"torch.cuda.amp.GradScaler takes init_scale first: {first!r} is not a number"
+            return f"torch.cuda.amp.GradScaler expects init_scale first, not {first!r}"
         if scaler.api == "torch.amp.GradScaler" and isinstance(first, (int, float)):
-            return f"torch.amp.GradScaler takes the device first: {first!r} is not one, and the argument it was meant for is not set"
+            return f"torch.amp.GradScaler expects the device first, not {first!r}; init_scale is not set"
         if "Sharded" in scaler.api or scaler.api not in {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"}:
             return ""
-        for position, (name, need) in enumerate(_LIMITS.items(), start=shift):
+        for position, (name, limits) in enumerate(_LIMITS.items(), start=shift):
             value = constant(argument(call, position, name))
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not _meets(value, need):
-                return f"{name}={value!r} must be {need}"
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not _is_valid(value, limits):
+                return f"{name}={value!r} must be {limits}"
         return ""
 
 
 class ScalerStepClosure(TraceRule):
-    """A closure is passed through the scaler's step."""
+    """A closure is passed to scaler.step."""
 
     code = "HS125"
     name = "scaler-step-closure"
     severity = "error"
     reason = (
-        "`scaler.step(optimizer, closure=...)` raises RuntimeError: a closure would run backward again on gradients the scaler "
-        "has already unscaled. Given by position it is passed on unchecked, and the gradients of the second backward are used scaled."
+        "`scaler.step(optimizer, closure=...)` raises RuntimeError: a closure would run backward again after the scaler has unscaled "
+        "the gradients. A positional closure is passed on unchecked, and the gradients of the second backward stay scaled."
     )
     bad = ("import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(model(x)).backward()\n"
            "    scaler.step(optimizer, closure=closure)\n    scaler.update()\n",)  # fmt: skip
@@ -119,18 +120,18 @@ class ScalerStepClosure(TraceRule):
         if closure is None or isinstance(closure, ast.Constant) or "closure" not in (key_of(closure) or "closure"):
             return None
         if not self._is_torch(script, trace[index]):
-            return None  # a project's own scaler may well take one
+            return None  # a project's own scaler may accept one
         return self.finding(
             script.where(call),
-            "the scaler cannot step with a closure",
-            instead="an optimizer that needs no closure, or bfloat16 without a scaler",
+            f"`{trace[index].scaler}.step` does not support closures",
+            instead="use an optimizer without a closure, or bfloat16 without a scaler",
         )
 
     @staticmethod
     def _is_torch(script: Script, event: Event) -> bool:
-        """Whether the scaler is made in this file, and by torch's class alone."""
+        """Whether the scaler is created in this file, and only by torch's class."""
         last = event.scaler.rsplit(".", 1)[-1]
-        bound = [b for key, found in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == last for b in found]
+        bound = [b for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == last for b in bs]
         makers = [n for b in bound if b.value is not None for n in ast.walk(b.value) if isinstance(n, ast.Call)]
         known = {scaler.node for scaler in script.scalers}
         named = [m for m in makers if text_of(m.func).endswith("Scaler")]
@@ -147,7 +148,7 @@ _ACCELERATE = """\
 import torch
 from accelerate import Accelerator
 accelerator = Accelerator(mixed_precision="fp16")
-{made}model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+{scaler}model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for x, y in loader:
     optimizer.zero_grad()
     with accelerator.autocast():
@@ -158,45 +159,45 @@ for x, y in loader:
 
 
 def framework_precisions(script: Script) -> set[str]:
-    """The 16-bit formats that Accelerate or Fabric is told to run in here; "?" where the text does not show it."""
-    found = set()
+    """The 16-bit dtypes that Accelerate or Fabric is set to in this script; "?" where they cannot be determined."""
+    dtypes = set()
     for api in _FRAMEWORKS.keys() & script.outline.library_calls.keys():
         for call, _ in script.outline.library_calls[api]:
             value = argument(call, 3 if api.endswith("Fabric") else 2, _FRAMEWORKS[api])
             text = str(constant(value)) if constant(value) is not ... else "?"
-            found.add("bfloat16" if "bf16" in text else "float16" if "16" in text else "?")
-    return found
+            dtypes.add("bfloat16" if "bf16" in text else "float16" if "16" in text else "?")
+    return dtypes
 
 
-class ScalerBesideFramework(TraceRule):
-    """A scaler of the script's own scales what Accelerate or Fabric scales already."""
+class ScalerWithFramework(TraceRule):
+    """The script uses its own GradScaler in addition to that of Accelerate or Fabric."""
 
     code = "HS131"
     name = "scaler-beside-framework"
     severity = "error"
     reason = (
-        "With mixed_precision='fp16' Accelerate keeps a GradScaler of its own, and the optimizer that `prepare` returns steps "
-        "through it; so does Fabric with precision='16-mixed'. A second scaler around it either multiplies the loss twice, or hands "
-        "its step to an optimizer whose own scaler has scaled nothing, which raises AssertionError."
+        "With mixed_precision='fp16' Accelerate has its own GradScaler, and the optimizer that `prepare` returns steps through it; so "
+        "does Fabric with precision='16-mixed'. A second scaler either scales the loss twice, or steps an optimizer whose own "
+        "scaler has not scaled any loss, which raises AssertionError."
     )
     bad = (
         _ACCELERATE.format(
-            made="scaler = torch.amp.GradScaler('cuda')\n",
+            scaler="scaler = torch.amp.GradScaler('cuda')\n",
             backward="scaler.scale(loss).backward()",
             step="scaler.step(optimizer)\n    scaler.update()",
         ),
         _ACCELERATE.format(
-            made="scaler = torch.amp.GradScaler('cuda')\n",
+            scaler="scaler = torch.amp.GradScaler('cuda')\n",
             backward="accelerator.backward(scaler.scale(loss))",
             step="optimizer.step()",
         ),
     )
-    good = (_ACCELERATE.format(made="", backward="accelerator.backward(loss)", step="optimizer.step()"),)
+    good = (_ACCELERATE.format(scaler="", backward="accelerator.backward(loss)", step="optimizer.step()"),)
     references = ("https://huggingface.co/docs/accelerate/package_reference/accelerator",)
     kinds = ("scaler_step", "scale")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A step of a scaler made here, in a script whose framework is told to run in float16; or the loss it scales for that."""
+        """A step of the script's own scaler, or a loss it scales, when the framework runs in float16."""
         event = trace[index]
         twice = isinstance(script.outline.parents.get(event.node), ast.Call)  # framework.backward(scaler.scale(loss))
         if event.kind == "scale" and not (twice and script.has("owned_backward")):
@@ -205,23 +206,23 @@ class ScalerBesideFramework(TraceRule):
             return None
         if not scalers_at(script, event) or not script.outline.calls.keys() & {"prepare", "setup", "setup_optimizers"}:
             return None
-        said = "scales a loss that the framework scales again with its own"
+        conflict = "scales a loss that the framework scales again with its own"
         if event.kind == "scaler_step":
-            said = "steps an optimizer that already has the framework's own"
+            conflict = "steps an optimizer that already has the framework's own"
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}` {said} float16 scaler",
-            instead="accelerator.backward(loss) or fabric.backward(loss), then optimizer.step(), and no scaler here",
+            f"`{event.scaler}` {conflict} float16 scaler",
+            instead="remove the scaler; call accelerator.backward(loss) or fabric.backward(loss), then optimizer.step()",
         )
 
 
 class UpdateWithInt(TraceRule):
-    """The scale is set to an integer."""
+    """scaler.update is called with an int."""
 
     code = "HS126"
     name = "update-with-int"
     severity = "error"
-    reason = "`scaler.update(new_scale)` takes a float or a tensor; an int raises AttributeError: 'int' object has no attribute 'device'."
+    reason = "`scaler.update(new_scale)` expects a float or a tensor; an int raises AttributeError: 'int' object has no attribute 'device'."
     bad = (_TRAIN + "scaler.update(1024)\n",)
     good = (_TRAIN + "scaler.update(1024.0)\n",)
     references = (f"{_AMP}#torch.amp.GradScaler.update",)
@@ -233,7 +234,9 @@ class UpdateWithInt(TraceRule):
         value = constant(argument(call, 0, "new_scale")) if isinstance(call, ast.Call) else ...
         if not isinstance(value, int) or isinstance(value, bool):
             return None
-        return self.finding(script.where(call), f"{value} is an int: update raises", instead=f"{float(value)}")
+        return self.finding(
+            script.where(call), f"update() raises AttributeError for the int {value}", instead=f"{float(value)}"
+        )
 
 
-RULES: tuple[type[Rule], ...] = (ScalerArguments, ScalerStepClosure, UpdateWithInt, ScalerBesideFramework)
+RULES: tuple[type[Rule], ...] = (ScalerArguments, ScalerStepClosure, UpdateWithInt, ScalerWithFramework)

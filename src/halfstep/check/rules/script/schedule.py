@@ -1,4 +1,4 @@
-"""HS195-HS196: the learning-rate schedule beside a scaler that may skip steps."""
+"""HS195-HS196: learning-rate schedules with a scaler that may skip steps."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ for x, y in loader:
 
 
 class SchedulerBeforeStep(TraceRule):
-    """The learning-rate schedule moves before the optimizer steps."""
+    """scheduler.step is called before the optimizer steps."""
 
     code = "HS195"
     name = "scheduler-before-step"
     severity = "advice"
-    reason = "The first learning rate of the schedule is skipped; PyTorch warns: Detected call of `lr_scheduler.step()` before `optimizer.step()`."
+    reason = "The first learning rate of the schedule is skipped. PyTorch warns: Detected call of `lr_scheduler.step()` before `optimizer.step()`."
     bad = (_TRAIN.replace("    scaler.step", "    scheduler.step()\n    scaler.step"),)
     good = (_TRAIN,)
     references = ("https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",)
     kinds = ("sched_step",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A schedule step between a backward and its step."""
+        """A scheduler step between a backward and its optimizer step."""
         event = trace[index]
         back = next(earlier(trace, index, "backward", "scaler_step", "opt_step"), None)
         step = next(later(trace, index, "scaler_step", "opt_step", "backward"), None)
@@ -46,20 +46,20 @@ class SchedulerBeforeStep(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.subject}.step()` comes before the optimizer's step",
-            instead="step the schedule last",
+            f"`{event.subject}.step()` runs before the optimizer step: the first learning rate is skipped",
+            instead=f"call {event.subject}.step() after the optimizer step",
         )
 
 
 class SchedulerIgnoresSkips(TraceRule):
-    """The schedule moves on when the scaler skipped the step."""
+    """The learning-rate schedule advances when the scaler skips the step."""
 
     code = "HS196"
     name = "scheduler-ignores-skips"
     severity = "advice"
     reason = (
-        "`scaler.step` leaves the weights alone when it finds inf or NaN, which is certain to happen in the first steps at a scale of "
-        "65536, and says nothing. A schedule stepped every iteration counts those steps, so a warm-up of 100 steps is shorter than 100."
+        "`scaler.step` silently skips the step when a gradient is inf or NaN, which is common in the first steps at a scale of 65536. A "
+        "schedule that advances on every iteration counts skipped steps, so a warm-up of 100 steps applies fewer than 100."
     )
     bad = (_TRAIN + "    scheduler.step()\n",)
     good = (
@@ -73,7 +73,7 @@ class SchedulerIgnoresSkips(TraceRule):
     kinds = ("sched_step",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A schedule step in the same iteration as the scaler's, in a script that never reads the scale."""
+        """A scheduler step in the same iteration as scaler.step, in a script that never reads the scale."""
         event = trace[index]
         step = next(earlier(trace, index, "scaler_step", "opt_step"), None)
         if step is None or trace[step].kind != "scaler_step" or trace[step].loops != event.loops or not event.loops:
@@ -82,8 +82,8 @@ class SchedulerIgnoresSkips(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.subject}.step()` also counts the steps that `{trace[step].scaler}` skips",
-            instead="step the schedule only when scaler.get_scale() did not fall",
+            f"`{event.subject}.step()` also runs when `{trace[step].scaler}` skips the optimizer step",
+            instead=f"call {event.subject}.step() only if {trace[step].scaler}.get_scale() did not decrease",
         )
 
 

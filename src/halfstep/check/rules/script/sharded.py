@@ -1,4 +1,4 @@
-"""HS127-HS128: the scaler of a sharded model."""
+"""HS127-HS128: scalers for sharded models."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ for x, y in loader:
 
 
 class FsdpPlainScaler(ScriptRule):
-    """FullyShardedDataParallel is stepped by a scaler that looks at one rank only."""
+    """FullyShardedDataParallel is used with a GradScaler that checks only the local rank."""
 
     code = "HS127"
     name = "fsdp-plain-scaler"
     severity = "warning"
     reason = (
-        "With FullyShardedDataParallel each rank holds a part of the gradients. A plain GradScaler sees an overflow only on the rank "
-        "that has it: that rank skips, the others step, and weights and scales drift apart. ShardedGradScaler asks all ranks. "
-        "(`fully_shard`, its successor, works with the plain one.)"
+        "With FullyShardedDataParallel each rank stores a shard of the gradients. A plain GradScaler detects an overflow only on the "
+        "rank where it occurs: that rank skips, the others step, and weights and scales diverge. ShardedGradScaler combines the "
+        "overflow checks of all ranks. (`fully_shard`, the successor, works with the plain GradScaler.)"
     )
     bad = (
         "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nmodel = FSDP(Net())\n"
@@ -48,7 +48,7 @@ class FsdpPlainScaler(ScriptRule):
     references = ("https://docs.pytorch.org/docs/stable/fsdp.html", "https://github.com/pytorch/pytorch/issues/64632")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Plain scalers in scripts that wrap with FSDP and nothing else."""
+        """Plain scalers in scripts that wrap with FSDP only."""
         wraps = list(script.events("wrap_fsdp"))
         plain = [
             s
@@ -68,20 +68,20 @@ class FsdpPlainScaler(ScriptRule):
         for scaler in plain:
             yield self.finding(
                 script.where(scaler.node),
-                "the model is sharded by FullyShardedDataParallel, and this scaler sees the overflows of its own rank only",
+                "the model is sharded by FullyShardedDataParallel, but this scaler detects overflows only on its own rank",
                 instead="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()",
             )
 
 
 class ShardedScalerFused(ScriptRule):
-    """A ShardedGradScaler steps a fused optimizer."""
+    """A ShardedGradScaler is used with a fused optimizer."""
 
     code = "HS128"
     name = "sharded-scaler-fused"
     severity = "warning"
     reason = (
-        "A fused optimizer checks for overflow inside its own step, where ShardedGradScaler does not ask the other ranks: one rank "
-        "skips, the others step (measured on 2.13: scales 2.0 and 4.0 after one overflow). With unscale_ first it raises RuntimeError."
+        "A fused optimizer checks for overflow inside its step, where ShardedGradScaler does not combine the ranks: one rank skips, "
+        "the others step (measured on torch 2.13: scales 2.0 and 4.0 after one overflow). With unscale_ first it raises RuntimeError."
     )
     bad = (
         "import torch\nfrom torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
@@ -99,18 +99,18 @@ class ShardedScalerFused(ScriptRule):
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Fused optimizers in scripts whose only scalers are sharded ones."""
+        """Fused optimizers in scripts that use ShardedGradScaler only."""
         if not script.scalers or any("Sharded" not in s.api for s in script.scalers):
             return
-        seen = set()
+        reported = set()
         for event in script.events("make_optimizer"):
             fused = argument(event.node, None, "fused") if isinstance(event.node, ast.Call) else None
-            if constant(fused) is True and event.node not in seen:
-                seen.add(event.node)
+            if constant(fused) is True and event.node not in reported:
+                reported.add(event.node)
                 yield self.finding(
                     script.where(event.node),
-                    "fused=True hides overflows of other ranks from ShardedGradScaler",
-                    instead="fused=False, or fully_shard with torch.amp.GradScaler",
+                    "with fused=True, ShardedGradScaler does not combine the overflow checks of the ranks",
+                    instead="use fused=False, or fully_shard with torch.amp.GradScaler",
                 )
 
 

@@ -1,4 +1,4 @@
-"""HS112: a step that is skipped by hand, and what the scaler still remembers of it."""
+"""HS112: an iteration that is skipped between `unscale_` and `update`."""
 
 from __future__ import annotations
 
@@ -59,25 +59,24 @@ class Trainer:
         for x, y in loader:
             self.train_step(x, y)
 """
-MAX_TESTS = 20  # after one `unscale_` that are looked at; only generated code has more
+MAX_TESTS = 20  # that are inspected after one `unscale_`; only generated code has more
 _FINITE = re.compile(r"finite|is_?nan|is_?inf|has_(nan|inf)", re.IGNORECASE)
-_STEP = re.compile(r"step|batch|iter", re.IGNORECASE)  # what a function is called that does one iteration
-_SAYS = re.compile(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
+_STEP = re.compile(r"step|batch|iter", re.IGNORECASE)  # names of functions that run one iteration
+_LOGS = re.compile(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
 _NAMED: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 class SkipWithoutUpdate(TraceRule):
-    """An iteration is given up after `unscale_` and before `update`, so the next `unscale_` raises."""
+    """An iteration is skipped after `unscale_` and before `update`, so the next `unscale_` raises."""
 
     code = "HS112"
     name = "skip-without-update"
     severity = "error"
     reason = (
-        "`unscale_` is remembered until `update()`. A loop that unscales, finds a gradient that is not finite and goes on to the next "
-        "batch, by `continue` or by `return` from its step, meets RuntimeError there: unscale_() has already been called on this "
-        "optimizer since the last update(). Nor does the scale ever shrink, which is what would end the overflows. `scaler.step` skips "
-        "such a step by itself."
+        "Only `update()` resets the record of `unscale_`. A loop that unscales, detects a non-finite gradient and moves to the next batch "
+        "by `continue` or `return` raises RuntimeError there: unscale_() has already been called on this optimizer since the last "
+        "update(). The scale does not shrink either, so the overflow would repeat. `scaler.step` skips such steps itself."
     )
     bad = (
         _LOOP.format(skip="continue"),
@@ -93,42 +92,42 @@ class SkipWithoutUpdate(TraceRule):
     kinds = ("unscale",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """An unscale after which a test of the gradients leaves the iteration, past every update."""
+        """An unscale_ after which a test of the gradients leaves the iteration before any update."""
         event = trace[index]
         if without_amp(event) or switched_off(script, event):
             return None
         updates = [
             e for e in trace if e.kind in {"update", "handed"} and e.scaler == event.scaler and compatible(e, event)
         ]
-        # The test stands in the function of the `unscale_`, or in one of those that have called it.
+        # The test is in the function of the `unscale_`, or in one of its callers.
         for depth in range(len(event.roots), -1, -1) if updates else ():
             skip = _find_skip(script, event, depth)
             if skip is not None and all(_is_past(script, e, event, depth, skip) for e in updates):
                 return self.finding(
                     script.where(event.node),
-                    f"line {skip.body[-1].lineno} goes on to the next batch without `{event.scaler}.update()`: the next `unscale_` raises",
-                    instead=f"call {event.scaler}.update() before line {skip.body[-1].lineno}, or leave the skipping to {event.scaler}.step",
+                    f"line {skip.body[-1].lineno} skips `{event.scaler}.update()` after this `unscale_`: the next `unscale_` raises RuntimeError",
+                    instead=f"call {event.scaler}.update() before line {skip.body[-1].lineno}, or let {event.scaler}.step skip",
                 )
         return None
 
 
 def _place(script: Script, event: Event, depth: int) -> ast.stmt:
-    """The statement in which an event happens, in the function `depth` calls below the root of its trace."""
-    found = script.statement((*event.roots, event.node)[depth])
-    assert found is not None
-    return found
+    """The statement of an event in the function that is `depth` calls below the root of its trace."""
+    statement = script.statement((*event.roots, event.node)[depth])
+    assert statement is not None
+    return statement
 
 
 def _is_past(script: Script, update: Event, event: Event, depth: int, skip: ast.If) -> bool:
-    """Whether an update belongs to the same run of the function and is passed over by its skip."""
+    """Whether an update belongs to the same call of the function and comes after the skip."""
     same = update.roots[:depth] == event.roots[:depth]
     return same and _place(script, update, depth).lineno > (skip.body[-1].end_lineno or 0)
 
 
 def _find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
-    """The test of the gradients, after an event and in one function, that gives up the rest of the iteration.
+    """The test of the gradients, after an event and in one function, that skips the rest of the iteration.
 
-    In a loop its branch ends in `continue`; in a function that is one iteration of its callers' loop, in `return`.
+    Its branch ends in `continue` in a loop, and in `return` in a function that a loop calls once per iteration.
     """
     start = node = _place(script, event, depth)
     above = list(_above(script, start))
@@ -138,12 +137,12 @@ def _find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
     leave = ast.Continue if in_loop else ast.Return
     for parent in above:
         if isinstance(parent, (ast.Try, ast.TryStar)) and parent.finalbody:
-            return None  # which runs after `return` too
+            return None  # `finally` runs after `return` too
         block = next((b for b in _blocks(parent) if node in b), [])
         rest = block[block.index(node) + (node is not start) :] if block else []
         tests = [s for s in rest if isinstance(s, ast.If) and isinstance(s.body[-1], leave)]
         for test in tests[:MAX_TESTS]:
-            if _gives_up(script, test, event, above[-1]):
+            if _is_skip(script, test, event, above[-1]):
                 return test
         if isinstance(parent, _LOOPS) or not isinstance(parent, ast.stmt):
             return None
@@ -152,7 +151,7 @@ def _find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
 
 
 def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    """What stands around a statement, inside out, up to its function or the module."""
+    """The ancestors of a statement, innermost first, up to its function or the module."""
     parent = script.outline.parents.get(node)
     while parent is not None:
         yield parent
@@ -162,15 +161,15 @@ def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_repeated(script: Script, event: Event, depth: int, function: ast.AST | None) -> bool:
-    """Whether the caller goes on to the next batch when a function returns."""
-    if depth == 0:  # nobody in this file calls it: its name has to tell
+    """Whether the caller continues with the next batch when a function returns."""
+    if depth == 0:  # no caller in this file: decide by the name
         return isinstance(function, ast.FunctionDef) and bool(_STEP.search(function.name))
     looped = any(isinstance(node, _LOOPS) for root in event.roots[:depth] for node in _above(script, root))
     return looped and not _stops(script, _place(script, event, depth - 1))
 
 
 def _stops(script: Script, call: ast.stmt) -> bool:
-    """Whether the caller tests what a function returns, and may leave the loop: `if not train_step(batch): break`."""
+    """Whether the caller tests the return value and may leave the loop: `if not train_step(batch): break`."""
     targets = call.targets if isinstance(call, ast.Assign) else []
     results = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
     block = next((b for b in _blocks(script.outline.parents.get(call)) if call in b), [])
@@ -183,11 +182,11 @@ def _stops(script: Script, call: ast.stmt) -> bool:
     return False
 
 
-def _gives_up(script: Script, test: ast.If, event: Event, function: ast.AST) -> bool:
-    """Whether a branch is taken for gradients or a loss that is not finite, and leaves the scaler alone."""
-    asked = [*_names(test.test), *(str(n.value) for n in ast.walk(test.test) if isinstance(n, ast.Constant))]
-    meant = [name for value in _values(script, test, function) for name in _names(value)]
-    if not any(map(_FINITE.search, (*asked, *meant))) or any(is_amp((name, True)) for name in asked):
+def _is_skip(script: Script, test: ast.If, event: Event, function: ast.AST) -> bool:
+    """Whether a branch is for non-finite gradients or losses and does not touch the scaler."""
+    tested = [*_names(test.test), *(str(n.value) for n in ast.walk(test.test) if isinstance(n, ast.Constant))]
+    assigned = [name for value in _values(script, test, function) for name in _names(value)]
+    if not any(map(_FINITE.search, (*tested, *assigned))) or any(is_amp((name, True)) for name in tested):
         return False
     scaler = event.scaler.rsplit(".", 1)[-1]
     if any(name == scaler or "update" in name for part in (test.test, *test.body) for name in _names(part)):
@@ -202,7 +201,7 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def _values(script: Script, test: ast.If, function: ast.AST) -> Iterator[ast.expr]:
-    """What the variables of a test were last given in its function: `bad = not isfinite(norm)`."""
+    """The values last assigned to the variables of a test: `bad = not isfinite(norm)`."""
     for name in {node.id for node in ast.walk(test.test) if isinstance(node, ast.Name)}:
         bindings = script.outline.bindings.get(name, [])
         if len(bindings) <= MAX_BINDINGS:
@@ -212,9 +211,9 @@ def _values(script: Script, test: ast.If, function: ast.AST) -> Iterator[ast.exp
 
 
 def _is_elsewhere(script: Script, call: ast.Call, event: Event) -> bool:
-    """Whether a call is of a method of the same object that this file does not show, which may update the scaler."""
+    """Whether a call is of an inherited method that this file does not define and that may update the scaler."""
     key = key_of(call.func)
-    inherited = key.startswith("self.") and key.count(".") == 1 and not _SAYS.search(key)
+    inherited = key.startswith("self.") and key.count(".") == 1 and not _LOGS.search(key)
     return inherited and script.outline.call_target(call, event.function) is None
 
 

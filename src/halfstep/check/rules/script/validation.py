@@ -1,4 +1,4 @@
-"""HS129, HS149: validation needs the autocast region and not the scaler."""
+"""HS129, HS149: validation needs autocast but not the scaler."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ for x, y in loader:
 
 
 class ScalerInValidation(TraceRule):
-    """A loss is scaled where no gradients are computed."""
+    """The loss is scaled although no gradients are computed."""
 
     code = "HS129"
     name = "scaler-in-validation"
     severity = "warning"
     reason = (
-        "Without gradients there is nothing to scale: the loss comes out up to 65536 times too large, and a validation loss that is "
-        "logged, averaged or compared for early stopping moves whenever the scale does."
+        "Scaling only protects gradients. Without them the validation loss is up to 65536 times too large, and what is logged, "
+        "averaged or used for early stopping changes whenever the scale changes."
     )
     bad = (_TRAIN + "with torch.no_grad():\n    val_loss = scaler.scale(loss_fn(model(x), y))\n",)
     good = (
@@ -45,28 +45,28 @@ class ScalerInValidation(TraceRule):
     kinds = ("scale",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A scale inside a region without gradients."""
+        """scaler.scale inside no_grad or inference_mode."""
         event = trace[index]
         if event.inside("no_grad") is None:
             return None
         if event.roots and event.guards:
-            return None  # a function for both, which asks what it is called for
+            return None  # a function for training and validation that distinguishes the two
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.scale` where no gradients are computed",
-            instead="leave the loss as it is",
+            f"`{event.scaler}.scale` is called where no gradients are computed: the loss is up to 65536 times too large",
+            instead="use the loss without scaling",
         )
 
 
 class EvaluationWithoutAutocast(ScriptRule):
-    """Training runs under autocast and validation does not."""
+    """Training runs under autocast, but validation does not."""
 
     code = "HS149"
     name = "evaluation-without-autocast"
     severity = "advice"
     reason = (
-        "Validation in float32 takes up to twice the time and memory of validation under autocast, and measures another "
-        "arithmetic than the one that is trained. It needs the region, not the scaler."
+        "Validation in float32 needs up to twice the time and memory of validation under autocast, and evaluates different arithmetic "
+        "than training uses. Validation needs autocast, but not the scaler."
     )
     bad = (_TRAIN + "model.eval()\nwith torch.no_grad():\n    for x, y in valid:\n        out = model(x)\n",)
     good = (
@@ -76,7 +76,7 @@ class EvaluationWithoutAutocast(ScriptRule):
     references = (f"{_AMP}#torch.autocast",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Forwards without gradients outside any region, in scripts that train inside one; the first of each script."""
+        """The first forward without gradients outside any autocast region, in scripts that train inside one."""
         trains = any(e.autocast() and not e.inside("no_grad") for e in script.events("forward"))
         if not trains or not script.has("backward"):
             return
@@ -84,7 +84,7 @@ class EvaluationWithoutAutocast(ScriptRule):
             if event.inside("no_grad") and not any(r.kind in {"autocast", "owned", "other"} for r in event.regions):
                 yield self.finding(
                     script.where(event.node),
-                    f"`{event.subject}` runs in float32 here, and under autocast in training",
+                    f"`{event.subject}` runs in float32 here, but under autocast in training",
                     instead='with torch.no_grad(), torch.autocast("cuda", ...):',
                 )
                 return

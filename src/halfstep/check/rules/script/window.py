@@ -1,4 +1,4 @@
-"""HS105-HS111: what happens once per accumulation window, and what is read while gradients are scaled."""
+"""HS105-HS111: calls that belong once per accumulation window, and values read while they are scaled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for i, (x, y) in enumerate(loader):
         loss = loss_fn(model(x), y) / accumulate
     scaler.scale(loss).backward()
 """
-_WHOLE = (
+_RIGHT = (
     _START
     + """\
     if (i + 1) % accumulate == 0:
@@ -59,27 +59,27 @@ for x, y in loader:
 
 
 def _guarded_step(script: Script, trace: Trace, event: Event) -> Event | None:
-    """The step of this event's loop that waits for the end of the window, when the event does not."""
+    """The step in this event's loop that waits for the end of the window, if the event does not wait."""
     if event.accumulating:
         return None
     steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == event.scaler and e.loops == event.loops]
-    waiting = [e for e in steps if _waits(script, e) and _beside(event, e)]
+    waiting = [e for e in steps if _waits(script, e) and _same_guards(event, e)]
     return waiting[0] if waiting and len(waiting) == len(steps) else None
 
 
 def _waits(script: Script, step: Event) -> bool:
-    """Whether a step waits for the end of a window: by a count, or, in a method called once a batch, by a flag."""
+    """Whether a step waits for the end of a window: by a count, or by a flag in a method called once per batch."""
     if step.loops:
         return any("%" in text for text, _ in step.accumulating)
     for text, _ in step.accumulating:
-        found = script.outline.values(text, step.function) if text.replace(".", "").isidentifier() else []
-        if not any(_FINITE.search(text_of(value)) for value in found):
+        values = script.outline.values(text, step.function) if text.replace(".", "").isidentifier() else []
+        if not any(_FINITE.search(text_of(value)) for value in values):
             return True
     return False
 
 
-def _beside(event: Event, step: Event) -> bool:
-    """Whether the event surely happens where the step does, whatever the conditions on mixed precision itself."""
+def _same_guards(event: Event, step: Event) -> bool:
+    """Whether the event always runs when the step does, apart from conditions on mixed precision itself."""
     return {g for g in event.guards if not is_amp(g)} <= set(step.guards)
 
 
@@ -90,7 +90,7 @@ class DoubleUnscale(TraceRule):
     name = "double-unscale"
     severity = "error"
     reason = (
-        "`unscale_` divides the gradients in place and remembers it until `update()`. A second call, or one after `step`, "
+        "`unscale_` divides the gradients in place and may run once per `update()`. A second call, or a call after `step`, "
         "raises RuntimeError: unscale_() has already been called on this optimizer since the last update()."
     )
     bad = (
@@ -99,12 +99,12 @@ class DoubleUnscale(TraceRule):
         _START.replace(" / accumulate", "")
         + "    scaler.step(optimizer)\n    scaler.unscale_(optimizer)\n    scaler.update()\n",
     )
-    good = (_WHOLE, _TWO)
+    good = (_RIGHT, _TWO)
     references = (_DOCS, "https://github.com/huggingface/accelerate/issues/641")
     kinds = ("unscale",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """An unscale whose optimizer was unscaled or stepped since the last update."""
+        """An unscale_ whose optimizer was unscaled or stepped since the last update."""
         event = trace[index]
         if not event.optimizer or "[" in event.optimizer:
             return None
@@ -117,78 +117,78 @@ class DoubleUnscale(TraceRule):
             if before.optimizer == event.optimizer and before.scaler == event.scaler and before.loops == event.loops:
                 if not implied(before, event) or before.node is event.node:
                     return None
-                what = "unscaled already" if before.kind == "unscale" else "stepped already"
+                state = "already unscaled" if before.kind == "unscale" else "already used by step()"
                 return self.finding(
                     script.where(event.node),
-                    f"the gradients of `{event.optimizer}` were {what} since the last update: this raises RuntimeError",
+                    f"the gradients of `{event.optimizer}` were {state} since the last update(): this raises RuntimeError",
                     instead=f"call {event.scaler}.unscale_({event.optimizer}) once, between backward and step",
                 )
         return None
 
 
 class UnscaleEveryMicroBatch(TraceRule):
-    """Gradients are unscaled on every micro-batch, but stepped once per accumulation window."""
+    """Gradients are unscaled on every micro-batch instead of once per accumulation window."""
 
     code = "HS106"
     name = "unscale-every-micro-batch"
     severity = "error"
     reason = (
-        "Between two updates `unscale_` may be called once. On the second micro-batch it raises RuntimeError; and if "
-        "`update()` also runs each time, gradients already divided are added to new ones that are 65536 times larger."
+        "`unscale_` may be called once between two updates, so it raises RuntimeError on the second micro-batch. If `update()` "
+        "also runs each time, unscaled gradients are added to scaled ones that are 65536 times larger."
     )
     bad = (
         _START
         + "    scaler.unscale_(optimizer)\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
         + "    if (i + 1) % accumulate == 0:\n        scaler.step(optimizer)\n        scaler.update()\n        optimizer.zero_grad()\n",
     )
-    good = (_WHOLE,)
+    good = (_RIGHT,)
     references = (f"{_DOCS}#gradient-accumulation", "https://github.com/microsoft/Swin-Transformer/issues/311")
     kinds = ("unscale",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """An unscale in every iteration of a loop that steps now and then."""
+        """An unscale_ in every iteration of a loop that does not step in every iteration."""
         event = trace[index]
         step = _guarded_step(script, trace, event)
         if step is None:
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.unscale_` runs on every micro-batch, but `{event.scaler}.step` only when `{step.accumulating[0][0]}`: "
+            f"`{event.scaler}.unscale_` runs on every micro-batch, but `{event.scaler}.step` runs only when `{step.accumulating[0][0]}`: "
             "the second call raises RuntimeError",
-            instead="unscale (and clip) inside the condition of the step",
+            instead="move unscale_ (and clipping) into the condition of the step",
         )
 
 
 class UpdateEveryMicroBatch(TraceRule):
-    """The scaler is updated on every micro-batch, but stepped once per accumulation window."""
+    """The scaler is updated on every micro-batch instead of once per accumulation window."""
 
     code = "HS107"
     name = "update-every-micro-batch"
     severity = "error"
     reason = (
         "`update()` on a micro-batch without a step raises AssertionError: No inf checks were recorded prior to update. "
-        "And were it to change the scale, gradients of one window would carry different scales in one sum."
+        "If it did change the scale, gradients with different scales would be added up in one window."
     )
     bad = (
         _START
         + "    if (i + 1) % accumulate == 0:\n        scaler.step(optimizer)\n        optimizer.zero_grad()\n    scaler.update()\n",
     )
-    good = (_WHOLE,)
+    good = (_RIGHT,)
     references = (f"{_DOCS}#gradient-accumulation",)
     kinds = ("update",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """An update in every iteration of a loop that steps now and then."""
+        """An update in every iteration of a loop that does not step in every iteration."""
         event = trace[index]
         step = _guarded_step(script, trace, event)
         unscales = [e for e in trace if e.kind == "unscale" and e.loops == event.loops]
         if step is None or not all(e.accumulating for e in unscales):
-            return None  # with an unscale_ each time there is an inf check to count, and HS106 speaks of that
+            return None  # an unscale_ each time records an inf check; HS106 reports it
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.update()` runs on every micro-batch, but `{event.scaler}.step` only when "
-            f"`{step.accumulating[0][0]}`: update raises where nothing was stepped",
-            instead="update inside the condition of the step",
+            f"`{event.scaler}.update()` runs on every micro-batch, but `{event.scaler}.step` runs only when "
+            f"`{step.accumulating[0][0]}`: update() without a step raises AssertionError",
+            instead="move update() into the condition of the step",
         )
 
 
@@ -199,9 +199,9 @@ class UpdateBeforeStep(TraceRule):
     name = "update-before-step"
     severity = "error"
     reason = (
-        "`step` divides by the scale of the moment. After an `update()` that is another number than the loss was multiplied "
-        "with, so gradients come out twice too small or too large; with one optimizer, `update()` before `step()` raises "
-        "because nothing has been checked yet. All steps come before the one update."
+        "`step` divides by the current scale. After an `update()` that may differ from the scale the loss was multiplied by, so "
+        "gradients are off by a factor of two. With one optimizer, `update()` before `step()` raises because no inf check was "
+        "recorded. Call `update()` once, after all steps."
     )
     bad = (
         _START.replace(" / accumulate", "") + "    scaler.update()\n    scaler.step(optimizer)\n",
@@ -239,21 +239,21 @@ class UpdateBeforeStep(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.update()` comes before `{event.scaler}.step({step.optimizer})`: that step divides by another scale "
-            "than its loss was multiplied with",
-            instead="one update, after the last step of the iteration",
+            f"`{event.scaler}.update()` runs before `{event.scaler}.step({step.optimizer})`: the step divides by a different scale "
+            "than the loss was multiplied by",
+            instead=f"call {event.scaler}.update() once, after the last step of the iteration",
         )
 
 
 class ScaledGradientsRead(TraceRule):
-    """Gradients are measured or changed by hand while still multiplied by the loss scale."""
+    """Gradients are read or modified while still multiplied by the loss scale."""
 
     code = "HS110"
     name = "scaled-gradients-read"
     severity = "warning"
     reason = (
-        "Between the scaled backward and `unscale_` every `.grad` is up to 65536 times its true size: a norm logged there is "
-        "wrong by that factor and jumps whenever the scale moves, and a clamp there cuts nearly everything."
+        "Between the scaled backward and `unscale_` every `.grad` is up to 65536 times too large: a logged norm is wrong by that "
+        "factor and jumps whenever the scale changes, and a clamp cuts off nearly everything."
     )
     bad = (
         _START.replace(" / accumulate", "")
@@ -271,7 +271,7 @@ class ScaledGradientsRead(TraceRule):
     kinds = ("grad_read",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A gradient read after a scaled backward with no unscale in between."""
+        """A gradient read after a scaled backward without unscale_ in between."""
         event = trace[index]
         start = scaled_before(trace, index)
         if start is None or without_amp(event) or between(trace, start, index, "unscale", *STEPS):
@@ -280,20 +280,20 @@ class ScaledGradientsRead(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`.grad` is read here while still multiplied by the scale of `{trace[start].scaler}`",
+            f"`.grad` is read while still multiplied by the scale of `{trace[start].scaler}`",
             instead=f"call {trace[start].scaler}.unscale_(optimizer) first",
         )
 
 
 class ScaledLossLogged(TraceRule):
-    """The loss that is logged is the scaled one."""
+    """The scaled loss is logged instead of the loss."""
 
     code = "HS111"
     name = "scaled-loss-logged"
     severity = "warning"
     reason = (
-        "`scaler.scale(loss)` returns the loss times the scale, 65536 at first. Kept under the loss's own name it is also what "
-        "gets logged, averaged and compared with the best loss so far."
+        "`scaler.scale(loss)` returns the loss times the scale, initially 65536. Assigned to the name of the loss, the scaled value "
+        "is also what gets logged, averaged and compared with the best loss."
     )
     bad = (
         "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n"
@@ -310,14 +310,14 @@ class ScaledLossLogged(TraceRule):
     kinds = ("item",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """The value of a variable that holds the scaled loss."""
+        """The value of a variable that contains the scaled loss."""
         event = trace[index]
         if event.scaled != "yes" or without_amp(event):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.subject}` holds the loss times the scale here, so the value is up to 65536 times too large",
-            instead="keep the scaled loss under a name of its own, or call scaler.scale(loss).backward() in one go",
+            f"`{event.subject}` is the scaled loss here, so its value is up to 65536 times too large",
+            instead="assign the scaled loss to a separate name, or call scaler.scale(loss).backward() directly",
         )
 
 
