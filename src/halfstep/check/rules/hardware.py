@@ -176,7 +176,7 @@ class Tf32Absent(HardwareRule):
     good = ("from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True)\n",)
     references = (
         "https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices",
-        "measured: read in transformers 5.22, training_args.py",
+        "measured: source code of transformers 5.22, training_args.py",
     )
     settings = _settings("t4")
 

@@ -94,7 +94,10 @@ class DeepSpeedFileConflict(ConfigRule):
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n"
         "  zero_stage: 2\n  gradient_clipping: 1.0\nmixed_precision: bf16\nnum_processes: 8\n",
     )
-    references = (_DEEPSPEED + "#deepspeed-config-file", "measured: read in accelerate 1.15, utils/dataclasses.py")
+    references = (
+        _DEEPSPEED + "#deepspeed-config-file",
+        "measured: source code of accelerate 1.15, utils/dataclasses.py",
+    )
 
     def check(self, config: Config) -> Iterator[Finding]:
         """Report the first conflicting setting and list the others."""
@@ -134,7 +137,7 @@ class Fp16OnCpu(ConfigRule):
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nmixed_precision: bf16\n",
         "from accelerate import Accelerator\n\naccelerator = Accelerator(cpu=args.cpu, mixed_precision='fp16')\n",
     )
-    references = (_ACCELERATOR, "measured: read in accelerate 1.15, accelerator.py")
+    references = (_ACCELERATOR, "measured: source code of accelerate 1.15, accelerator.py")
 
     def check(self, config: Config) -> Iterator[Finding]:
         """Report fp16 together with an explicit CPU setting."""

@@ -35,7 +35,7 @@ class UnknownFormat(DeepSpeedRule):
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "communication_data_type": "bf16"}',
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "float32"}}',
     )
-    references = (_DOCS + "#communication-options", "measured: DeepSpeedConfig of 0.19.8 raises ValueError")
+    references = (_DOCS + "#communication-options", "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValueError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Check every key that names a dtype."""
@@ -333,7 +333,7 @@ class SequenceParallelReduction(DeepSpeedRule):
     )
     references = (
         _DOCS + "#communication-options",
-        "measured: read in DeepSpeed 0.19.6, engine.py and stage_1_and_2.py",
+        "measured: source code of DeepSpeed 0.19.6, engine.py and stage_1_and_2.py",
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:

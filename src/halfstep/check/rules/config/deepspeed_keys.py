@@ -47,7 +47,7 @@ class UnknownKeyInBlock(DeepSpeedRule):
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
         '{"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9}}',
     )
-    references = (_DOCS, "measured: DeepSpeedConfig of 0.19.8 raises ValidationError, extra_forbidden")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValidationError, extra_forbidden")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Check every key of every strict block; other programs (GPT-NeoX) remove their own keys first."""
@@ -100,7 +100,7 @@ class MisspeltKey(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "gradient_accumulation_step": 4}',
     )
     good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',)
-    references = (_DOCS, "measured: DeepSpeed 0.19.8 accepts gradient_cliping and does not read it")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8 accepts gradient_cliping and ignores it")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report unknown keys close to a known one."""
@@ -200,7 +200,7 @@ class RemovedKey(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 8}}',
     )
     good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',)
-    references = (_REMOVALS, "measured: DeepSpeedConfig of 0.19.8 raises DeepSpeedConfigError for each")
+    references = (_REMOVALS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises DeepSpeedConfigError for each")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report removed keys at the top level and in zero_optimization."""
@@ -240,7 +240,7 @@ class RenamedKey(DeepSpeedRule):
         '{"zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {"device": "cpu"}}}',
     )
     good = ('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": true}}',)
-    references = (_DOCS, "measured: DeepSpeedConfig of 0.19.8")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report old names, with or without the new one."""

@@ -38,7 +38,10 @@ class TwoModes(DeepSpeedRule):
         '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": false}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
         '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}',
     )
-    references = (_CONFIG_DOCS + "#fp16-training-options", "measured: DeepSpeedConfig of 0.19.8 raises AssertionError")
+    references = (
+        _CONFIG_DOCS + "#fp16-training-options",
+        "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises AssertionError",
+    )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report both blocks enabled."""
@@ -102,7 +105,7 @@ class AutocastWithoutDtype(DeepSpeedRule):
     )
     bad = ('{"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": true}}',)
     good = ('{"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}}',)
-    references = (_CONFIG_DOCS, "measured: DeepSpeed 0.19.8 accepts the block and makes no GradScaler")
+    references = (_CONFIG_DOCS, "measured: DeepSpeed 0.19.8 accepts the block and creates no GradScaler")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report an enabled block without a dtype."""
@@ -286,7 +289,7 @@ class Fp16WithoutZero(DeepSpeedRule):
     )
     references = (
         "https://github.com/deepspeedai/DeepSpeed/pull/8393",
-        "measured: DeepSpeed 0.18.2 (right), 0.18.3 to 0.19.8 (gradient 1/scale)",
+        "measured: DeepSpeed 0.18.2 (correct), 0.18.3 to 0.19.8 (gradient 1/scale)",
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:

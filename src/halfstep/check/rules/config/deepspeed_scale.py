@@ -48,7 +48,7 @@ class InvalidLossScale(DeepSpeedRule):
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale": 0, "min_loss_scale": 1}}',
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", "loss_scale": "auto"}}',
     )
-    references = (_DOCS, "measured: DeepSpeedConfig of 0.19.8 raises ValidationError")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValidationError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Check loss_scale, loss_scale_window and min_loss_scale."""
@@ -90,7 +90,7 @@ class FractionalScaleSetting(DeepSpeedRule):
     good = (
         '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true, "min_loss_scale": 1, "loss_scale_window": 1000.0}}',
     )
-    references = (_DOCS, "measured: DeepSpeedConfig of 0.19.8 raises ValidationError, int_from_float")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValidationError, int_from_float")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report fractions where DeepSpeed requires integers."""
@@ -120,7 +120,10 @@ class HysteresisBelowOne(DeepSpeedRule):
     )
     bad = ('{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true, "hysteresis": 0}}',)
     good = ('{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true, "hysteresis": 1}}',)
-    references = (_DOCS, "measured: DeepSpeed 0.19.8, hysteresis 0: the scale stays while every step is skipped")
+    references = (
+        _DOCS,
+        "measured: DeepSpeed 0.19.8, hysteresis 0: the scale stays constant while every step is skipped",
+    )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report a hysteresis of 0 or less with ZeRO, the only case in which DeepSpeed reads it."""

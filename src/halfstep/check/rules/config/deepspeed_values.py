@@ -84,7 +84,7 @@ class QuotedNumber(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',
         '{"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}',
     )
-    references = (_DOCS, 'measured: DeepSpeedConfig of 0.19.8 raises TypeError for a train_batch_size of "8"')
+    references = (_DOCS, 'measured: DeepSpeed 0.19.8, DeepSpeedConfig raises TypeError for a train_batch_size of "8"')
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report strings that parse as numbers."""
@@ -125,7 +125,7 @@ class BlockExpected(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}',
         '{"train_batch_size": 8, "zero_optimization": true, "bf16": {"enabled": true}}',
     )
-    references = (_DOCS, "measured: DeepSpeedConfig of 0.19.8 raises TypeError")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises TypeError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report plain values where DeepSpeed unpacks a mapping."""
@@ -203,7 +203,7 @@ class LooseJsonWithAuto(DeepSpeedRule):
     )
     references = (
         "https://huggingface.co/docs/transformers/deepspeed",
-        "measured: read in accelerate 1.15, utils/deepspeed.py",
+        "measured: source code of accelerate 1.15, utils/deepspeed.py",
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:

@@ -124,7 +124,7 @@ class PartialOffload(DeepSpeedRule):
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}}',
     )
-    references = (_DOCS + "#optimizer-offloading", "measured: DeepSpeedConfig of 0.19.8 raises ValidationError")
+    references = (_DOCS + "#optimizer-offloading", "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValidationError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report a ratio below 1 outside stage 3."""
@@ -215,7 +215,7 @@ class StageOutOfRange(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',
         '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "zero_optimization": true}',
     )
-    references = (_ZERO, "measured: DeepSpeedConfig of 0.19.8 raises ValidationError or TypeError")
+    references = (_ZERO, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValidationError or TypeError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report invalid stages and a bare number."""
@@ -244,7 +244,10 @@ class BatchSizesDisagree(DeepSpeedRule):
     )
     bad = ('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}',)
     good = ('{"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}',)
-    references = (_DOCS + "#batch-size-related-parameters", "measured: DeepSpeedConfig of 0.19.8 raises AssertionError")
+    references = (
+        _DOCS + "#batch-size-related-parameters",
+        "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises AssertionError",
+    )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Compare the total with the product."""
@@ -306,7 +309,7 @@ class UnmanagedAccumulation(DeepSpeedRule):
         ' "compile": {"deepcompile": true}}',
     )
     good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "managed_gradient_accumulation": false}',)
-    references = (_DOCS + "#batch-size-related-parameters", "measured: read in DeepSpeed 0.19.6, engine.py")
+    references = (_DOCS + "#batch-size-related-parameters", "measured: source code of DeepSpeed 0.19.6, engine.py")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report the key set to false with DeepCompile or amp."""

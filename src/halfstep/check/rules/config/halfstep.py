@@ -30,7 +30,7 @@ class BadPolicy(ConfigRule):
         "import halfstep\n\nengine = halfstep.Engine(model, optimizer, precision='bf16-lean,states=8bit')\n",
         "import halfstep\n\nengine = halfstep.Engine(model, optimizer, precision='auto')\n",
     )
-    references = ("measured: the text goes through the parser of docs/policies.md",)
+    references = ("measured: the text is parsed as docs/policies.md describes",)
 
     def check(self, config: Config) -> Iterator[Finding]:
         """Parse the text with the Engine's parser."""

@@ -35,6 +35,7 @@ def _script(mode: str, stage: int, body: str, more: str = "", loop: str = _LOOP)
 _FP16 = "    'fp16': {'enabled': True},\n"
 _BF16 = "    'bf16': {'enabled': True},\n"
 _RIGHT = "    engine.backward(loss)\n    engine.step()\n"
+_CLIPPED = _RIGHT.replace("    engine.s", "    torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)\n    engine.s")
 
 
 class ClipsBehindEngine(JointRule):
@@ -49,13 +50,7 @@ class ClipsBehindEngine(JointRule):
         "Clipping at 1.0 there has no effect, or clips the true gradient at 1/65536. `engine.step` clips the unscaled "
         "global norm at `gradient_clipping`."
     )
-    bad = (
-        _script(
-            _FP16,
-            2,
-            "    engine.backward(loss)\n    torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)\n    engine.step()\n",
-        ),
-    )
+    bad = (_script(_FP16, 2, _CLIPPED),)
     good = (_script(_FP16 + "    'gradient_clipping': 1.0,\n", 2, _RIGHT),)
     references = ("https://www.deepspeed.ai/docs/config-json/#gradient-clipping", _TRAINING)
 
@@ -131,7 +126,10 @@ class AutocastAroundEngine(JointRule):
         _script("    'torch_autocast': {'enabled': True, 'dtype': 'bfloat16'},\n", 2, _RIGHT),
         _script(_BF16, 2, _RIGHT),
     )
-    references = ("https://www.deepspeed.ai/docs/config-json/", "measured: read in DeepSpeed 0.19.8, torch_autocast.py")
+    references = (
+        "https://www.deepspeed.ai/docs/config-json/",
+        "measured: source code of DeepSpeed 0.19.8, torch_autocast.py",
+    )
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
         """Report an enabled autocast whose body calls the engine."""
@@ -308,7 +306,7 @@ class TrainerMismatch(JointRule):
     )
     references = (
         "https://huggingface.co/docs/transformers/deepspeed",
-        "measured: read in transformers 5.22, integrations/deepspeed.py",
+        "measured: source code of transformers 5.22, integrations/deepspeed.py",
     )
 
     # DeepSpeed key, Trainer argument, default of the argument.
@@ -337,16 +335,12 @@ class TrainerMismatch(JointRule):
                     standard = trainer.origin in {"TrainingArguments", "Seq2SeqTrainingArguments"}
                     is_default = standard and not trainer.root.open and trainer.value(f"{argument}_full_eval") is None
                     trainer_value = default if is_default else None
-                known = isinstance(deepspeed_value, bool | int | float) and isinstance(
-                    trainer_value, bool | int | float
-                )
+                known = all(isinstance(value, int | float) for value in (deepspeed_value, trainer_value))
                 if not known or trainer_value == deepspeed_value:
                     continue
-                origin = "" if entry else " by default"
-                mismatches.setdefault(entry, []).append(
-                    f"{argument} is {trainer_value}{origin}, and {'.'.join(path)} of the DeepSpeed configuration is "
-                    f"{deepspeed_value}"
-                )
+                ours = f"{argument} is {trainer_value}" + ("" if entry else " by default")
+                theirs = f"{'.'.join(path)} of the DeepSpeed configuration is {deepspeed_value}"
+                mismatches.setdefault(entry, []).append(f"{ours}, and {theirs}")
             # Without a Trainer in the script, the arguments may be for something else.
             trains = any(isinstance(n, ast.Call) and key_of(n.func).endswith("Trainer") for n in use.nodes)
             for entry, parts in mismatches.items():
@@ -371,7 +365,7 @@ class ZeroInitWithoutConfig(JointRule):
     good = (_script(_BF16, 3, "with deepspeed.zero.Init(config_dict_or_path=ds_config):\n    net = Net()\n"),)
     references = (
         "https://deepspeed.readthedocs.io/en/latest/zero3.html",
-        "measured: read in DeepSpeed 0.19.6, zero.Init",
+        "measured: source code of DeepSpeed 0.19.6, zero.Init",
     )
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:

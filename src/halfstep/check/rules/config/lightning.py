@@ -98,7 +98,7 @@ class LightningFp16OnCpu(LightningRule):
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(accelerator='cpu', precision=16)\n",
     )
     good = ("import lightning as L\n\ntrainer = L.Trainer(accelerator='cpu', precision='32-true')\n",)
-    references = (_DOCS, "measured: read in lightning 2.6.6, accelerator_connector.py")
+    references = (_DOCS, "measured: source code of lightning 2.6.6, accelerator_connector.py")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Report fp16 with an explicit CPU accelerator."""

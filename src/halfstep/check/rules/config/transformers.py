@@ -46,7 +46,7 @@ class Fp16AndBf16(TrainerRule):
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=not has_bf16, bf16=has_bf16)\n",
         "output_dir: out\nper_device_train_batch_size: 8\nlearning_rate: 1.0e-4\nfp16: false\nbf16: true\n",
     )
-    references = (_DOCS, "measured: read in transformers 5.22, training_args.py")
+    references = (_DOCS, "measured: source code of transformers 5.22, training_args.py")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Check each pair of flags."""
@@ -73,7 +73,7 @@ class TrainerFp16OnCpu(TrainerRule):
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True, no_cuda=True)\n",
     )
     good = ("from transformers import TrainingArguments\n\nargs = TrainingArguments('out', bf16=True, use_cpu=True)\n",)
-    references = (_DOCS, "measured: read in accelerate 1.15, accelerator.py")
+    references = (_DOCS, "measured: source code of accelerate 1.15, accelerator.py")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Report fp16 with an explicit CPU setting."""
