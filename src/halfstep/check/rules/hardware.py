@@ -96,9 +96,10 @@ class Bf16NotNative(HardwareRule):
     name = "bf16-not-native"
     severity = "warning"
     reason = (
-        "NVIDIA GPUs support bf16 since Ampere (A100, RTX 30). On older ones (T4, V100, P100, RTX 20) torch converts "
-        "every operand to fp32 and back, which is slower than fp32, although `torch.cuda.is_bf16_supported()` returns "
-        "True. From Volta on, those GPUs have fp16 tensor cores; use fp16 with a loss scale there."
+        "NVIDIA GPUs have native bf16 support from Ampere on (A100, RTX 30). On older ones (T4, V100, P100, RTX 20) "
+        "torch converts every operand to fp32 and back, which is slower than fp32, although "
+        "`torch.cuda.is_bf16_supported()` returns True. Volta and Turing have fp16 tensor cores; use fp16 with a loss "
+        "scale there."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
@@ -165,7 +166,7 @@ class Tf32Absent(HardwareRule):
     name = "tf32-absent"
     severity = "error"
     reason = (
-        "NVIDIA GPUs support TF32 since Ampere. On older ones Hugging Face's `tf32=True` raises '--tf32 requires "
+        "NVIDIA GPUs support TF32 from Ampere on. On older ones Hugging Face's `tf32=True` raises '--tf32 requires "
         "Ampere or a newer GPU arch', while torch accepts its own TF32 settings and ignores them."
     )
     bad = (
@@ -201,8 +202,8 @@ class Fp8Absent(HardwareRule):
     name = "fp8-absent"
     severity = "error"
     reason = (
-        "fp8 matrix units exist since Ada and Hopper (compute capability 8.9 and 9.0) and since AMD's MI300. On other "
-        "GPUs Transformer Engine and `torch._scaled_mm` raise an error."
+        "NVIDIA added fp8 matrix units with Ada and Hopper (compute capability 8.9 and 9.0), AMD with the MI300. On "
+        "other GPUs Transformer Engine and `torch._scaled_mm` raise an error."
     )
     bad = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: fp8\n",

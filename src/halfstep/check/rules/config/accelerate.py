@@ -147,7 +147,7 @@ class Fp16OnCpu(ConfigRule):
             entry = config.entry("mixed_precision")
             assert entry is not None
             message = "fp16 mixed precision is requested on the CPU; Accelerate raises a ValueError."
-            yield self.finding(config.where(entry), message, instead="Use bf16 or no.")
+            yield self.finding(config.where(entry), message, instead="Use bf16, or no to disable mixed precision.")
 
 
 class RemovedFp16Argument(ConfigRule):
@@ -209,7 +209,10 @@ class AccelerateOffloadIgnored(ConfigRule):
         device = config.value("deepspeed_config", "offload_param_device")
         entry = config.entry("deepspeed_config", "offload_param_device")
         if stage in {0, 1, 2} and not isinstance(stage, bool) and device in {"cpu", "nvme"} and entry:
-            message = f"`offload_param_device: {device}` has no effect at ZeRO stage {stage}; only stage 3 partitions parameters."
+            message = (
+                f"`offload_param_device: {device}` has no effect at ZeRO stage {stage}; only stage 3 partitions "
+                "parameters."
+            )
             yield self.finding(
                 config.where(entry), message, instead="Set `zero_stage: 3`, or `offload_param_device: none`."
             )

@@ -88,8 +88,8 @@ class Fp16ReductionUnscaled(DeepSpeedRule):
             yield self.at(
                 config,
                 ("communication_data_type",),
-                f"`communication_data_type` is fp16, but {deepspeed.weights} gradients are not scaled and can underflow or "
-                "overflow in fp16.",
+                f"`communication_data_type` is fp16, but {deepspeed.weights} gradients are not scaled and can "
+                "underflow or overflow in fp16.",
                 instead='Set `"communication_data_type": "fp32"` or `"bf16"`.',
             )
         if deepspeed.dtype("data_types", "grad_accum_dtype") == "fp16" and deepspeed.weights == "bf16":
@@ -127,7 +127,8 @@ class Fp32GradientsIn16Bits(DeepSpeedRule):
             yield self.at(
                 config,
                 ("data_types", "grad_accum_dtype"),
-                f"Gradients are fp32 because no 16-bit mode is enabled, but `grad_accum_dtype` rounds their sums to {accum_dtype}.",
+                "Gradients are fp32 because no 16-bit mode is enabled, but `grad_accum_dtype` rounds their sums to "
+                f"{accum_dtype}.",
                 instead='Set `"grad_accum_dtype": "fp32"`, or enable bf16.',
             )
 
@@ -156,8 +157,8 @@ class AccumulationFormatWithoutZero(DeepSpeedRule):
             yield self.at(
                 config,
                 ("data_types", "grad_accum_dtype"),
-                f"`grad_accum_dtype` is {accum_dtype} but the weights are {deepspeed.weights}; without ZeRO, DeepSpeed raises "
-                "NotImplementedError.",
+                f"`grad_accum_dtype` is {accum_dtype} but the weights are {deepspeed.weights}; without ZeRO, "
+                "DeepSpeed raises NotImplementedError.",
                 instead='Set `"zero_optimization": {"stage": 1}`.',
             )
 
@@ -183,8 +184,8 @@ class ParameterFormatContradicts(DeepSpeedRule):
             yield self.at(
                 config,
                 ("data_types", "param_dtype"),
-                f"`param_dtype` is {param_dtype}, but this configuration trains {deepspeed.weights} weights; DeepSpeed raises an "
-                "AssertionError.",
+                f"`param_dtype` is {param_dtype}, but this configuration trains {deepspeed.weights} weights; "
+                "DeepSpeed raises an AssertionError.",
                 instead="Remove `param_dtype`.",
             )
 
@@ -223,7 +224,8 @@ class AccumulationIn16Bits(DeepSpeedRule):
             yield self.at(
                 config,
                 ("gradient_accumulation_steps",),
-                f"Gradients of {steps:g} micro-batches are accumulated in {deepspeed.weights}, which loses small contributions.",
+                f"Gradients of {steps:g} micro-batches are accumulated in {deepspeed.weights}, which loses small "
+                "contributions.",
                 instead='Add `"data_types": {"grad_accum_dtype": "fp32"}` (requires ZeRO).',
             )
 
@@ -255,7 +257,8 @@ class ReductionIn16Bits(DeepSpeedRule):
             yield self.at(
                 config,
                 ("data_types", "grad_accum_dtype"),
-                f"Gradients are accumulated in fp32 but reduced in {deepspeed.weights}, the default `communication_data_type`.",
+                f"Gradients are accumulated in fp32 but reduced in {deepspeed.weights}, the default "
+                "`communication_data_type`.",
                 instead='Add `"communication_data_type": "fp32"`.',
             )
 
@@ -307,7 +310,10 @@ class SixteenBitMasters(DeepSpeedRule):
             message = "fp16 and bf16 master weights are both enabled; DeepSpeed raises an error."
             yield self.at(config, (bf16, "bf16_master_weights_and_grads"), message, instead="Keep one.")
         if states is True and config.value(bf16, "bf16_master_weights_and_grads") in {None, False}:
-            message = "`bf16_optimizer_states` requires `bf16_master_weights_and_grads`; DeepSpeed raises an error without it."
+            message = (
+                "`bf16_optimizer_states` requires `bf16_master_weights_and_grads`; DeepSpeed raises an error without "
+                "it."
+            )
             instead = "Enable `bf16_master_weights_and_grads`, or remove this key."
             yield self.at(config, (bf16, "bf16_optimizer_states"), message, instead=instead)
 
@@ -342,8 +348,8 @@ class SequenceParallelReduction(DeepSpeedRule):
         unset = config.value("seq_parallel_communication_data_type") is None
         if size is not None and size > 1 and unset and config.entry("communication_data_type"):
             message = (
-                "DeepSpeed ignores `communication_data_type` with sequence parallelism and reduces in fp32, the default of "
-                "`seq_parallel_communication_data_type`."
+                "DeepSpeed ignores `communication_data_type` with sequence parallelism and reduces in fp32, the "
+                "default of `seq_parallel_communication_data_type`."
             )
             instead = "Set `seq_parallel_communication_data_type`."
             yield self.at(config, ("communication_data_type",), message, instead=instead)

@@ -223,7 +223,7 @@ class RemovedKey(DeepSpeedRule):
 
 
 class RenamedKey(DeepSpeedRule):
-    """A key uses its old name."""
+    """A key has been renamed."""
 
     code = "HS257"
     name = "renamed-key"

@@ -64,11 +64,14 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
             return
         value = config.number(*path)
         value_text = f"{value:g}" if value is not None else "..."
+        is_set = config.entry("gradient_clipping") is not None
+        instead = f'Set `"gradient_clipping": {value_text}` at the top level.'
         yield self.at(
             config,
             path,
-            "DeepSpeed does not support `max_grad_norm` as an optimizer parameter and raises a ValueError.",
-            instead=f'Set `"gradient_clipping": {value_text}` at the top level.',
+            f"DeepSpeed does not support the optimizer parameter `max_grad_norm` ({value_text}) and raises a "
+            "ValueError.",
+            instead="Remove it; `gradient_clipping` is already set." if is_set else instead,
             fix=self._moved(config, entry),
         )
 
@@ -305,8 +308,8 @@ class OneBitBackend(DeepSpeedRule):
             and value not in {"nccl", "mpi", "hccl", "compressed"}
         ):
             message = (
-                f"`comm_backend_name` is {value!r}, not one of nccl, mpi, hccl and compressed; the first step raises an "
-                "AttributeError."
+                f"`comm_backend_name` is {value!r}, not one of nccl, mpi, hccl and compressed; the first step raises "
+                "an AttributeError."
             )
             yield self.at(config, path, message, instead='Set `"comm_backend_name": "nccl"`.')
 

@@ -86,8 +86,8 @@ class AutocastWithFp16Mode(DeepSpeedRule):
             yield self.at(
                 config,
                 ("torch_autocast", "enabled"),
-                "`fp16` and `torch_autocast` are both enabled: one loss scale multiplies the loss, the other divides the "
-                "gradients.",
+                "`fp16` and `torch_autocast` are both enabled: one loss scale multiplies the loss, the other divides "
+                "the gradients.",
                 instead="Keep one; the `fp16` block works with ZeRO.",
             )
 
@@ -113,7 +113,8 @@ class AutocastWithoutDtype(DeepSpeedRule):
             yield self.at(
                 config,
                 ("torch_autocast", "enabled"),
-                "`torch_autocast` is enabled without a dtype; on a GPU it runs fp16, and DeepSpeed creates no GradScaler.",
+                "`torch_autocast` is enabled without a dtype; on a GPU it runs fp16, and DeepSpeed creates no "
+                "GradScaler.",
                 instead='Add `"dtype": "bfloat16"` to the block.',
             )
 
@@ -148,8 +149,8 @@ class Fp16AutocastWithZero(DeepSpeedRule):
             yield self.at(
                 config,
                 ("torch_autocast", "dtype"),
-                f"fp16 `torch_autocast` with ZeRO stage {deepspeed.stage} clips gradients before unscaling them, and after one "
-                "overflow skips every step (0.19.8) or lets ranks diverge (0.19.6).",
+                f"fp16 `torch_autocast` with ZeRO stage {deepspeed.stage} clips gradients before unscaling them, and "
+                "after one overflow skips every step (0.19.8) or lets ranks diverge (0.19.6).",
                 instead='Use `"dtype": "bfloat16"`, or the `fp16` block, which ZeRO supports.',
             )
 
@@ -260,7 +261,8 @@ class Fp16InputCast(DeepSpeedRule):
             yield self.at(
                 config,
                 ("fp16", "auto_cast"),
-                "`fp16.auto_cast` casts inputs to fp16 although fp16 is disabled; the first matrix product raises a RuntimeError.",
+                "`fp16.auto_cast` casts inputs to fp16 although fp16 is disabled; the first matrix product raises a "
+                "RuntimeError.",
                 instead="Remove `auto_cast`, or enable fp16.",
             )
 
@@ -302,7 +304,8 @@ class Fp16WithoutZero(DeepSpeedRule):
             yield self.at(
                 config,
                 ("fp16", "enabled"),
-                f"Without ZeRO, DeepSpeed{versions} {verbs[0]} not scale the fp16 loss but {verbs[1]} the gradients by the loss scale.",
+                f"Without ZeRO, DeepSpeed{versions} {verbs[0]} not scale the fp16 loss but {verbs[1]} the gradients "
+                "by the loss scale.",
                 instead='Set `"zero_optimization": {"stage": 1}`, or use bf16.',
                 severity="error" if broken else None,
             )

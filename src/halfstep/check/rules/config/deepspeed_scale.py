@@ -132,7 +132,8 @@ class HysteresisBelowOne(DeepSpeedRule):
             yield self.at(
                 config,
                 ("fp16", "hysteresis"),
-                f"`fp16.hysteresis` is {value:g}; the loss scale never decreases, and after one overflow every step is skipped.",
+                f"`fp16.hysteresis` is {value:g}; the loss scale never decreases, and after one overflow every step "
+                "is skipped.",
                 instead='Set `"hysteresis": 2`, or 1 to lower the scale at every overflow.',
             )
 
@@ -167,8 +168,8 @@ class InitialScaleBelowMinimum(DeepSpeedRule):
             yield self.at(
                 config,
                 ("fp16", "min_loss_scale"),
-                f"The initial loss scale 2^{power:g} = {2.0**power:g} is below `min_loss_scale` {minimum:g}; the first overflow "
-                "raises it, the second stops the run.",
+                f"The initial loss scale 2^{power:g} = {2.0**power:g} is below `min_loss_scale` {minimum:g}; the "
+                "first overflow raises it, the second stops the run.",
                 instead="Raise `initial_scale_power` or lower `min_loss_scale`.",
             )
 
@@ -213,7 +214,8 @@ class InitialScaleTooHigh(DeepSpeedRule):
             yield self.at(
                 config,
                 ("fp16", "initial_scale_power"),
-                f"The initial loss scale is 2^{power:g}; each factor of 2 above the largest usable scale costs a skipped step.",
+                f"The initial loss scale is 2^{power:g}; each factor of 2 above the largest usable scale costs a "
+                "skipped step.",
                 instead='Set `"initial_scale_power": 16`.',
             )
 

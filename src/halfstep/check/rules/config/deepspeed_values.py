@@ -108,7 +108,7 @@ class QuotedNumber(DeepSpeedRule):
 
 
 class BlockExpected(DeepSpeedRule):
-    """A block has a plain value."""
+    """A plain value is set where DeepSpeed expects a block."""
 
     code = "HS258"
     name = "block-expected"

@@ -261,8 +261,8 @@ class BatchSizesDisagree(DeepSpeedRule):
             yield self.at(
                 config,
                 ("train_batch_size",),
-                f"`train_batch_size` {total:g} is not a multiple of {product:g} ({micro:g} per GPU x {steps or 1:g} accumulation "
-                "steps).",
+                f"`train_batch_size` {total:g} is not a multiple of {product:g} ({micro:g} per GPU x {steps or 1:g} "
+                "accumulation steps).",
                 instead="Remove one of the three; DeepSpeed computes it.",
             )
 
@@ -289,7 +289,10 @@ class ClippingByDefault(DeepSpeedRule):
         native = config.strict and not deepspeed.has_auto and not config.may_hold("gradient_clipping")
         # Nearly every file omits the key, so this is reported only if the DeepSpeed version is known.
         if native and config.entry("gradient_clipping") is None and deepspeed.since(0, 19, 3):
-            message = "`gradient_clipping` is not set; DeepSpeed clips at 1.0 since 0.19.3 and did not clip before."
+            message = (
+                "`gradient_clipping` is not set; the default is 1.0 since DeepSpeed 0.19.3 and was 0.0 (no clipping) "
+                "before."
+            )
             instead = 'Set `"gradient_clipping": 1.0`, or 0.0 to disable clipping.'
             yield self.at(config, (), message, instead=instead)
 

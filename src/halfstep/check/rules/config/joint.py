@@ -380,7 +380,7 @@ class ZeroInitWithoutConfig(JointRule):
 
 
 def _names(node: object, config: Config, use: Use) -> bool:
-    """Whether the value of `deepspeed=` refers to this configuration: by file name, or as a dictionary in the script."""
+    """Whether the value of `deepspeed=` is this configuration: its file name, or a dictionary in the script."""
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return Path(node.value).name == Path(config.source.path).name
     return config.source.path == use.source.path and re.search(r"TrainingArguments|Config$", config.origin) is not None

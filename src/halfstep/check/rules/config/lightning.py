@@ -1,4 +1,4 @@
-"""Rules for Lightning's `Trainer(precision=...)` and `Fabric(precision=...)`, in calls and LightningCLI or Hydra files."""
+"""Rules for the precision of Lightning's Trainer and Fabric, in calls and in LightningCLI or Hydra files."""
 
 from __future__ import annotations
 

@@ -120,8 +120,8 @@ class Fp16WeightsWithFp16(TrainerRule):
         if entry and config.value("fp16") is True and config.root.call and "fp16 weights" in config.script:
             yield self.finding(
                 config.where(entry),
-                "The model is loaded in fp16, but `fp16=True` requires fp32 weights; the first step raises 'Attempting to "
-                "unscale FP16 gradients'.",
+                "The model is loaded in fp16, but `fp16=True` requires fp32 weights; the first step raises "
+                "'Attempting to unscale FP16 gradients'.",
                 instead="Load the model without `torch_dtype`; `fp16=True` runs the computation in fp16.",
             )
 
