@@ -1,4 +1,4 @@
-"""Explanations: complete, and in step with the code."""
+"""Topics of `halfstep explain`: complete, and consistent with the code."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from halfstep.report.topics import TOPICS, explain
 
 
 @pytest.mark.parametrize("name", TOPICS)
-def test_every_topic_explains_itself_under_its_own_name(name):
-    """Each topic has its name, a title, paragraphs and places to go on."""
+def test_every_topic_is_complete(name):
+    """Each topic has its registered name, a title, paragraphs and further reading."""
     topic = explain(name)
     assert topic.name == name
     assert topic.paragraphs
@@ -17,8 +17,8 @@ def test_every_topic_explains_itself_under_its_own_name(name):
     assert topic.title in str(topic)
 
 
-def test_numbers_are_the_formats_own():
-    """The figures people need stand in the text."""
+def test_topics_contain_the_key_numbers():
+    """The texts contain the limits of the formats and the loss-scale defaults."""
     scaling = str(explain("loss-scaling"))
     assert all(number in scaling for number in ("2^-24", "65504", "65536", "1000", "100 skipped"))
     assert "1/256" in str(explain("fp16-vs-bf16"))
@@ -26,12 +26,12 @@ def test_numbers_are_the_formats_own():
 
 
 @pytest.mark.parametrize("spelling", ["loss scaling", "Loss_Scaling", "LOSS-SCALING"])
-def test_topics_are_found_however_they_are_spelled(spelling):
-    """Spaces, underscores and case do not matter."""
+def test_topic_names_ignore_case_and_separators(spelling):
+    """Spaces, underscores and dashes are equivalent, and case is ignored."""
     assert explain(spelling).name == "loss-scaling"
 
 
-def test_unknown_topic_names_the_nearest():
-    """A typo is answered with what was meant."""
+def test_unknown_topic_suggests_the_closest_name():
+    """The error for a misspelled topic suggests the closest one."""
     with pytest.raises(HalfstepError, match="Did you mean 'hysteresis'"):
         explain("histeresis")

@@ -1,7 +1,7 @@
-"""Short explanations of the ideas behind mixed precision, with their numbers computed, not typed.
+"""Short explanations of mixed-precision concepts for `halfstep explain TOPIC`.
 
-`halfstep explain TOPIC` prints them. Every figure comes from `halfstep.precision.formats`, so an explanation cannot
-drift from what the library does.
+Every number is computed from `halfstep.precision.formats` and the defaults of `LossScale`, so the text cannot drift
+from what the library does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["TOPICS", "Topic", "explain"]
 
 @dataclass(frozen=True)
 class Topic:
-    """One explanation: a title, a few paragraphs, and where to go from there."""
+    """One explanation: a title, a few paragraphs and further reading."""
 
     name: str
     title: str
@@ -35,27 +35,29 @@ def _power(x: float) -> str:
 
 
 def _loss_scaling() -> Topic:
-    usual = LossScale()
+    default = LossScale()
     return Topic(
         "loss-scaling",
         "Loss scaling: why fp16 needs it and bf16 does not",
         (
-            f"fp16 stores nothing smaller than {_power(FP16.smallest_subnormal)} = {FP16.smallest_subnormal:.1e}. Half of that "
-            "and less becomes 0, and many gradients are that small: they vanish before the optimizer sees them, and the "
-            "layers behind them stop learning without any error.",
-            "Multiplying the loss by S multiplies every gradient by S, out of the region where fp16 flushes to zero; the "
-            "optimizer divides by S again, in fp32. The product must also stay below "
-            f"{FP16.max:.0f}, fp16's largest value, or it becomes inf. The largest S that does not overflow changes during "
-            "training, so a dynamic scale finds it by trial: after a non-finite gradient the step is skipped and S is lowered, "
-            "after a run of clean steps S is raised.",
-            f"Halfstep starts at {usual.init_scale:.0f}, doubles after {usual.growth_interval} clean steps, halves when "
-            f"{usual.hysteresis} overflows have used up the hysteresis, stays within [{usual.min_scale:.0f}, "
-            f"{_power(usual.max_scale)}], and stops after {usual.max_skips} skipped steps in a row, naming the parameters. "
-            "A few skipped steps at the start and one now and then later are the search at work, not a fault.",
-            f"bf16 has fp32's exponent: it reaches down to {BF16.smallest_subnormal:.0e}, where no gradient that matters lives, "
-            "so it needs no scale. A scaler there only costs two passes over the gradients.",
-            "Clip after dividing by S, never before: clipping scaled gradients at 1.0 clips the true ones at 1/S. The Engine "
-            "does it in that order.",
+            f"The smallest positive fp16 value is {_power(FP16.smallest_subnormal)} = {FP16.smallest_subnormal:.1e}; "
+            "values up to half of it round to 0. Many gradients are that small: they underflow before the optimizer "
+            "reads them, and the layers below stop learning without an error.",
+            "Multiplying the loss by a scale S multiplies every gradient by S and moves it out of the underflow "
+            "range; the optimizer divides by S again in fp32. The product must also stay below fp16's maximum of "
+            f"{FP16.max:.0f}, or it becomes inf. The largest S that does not overflow changes during training, so "
+            "dynamic loss scaling searches for it: a non-finite gradient skips the step and lowers S, a series of "
+            "finite steps raises S.",
+            f"Halfstep starts at {default.init_scale:.0f}, doubles the scale after {default.growth_interval} finite "
+            f"steps, halves it when {default.hysteresis} overflows have exhausted the hysteresis, keeps it within "
+            f"[{default.min_scale:.0f}, {_power(default.max_scale)}], and raises an error that names the parameters "
+            f"after {default.max_skips} skipped steps in a row. A few skipped steps at the start and an occasional "
+            "one later are normal: that is how the search works.",
+            f"bf16 has fp32's exponent range: it represents values down to {BF16.smallest_subnormal:.0e}, smaller "
+            "than any gradient that matters, so it needs no loss scale. A scaler only adds two passes over the "
+            "gradients.",
+            "Clip after dividing by S, never before: clipping scaled gradients at 1.0 clips the true ones at 1/S. "
+            "The Engine unscales first.",
         ),
         ("halfstep explain hysteresis", "docs/scaler.md", "Micikevicius et al., Mixed Precision Training, 2018"),
     )
@@ -64,40 +66,46 @@ def _loss_scaling() -> Topic:
 def _hysteresis() -> Topic:
     return Topic(
         "hysteresis",
-        "Hysteresis: how many overflows it takes to lower the loss scale",
+        "Hysteresis: how many overflows lower the loss scale",
         (
-            "One odd batch can overflow at a scale that is right for all others. With hysteresis h, the first h - 1 "
-            "overflows only skip their step; the scale is lowered from the h-th on. torch.amp has none (h = 1).",
-            "Systems differ in when the allowance is refilled. Apex, and DeepSpeed with consecutive_hysteresis, refill it at "
-            "every clean step, so only overflows in a row lower the scale. Megatron and DeepSpeed's default refill it only "
-            "when the scale grows: after the first h - 1 overflows of a window, each further one lowers the scale.",
-            "DeepSpeed also grows one step later than the others: after growth_interval + 1 clean steps the first time. "
-            "LossScaler(semantics=...) reproduces torch, apex, megatron, deepspeed and deepspeed-consecutive by name, so that "
-            "a run can be moved without changing its trajectory.",
-            "hysteresis must be at least 1. DeepSpeed accepts 0 and then never lowers the scale: every step is skipped for ever.",
+            "A single unusual batch can overflow at a scale that suits all others. With hysteresis h, the first h - "
+            "1 overflows only skip their step; the h-th and later ones lower the scale. torch.amp has no hysteresis "
+            "(h = 1).",
+            "Implementations differ in when the counter is reset. Apex, and DeepSpeed with consecutive_hysteresis, "
+            "reset it at every finite step, so only consecutive overflows lower the scale. Megatron and DeepSpeed's "
+            "default reset it only when the scale grows: after the first h - 1 overflows of a window, every further "
+            "one lowers the scale.",
+            "DeepSpeed also grows the scale one step later than the others: after growth_interval + 1 finite steps "
+            "following the start or an overflow. LossScaler(semantics=...) reproduces torch, apex, megatron, "
+            "deepspeed and deepspeed-consecutive, so that a run can be migrated without changing its trajectory.",
+            "hysteresis must be at least 1. DeepSpeed accepts 0 and then never lowers the scale: after the first "
+            "overflow it skips every step.",
         ),
-        ("halfstep explain loss-scaling", "docs/scaler.md has one trace under all five rules"),
+        ("halfstep explain loss-scaling", "docs/scaler.md, which traces all five semantics on one example"),
     )
 
 
 def _fp16_bf16() -> Topic:
     return Topic(
         "fp16-vs-bf16",
-        "fp16 against bf16: range or precision",
+        "fp16 vs. bf16: range or precision",
         (
-            f"Both take {FP16.bytes} bytes. fp16 spends {FP16.exponent_bits} bits on the exponent and {FP16.fraction_bits} on the "
-            f"fraction; bf16 spends {BF16.exponent_bits} and {BF16.fraction_bits}.",
-            f"Range: fp16 ends at {FP16.max:.0f} and is exact only down to {FP16.smallest_normal:.1e}; bf16 ends at {BF16.max:.1e} and "
-            f"starts at {BF16.smallest_normal:.1e}, like fp32. So fp16 needs a loss scale and can overflow in the forward pass; bf16 does "
-            "neither.",
-            f"Precision: next to 1.0 the step is {FP16.epsilon:.1e} in fp16 ({_power(FP16.epsilon)}) and {BF16.epsilon:.1e} in bf16 "
-            f"({_power(BF16.epsilon)}), eight times coarser. Both are far too coarse for weight updates: an update smaller than half a "
-            f"step is lost, in bf16 anything below about 1/{round(2 / BF16.epsilon)} of the weight. That is why a mixed-precision run "
-            "keeps an fp32 master of the weights.",
-            "Choose bf16 where the hardware runs it natively (NVIDIA Ampere and later, AMD MI200 and later, Intel Xe with XMX, CPUs with "
-            "AMX or AVX512-BF16): it is simpler and does not skip steps. Choose fp16 on Volta and Turing, and where the finer fraction "
-            "matters more than the range, as in some reinforcement-learning fine-tuning.",
-            "Weights that were trained in bf16 may hold activations past fp16's range: continuing them in fp16 overflows at any scale.",
+            f"Both use {FP16.bytes} bytes. fp16 has {FP16.exponent_bits} exponent bits and {FP16.fraction_bits} "
+            f"fraction bits; bf16 has {BF16.exponent_bits} and {BF16.fraction_bits}.",
+            f"Range: fp16's maximum is {FP16.max:.0f} and its smallest normal value {FP16.smallest_normal:.1e}; "
+            f"bf16's are {BF16.max:.1e} and {BF16.smallest_normal:.1e}, like fp32's. So fp16 needs a loss scale and "
+            "can overflow in the forward pass; bf16 needs none and rarely overflows.",
+            f"Precision: the spacing at 1.0 is {FP16.epsilon:.1e} in fp16 ({_power(FP16.epsilon)}) and "
+            f"{BF16.epsilon:.1e} in bf16 ({_power(BF16.epsilon)}), {BF16.epsilon / FP16.epsilon:.0f} times coarser. "
+            "Both are too coarse for weight updates: an update smaller than half the spacing is lost, in bf16 "
+            f"anything below about 1/{round(2 / BF16.epsilon)} of the weight. That is why mixed-precision training "
+            "keeps fp32 master weights.",
+            "Choose bf16 if the hardware runs it natively (NVIDIA Ampere and later, AMD MI200 and later, Intel Xe "
+            "with XMX, CPUs with AMX, AVX512-BF16 or Arm bf16 instructions): it is simpler and does not skip steps. "
+            "Choose fp16 on Volta and Turing, and if precision matters more than range, as in some "
+            "reinforcement-learning fine-tuning.",
+            "Models trained in bf16 can produce activations beyond fp16's range: continuing their training in fp16 "
+            "overflows at any loss scale.",
         ),
         ("halfstep probe", "halfstep explain loss-scaling", "halfstep explain native-vs-emulated", "docs/policies.md"),
     )
@@ -108,19 +116,19 @@ def _stays_fp32() -> Topic:
         "stays-in-fp32",
         "What stays in fp32, and why",
         (
-            "Matrix products and convolutions gain from 16 bits, and lose little: hardware multiplies 16-bit numbers and adds the "
-            "products up in fp32. Other parts lose too much.",
-            f"Long sums. Adding 1.0 to a 16-bit total stops changing it at {round(2 / BF16.epsilon)} in bf16 and {round(2 / FP16.epsilon)} in "
-            "fp16. So softmax, log-softmax, large sums and norms are computed in fp32, and gradients are accumulated over "
-            "micro-batches in fp32.",
-            f"Losses. A 16-bit loss has a 16-bit gradient, and the loss scale {LossScale().init_scale:.0f} itself is inf in fp16 "
-            f"(its largest value is {FP16.max:.0f}).",
-            "Batch-norm statistics: running averages move by small steps that 16 bits would lose. Normalisation layers may take and "
-            "give 16 bits with fp32 inside.",
-            f"The master weights and the moments: an update below half a step of the weight is lost, {_power(BF16.epsilon / 2)} of it in "
-            f"bf16 and {_power(FP32.epsilon / 2)} in fp32.",
-            "autocast keeps most of these by itself on CUDA. On a CPU it does not: softmax, sums and norms run in 16 bits there. "
-            "Halfstep holds the rule on every device.",
+            "Matrix products and convolutions are faster in 16 bits and lose little accuracy: the hardware "
+            "multiplies 16-bit values and accumulates in fp32. Other operations lose too much.",
+            f"Long sums: a running sum of ones stops growing at {round(2 / BF16.epsilon)} in bf16 and at "
+            f"{round(2 / FP16.epsilon)} in fp16. Softmax, log-softmax, large sums and norms are therefore computed in "
+            "fp32, and gradients are accumulated over micro-batches in fp32.",
+            f"Losses: a 16-bit loss has a 16-bit gradient, and the initial loss scale of {LossScale().init_scale:.0f} "
+            f"is itself inf in fp16, whose maximum is {FP16.max:.0f}.",
+            "Batch-norm statistics: running averages change in steps too small for 16 bits. Normalization layers can "
+            "have 16-bit inputs and outputs if they compute in fp32.",
+            "Master weights and optimizer moments: an update smaller than half the spacing at the weight is lost, "
+            f"relative to the weight about {_power(BF16.epsilon / 2)} in bf16 and {_power(FP32.epsilon / 2)} in fp32.",
+            "autocast runs most of these in fp32 on CUDA. On a CPU it does not: softmax, sums and norms run in 16 "
+            "bits. Halfstep runs them in fp32 on every device.",
         ),
         ("halfstep explain fp16-vs-bf16", "docs/policies.md"),
     )
@@ -129,40 +137,44 @@ def _stays_fp32() -> Topic:
 def _native() -> Topic:
     return Topic(
         "native-vs-emulated",
-        "Native, slow or emulated: what a device really does with 16 bits",
+        "Native, slow or emulated: how a device runs 16-bit formats",
         (
-            "A format is native where the hardware multiplies matrices in it faster than in fp32: tensor cores, matrix cores, XMX, AMX.",
-            "It is emulated where the software converts to fp32, computes, and converts back. Results are right and memory is "
-            "halved, but it is not faster, and often much slower. torch.cuda.is_bf16_supported() answers True for both cases, so on a T4 "
-            "or V100, where bf16 is emulated, scripts that trust it choose the slow format.",
-            "A CPU without 16-bit arithmetic is the extreme case: there 16-bit training is many times slower than fp32, and the right "
-            "choice is fp32.",
-            "`halfstep probe` tells the two apart from a table of facts; `halfstep probe --measure` times matrix products in each format "
-            "here, to confirm the table.",
+            "A format is native if the hardware multiplies matrices in it faster than in fp32: on tensor cores, "
+            "matrix cores, XMX or AMX.",
+            "It is slow if the hardware supports it without a speedup over fp32; it then only saves memory.",
+            "It is emulated if the software converts to fp32, computes and converts back. Results are correct and "
+            "memory is halved, but it is not faster and often much slower. torch.cuda.is_bf16_supported() returns "
+            "True in this case too, so scripts that rely on it choose the slow format on a T4 or V100, where bf16 is "
+            "emulated.",
+            "A CPU without 16-bit arithmetic is the extreme case: 16-bit training is many times slower than fp32 "
+            "there. Use fp32.",
+            "`halfstep probe` looks the formats up in a table of devices; `halfstep probe --measure` times matrix "
+            "products on this machine to verify the table.",
         ),
         ("halfstep probe", "docs/hardware.md"),
     )
 
 
 def _formats() -> Topic:
-    lines = [
-        f"{'format':14} {'bits':>4} {'bytes':>6} {'largest':>9} {'normal from':>12} {'smallest':>9} {'step at 1':>10}"
-    ]
+    header = f"{'format':14} {'bits':>4} {'bytes':>6} {'max':>9} {'min normal':>12} {'min':>9} {'spacing at 1':>13}"
+    lines = [header]
     for f in FORMATS.values():
         if isinstance(f, BlockFormat):
             lines.append(
-                f"{f.name:14} {f.bits:4} {f.bytes:6.3f} {'block max':>9} {'-':>12} {f.smallest:9.1e} {f.ulp(1.0):10.1e}"
+                f"{f.name:14} {f.bits:4} {f.bytes:6.3f} {'block max':>9} {'-':>12} {f.smallest:9.1e} {f.ulp(1.0):13.1e}"
             )
         else:
+            largest = f"{f.max:.0f}" if f.max < 1e6 else f"{f.max:.3e}"
             lines.append(
-                f"{f.name:14} {f.bits:4} {f.bytes:6.3f} {f.max:9.4g} {f.smallest_normal:12.2e} {f.smallest_subnormal:9.1e} {f.epsilon:10.1e}"
+                f"{f.name:14} {f.bits:4} {f.bytes:6.3f} {largest:>9} {f.smallest_normal:12.2e} "
+                f"{f.smallest_subnormal:9.1e} {f.epsilon:13.1e}"
             )
     return Topic(
         "formats",
-        "The number formats, side by side",
+        "Number formats compared",
         (
             "\n".join(lines),
-            "The 8-bit block formats are relative to the largest magnitude of their block of 256 values.",
+            "Values of the 8-bit block formats are relative to the largest magnitude in their block of 256 values.",
         ),
         ("halfstep explain fp16-vs-bf16",),
     )
@@ -179,7 +191,7 @@ TOPICS: dict[str, Callable[[], Topic]] = {
 
 
 def explain(name: str) -> Topic:
-    """The explanation called `name`; spaces and underscores count as dashes."""
+    """The topic called `name`; case is ignored, and spaces and underscores count as dashes."""
     key = "-".join(name.casefold().replace("_", " ").replace("-", " ").split())
     if key not in TOPICS:
         raise unknown("topic", name, TOPICS)

@@ -1,14 +1,14 @@
-"""The keys DeepSpeed accepts block by block, and those it has renamed or removed: one table for all key rules.
+"""DeepSpeed's valid keys per block, and its renamed and removed keys: one table for all key rules.
 
-From the validators of DeepSpeed 0.19.8 (runtime/precision_config.py, zero/config.py, zero/offload_config.py). Keys that
-earlier releases accepted and this one removed stand in `REMOVED`, so that they are not called misspelt.
+Source: the validators of DeepSpeed 0.19.8 (runtime/precision_config.py, zero/config.py, zero/offload_config.py). Keys
+that earlier releases accepted and 0.19.8 removed are listed in `REMOVED`, so that they are not reported as misspelled.
 """
 
 from __future__ import annotations
 
 from halfstep.precision.deepspeed_keys import BLOCKS
 
-__all__ = ["BLOCK_KEYS", "HOME", "REMOVED", "RENAMED", "TOP_NUMBERS"]
+__all__ = ["BLOCK_KEYS", "PARENT_BLOCK", "REMOVED", "RENAMED", "TOP_NUMBERS"]
 
 _ZERO = (
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
@@ -31,7 +31,7 @@ _OFFLOAD_OPTIMIZER = (
     "ratio", "super_offload", "cpuadam_cores_perc",
 )  # fmt: skip
 
-# block -> its keys; a key outside the list is a validation error.
+# Block -> valid keys; any other key is a validation error.
 BLOCK_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("fp16",): BLOCKS["fp16"],
     ("bf16",): BLOCKS["bf16"],
@@ -41,15 +41,15 @@ BLOCK_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("zero_optimization", "offload_optimizer"): _OFFLOAD_OPTIMIZER,
 }
 
-# key -> the block it belongs to, for keys that are plainly of one block.
-HOME: dict[str, str] = {
+# Key -> the block it belongs to, for keys that exist in one block only.
+PARENT_BLOCK: dict[str, str] = {
     **{key: "zero_optimization" for key in _ZERO if key not in {"elastic_checkpoint", "zenflow", "leaf_module"}},
     **{key: "fp16" for key in BLOCKS["fp16"] if key not in {"enabled", "auto_cast"}},
     "grad_accum_dtype": "data_types",
-    "max_grad_norm": "the top level, under the name gradient_clipping",
+    "max_grad_norm": "",  # in no block: DeepSpeed's name for it is the top-level gradient_clipping
 }
 
-# key -> where it stood, for features that 0.19.8 refuses to see named. amp has a rule of its own.
+# Key -> where it was valid, for removed features that 0.19.8 raises an error for. `amp` has a separate rule.
 REMOVED: dict[str, str] = {
     "nebula": "top",
     "compression_training": "top",
@@ -73,7 +73,7 @@ RENAMED: dict[tuple[str, ...], str] = {
     ("zero_optimization", "stage3_gather_fp16_weights_on_model_save"): "stage3_gather_16bit_weights_on_model_save",
 }
 
-# Top-level numbers that DeepSpeed computes with as they stand.
+# Top-level numbers that DeepSpeed uses without converting or validating them.
 TOP_NUMBERS: tuple[str, ...] = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",

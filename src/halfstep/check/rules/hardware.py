@@ -1,8 +1,8 @@
-"""HS3xx: what a named GPU cannot honour.
+"""HS3xx: formats that the target GPU does not support, or does not run faster than fp32.
 
-`--gpu t4` names the hardware a run is for, and these rules hold every format that a script or a configuration asks for
-against the table of `halfstep.hardware.devices`. "It runs" is not "it is fast": a T4 multiplies bf16 matrices by converting them to
-fp32 and back, and torch.cuda.is_bf16_supported() says True there.
+`--gpu t4` names the target hardware, and these rules compare every format that a script or a configuration requests
+with the table in `halfstep.hardware.devices`. A format that runs is not always fast: a T4 computes bf16 matrix products
+by converting to fp32 and back, and torch.cuda.is_bf16_supported() returns True there.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["RULES"]
 
 _TENSOR_CORES = "https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html"
 _CAPABILITIES = "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions"
-_PLACES: dict[str, tuple[tuple[str, ...], ...]] = {
+_KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "accelerate": (("mixed_precision",),),
     "lightning": (("precision",),),
     "halfstep": (("precision",),),
     "torch": (("dtype",),),
 }
-_WORDS = {
+_FORMAT_OF_NAME = {
     "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",
     "bf16-lean": "bf16", "fp16": "fp16", "float16": "fp16", "torch.float16": "fp16", "16": "fp16", "16-mixed": "fp16",
     "16-true": "fp16", "fp16-lean": "fp16", "fp8": "fp8", "transformer-engine": "fp8", "tf32": "tf32",
@@ -39,7 +39,7 @@ def _settings(name: str) -> Settings:
 
 
 class HardwareRule(ConfigRule):
-    """A rule that needs to know the GPU."""
+    """A rule that applies to a known GPU."""
 
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in `config`, if the GPU is known."""
@@ -52,46 +52,54 @@ class HardwareRule(ConfigRule):
         """The findings on one GPU."""
         raise NotImplementedError
 
-    def speak(self, config: Config, place: Entry | Span, message: str, instead: str, severity: Severity) -> Finding:
-        """A finding that says how the GPU is known, unless the user named it."""
-        origin = config.settings.gpu_origin
-        told = " (the GPU that nvidia-smi reports)" if origin == "nvidia-smi" else ""
-        return self.finding(config.where(place), message + told, instead=instead, severity=severity)
+    def report(self, config: Config, place: Entry | Span, message: str, instead: str, severity: Severity) -> Finding:
+        """A finding whose message names the origin of the GPU, unless the user named it."""
+        detected = config.settings.gpu_origin == "nvidia-smi"
+        note = " (GPU detected by nvidia-smi)" if detected else ""
+        return self.finding(config.where(place), message + note, instead=instead, severity=severity)
 
 
-def _asked(config: Config, wanted: str) -> Iterator[Entry]:
-    """The entries of a configuration that ask for a format."""
+def _requests(config: Config, wanted: str) -> Iterator[Entry]:
+    """The entries of a configuration that request a format."""
     if config.kind == "deepspeed":
-        facts = DeepSpeed(config)
-        if wanted in {"fp16", "bf16"} and (facts.fp16 if wanted == "fp16" else facts.bf16):
-            name = "fp16" if wanted == "fp16" else facts.bf16_name
+        deepspeed = DeepSpeed(config)
+        if wanted in {"fp16", "bf16"} and (deepspeed.fp16 if wanted == "fp16" else deepspeed.bf16):
+            name = "fp16" if wanted == "fp16" else deepspeed.bf16_name
             yield from filter(None, [config.entry(name, "enabled")])
-        if facts.autocast and facts.dtype("torch_autocast", "dtype") == wanted:
+        if deepspeed.autocast and deepspeed.dtype("torch_autocast", "dtype") == wanted:
             yield from filter(None, [config.entry("torch_autocast", "dtype")])
         return
     if config.kind == "transformers":
-        found = config.entry(wanted)
-        if found and config.value(wanted) is True:
-            yield found
+        entry = config.entry(wanted)
+        if entry and config.value(wanted) is True:
+            yield entry
         return
-    for path in _PLACES.get(config.kind, ()):
-        found = config.entry(*path)
+    for path in _KEYS.get(config.kind, ()):
+        entry = config.entry(*path)
         value = config.value(*path)
-        word = str(value).split(",", maxsplit=1)[0]
-        if found and isinstance(value, str | int) and _WORDS.get(word) == wanted:
-            yield found
+        name = str(value).split(",", maxsplit=1)[0]
+        if entry and isinstance(value, str | int) and _FORMAT_OF_NAME.get(name) == wanted:
+            yield entry
+
+
+def _describe(name: str, gpu: Device, facts: Facts) -> str:
+    """How the GPU runs a format and why, as the message of a finding."""
+    support = {"none": "not supported"}.get(facts[name], facts[name])
+    reason = facts.why(name)
+    return f"{name} is {support} on {gpu.name}{': ' + reason if reason else ''}."
 
 
 class Bf16NotNative(HardwareRule):
-    """bf16 is asked for on hardware that does not compute in it."""
+    """bf16 is requested on hardware without native bf16 support."""
 
     code = "HS301"
     name = "bf16-not-native"
     severity = "warning"
     reason = (
-        "bf16 arithmetic came with Ampere (A100, RTX 30) on NVIDIA's side. Before it (T4, V100, P100, RTX 20) torch converts every "
-        "operand to fp32 and back, which is slower than fp32 itself, while torch.cuda.is_bf16_supported() answers True. fp16 with "
-        "a loss scale is what those GPUs have tensor cores for, from Volta on."
+        "NVIDIA GPUs have native bf16 support from Ampere on (A100, RTX 30). On older ones (T4, V100, P100, RTX 20) "
+        "torch converts every operand to fp32 and back, which is slower than fp32, although "
+        "`torch.cuda.is_bf16_supported()` returns True. Volta and Turing have fp16 tensor cores; use fp16 with a loss "
+        "scale there."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
@@ -108,27 +116,27 @@ class Bf16NotNative(HardwareRule):
     settings = _settings("t4")
 
     def inspect(self, config: Config, gpu: Device, facts: Facts) -> Iterator[Finding]:
-        """bf16 where it is emulated, slow or absent."""
+        """Report bf16 that is emulated, slow or unsupported."""
         support = facts["bf16"]
         if support == "native":
             return
         severity: Severity = {"slow": "advice", "emulated": "warning", "none": "error"}[support]  # type: ignore[assignment]
         instead = "Use fp16 with a loss scale." if facts["fp16"] == "native" else "Use fp32."
-        for found in _asked(config, "bf16"):
-            message = f"bf16 on {gpu.name}: {facts.why('bf16') or support}."
-            yield self.speak(config, found, message, instead, severity)
+        for entry in _requests(config, "bf16"):
+            yield self.report(config, entry, _describe("bf16", gpu, facts), instead, severity)
 
 
 class Fp16NotFaster(HardwareRule):
-    """fp16 is asked for on hardware where it brings no speed."""
+    """fp16 is requested on hardware where it is not faster than fp32."""
 
     code = "HS302"
     name = "fp16-not-faster"
     severity = "warning"
     reason = (
-        "The gain of mixed precision comes from tensor cores (Volta and later) or matrix cores. Pascal and the GTX 16 cards have "
-        "none, and with the casts and the loss scaling fp16 is often slower than fp32 there; it still halves activations. DeepSpeed "
-        "refuses fp16 below compute capability 7.0 unless DS_ALLOW_DEPRECATED_FP16=1 is set."
+        "Mixed precision is faster because of tensor cores (Volta and later) or matrix cores. Pascal and GTX 16 GPUs "
+        "have none: with the casts and the loss scaling, fp16 is often slower than fp32 there, although it halves "
+        "activation memory. DeepSpeed raises an error for fp16 below compute capability 7.0 unless "
+        "`DS_ALLOW_DEPRECATED_FP16=1` is set."
     )
     bad = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True)\n",
@@ -140,26 +148,26 @@ class Fp16NotFaster(HardwareRule):
     settings = _settings("p100")
 
     def inspect(self, config: Config, gpu: Device, facts: Facts) -> Iterator[Finding]:
-        """fp16 where it is slow or emulated."""
+        """Report fp16 that is slow or emulated."""
         if facts["fp16"] == "native":
             return
-        refused = config.kind == "deepspeed" and gpu.arch in {"sm60", "sm61"}
-        for found in _asked(config, "fp16"):
-            message = f"fp16 on {gpu.name}: {facts.why('fp16') or facts['fp16']}."
-            if refused:
-                message += " DeepSpeed refuses it there unless DS_ALLOW_DEPRECATED_FP16=1."
-            yield self.speak(config, found, message, "Use fp32.", "error" if refused else "warning")
+        rejected = config.kind == "deepspeed" and gpu.arch in {"sm60", "sm61"}
+        for entry in _requests(config, "fp16"):
+            message = _describe("fp16", gpu, facts)
+            if rejected:
+                message += " DeepSpeed raises an error unless DS_ALLOW_DEPRECATED_FP16=1 is set."
+            yield self.report(config, entry, message, "Use fp32.", "error" if rejected else "warning")
 
 
 class Tf32Absent(HardwareRule):
-    """TF32 is asked for on hardware that has none."""
+    """TF32 is requested on hardware without TF32 support."""
 
     code = "HS303"
     name = "tf32-absent"
     severity = "error"
     reason = (
-        "TF32 came with Ampere. Before it Hugging Face's tf32=True raises '--tf32 requires Ampere or a newer GPU arch', while "
-        "torch's own switches are accepted and change nothing."
+        "NVIDIA GPUs support TF32 from Ampere on. On older ones Hugging Face's `tf32=True` raises '--tf32 requires "
+        "Ampere or a newer GPU arch', while torch accepts its own TF32 settings and ignores them."
     )
     bad = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True, tf32=True)\n",
@@ -169,34 +177,33 @@ class Tf32Absent(HardwareRule):
     good = ("from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True)\n",)
     references = (
         "https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices",
-        "measured: read in transformers 5.22, training_args.py",
+        "measured: source code of transformers 5.22, training_args.py",
     )
     settings = _settings("t4")
 
     def inspect(self, config: Config, gpu: Device, facts: Facts) -> Iterator[Finding]:
-        """Hugging Face's flag, Halfstep's preset, torch's switches."""
+        """Check Hugging Face's flag, Halfstep's preset and torch's settings."""
         if facts["tf32"] != "none":
             return
-        for found in _asked(config, "tf32"):
-            message = f"tf32 on {gpu.name}: {facts.why('tf32')}."
-            yield self.speak(config, found, message, "Remove it.", "error")
-        for key, wanted in (("tf32", {True}), ("matmul", {"high", "medium"})):
-            found_switch = config.entry(key) if config.kind == "torch" else None
+        for entry in _requests(config, "tf32"):
+            yield self.report(config, entry, _describe("tf32", gpu, facts), "Remove it.", "error")
+        for key, enabling in (("tf32", {True}), ("matmul", {"high", "medium"})):
+            setting = config.entry(key) if config.kind == "torch" else None
             value = config.value(key)
-            if found_switch and isinstance(value, str | bool) and value in wanted:
-                message = f"{config.origin} changes nothing on {gpu.name}: {facts.why('tf32')}."
-                yield self.speak(config, config.root.span, message, "Remove it, or keep it for newer GPUs.", "advice")
+            if setting and isinstance(value, str | bool) and value in enabling:
+                message = f"`{config.origin}` has no effect on {gpu.name}: {facts.why('tf32')}."
+                yield self.report(config, config.root.span, message, "Remove it, or keep it for newer GPUs.", "advice")
 
 
 class Fp8Absent(HardwareRule):
-    """fp8 is asked for on hardware that has no fp8 units."""
+    """fp8 is requested on hardware without fp8 units."""
 
     code = "HS304"
     name = "fp8-absent"
     severity = "error"
     reason = (
-        "fp8 matrix units came with Ada and Hopper (compute capability 8.9 and 9.0) and with AMD's MI300. Elsewhere Transformer "
-        "Engine and torch._scaled_mm refuse to run."
+        "NVIDIA added fp8 matrix units with Ada and Hopper (compute capability 8.9 and 9.0), AMD with the MI300. On "
+        "other GPUs Transformer Engine and `torch._scaled_mm` raise an error."
     )
     bad = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: fp8\n",
@@ -207,23 +214,24 @@ class Fp8Absent(HardwareRule):
     settings = _settings("a100")
 
     def inspect(self, config: Config, gpu: Device, facts: Facts) -> Iterator[Finding]:
-        """fp8 where there is none."""
+        """Report fp8 that the GPU does not support."""
         if facts["fp8"] != "none":
             return
-        for found in _asked(config, "fp8"):
-            message = f"fp8 on {gpu.name}: {facts.why('fp8')}."
-            yield self.speak(config, found, message, "Use bf16." if facts["bf16"] == "native" else "Use fp16.", "error")
+        for entry in _requests(config, "fp8"):
+            instead = "Use bf16." if facts["bf16"] == "native" else "Use fp16."
+            yield self.report(config, entry, _describe("fp8", gpu, facts), instead, "error")
 
 
 class FlashAttentionAbsent(HardwareRule):
-    """FlashAttention 2 is asked for on a GPU it does not support."""
+    """FlashAttention 2 is requested on a GPU that it does not support."""
 
     code = "HS305"
     name = "flash-attention-absent"
     severity = "error"
     reason = (
-        "FlashAttention 2 needs Ampere or later and stops on a T4, V100 or RTX 20 card with 'FlashAttention only supports Ampere "
-        "GPUs or newer'. torch's own scaled_dot_product_attention (attn_implementation=\"sdpa\") picks a kernel that runs."
+        "FlashAttention 2 requires Ampere or later and raises 'FlashAttention only supports Ampere GPUs or newer' on "
+        'T4, V100 and RTX 20 GPUs. torch\'s `scaled_dot_product_attention` (`attn_implementation="sdpa"`) selects a '
+        "supported kernel."
     )
     bad = (
         "from transformers import AutoModelForCausalLM\n\n"
@@ -239,26 +247,26 @@ class FlashAttentionAbsent(HardwareRule):
     settings = _settings("t4")
 
     def inspect(self, config: Config, gpu: Device, facts: Facts) -> Iterator[Finding]:
-        """NVIDIA GPUs before Ampere."""
+        """Report FlashAttention 2 on NVIDIA GPUs before Ampere."""
         if config.kind != "torch" or not gpu.arch.startswith(("sm6", "sm7")):
             return
-        asked = config.value("attention") == "flash_attention_2" or config.value("flash") is True
-        found = config.entry("attention") or config.entry("flash")
-        if asked and found:
-            message = f"FlashAttention 2 does not run on {gpu.name}, which is older than Ampere."
-            yield self.speak(config, found.value.span, message, 'Write attn_implementation="sdpa".', "error")
+        requested = config.value("attention") == "flash_attention_2" or config.value("flash") is True
+        entry = config.entry("attention") or config.entry("flash")
+        if requested and entry:
+            message = f"FlashAttention 2 does not support {gpu.name}; it requires Ampere or later."
+            yield self.report(config, entry.value.span, message, 'Use `attn_implementation="sdpa"`.', "error")
 
 
 class SubnormalsFlushed(HardwareRule):
-    """fp16 is asked for on hardware whose matrix units flush its subnormals to zero."""
+    """fp16 is requested on hardware whose matrix units flush subnormals to zero."""
 
     code = "HS306"
     name = "subnormals-flushed"
     severity = "advice"
     reason = (
-        "AMD's MI200 series flushes 16-bit subnormals in its matrix units: fp16 values below 6.1e-5 (2^-14) become 0 in every "
-        "product, where other GPUs keep them down to 6e-8. That is 10 bits of range less, so the loss scale must be higher. bf16's "
-        "subnormals lie at 1e-38, where nothing is."
+        "The matrix units of AMD's MI200 series flush 16-bit subnormals: fp16 values below 6.1e-5 (2^-14) become 0 in "
+        "every matrix product, while other GPUs represent values down to 6e-8. That is 10 bits less range, so the "
+        "loss scale must be higher. bf16 subnormals start at 1e-38 and do not matter in practice."
     )
     bad = ("from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True)\n",)
     good = ("from transformers import TrainingArguments\n\nargs = TrainingArguments('out', bf16=True)\n",)
@@ -269,11 +277,11 @@ class SubnormalsFlushed(HardwareRule):
     settings = _settings("mi250x")
 
     def inspect(self, config: Config, gpu: Device, facts: Facts) -> Iterator[Finding]:
-        """The one architecture that does so."""
+        """Report fp16 on gfx90a, the only architecture that does this."""
         if gpu.arch == "gfx90a":
-            for found in _asked(config, "fp16"):
-                message = f"fp16 on {gpu.name}: its matrix units flush values below 6.1e-5 to zero."
-                yield self.speak(config, found, message, "Use bf16, which is as fast there.", "advice")
+            for entry in _requests(config, "fp16"):
+                message = f"The matrix units of {gpu.name} flush fp16 values below 6.1e-5 to zero."
+                yield self.report(config, entry, message, "Use bf16, which is as fast on this GPU.", "advice")
 
 
 RULES: tuple[type[Rule], ...] = (

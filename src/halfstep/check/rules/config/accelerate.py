@@ -1,4 +1,4 @@
-"""Accelerate: its YAML file and `Accelerator(...)`."""
+"""Rules for Accelerate: its YAML file and `Accelerator(...)`."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from halfstep.check.rule import ConfigRule, Rule
 __all__ = ["RULES"]
 
 _MODES = ("no", "fp16", "bf16", "fp8")
-_MEANT = {
+_CORRECTIONS = {
     "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16", "true": "fp16", "amp": "fp16",
     "bfloat16": "bf16", "bf16-mixed": "bf16", "fp32": "no", "float32": "no", "none": "no", "32": "no", "false": "no",
 }  # fmt: skip
 _DEEPSPEED = "https://huggingface.co/docs/accelerate/usage_guides/deepspeed"
 _ACCELERATOR = "https://huggingface.co/docs/accelerate/package_reference/accelerator"
-# What accelerate 1.15 refuses beside a DeepSpeed file (DeepSpeedPlugin._deepspeed_config_checks).
-_DECIDED_BY_FILE = (
+# Settings that accelerate 1.15 rejects next to a DeepSpeed file (DeepSpeedPlugin._deepspeed_config_checks).
+_SET_BY_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
     "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip
 
 
 class UnknownMixedPrecision(ConfigRule):
-    """mixed_precision has a value that Accelerate does not know."""
+    """`mixed_precision` has a value that Accelerate does not accept."""
 
     code = "HS261"
     name = "unknown-mixed-precision"
     severity = "error"
     reason = (
-        "Accelerate takes no, fp16, bf16 and fp8, and raises 'Unknown mixed_precision mode' for anything else: torch's dtype names "
-        "and Lightning's 16-mixed are not its words. Unquoted, YAML reads `no` as false, which Accelerate understands; `yes` is "
-        "true, which it does not."
+        "Accelerate accepts `no`, `fp16`, `bf16` and `fp8` and raises 'Unknown mixed_precision mode' for anything "
+        "else, including torch dtype names and Lightning's `16-mixed`. YAML reads an unquoted `no` as false, which "
+        "Accelerate accepts, and an unquoted `yes` as true, which it rejects."
     )
     bad = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: float16\nnum_processes: 8\n",
@@ -49,38 +49,38 @@ class UnknownMixedPrecision(ConfigRule):
     references = (_ACCELERATOR, "measured: accelerate 1.15 raises ValueError")
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """A literal off the list."""
-        found = config.entry("mixed_precision")
-        if config.kind != "accelerate" or found is None:
+        """Report a literal that is not a valid mode."""
+        entry = config.entry("mixed_precision")
+        if config.kind != "accelerate" or entry is None:
             return
         value = config.value("mixed_precision")
         if value is False and not config.root.call:
             return
         if (isinstance(value, str) and value.casefold() not in _MODES) or isinstance(value, bool):
-            meant = _MEANT.get(str(value).casefold())
+            mode = _CORRECTIONS.get(str(value).casefold())
             fix = (
-                replace_value(config, found.value, meant, f"Write {meant}")
-                if isinstance(value, str) and meant
+                replace_value(config, entry.value, mode, f"Replace with {mode}")
+                if isinstance(value, str) and mode
                 else None
             )
             yield self.finding(
-                config.where(found),
-                f"mixed_precision is {value!r}, and Accelerate knows {', '.join(_MODES)}.",
-                instead=f"Write {literal(config, meant or 'bf16')}.",
+                config.where(entry),
+                f"`mixed_precision` is {value!r}; Accelerate accepts only {', '.join(_MODES)}.",
+                instead=f"Set it to {literal(config, mode or 'bf16')}.",
                 fix=fix,
             )
 
 
 class DeepSpeedFileConflict(ConfigRule):
-    """A DeepSpeed file is named beside settings that only the file may decide."""
+    """`deepspeed_config_file` is combined with settings that only the DeepSpeed file may set."""
 
     code = "HS262"
     name = "deepspeed-file-conflict"
     severity = "error"
     reason = (
-        "With deepspeed_config_file Accelerate takes everything from that file, and refuses an Accelerate file that also sets "
-        "mixed_precision, zero_stage, gradient_clipping and their like: 'When using deepspeed_config_file, the following "
-        "accelerate config variables will be ignored', a ValueError."
+        "With `deepspeed_config_file`, Accelerate reads these settings from the DeepSpeed file. If the Accelerate "
+        "file also sets `mixed_precision`, `zero_stage`, `gradient_clipping` or a similar key, it raises a "
+        "ValueError: 'When using deepspeed_config_file, the following accelerate config variables will be ignored'."
     )
     bad = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n"
@@ -94,36 +94,40 @@ class DeepSpeedFileConflict(ConfigRule):
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n"
         "  zero_stage: 2\n  gradient_clipping: 1.0\nmixed_precision: bf16\nnum_processes: 8\n",
     )
-    references = (_DEEPSPEED + "#deepspeed-config-file", "measured: read in accelerate 1.15, utils/dataclasses.py")
+    references = (
+        _DEEPSPEED + "#deepspeed-config-file",
+        "measured: source code of accelerate 1.15, utils/dataclasses.py",
+    )
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """The first conflicting setting, with the others named."""
+        """Report the first conflicting setting and list the others."""
         file = config.value("deepspeed_config", "deepspeed_config_file")
         kind = config.value("distributed_type")
         is_file = config.kind == "accelerate" and not config.root.call and isinstance(file, str) and file != "none"
         if not is_file or str(kind).upper() != "DEEPSPEED":
             return
-        paths: list[tuple[str, ...]] = [("deepspeed_config", key) for key in _DECIDED_BY_FILE]
+        paths: list[tuple[str, ...]] = [("deepspeed_config", key) for key in _SET_BY_FILE]
         paths.append(("mixed_precision",))
-        given = [found for path in paths if (found := config.entry(*path)) and config.value(*path) is not None]
-        if given:
-            names = ", ".join(found.key for found in given)
+        conflicts = [entry for path in paths if (entry := config.entry(*path)) and config.value(*path) is not None]
+        if conflicts:
+            names = ", ".join(f"`{entry.key}`" for entry in conflicts)
+            verb, pronoun = ("conflicts", "it") if len(conflicts) == 1 else ("conflict", "them")
             yield self.finding(
-                config.where(given[0]),
-                f"{names} beside deepspeed_config_file {file!r}: Accelerate takes them from the file, and stops.",
-                instead="Remove them here and set them in the DeepSpeed file.",
+                config.where(conflicts[0]),
+                f"{names} {verb} with `deepspeed_config_file: {file}`; Accelerate raises a ValueError.",
+                instead=f"Remove {pronoun} here and set {pronoun} in the DeepSpeed file.",
             )
 
 
 class Fp16OnCpu(ConfigRule):
-    """fp16 mixed precision is asked for on the CPU."""
+    """fp16 mixed precision is requested on the CPU."""
 
     code = "HS263"
     name = "accelerate-fp16-on-cpu"
     severity = "error"
     reason = (
-        "Accelerate refuses fp16 on a CPU ('fp16 mixed precision requires a GPU'). CPUs that compute in 16 bits at all do it in "
-        "bf16; on others mixed precision is slower than fp32."
+        "Accelerate raises 'fp16 mixed precision requires a GPU' on a CPU. CPUs with 16-bit matrix instructions "
+        "support bf16; on all others mixed precision is slower than fp32."
     )
     bad = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nmixed_precision: fp16\n",
@@ -133,54 +137,57 @@ class Fp16OnCpu(ConfigRule):
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nmixed_precision: bf16\n",
         "from accelerate import Accelerator\n\naccelerator = Accelerator(cpu=args.cpu, mixed_precision='fp16')\n",
     )
-    references = (_ACCELERATOR, "measured: read in accelerate 1.15, accelerator.py")
+    references = (_ACCELERATOR, "measured: source code of accelerate 1.15, accelerator.py")
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """Both settings written out."""
+        """Report fp16 together with an explicit CPU setting."""
         if config.kind != "accelerate" or config.value("mixed_precision") != "fp16":
             return
         if config.value("use_cpu") is True or (config.root.call and config.value("cpu") is True):
-            found = config.entry("mixed_precision")
-            assert found is not None
-            message = "fp16 mixed precision on the CPU: Accelerate stops with a ValueError."
-            yield self.finding(config.where(found), message, instead="Use bf16, or no.")
+            entry = config.entry("mixed_precision")
+            assert entry is not None
+            message = "fp16 mixed precision is requested on the CPU; Accelerate raises a ValueError."
+            yield self.finding(config.where(entry), message, instead="Use bf16, or no to disable mixed precision.")
 
 
 class RemovedFp16Argument(ConfigRule):
-    """Accelerator is called with an fp16 argument, which it no longer has."""
+    """`Accelerator` is called with the removed `fp16` argument."""
 
     code = "HS264"
     name = "removed-fp16-argument"
     severity = "error"
-    reason = "Accelerator(fp16=...) was replaced by mixed_precision= when bf16 came, and later removed: the call raises a TypeError on an unexpected argument."
+    reason = (
+        "`Accelerator(fp16=...)` was replaced by `mixed_precision=...` when bf16 support was added, and was later "
+        "removed: the call raises a TypeError for an unexpected keyword argument."
+    )
     bad = ("from accelerate import Accelerator\n\naccelerator = Accelerator(fp16=True)\n",)
     good = ("from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='fp16')\n",)
     references = (_ACCELERATOR, "measured: accelerate 1.15 raises TypeError")
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """The keyword in a call."""
-        found = config.entry("fp16")
-        if config.kind != "accelerate" or not config.root.call or found is None:
+        """Report the keyword argument in a call."""
+        entry = config.entry("fp16")
+        if config.kind != "accelerate" or not config.root.call or entry is None:
             return
         fix = None
         value = config.value("fp16")
+        mode = '"no"' if value is False else '"fp16"'
         if isinstance(value, bool) and "mixed_precision" not in config.root:
-            word = '"fp16"' if value else '"no"'
-            edit = Edit(found.span.start, found.span.end, f"mixed_precision={word}")
-            fix = Fix("Write mixed_precision", (edit,))
-        message = "Accelerator has no argument fp16 any more, and raises a TypeError."
-        yield self.finding(config.where(found), message, instead='Write mixed_precision="fp16".', fix=fix)
+            edit = Edit(entry.span.start, entry.span.end, f"mixed_precision={mode}")
+            fix = Fix("Replace with mixed_precision", (edit,))
+        message = "`Accelerator` no longer accepts `fp16`; the call raises a TypeError."
+        yield self.finding(config.where(entry), message, instead=f"Use `mixed_precision={mode}`.", fix=fix)
 
 
 class AccelerateOffloadIgnored(ConfigRule):
-    """Parameters are to be offloaded below ZeRO-3, where nothing offloads them."""
+    """Parameter offload is requested below ZeRO stage 3, where it has no effect."""
 
     code = "HS265"
     name = "accelerate-offload-ignored"
     severity = "warning"
     reason = (
-        "offload_param_device is passed on to DeepSpeed, which partitions and offloads parameters at ZeRO stage 3 only. Below it "
-        "the setting saves nothing, and nobody says so."
+        "Accelerate passes `offload_param_device` to DeepSpeed, which partitions and offloads parameters at ZeRO "
+        "stage 3 only. At lower stages the setting saves no memory, and no warning is logged."
     )
     bad = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
@@ -195,15 +202,20 @@ class AccelerateOffloadIgnored(ConfigRule):
     references = (_DEEPSPEED, "https://www.deepspeed.ai/docs/config-json/#parameter-offloading")
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """A device at stage 0, 1 or 2."""
+        """Report an offload device at stage 0, 1 or 2."""
         if config.kind != "accelerate":
             return
         stage = config.value("deepspeed_config", "zero_stage")
         device = config.value("deepspeed_config", "offload_param_device")
-        found = config.entry("deepspeed_config", "offload_param_device")
-        if stage in {0, 1, 2} and not isinstance(stage, bool) and device in {"cpu", "nvme"} and found:
-            message = f"offload_param_device {device} has no effect at ZeRO stage {stage}; only stage 3 partitions parameters."
-            yield self.finding(config.where(found), message, instead="Use zero_stage: 3, or none.")
+        entry = config.entry("deepspeed_config", "offload_param_device")
+        if stage in {0, 1, 2} and not isinstance(stage, bool) and device in {"cpu", "nvme"} and entry:
+            message = (
+                f"`offload_param_device: {device}` has no effect at ZeRO stage {stage}; only stage 3 partitions "
+                "parameters."
+            )
+            yield self.finding(
+                config.where(entry), message, instead="Set `zero_stage: 3`, or `offload_param_device: none`."
+            )
 
 
 RULES: tuple[type[Rule], ...] = (

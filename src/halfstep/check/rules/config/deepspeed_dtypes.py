@@ -1,4 +1,4 @@
-"""The formats in which DeepSpeed accumulates, reduces and stores: those it refuses, and those that lose digits quietly."""
+"""Rules for the dtypes in which DeepSpeed accumulates, reduces and stores: unsupported ones and lossy ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MATRIX = "https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/runti
 
 
 class UnknownFormat(DeepSpeedRule):
-    """A number format is named in a way DeepSpeed does not understand."""
+    """A dtype setting has a name that DeepSpeed does not recognize."""
 
     code = "HS221"
     name = "unknown-format"
     severity = "error"
     reason = (
-        "communication_data_type and seq_parallel_communication_data_type take fp16, bf16 and fp32 and no other spelling: "
-        '"float16" raises a ValueError. torch_autocast.dtype and data_types also take torch\'s names.'
+        "`communication_data_type` and `seq_parallel_communication_data_type` accept only `fp16`, `bf16` and `fp32`; "
+        '"float16" raises a ValueError. `torch_autocast.dtype` and `data_types` also accept torch\'s dtype names.'
     )
     bad = (
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "communication_data_type": "bfloat16"}',
@@ -35,10 +35,10 @@ class UnknownFormat(DeepSpeedRule):
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "communication_data_type": "bf16"}',
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "float32"}}',
     )
-    references = (_DOCS + "#communication-options", "measured: DeepSpeedConfig of 0.19.8 raises ValueError")
+    references = (_DOCS + "#communication-options", "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValueError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Every key that names a format."""
+        """Check every key that names a dtype."""
         for path in (
             ("communication_data_type",),
             ("seq_parallel_communication_data_type",),
@@ -46,27 +46,28 @@ class UnknownFormat(DeepSpeedRule):
             ("data_types", "grad_accum_dtype"),
         ):
             value = config.value(*path)
-            short = len(path) == 1
-            if not isinstance(value, str) or (value.casefold() in {"fp32", "fp16", "bf16"} if short else False):
+            short_names_only = len(path) == 1
+            if not isinstance(value, str) or (short_names_only and value.casefold() in {"fp32", "fp16", "bf16"}):
                 continue
-            meant = deepspeed.dtype(*path)
-            if not short and meant is not None:
+            dtype = deepspeed.dtype(*path)
+            if not short_names_only and dtype is not None:
                 continue
-            found = config.entry(*path)
-            fix = replace_value(config, found.value, meant, f"Write {meant}") if found and meant else None
-            message = f"{'.'.join(path)} is {value!r}, which DeepSpeed does not know."
-            yield self.at(config, path, message, instead=f"Write {meant or 'bf16, fp16 or fp32'}.", fix=fix)
+            entry = config.entry(*path)
+            fix = replace_value(config, entry.value, dtype, f"Replace with {dtype}") if entry and dtype else None
+            message = f"`{'.'.join(path)}` is {value!r}, which DeepSpeed does not recognize."
+            yield self.at(config, path, message, instead=f"Use {dtype or 'bf16, fp16 or fp32'}.", fix=fix)
 
 
 class Fp16ReductionUnscaled(DeepSpeedRule):
-    """Gradients that no loss scale protects are summed or sent between ranks in fp16."""
+    """Unscaled gradients are accumulated or reduced in fp16."""
 
     code = "HS222"
     name = "fp16-reduction-unscaled"
     severity = "error"
     reason = (
-        "bf16 and fp32 gradients are not scaled, because those formats reach down to 1e-38. fp16 ends at 6e-8 below and 65504 "
-        "above: small gradients become 0 on the way and a sum over ranks becomes inf. DeepSpeed accepts the setting."
+        "DeepSpeed does not scale bf16 and fp32 gradients, because those formats represent values down to 1e-38. fp16 "
+        "covers only 6e-8 to 65504: small gradients underflow to 0 and a sum over ranks can overflow to inf. "
+        "DeepSpeed accepts the setting."
     )
     bad = (
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "communication_data_type": "fp16"}',
@@ -80,22 +81,23 @@ class Fp16ReductionUnscaled(DeepSpeedRule):
     references = (_DOCS + "#communication-options", "measured: DeepSpeed 0.19.8 accepts bf16 with fp16 communication")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """fp16 on the wire outside the fp16 mode."""
-        named = deepspeed.dtype("communication_data_type")
-        outside = deepspeed.weights in {"bf16", "fp32"} and deepspeed.autocast is False and deepspeed.amp is False
-        if named == "fp16" and outside:
+        """Report fp16 accumulation or communication outside fp16 mode."""
+        comm_dtype = deepspeed.dtype("communication_data_type")
+        unscaled = deepspeed.weights in {"bf16", "fp32"} and deepspeed.autocast is False and deepspeed.amp is False
+        if comm_dtype == "fp16" and unscaled:
             yield self.at(
                 config,
                 ("communication_data_type",),
-                f"{deepspeed.weights} gradients are not scaled, and communication_data_type fp16 sends them through fp16's range.",
-                instead='Write "communication_data_type": "fp32", or "bf16".',
+                f"`communication_data_type` is fp16, but {deepspeed.weights} gradients are not scaled and can "
+                "underflow or overflow in fp16.",
+                instead='Set `"communication_data_type": "fp32"` or `"bf16"`.',
             )
         if deepspeed.dtype("data_types", "grad_accum_dtype") == "fp16" and deepspeed.weights == "bf16":
             yield self.at(
                 config,
                 ("data_types", "grad_accum_dtype"),
-                "bf16 gradients are not scaled, and grad_accum_dtype fp16 sums them in fp16's range.",
-                instead='Write "grad_accum_dtype": "fp32".',
+                "`grad_accum_dtype` is fp16, but bf16 gradients are not scaled and can underflow or overflow in fp16.",
+                instead='Set `"grad_accum_dtype": "fp32"`.',
             )
 
 
@@ -106,9 +108,10 @@ class Fp32GradientsIn16Bits(DeepSpeedRule):
     name = "fp32-gradients-in-16-bits"
     severity = "error"
     reason = (
-        "With no 16-bit mode on, the model computes fp32 gradients and grad_accum_dtype rounds each sum to 8 or 11 bits: "
-        "additions below half a unit in the last place vanish, and in fp16 small gradients do too, since nothing scales the "
-        "loss. It saves no computation. DeepSpeed accepts it under ZeRO."
+        "Without a 16-bit mode the model computes fp32 gradients, and `grad_accum_dtype` rounds each partial sum to 8 "
+        "(bf16) or 11 (fp16) significant bits: contributions below half a ULP of the sum are lost, and in fp16 small "
+        "gradients underflow because the loss is not scaled. Compute cost does not change. DeepSpeed accepts it with "
+        "ZeRO."
     )
     bad = ('{"zero_optimization": {"stage": 1}, "train_batch_size": 8, "data_types": {"grad_accum_dtype": "bf16"}}',)
     good = (
@@ -117,27 +120,28 @@ class Fp32GradientsIn16Bits(DeepSpeedRule):
     references = (_DOCS + "#data-type-options", _MATRIX)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """fp32 weights and 16-bit sums under ZeRO."""
-        summed = deepspeed.dtype("data_types", "grad_accum_dtype")
-        plain = deepspeed.weights == "fp32" and deepspeed.autocast is False and deepspeed.amp is False
-        if plain and summed in {"fp16", "bf16"} and deepspeed.stage:
+        """Report fp32 weights with 16-bit accumulation and ZeRO."""
+        accum_dtype = deepspeed.dtype("data_types", "grad_accum_dtype")
+        is_fp32 = deepspeed.weights == "fp32" and deepspeed.autocast is False and deepspeed.amp is False
+        if is_fp32 and accum_dtype in {"fp16", "bf16"} and deepspeed.stage:
             yield self.at(
                 config,
                 ("data_types", "grad_accum_dtype"),
-                f"No 16-bit mode is on, so gradients are fp32, and grad_accum_dtype rounds their sums to {summed}.",
-                instead='Write "grad_accum_dtype": "fp32", or enable bf16.',
+                "Gradients are fp32 because no 16-bit mode is enabled, but `grad_accum_dtype` rounds their sums to "
+                f"{accum_dtype}.",
+                instead='Set `"grad_accum_dtype": "fp32"`, or enable bf16.',
             )
 
 
 class AccumulationFormatWithoutZero(DeepSpeedRule):
-    """Without ZeRO, gradients are to be accumulated in another format than the weights', which DeepSpeed cannot do."""
+    """`grad_accum_dtype` differs from the weight dtype without ZeRO, which DeepSpeed does not support."""
 
     code = "HS224"
     name = "accumulation-format-without-zero"
     severity = "error"
     reason = (
-        "Only ZeRO's optimizers keep gradients in a format of their own. At stage 0 DeepSpeed raises NotImplementedError "
-        "('unsupported mix') unless grad_accum_dtype equals the model's."
+        "Only the ZeRO optimizers can store gradients in a dtype other than the model's. At stage 0 DeepSpeed raises "
+        "NotImplementedError ('unsupported mix') unless `grad_accum_dtype` matches the model dtype."
     )
     bad = ('{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}',)
     good = (
@@ -147,53 +151,56 @@ class AccumulationFormatWithoutZero(DeepSpeedRule):
     references = (_DOCS + "#data-type-options", _MATRIX)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Unequal formats at stage 0."""
-        summed = deepspeed.dtype("data_types", "grad_accum_dtype")
-        if summed and deepspeed.weights and summed != deepspeed.weights and deepspeed.stage == 0:
+        """Report differing dtypes at stage 0."""
+        accum_dtype = deepspeed.dtype("data_types", "grad_accum_dtype")
+        if accum_dtype and deepspeed.weights and accum_dtype != deepspeed.weights and deepspeed.stage == 0:
             yield self.at(
                 config,
                 ("data_types", "grad_accum_dtype"),
-                f"grad_accum_dtype is {summed} and the weights are {deepspeed.weights}: DeepSpeed has no such mix without ZeRO.",
-                instead='Use "zero_optimization": {"stage": 1}.',
+                f"`grad_accum_dtype` is {accum_dtype} but the weights are {deepspeed.weights}; without ZeRO, "
+                "DeepSpeed raises NotImplementedError.",
+                instead='Set `"zero_optimization": {"stage": 1}`.',
             )
 
 
 class ParameterFormatContradicts(DeepSpeedRule):
-    """data_types.param_dtype contradicts the precision mode."""
+    """`data_types.param_dtype` contradicts the precision mode."""
 
     code = "HS225"
     name = "parameter-format-contradicts"
     severity = "error"
     reason = (
-        "The mode decides the weights' format: fp16, bf16, or fp32 with neither. A param_dtype that says otherwise stops the run "
-        "with an assertion. The key adds nothing where it agrees."
+        "The mode determines the weight dtype: fp16, bf16, or fp32 if neither is enabled. A different `param_dtype` "
+        "raises an AssertionError; a matching one is redundant."
     )
     bad = ('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}',)
     good = ('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"param_dtype": "bf16"}}',)
     references = (_DOCS + "#data-type-options", "measured: DeepSpeed 0.19.8 raises AssertionError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """param_dtype against the mode."""
-        named = deepspeed.dtype("data_types", "param_dtype")
-        if named and deepspeed.weights and named != deepspeed.weights:
+        """Compare param_dtype with the mode."""
+        param_dtype = deepspeed.dtype("data_types", "param_dtype")
+        if param_dtype and deepspeed.weights and param_dtype != deepspeed.weights:
             yield self.at(
                 config,
                 ("data_types", "param_dtype"),
-                f"param_dtype is {named}, but the enabled mode stores weights in {deepspeed.weights}.",
-                instead="Remove param_dtype.",
+                f"`param_dtype` is {param_dtype}, but this configuration trains {deepspeed.weights} weights; "
+                "DeepSpeed raises an AssertionError.",
+                instead="Remove `param_dtype`.",
             )
 
 
 class AccumulationIn16Bits(DeepSpeedRule):
-    """Micro-batches are summed in the weights' 16-bit format."""
+    """Gradients are accumulated over micro-batches in 16 bits."""
 
     code = "HS226"
     name = "accumulation-in-16-bits"
     severity = "advice"
     reason = (
-        "With grad_accum_dtype unset DeepSpeed adds micro-batches in the weights' format. bf16 has 8 significant bits, so once the "
-        "sum is 256 times a contribution, additions vanish: with 1024 micro-batches of gradient 1.0 the mean came out as 0.25 at "
-        "every stage, and as 1.0 with fp32 sums. It costs 2 more bytes per parameter."
+        "If `grad_accum_dtype` is unset, DeepSpeed accumulates in the weight dtype. bf16 has 8 significant bits, so "
+        "contributions are lost once the sum is 256 times larger: with 1024 micro-batches of gradient 1.0 the "
+        "measured mean was 0.25 at every stage, and 1.0 with fp32 accumulation. fp32 accumulation costs 2 more bytes "
+        "per parameter."
     )
     bad = (
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 64, "gradient_clipping": 1}',
@@ -210,27 +217,28 @@ class AccumulationIn16Bits(DeepSpeedRule):
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """More than one micro-batch and no fp32 sum."""
+        """Report 4 or more micro-batches without fp32 accumulation."""
         steps = config.number("gradient_accumulation_steps")
         unset = config.value("data_types", "grad_accum_dtype") is None
         if deepspeed.weights in {"bf16", "fp16"} and steps is not None and steps >= 4 and unset:
             yield self.at(
                 config,
                 ("gradient_accumulation_steps",),
-                f"{steps:g} micro-batches are summed in {deepspeed.weights}, where small contributions to a large sum vanish.",
-                instead='Add "data_types": {"grad_accum_dtype": "fp32"} (with ZeRO).',
+                f"Gradients of {steps:g} micro-batches are accumulated in {deepspeed.weights}, which loses small "
+                "contributions.",
+                instead='Add `"data_types": {"grad_accum_dtype": "fp32"}` (requires ZeRO).',
             )
 
 
 class ReductionIn16Bits(DeepSpeedRule):
-    """Gradients are summed in fp32 and then rounded to 16 bits to cross ranks."""
+    """Gradients are accumulated in fp32 but reduced across ranks in 16 bits."""
 
     code = "HS227"
     name = "reduction-in-16-bits"
     severity = "advice"
     reason = (
-        "communication_data_type follows the mode, not grad_accum_dtype: fp32 sums are cast to bf16 or fp16 before the reduction, "
-        "which throws away the digits that were just paid for."
+        "`communication_data_type` defaults to the mode's dtype, not to `grad_accum_dtype`: fp32 sums are cast to "
+        "bf16 or fp16 before the reduction, which discards the precision gained by fp32 accumulation."
     )
     bad = (
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}',
@@ -242,28 +250,30 @@ class ReductionIn16Bits(DeepSpeedRule):
     references = (_DOCS + "#communication-options",)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """fp32 accumulation with the default reduction."""
-        summed = deepspeed.dtype("data_types", "grad_accum_dtype")
+        """Report fp32 accumulation with the default communication dtype."""
+        accum_dtype = deepspeed.dtype("data_types", "grad_accum_dtype")
         unset = config.value("communication_data_type") is None
-        if summed == "fp32" and unset and deepspeed.weights in {"bf16", "fp16"} and deepspeed.stage:
+        if accum_dtype == "fp32" and unset and deepspeed.weights in {"bf16", "fp16"} and deepspeed.stage:
             yield self.at(
                 config,
                 ("data_types", "grad_accum_dtype"),
-                f"Gradients are summed in fp32, but cross ranks in {deepspeed.weights}, the default of communication_data_type.",
-                instead='Add "communication_data_type": "fp32".',
+                f"Gradients are accumulated in fp32 but reduced in {deepspeed.weights}, the default "
+                "`communication_data_type`.",
+                instead='Add `"communication_data_type": "fp32"`.',
             )
 
 
 class SixteenBitMasters(DeepSpeedRule):
-    """Master weights in 16 bits are asked for where DeepSpeed does not support them."""
+    """16-bit master weights are requested in an unsupported configuration."""
 
     code = "HS228"
     name = "sixteen-bit-masters"
     severity = "error"
     reason = (
-        "fp16_master_weights_and_grads needs ZeRO and optimizer offload with DeepSpeedCPUAdam; bf16_master_weights_and_grads the "
-        "same, or bf16_optimizer_states beside it; and bf16_optimizer_states needs the bf16 masters. Anything else is an "
-        "assertion at start. And without an fp32 master, updates below half a unit in a weight's last place vanish."
+        "`fp16_master_weights_and_grads` requires ZeRO and optimizer offload with DeepSpeedCPUAdam. "
+        "`bf16_master_weights_and_grads` requires the same, or `bf16_optimizer_states`, which in turn requires it. "
+        "Other combinations fail an assertion at startup. Without an fp32 master, updates below half a ULP of a "
+        "weight are lost."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 0},\n'
@@ -280,7 +290,7 @@ class SixteenBitMasters(DeepSpeedRule):
     references = (_DOCS + "#fp16-training-options", "measured: DeepSpeed 0.19.8, each combination")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Each flag with what it needs."""
+        """Check the requirements of each flag."""
         bf16 = deepspeed.bf16_name
         masters = config.is_on(bf16, "bf16_master_weights_and_grads")
         states = config.value(bf16, "bf16_optimizer_states")
@@ -289,31 +299,35 @@ class SixteenBitMasters(DeepSpeedRule):
             ((bf16, "bf16_master_weights_and_grads"), masters, states in {None, False}),
         ):
             if on and deepspeed.stage == 0:
-                yield self.at(
-                    config, path, f"{path[1]} needs ZeRO, and the stage is 0.", instead="Use stage 1, 2 or 3."
-                )
+                message = f"`{path[1]}` requires ZeRO, but the stage is 0."
+                yield self.at(config, path, message, instead="Use ZeRO stage 1, 2 or 3.")
             elif on and needs_offload and deepspeed.stage and deepspeed.offloads_optimizer is False:
-                instead = 'Add "offload_optimizer": {"device": "cpu"}' + (
-                    ", or bf16_optimizer_states." if path[0] == bf16 else "."
-                )
-                yield self.at(config, path, f"{path[1]} needs the optimizer offloaded to the CPU.", instead=instead)
+                message = f"`{path[1]}` requires optimizer offload to the CPU."
+                alternative = ", or enable `bf16_optimizer_states`." if path[0] == bf16 else "."
+                instead = 'Add `"offload_optimizer": {"device": "cpu"}`' + alternative
+                yield self.at(config, path, message, instead=instead)
         if masters and config.is_on("fp16", "fp16_master_weights_and_grads"):
-            message = "fp16 and bf16 master weights are both asked for, and DeepSpeed refuses that."
+            message = "fp16 and bf16 master weights are both enabled; DeepSpeed raises an error."
             yield self.at(config, (bf16, "bf16_master_weights_and_grads"), message, instead="Keep one.")
         if states is True and config.value(bf16, "bf16_master_weights_and_grads") in {None, False}:
-            message = "bf16_optimizer_states is refused without bf16_master_weights_and_grads."
-            yield self.at(config, (bf16, "bf16_optimizer_states"), message, instead="Add it, or remove this key.")
+            message = (
+                "`bf16_optimizer_states` requires `bf16_master_weights_and_grads`; DeepSpeed raises an error without "
+                "it."
+            )
+            instead = "Enable `bf16_master_weights_and_grads`, or remove this key."
+            yield self.at(config, (bf16, "bf16_optimizer_states"), message, instead=instead)
 
 
 class SequenceParallelReduction(DeepSpeedRule):
-    """communication_data_type is set under sequence parallelism, which reduces in a format of its own."""
+    """`communication_data_type` is set, but sequence parallelism overrides it."""
 
     code = "HS229"
     name = "sequence-parallel-reduction"
     severity = "advice"
     reason = (
-        "With sequence_parallel_size above 1 DeepSpeed replaces communication_data_type by "
-        "seq_parallel_communication_data_type, fp32 by default: twice the traffic that a bf16 setting asks for, without a word."
+        "With `sequence_parallel_size` above 1, DeepSpeed uses `seq_parallel_communication_data_type` (fp32 by "
+        "default) instead of `communication_data_type`. Compared with bf16, that doubles the traffic, without a "
+        "warning."
     )
     bad = (
         '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "communication_data_type": "bf16",\n'
@@ -325,16 +339,19 @@ class SequenceParallelReduction(DeepSpeedRule):
     )
     references = (
         _DOCS + "#communication-options",
-        "measured: read in DeepSpeed 0.19.6, engine.py and stage_1_and_2.py",
+        "measured: source code of DeepSpeed 0.19.6, engine.py and stage_1_and_2.py",
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """The plain key without the one that counts."""
+        """Report the general key without the sequence-parallel one."""
         size = config.number("sequence_parallel_size")
         unset = config.value("seq_parallel_communication_data_type") is None
         if size is not None and size > 1 and unset and config.entry("communication_data_type"):
-            message = "With sequence parallelism communication_data_type is replaced by the default fp32."
-            instead = "Set seq_parallel_communication_data_type."
+            message = (
+                "DeepSpeed ignores `communication_data_type` with sequence parallelism and reduces in fp32, the "
+                "default of `seq_parallel_communication_data_type`."
+            )
+            instead = "Set `seq_parallel_communication_data_type`."
             yield self.at(config, ("communication_data_type",), message, instead=instead)
 
 

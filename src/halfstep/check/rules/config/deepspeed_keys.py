@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed configuration: unknown, misspelt, misplaced, renamed or removed.
+"""Rules for the keys of a DeepSpeed configuration: unknown, misspelled, misplaced, renamed or removed.
 
-DeepSpeed validates some blocks strictly and reads the top level with plain lookups: a wrong key in `fp16` stops the run,
-a wrong key beside it is ignored without a word. Both are spelling mistakes to whoever made them.
+DeepSpeed validates some blocks strictly and reads the top level with plain dictionary lookups: an unknown key inside
+`fp16` raises an error, an unknown key next to it is silently ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
-from halfstep.check.config.deepspeed_schema import BLOCK_KEYS, HOME, REMOVED, RENAMED
+from halfstep.check.config.deepspeed_schema import BLOCK_KEYS, PARENT_BLOCK, REMOVED, RENAMED
 from halfstep.check.config.edits import remove, rename, replace_value
 from halfstep.check.config.kind import DEEPSPEED_KEYS
 from halfstep.check.finding import Finding, Fix, Severity
@@ -27,15 +27,15 @@ _REMOVALS = "https://github.com/deepspeedai/DeepSpeed/issues/8489"
 
 
 class UnknownKeyInBlock(DeepSpeedRule):
-    """A block that DeepSpeed validates strictly has a key it does not know."""
+    """A strictly validated block contains an unknown key."""
 
     code = "HS251"
     name = "unknown-key-in-block"
     severity = "error"
     reason = (
-        "fp16, bf16, zero_optimization and its offload blocks are validated with no extra keys allowed: a misspelt or foreign key "
-        "stops the run with 'Extra inputs are not permitted'. bf16 has no loss scale, so fp16's settings copied into it are such "
-        "keys."
+        "`fp16`, `bf16`, `zero_optimization` and its offload blocks forbid extra keys: an unknown key raises 'Extra "
+        "inputs are not permitted'. That includes fp16 loss-scale settings copied into `bf16`, which has no loss "
+        "scale."
     )
     bad = (
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 16}}',
@@ -47,10 +47,10 @@ class UnknownKeyInBlock(DeepSpeedRule):
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
         '{"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9, "sub_group_size": 1e9}}',
     )
-    references = (_DOCS, "measured: DeepSpeedConfig of 0.19.8 raises ValidationError, extra_forbidden")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValidationError, extra_forbidden")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Every key of every strict block; other programs (GPT-NeoX) take their own keys out first."""
+        """Check every key of every strict block; other programs (GPT-NeoX) remove their own keys first."""
         if not config.strict:
             return
         for path, known in BLOCK_KEYS.items():
@@ -65,31 +65,34 @@ class UnknownKeyInBlock(DeepSpeedRule):
         close = difflib.get_close_matches(entry.key, known, n=1, cutoff=0.8)
         fix = None
         if close:
-            instead = f"Write {close[0]!r}."
+            instead = f"Rename it to `{close[0]}`."
             block = config.block(*path)
             if block and close[0] not in block and _is_typo(entry.key, close[0]):
-                fix = rename(config, entry, close[0], f"Write {close[0]}")
+                fix = rename(config, entry, close[0], f"Rename to {close[0]}")
         elif path[0] in {"bf16", "bfloat16"} and entry.key in BLOCK_KEYS["fp16",]:
-            instead = "Remove it: bf16 has no loss scale; it is a setting of fp16."
-        elif entry.key in HOME:
-            instead = f"It belongs into {HOME[entry.key]}."
+            instead = "Remove it; it is an fp16 setting, and bf16 has no loss scale."
+        elif entry.key == "max_grad_norm":
+            instead = "Remove it and set `gradient_clipping` at the top level."
+        elif entry.key in PARENT_BLOCK:
+            instead = f"Move it to `{PARENT_BLOCK[entry.key]}`."
         elif entry.key in DEEPSPEED_KEYS:
-            instead = "It belongs to the top level."
+            instead = "Move it to the top level."
         else:
             instead = "Remove it."
-        message = f"{name} has no key {entry.key!r}, and DeepSpeed refuses the configuration."
+        message = f"`{name}` has an unknown key `{entry.key}`; DeepSpeed raises a validation error."
         return self.finding(config.where(entry.key_span), message, instead=instead, fix=fix)
 
 
 class MisspeltKey(DeepSpeedRule):
-    """A top-level key is misspelt, and DeepSpeed ignores it without a word."""
+    """A top-level key is misspelled, and DeepSpeed silently ignores it."""
 
     code = "HS252"
     name = "misspelt-key"
     severity = "warning"
     reason = (
-        "DeepSpeed reads its top level with plain lookups, so a key it does not know changes nothing: with gradient_cliping the "
-        "run does not clip as asked, with fp_16 it trains in fp32, and the log shows the key among the others as if it counted."
+        "DeepSpeed reads top-level keys with plain dictionary lookups, so an unknown key has no effect: with "
+        "`gradient_cliping` the run does not clip at the requested norm, with `fp_16` it trains in fp32. The log "
+        "still prints the key with the rest of the configuration."
     )
     bad = (
         '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n  "gradient_cliping": 1.0\n}',
@@ -97,31 +100,30 @@ class MisspeltKey(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "gradient_accumulation_step": 4}',
     )
     good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',)
-    references = (_DOCS, "measured: DeepSpeed 0.19.8 accepts gradient_cliping and does not read it")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8 accepts gradient_cliping and ignores it")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Unknown keys close to a known one."""
+        """Report unknown keys close to a known one."""
         if not config.strict:
             return
         for entry in config.root.entries:
-            meant = _meant(entry.key)
-            if meant is None:
+            key = _intended_key(entry.key)
+            if key is None:
                 continue
-            title = f"Write {meant}"
-            fix = rename(config, entry, meant, title) if meant not in config.root else None
-            message = f"DeepSpeed has no key {entry.key!r} and ignores it."
-            yield self.finding(config.where(entry.key_span), message, instead=f"Write {meant!r}.", fix=fix)
+            fix = rename(config, entry, key, f"Rename to {key}") if key not in config.root else None
+            message = f"DeepSpeed ignores the unknown key `{entry.key}`."
+            yield self.finding(config.where(entry.key_span), message, instead=f"Rename it to `{key}`.", fix=fix)
 
 
 class MisplacedKey(DeepSpeedRule):
-    """A setting of a block stands at the top level, where DeepSpeed does not look for it."""
+    """A setting is in the wrong block, and DeepSpeed ignores it."""
 
     code = "HS253"
     name = "misplaced-key"
     severity = "warning"
     reason = (
-        "stage, offload_optimizer, loss_scale and their like are read inside their blocks only. At the top level they are "
-        "ignored like any key that DeepSpeed does not know, and the defaults hold."
+        "DeepSpeed reads `stage`, `offload_optimizer`, `loss_scale` and similar settings inside their block only. At "
+        "the top level they are ignored like any unknown key, and the defaults apply."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "offload_optimizer": {"device": "cpu"}}',
@@ -133,52 +135,53 @@ class MisplacedKey(DeepSpeedRule):
     references = (_DOCS,)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Keys whose home is a block, and optimizer parameters beside `params`."""
+        """Report block settings at the top level, and optimizer arguments outside `params`."""
         for entry in config.root.entries if config.strict else ():
-            home = HOME.get(entry.key)
+            parent = PARENT_BLOCK.get(entry.key)
             if entry.key == "max_grad_norm":
                 yield self._clipping(config, entry)
-            elif home and entry.key not in DEEPSPEED_KEYS:
-                message = f"{entry.key!r} is a setting of {home}; at the top level DeepSpeed ignores it."
-                yield self.finding(config.where(entry.key_span), message, instead=f"Move it into {home}.")
+            elif parent and entry.key not in DEEPSPEED_KEYS:
+                message = f"DeepSpeed ignores `{entry.key}` at the top level; it belongs in `{parent}`."
+                yield self.finding(config.where(entry.key_span), message, instead=f"Move it to `{parent}`.")
         for name in ("optimizer", "scheduler"):
             block = config.block(name)
             for entry in block.entries if block and "type" in block else ():
                 if entry.key not in BLOCKS["optimizer"]:
-                    message = f"{entry.key!r} stands beside {name}.params, where DeepSpeed does not read it."
-                    yield self.finding(config.where(entry.key_span), message, instead=f"Move it into {name}.params.")
+                    message = f"DeepSpeed ignores `{name}.{entry.key}`; it reads arguments from `{name}.params` only."
+                    yield self.finding(config.where(entry.key_span), message, instead=f"Move it to `{name}.params`.")
 
     def _clipping(self, config: Config, entry: Entry) -> Finding:
-        message = "max_grad_norm is no key of DeepSpeed's, and nothing is clipped by it."
+        message = "DeepSpeed ignores the unknown key `max_grad_norm`."
         fix = None
         if "gradient_clipping" not in config.root:
-            fix = rename(config, entry, "gradient_clipping", "Write gradient_clipping")
-        return self.finding(config.where(entry.key_span), message, instead="Write gradient_clipping.", fix=fix)
+            fix = rename(config, entry, "gradient_clipping", "Rename to gradient_clipping")
+        instead = "Rename it to `gradient_clipping`."
+        return self.finding(config.where(entry.key_span), message, instead=instead, fix=fix)
 
 
 class IgnoredKey(DeepSpeedRule):
-    """A top-level key is none of DeepSpeed's."""
+    """DeepSpeed ignores an unknown top-level key."""
 
     code = "HS250"
     name = "ignored-key"
     severity = "warning"
     reason = (
-        "DeepSpeed reads its top level with plain lookups and ignores every key it does not know: the setting has no effect, and "
-        "the log prints it among the others as if it had. If a program of your own reads the key, silence this finding."
+        "DeepSpeed reads top-level keys with plain dictionary lookups and ignores unknown ones: the setting has no "
+        "effect, but the log still prints it with the rest of the configuration. If your own code reads the key, "
+        "suppress this finding."
     )
     bad = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "disable_fused_adam": true}',)
     good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',)
     references = (_DOCS,)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Unknown keys close to nothing."""
+        """Report unknown keys that are not close to a known one."""
         for entry in config.root.entries if config.strict else ():
-            known = entry.key in DEEPSPEED_KEYS or entry.key in HOME or entry.key in REMOVED
-            if not known and _meant(entry.key) is None and not _is_comment(entry.key):
-                message = f"DeepSpeed has no key {entry.key!r} and ignores it."
-                yield self.finding(
-                    config.where(entry.key_span), message, instead="Remove it, unless you read it yourself."
-                )
+            known = entry.key in DEEPSPEED_KEYS or entry.key in PARENT_BLOCK or entry.key in REMOVED
+            if not known and _intended_key(entry.key) is None and not _is_comment(entry.key):
+                message = f"DeepSpeed ignores the unknown key `{entry.key}`."
+                instead = "Remove it, unless your own code reads it."
+                yield self.finding(config.where(entry.key_span), message, instead=instead)
 
 
 class RemovedKey(DeepSpeedRule):
@@ -188,8 +191,8 @@ class RemovedKey(DeepSpeedRule):
     name = "removed-key"
     severity = "warning"
     reason = (
-        "DeepSpeed 0.19.8 refuses configurations that still name a feature it has removed, even where the block is switched off: "
-        "a silently ignored compression or checkpoint setting would be worse. Releases before it accept them."
+        "DeepSpeed 0.19.8 raises an error for keys of removed features, even when the block is disabled, rather than "
+        "silently ignoring a compression or checkpoint setting. Earlier releases accept them."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "sparse_attention": {"mode": "fixed"}}',
@@ -197,37 +200,38 @@ class RemovedKey(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 8}}',
     )
     good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',)
-    references = (_REMOVALS, "measured: DeepSpeedConfig of 0.19.8 raises DeepSpeedConfigError for each")
+    references = (_REMOVALS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises DeepSpeedConfigError for each")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Removed keys at the top level and in zero_optimization."""
-        gone = deepspeed.since(0, 19, 8)
-        if gone is False:
+        """Report removed keys at the top level and in zero_optimization."""
+        removed = deepspeed.since(0, 19, 8)
+        if removed is False:
             return
         zero = config.block("zero_optimization")
         for block in (config.root, zero):
             for entry in block.entries if block else ():
-                home = "zero_optimization" if block is zero else "top"
-                if REMOVED.get(entry.key) != home:
+                parent = "zero_optimization" if block is zero else "top"
+                if REMOVED.get(entry.key) != parent:
                     continue
-                idle = _is_idle(entry)
-                fix = remove(config, block, entry, f"Remove {entry.key}, which is off") if block and idle else None
-                off = ", even though it is off here" if idle else ""
-                message = f"DeepSpeed has removed {entry.key!r}, and 0.19.8 refuses a configuration that names it{off}."
-                severity: Severity | None = "error" if gone else ("advice" if idle else None)
+                disabled = _is_disabled(entry)
+                fix = remove(config, block, entry, f"Remove the disabled {entry.key}") if block and disabled else None
+                even = ", even when it is disabled" if disabled else ""
+                message = f"`{entry.key}` was removed from DeepSpeed; 0.19.8 and later raise an error for it{even}."
+                severity: Severity | None = "error" if removed else ("advice" if disabled else None)
                 instead = "Remove it, or stay on an earlier release."
                 yield self.finding(config.where(entry.key_span), message, instead=instead, fix=fix, severity=severity)
 
 
 class RenamedKey(DeepSpeedRule):
-    """A key has an old name."""
+    """A key has been renamed."""
 
     code = "HS257"
     name = "renamed-key"
     severity = "advice"
     reason = (
-        "DeepSpeed still takes the old names and warns about most of them. bfloat16 is read only where there is no bf16 block; "
-        "the cpu_offload flags stand for offload blocks, and are refused beside those."
+        "DeepSpeed still accepts the old names and logs a deprecation warning for most of them. It reads `bfloat16` "
+        "only if there is no `bf16` block. The `cpu_offload` flags were replaced by offload blocks, and setting both "
+        "raises an error."
     )
     bad = (
         '{\n  "zero_optimization": {"stage": 2},\n  "bfloat16": {"enabled": true}\n}',
@@ -236,41 +240,43 @@ class RenamedKey(DeepSpeedRule):
         '{"zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {"device": "cpu"}}}',
     )
     good = ('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": true}}',)
-    references = (_DOCS, "measured: DeepSpeedConfig of 0.19.8")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Old names, alone or beside the new one."""
+        """Report old names, with or without the new one."""
         for path, new in RENAMED.items():
             entry = config.entry(*path)
             block = config.block(*path[:-1]) if path[:-1] else config.root
             if entry is None or block is None:
                 continue
             if new in block:
-                lost = "it is not read" if path == ("bfloat16",) else "DeepSpeed refuses both"
                 fatal = path != ("bfloat16",)
-                message = f"{path[-1]} is the old name of {new}, which is given as well: {lost}."
-                yield self.at(config, path, message, instead=f"Keep {new}.", severity="error" if fatal else "warning")
+                effect = "DeepSpeed raises an error" if fatal else "DeepSpeed ignores it"
+                message = f"`{path[-1]}` is the old name of `{new}`, which is also set; {effect}."
+                yield self.at(config, path, message, instead=f"Keep `{new}`.", severity="error" if fatal else "warning")
                 continue
-            message = f"{path[-1]} is the old name of {new}."
-            yield self.at(config, path, message, instead=f"Write {new}.", fix=self._renamed(config, block, entry, new))
+            message = f"`{path[-1]}` is the old name of `{new}`."
+            block_text = f'Use `"{new}": {{"device": "cpu"}}`.'
+            instead = block_text if new.startswith("offload") else f"Rename it to `{new}`."
+            yield self.at(config, path, message, instead=instead, fix=self._renamed(config, block, entry, new))
 
     @staticmethod
     def _renamed(config: Config, block: Block, entry: Entry, new: str) -> Fix | None:
         if not new.startswith("offload"):
-            return rename(config, entry, new, f"Write {new}")
+            return rename(config, entry, new, f"Rename to {new}")
         value = entry.value.value if isinstance(entry.value, Scalar) else None
         if value is False:
-            return remove(config, block, entry, f"Remove {entry.key}, which is off")
+            return remove(config, block, entry, f"Remove the disabled {entry.key}")
         if value is not True:
             return None
-        named = rename(config, entry, new, "")
-        valued = replace_value(config, entry.value, {"device": "cpu"}, "")
-        return Fix(f"Write {new} with device cpu", (*named.edits, *valued.edits))
+        renamed = rename(config, entry, new, "")
+        revalued = replace_value(config, entry.value, {"device": "cpu"}, "")
+        return Fix(f"Replace with {new} on the CPU", (*renamed.edits, *revalued.edits))
 
 
-def _meant(key: str) -> str | None:
-    """The top-level key that a misspelt one stands for; None for a key that is known or close to nothing."""
-    if key in DEEPSPEED_KEYS or key in HOME or _is_comment(key):
+def _intended_key(key: str) -> str | None:
+    """The top-level key that a misspelled one stands for; None if `key` is valid or close to no valid key."""
+    if key in DEEPSPEED_KEYS or key in PARENT_BLOCK or _is_comment(key):
         return None
     close = nearest(key.replace("-", "_"), DEEPSPEED_KEYS)
     if close is None:
@@ -279,7 +285,7 @@ def _meant(key: str) -> str | None:
 
 
 def _is_typo(key: str, known: str) -> bool:
-    """Whether two names differ by a slip of the hand: letters doubled, dropped or swapped, or another separator."""
+    """Whether `key` is a typo of `known`: letters doubled, dropped or swapped, or a different separator."""
     plain = key.replace("-", "_").casefold()
     if plain.replace("_", "") == known.replace("_", ""):
         return True
@@ -290,8 +296,8 @@ def _is_comment(key: str) -> bool:
     return key.startswith(("_", "#", "//", "$")) or "comment" in key.casefold() or key.casefold() in {"note", "notes"}
 
 
-def _is_idle(entry: Entry) -> bool:
-    """Whether an entry asks for nothing: false, null, or a block that is not enabled."""
+def _is_disabled(entry: Entry) -> bool:
+    """Whether an entry enables nothing: false, null, an empty block or a block with `enabled` set to false."""
     if isinstance(entry.value, Scalar):
         return entry.value.value in {False, None}
     if not isinstance(entry.value, Block):

@@ -1,4 +1,4 @@
-"""The optimizer of a DeepSpeed configuration: what ZeRO, the precision mode or the release does not take."""
+"""Rules for the optimizer of a DeepSpeed configuration: conflicts with ZeRO, the precision mode or the release."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _OPTIMIZER_DOCS = _DOCS + "#optimizer-parameters"
 _REMOVALS = "https://github.com/deepspeedai/DeepSpeed/issues/8489"
 _ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
-# DeepSpeed's own names, in any case.
-_OWN = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd", *_ONE_BIT)
-# torch.optim's names, as written: DeepSpeed looks them up with getattr.
+# Names that DeepSpeed recognizes itself, in any case.
+_BUILT_IN = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd", *_ONE_BIT)
+# Class names in torch.optim, case-sensitive: DeepSpeed looks them up with getattr.
 _TORCH = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
     "Rprop", "SGD", "SparseAdam",
@@ -29,16 +29,16 @@ _TESTED_WITH_ZERO = frozenset({"adam", "adamw", "adagrad", "lion", "muon", "muad
 
 
 class MaxGradNormInOptimizer(DeepSpeedRule):
-    """max_grad_norm stands among the optimizer's parameters, where DeepSpeed refuses it."""
+    """`max_grad_norm` is set in `optimizer.params`, where DeepSpeed rejects it."""
 
     code = "HS241"
     name = "max-grad-norm-in-optimizer"
     severity = "error"
     reason = (
-        "DeepSpeed clips by the top-level gradient_clipping. max_grad_norm in optimizer.params raises \"'max_grad_norm' is not "
-        'supported as an optimizer parameter" when DeepSpeed builds the optimizer. Up to 0.19.5 it first warns that it passes '
-        "the value on (fp16) or sets it to 0.0 (fp32), neither of which is so; with an optimizer object of your own the key is "
-        "ignored. In no case does it clip."
+        "DeepSpeed clips with the top-level `gradient_clipping`. When it builds the optimizer, `max_grad_norm` in "
+        "`optimizer.params` raises \"'max_grad_norm' is not supported as an optimizer parameter\". Up to 0.19.5 "
+        "DeepSpeed first logs that it passes the value on (fp16) or sets it to 0.0 (fp32); it does neither. If you "
+        "pass your own optimizer object, the key is ignored. It never clips."
     )
     bad = (
         '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 1},\n  "optimizer": {\n    "type": "AdamW",\n'
@@ -57,46 +57,49 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """The key in optimizer.params."""
+        """Report the key in optimizer.params."""
         path = ("optimizer", "params", "max_grad_norm")
-        found = config.entry(*path)
-        if found is None or deepspeed.optimizer is None:
+        entry = config.entry(*path)
+        if entry is None or deepspeed.optimizer is None:
             return
         value = config.number(*path)
-        shown = f" {value:g}" if value is not None else ""
-        fix = self._moved(config, found)
+        value_text = f"{value:g}" if value is not None else "..."
+        is_set = config.entry("gradient_clipping") is not None
+        instead = f'Set `"gradient_clipping": {value_text}` at the top level.'
         yield self.at(
             config,
             path,
-            f"max_grad_norm{shown} is no optimizer parameter to DeepSpeed: it stops the run, and never clips.",
-            instead=f'Write "gradient_clipping":{shown or " ..."} at the top level.',
-            fix=fix,
+            f"DeepSpeed does not support the optimizer parameter `max_grad_norm` ({value_text}) and raises a "
+            "ValueError.",
+            instead="Remove it; `gradient_clipping` is already set." if is_set else instead,
+            fix=self._moved(config, entry),
         )
 
     @staticmethod
-    def _moved(config: Config, found: Entry) -> Fix | None:
+    def _moved(config: Config, entry: Entry) -> Fix | None:
         params = config.block("optimizer", "params")
-        taken = remove(config, params, found, "") if params and isinstance(found.value, Scalar) else None
-        if taken is None or not isinstance(found.value, Scalar):
+        removal = remove(config, params, entry, "") if params and isinstance(entry.value, Scalar) else None
+        if removal is None or not isinstance(entry.value, Scalar):
             return None
         if config.entry("gradient_clipping") is not None:
-            return Fix("Remove max_grad_norm, which gradient_clipping stands for", taken.edits)
-        added = add(config, config.root, "gradient_clipping", found.value.value, "")
-        if added is None or not isinstance(found.value.value, int | float):
+            return Fix("Remove max_grad_norm, since gradient_clipping is set", removal.edits)
+        addition = add(config, config.root, "gradient_clipping", entry.value.value, "")
+        if addition is None or not isinstance(entry.value.value, int | float):
             return None
-        return Fix("Move max_grad_norm to gradient_clipping", (*added.edits, *taken.edits))
+        return Fix("Replace max_grad_norm with gradient_clipping", (*addition.edits, *removal.edits))
 
 
 class UntestedOptimizer(DeepSpeedRule):
-    """ZeRO is used with an optimizer it was not tested with, and without the flag that allows it."""
+    """ZeRO is used with an untested optimizer without `zero_allow_untested_optimizer`."""
 
     code = "HS242"
     name = "untested-optimizer"
     severity = "error"
     reason = (
-        "ZeRO checks the exact class of the optimizer against a list: torch's Adam, AdamW and Adagrad, DeepSpeed's Adam, Adagrad, "
-        "Lion and Muon. Anything else, SGD and LAMB included, stops with 'You are using an untested ZeRO Optimizer' unless "
-        '"zero_allow_untested_optimizer" is true. Optimizers that look at a whole layer (LAMB) see only a shard of it.'
+        "ZeRO compares the exact optimizer class with a list: torch's Adam, AdamW and Adagrad, and DeepSpeed's Adam, "
+        "Adagrad, Lion and Muon. Any other optimizer, including SGD and LAMB, raises 'You are using an untested ZeRO "
+        "Optimizer' unless `zero_allow_untested_optimizer` is true. Optimizers that need the norm of a full layer, "
+        "such as LAMB, see only a shard of it."
     )
     bad = (
         '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n'
@@ -113,11 +116,11 @@ class UntestedOptimizer(DeepSpeedRule):
     references = (_DOCS + "#zero-optimizations-for-fp16-training", "measured: DeepSpeed 0.19.8, assertion")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """A named optimizer off the list at stage 1 to 3."""
+        """Report a known but untested optimizer at stages 1 to 3."""
         kind = config.value("optimizer", "type")
         name = deepspeed.optimizer
         allowed = config.value("zero_allow_untested_optimizer")
-        known = isinstance(kind, str) and (name in _OWN or kind in _TORCH)
+        known = isinstance(kind, str) and (name in _BUILT_IN or kind in _TORCH)
         if (
             not known
             or name in _TESTED_WITH_ZERO
@@ -133,22 +136,23 @@ class UntestedOptimizer(DeepSpeedRule):
         yield self.at(
             config,
             ("optimizer", "type"),
-            f"{kind} is not on ZeRO's list of tested optimizers, and DeepSpeed stops at stage {deepspeed.stage} without the flag.",
-            instead='Add "zero_allow_untested_optimizer": true, or use AdamW.',
+            f"{kind} is not in ZeRO's list of tested optimizers; DeepSpeed raises an error at stage {deepspeed.stage}.",
+            instead='Add `"zero_allow_untested_optimizer": true`, or use AdamW.',
             fix=fix,
         )
 
 
 class UnknownOptimizer(DeepSpeedRule):
-    """The optimizer's type is neither DeepSpeed's nor torch.optim's."""
+    """The optimizer type exists neither in DeepSpeed nor in `torch.optim`."""
 
     code = "HS243"
     name = "unknown-optimizer"
     severity = "error"
     reason = (
-        "DeepSpeed knows its own names in any case (Adam, AdamW, Adagrad, Lamb, Lion, Muon, MuAdam, MuAdamW, MuSGD) and looks up "
-        'every other in torch.optim, where case counts: "sgd" there is a module, not a class. The classes\' own names '
-        "(DeepSpeedCPUAdam, FusedAdam) are not types: DeepSpeed picks them by itself for Adam and AdamW."
+        "DeepSpeed recognizes its own optimizers in any case (Adam, AdamW, Adagrad, Lamb, Lion, Muon, MuAdam, "
+        'MuAdamW, MuSGD) and looks up every other name in `torch.optim`, which is case-sensitive: "sgd" is a module '
+        "there, not a class. Class names such as DeepSpeedCPUAdam and FusedAdam are not valid types; DeepSpeed "
+        "selects those classes for Adam and AdamW."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": {"type": "DeepSpeedCPUAdam", "params": {"lr": 1e-4}}}',
@@ -161,17 +165,19 @@ class UnknownOptimizer(DeepSpeedRule):
     references = (_OPTIMIZER_DOCS, "https://docs.pytorch.org/docs/stable/optim.html")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """A type that nobody has."""
+        """Report a type that neither library has."""
         kind = config.value("optimizer", "type")
-        if not isinstance(kind, str) or not config.strict or deepspeed.optimizer in _OWN or kind in _TORCH:
+        if not isinstance(kind, str) or not config.strict or deepspeed.optimizer in _BUILT_IN or kind in _TORCH:
             return
-        meant = {name.casefold(): name for name in _TORCH}.get(kind.casefold())
-        meant = meant or ("AdamW" if "adam" in kind.casefold() else nearest(kind, (*_TORCH, "Lamb", "Lion")))
+        suggestion = {name.casefold(): name for name in _TORCH}.get(kind.casefold())
+        suggestion = suggestion or ("AdamW" if "adam" in kind.casefold() else nearest(kind, (*_TORCH, "Lamb", "Lion")))
         yield self.at(
             config,
             ("optimizer", "type"),
-            f"{kind!r} is no optimizer of DeepSpeed's nor of torch.optim (where case counts).",
-            instead=f'Write "type": "{meant}".' if meant else "Build the optimizer yourself and pass it to initialize.",
+            f"Unknown optimizer type {kind!r}: not in DeepSpeed or `torch.optim` (case-sensitive).",
+            instead=f'Use `"type": "{suggestion}"`.'
+            if suggestion
+            else "Build the optimizer in the script and pass it to `deepspeed.initialize`.",
         )
 
 
@@ -182,8 +188,9 @@ class OneBitWithZero(DeepSpeedRule):
     name = "one-bit-with-zero"
     severity = "error"
     reason = (
-        "1-bit Adam, 0/1 Adam and 1-bit LAMB compress whole momenta between ranks, and ZeRO gives each rank a shard of them. "
-        "DeepSpeed asserts at any stage from 1 on (up to 0.19.6; later releases have removed these optimizers)."
+        "1-bit Adam, 0/1 Adam and 1-bit LAMB compress full momentum tensors between ranks, while ZeRO gives each rank "
+        "a shard of them. DeepSpeed fails an assertion at stage 1 and above (up to 0.19.6; later releases have "
+        "removed these optimizers)."
     )
     bad = (
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1},\n'
@@ -193,24 +200,23 @@ class OneBitWithZero(DeepSpeedRule):
     references = ("https://github.com/deepspeedai/DeepSpeed/issues/5046", _REMOVALS)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Any stage from 1 on."""
+        """Report stage 1 and above."""
         if deepspeed.optimizer in _ONE_BIT and deepspeed.stage:
             kind = config.value("optimizer", "type")
-            message = (
-                f"{kind} needs whole momenta, and ZeRO stage {deepspeed.stage} shards them: DeepSpeed refuses the pair."
-            )
+            message = f"{kind} is not compatible with ZeRO stage {deepspeed.stage}; DeepSpeed raises an AssertionError."
             yield self.at(config, ("optimizer", "type"), message, instead="Use stage 0, or AdamW with ZeRO.")
 
 
 class OneBitOutsideFp16(DeepSpeedRule):
-    """A 1-bit optimizer is used outside fp16, the only format its convergence was verified in."""
+    """A 1-bit optimizer is used without fp16, although its convergence was verified in fp16 only."""
 
     code = "HS245"
     name = "one-bit-outside-fp16"
     severity = "warning"
     reason = (
-        "DeepSpeed itself warns that 'the convergence of 1-bit Adam is only verified under FP16', and the same of 0/1 Adam and "
-        "1-bit LAMB. In fp32 the first batch is lost as well: the first call of step only builds the buffers."
+        "DeepSpeed itself warns that 'the convergence of 1-bit Adam is only verified under FP16', and likewise for "
+        "0/1 Adam and 1-bit LAMB. In fp32 the first batch is also lost, because the first call to `step` only "
+        "allocates the buffers."
     )
     bad = (
         '{"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4}}}',
@@ -223,7 +229,7 @@ class OneBitOutsideFp16(DeepSpeedRule):
     references = ("https://www.deepspeed.ai/tutorials/onebit-adam/", _REMOVALS)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """The mode is known and is not fp16."""
+        """Report a mode that is known and is not fp16."""
         if (
             deepspeed.optimizer not in _ONE_BIT
             or deepspeed.stage
@@ -232,21 +238,21 @@ class OneBitOutsideFp16(DeepSpeedRule):
         ):
             return
         kind = config.value("optimizer", "type")
-        mode = deepspeed.weights or "this mode"
-        message = f"{kind} was verified to converge under fp16 only, and this configuration trains in {mode}."
+        mode = f"trains in {deepspeed.weights}" if deepspeed.weights else "does not enable fp16"
+        message = f"{kind} was verified to converge in fp16 only, but this configuration {mode}."
         yield self.at(config, ("optimizer", "type"), message, instead="Enable fp16, or use AdamW.")
 
 
 class OneBitRemoved(DeepSpeedRule):
-    """The optimizer is one that DeepSpeed has removed."""
+    """The configuration names a 1-bit optimizer, which DeepSpeed has removed."""
 
     code = "HS246"
     name = "one-bit-removed"
     severity = "warning"
     reason = (
-        "DeepSpeed 0.19.7 (September 2026) deleted OneBitAdam, ZeroOneAdam and OneBitLamb, and 0.19.8 their communication "
-        "back ends. A configuration that names one now ends in 'AssertionError: OneBitAdam is not a supported DeepSpeed "
-        "Optimizer'. Up to 0.19.6 it runs, at stage 0."
+        "DeepSpeed 0.19.7 (September 2026) removed OneBitAdam, ZeroOneAdam and OneBitLamb, and 0.19.8 removed their "
+        "communication backends. These types now raise 'AssertionError: OneBitAdam is not a supported DeepSpeed "
+        "Optimizer'. Releases up to 0.19.6 run them at stage 0."
     )
     bad = (
         '{"train_batch_size": 8, "fp16": {"enabled": true},\n'
@@ -258,30 +264,30 @@ class OneBitRemoved(DeepSpeedRule):
     references = (_REMOVALS, "measured: DeepSpeed 0.19.8 raises AssertionError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Named, and not refused for another reason already."""
-        gone = deepspeed.since(0, 19, 7)
-        if deepspeed.optimizer not in _ONE_BIT or deepspeed.stage or gone is False:
+        """Report the type, unless HS244 already does."""
+        removed = deepspeed.since(0, 19, 7)
+        if deepspeed.optimizer not in _ONE_BIT or deepspeed.stage or removed is False:
             return
         kind = config.value("optimizer", "type")
-        known = config.settings.deepspeed
+        version = config.settings.deepspeed
         message = (
-            f"DeepSpeed {version_text(known)} no longer has {kind}."
-            if gone and known
-            else f"DeepSpeed removed {kind} in 0.19.7; it exists up to 0.19.6."
+            f"DeepSpeed {version_text(version)} no longer supports {kind}."
+            if removed and version
+            else f"DeepSpeed 0.19.7 removed {kind}; the last release with it is 0.19.6."
         )
         instead = "Use AdamW, or stay on DeepSpeed 0.19.6."
-        yield self.at(config, ("optimizer", "type"), message, instead=instead, severity="error" if gone else None)
+        yield self.at(config, ("optimizer", "type"), message, instead=instead, severity="error" if removed else None)
 
 
 class OneBitBackend(DeepSpeedRule):
-    """A 1-bit optimizer names a communication back end that DeepSpeed does not have."""
+    """A 1-bit optimizer names an unknown communication backend."""
 
     code = "HS247"
     name = "one-bit-backend"
     severity = "error"
     reason = (
-        "comm_backend_name takes nccl, mpi, hccl and compressed. With any other, gloo for one, no back end is made and the first "
-        "use fails with an AttributeError on None."
+        "`comm_backend_name` accepts `nccl`, `mpi`, `hccl` and `compressed`. For any other name, such as gloo, "
+        "DeepSpeed creates no backend, and the first step raises an AttributeError on None."
     )
     bad = (
         '{"train_batch_size": 8, "fp16": {"enabled": true},\n'
@@ -293,7 +299,7 @@ class OneBitBackend(DeepSpeedRule):
     references = ("https://www.deepspeed.ai/tutorials/onebit-adam/",)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """A name off the list."""
+        """Report a name that is not a valid backend."""
         path = ("optimizer", "params", "comm_backend_name")
         value = config.value(*path)
         if (
@@ -302,20 +308,21 @@ class OneBitBackend(DeepSpeedRule):
             and value not in {"nccl", "mpi", "hccl", "compressed"}
         ):
             message = (
-                f"comm_backend_name {value!r} is none of nccl, mpi, hccl and compressed, and fails at the first step."
+                f"`comm_backend_name` is {value!r}, not one of nccl, mpi, hccl and compressed; the first step raises "
+                "an AttributeError."
             )
-            yield self.at(config, path, message, instead='Write "comm_backend_name": "nccl".')
+            yield self.at(config, path, message, instead='Set `"comm_backend_name": "nccl"`.')
 
 
 class LambWithStaticScale(DeepSpeedRule):
-    """LAMB is used with a static loss scale, which DeepSpeed refuses in every mode."""
+    """LAMB is used with a static loss scale, which DeepSpeed rejects in every mode."""
 
     code = "HS248"
     name = "lamb-with-static-scale"
     severity = "error"
     reason = (
-        "DeepSpeed asserts a dynamic loss scale for Lamb and OneBitLamb by looking at fp16.loss_scale alone, even in bf16 and fp32 "
-        "where no scale is used."
+        "For Lamb and OneBitLamb, DeepSpeed asserts that the loss scale is dynamic. It checks `fp16.loss_scale` even "
+        "in bf16 and fp32, where no loss scale is used."
     )
     bad = (
         '{"train_batch_size": 8, "bf16": {"enabled": true}, "fp16": {"enabled": false, "loss_scale": 128},\n'
@@ -330,21 +337,22 @@ class LambWithStaticScale(DeepSpeedRule):
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """A scale that is not 0."""
+        """Report a scale other than 0."""
         if deepspeed.optimizer in {"lamb", "onebitlamb"} and deepspeed.is_dynamic is False:
-            message = f"{config.value('optimizer', 'type')} is refused with a static fp16.loss_scale, in any mode."
-            yield self.at(config, ("fp16", "loss_scale"), message, instead='Write "loss_scale": 0, or remove it.')
+            kind, scale = config.value("optimizer", "type"), config.value("fp16", "loss_scale")
+            message = f"{kind} requires a dynamic loss scale in every mode, but `fp16.loss_scale` is {scale}."
+            yield self.at(config, ("fp16", "loss_scale"), message, instead='Set `"loss_scale": 0`, or remove it.')
 
 
 class AdamIsAdamW(DeepSpeedRule):
-    """The type Adam gives AdamW."""
+    """The optimizer type `Adam` trains as AdamW."""
 
     code = "HS249"
     name = "adam-is-adamw"
     severity = "advice"
     reason = (
-        'DeepSpeed\'s Adam decouples the weight decay unless adam_w_mode is false, so "Adam" with a weight decay trains as AdamW '
-        "does, and not as torch.optim.Adam would."
+        "DeepSpeed's Adam decouples the weight decay unless `adam_w_mode` is false, so `Adam` with weight decay "
+        "trains like `torch.optim.AdamW`, not like `torch.optim.Adam`."
     )
     bad = (
         '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "weight_decay": 0.01}}}',
@@ -355,14 +363,14 @@ class AdamIsAdamW(DeepSpeedRule):
     references = (_OPTIMIZER_DOCS,)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Adam with a decay."""
+        """Report Adam with weight decay."""
         params = ("optimizer", "params")
         decay = config.number(*params, "weight_decay")
         unset = config.value(*params, "adam_w_mode") is None and config.value(*params, "torch_adam") is None
-        found = config.entry("optimizer", "type")
-        if deepspeed.optimizer == "adam" and decay and unset and found:
-            message = f'"Adam" with weight_decay {decay:g} is AdamW in DeepSpeed: the decay is decoupled.'
-            yield self.at(config, ("optimizer", "type"), message, instead='Write "AdamW", or "adam_w_mode": false.')
+        if deepspeed.optimizer == "adam" and decay and unset and config.entry("optimizer", "type"):
+            message = f"DeepSpeed runs `Adam` with `weight_decay` {decay:g} as AdamW: the decay is decoupled."
+            instead = 'Use `"type": "AdamW"`, or set `"adam_w_mode": false`.'
+            yield self.at(config, ("optimizer", "type"), message, instead=instead)
 
 
 RULES: tuple[type[Rule], ...] = (

@@ -1,4 +1,4 @@
-"""The values of a DeepSpeed configuration: quoted numbers, values nobody fills in, duplicates, loose JSON."""
+"""Rules for the values of a DeepSpeed configuration: quoted numbers, unresolved "auto", duplicates, non-strict JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 
 
 class DuplicateKey(ConfigRule):
-    """A key is given twice in the same block."""
+    """A key is set twice in the same block."""
 
     code = "HS254"
     name = "duplicate-key"
     severity = "error"
     reason = (
-        "DeepSpeed stops at a key that is given twice in its JSON file. Every other reader (json, PyYAML, Python itself) keeps "
-        "the last and forgets the first without a word, so one of the two settings you see has no effect."
+        "DeepSpeed raises an error for a duplicate key in its JSON file. Every other reader (json, PyYAML, Python "
+        "itself) silently keeps the last value, so one of the two settings has no effect."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "fp16": {"enabled": false}}',
@@ -42,36 +42,37 @@ class DuplicateKey(ConfigRule):
     )
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """Every block of every kind of configuration."""
+        """Check every block of every kind of configuration."""
         if config.root.call or config.kind == "joint":
-            return  # Python refuses a keyword given twice
+            return  # a duplicate keyword argument is a SyntaxError in Python
         for node in walk(config.root):
-            seen: dict[str, Entry] = {}
+            first_entries: dict[str, Entry] = {}
             for entry in node.entries if isinstance(node, Block) else ():
-                first = seen.setdefault(entry.key, entry)
+                first = first_entries.setdefault(entry.key, entry)
                 if first is entry:
                     continue
                 line = config.where(first.key_span)[1]
                 native = config.kind == "deepspeed" and config.source.language == "json"
-                ending = "DeepSpeed refuses that." if native else "only the second counts."
+                effect = "DeepSpeed raises an error" if native else "only the second has an effect"
                 yield self.finding(
                     config.where(entry.key_span),
-                    f"The key {entry.key!r} is given twice, first in line {line}: {ending}",
+                    f"`{entry.key}` is already set at line {line}; {effect}.",
                     instead="Keep one of the two.",
                     severity=None if native else "warning",
                 )
 
 
 class QuotedNumber(DeepSpeedRule):
-    """A number of the top level or of the optimizer is written in quotes."""
+    """A number at the top level or in `optimizer.params` is a string."""
 
     code = "HS255"
     name = "quoted-number"
     severity = "error"
     reason = (
-        'Blocks that DeepSpeed validates turn "16" into 16, but the top level and the optimizer\'s parameters are passed on as '
-        "they stand: the batch sizes are divided, clipping is compared, the learning rate multiplied, and each raises a "
-        'TypeError on a string. In zero_optimization "5e8" is refused as well, since it is no integer\'s text.'
+        'The validated blocks convert "16" to 16, but DeepSpeed uses the top level and `optimizer.params` '
+        "unconverted: dividing the batch sizes, comparing the clipping norm and multiplying by the learning rate each "
+        'raise a TypeError for a string. In `zero_optimization`, "5e8" fails as well, because it does not parse as an '
+        "integer."
     )
     bad = (
         '{"train_batch_size": "8", "zero_optimization": {"stage": 2}}',
@@ -83,38 +84,38 @@ class QuotedNumber(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',
         '{"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}',
     )
-    references = (_DOCS, 'measured: DeepSpeedConfig of 0.19.8 raises TypeError for a train_batch_size of "8"')
+    references = (_DOCS, 'measured: DeepSpeed 0.19.8, DeepSpeedConfig raises TypeError for a train_batch_size of "8"')
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Strings that are numbers."""
+        """Report strings that parse as numbers."""
         params = [("optimizer", "params", key) for key in ("lr", "eps", "weight_decay", "momentum")]
         zero = config.block("zero_optimization")
         sizes = [("zero_optimization", entry.key) for entry in (zero.entries if zero else ())]
         for path in [*((key,) for key in TOP_NUMBERS), *params, *sizes]:
             value = config.value(*path)
             number = _number(value) if isinstance(value, str) else None
-            found = config.entry(*path)
-            if number is None or found is None or not isinstance(found.value, Scalar):
+            entry = config.entry(*path)
+            if number is None or entry is None or not isinstance(entry.value, Scalar):
                 continue
             if path in sizes and isinstance(number, int):
-                continue  # "2" becomes 2 there, "5e8" does not
-            if config.source.language == "yaml" and not found.value.text.startswith(("'", '"')):
-                continue  # a string to PyYAML, a number to OmegaConf and ruamel
-            shown = ".".join(path)
-            fix = replace_value(config, found.value, number, f"Write {number!r} without quotes")
-            message = f"{shown} is the text {value!r}, not a number, and DeepSpeed computes with it."
+                continue  # "2" is converted there, "5e8" is not
+            if config.source.language == "yaml" and not entry.value.text.startswith(("'", '"')):
+                continue  # a string for PyYAML, a number for OmegaConf and ruamel
+            name = ".".join(path)
+            fix = replace_value(config, entry.value, number, f"Replace with the number {number!r}")
+            message = f"`{name}` is the string {value!r}; DeepSpeed expects a number and raises an error."
             yield self.at(config, path, message, instead=f"Write {number!r} without quotes.", fix=fix)
 
 
 class BlockExpected(DeepSpeedRule):
-    """A block is given as a plain value."""
+    """A plain value is set where DeepSpeed expects a block."""
 
     code = "HS258"
     name = "block-expected"
     severity = "error"
     reason = (
-        'fp16, bf16, torch_autocast and zero_optimization are blocks: "fp16": true ends in a TypeError, and so does null. Only '
-        "zero_optimization takes a boolean, in its first form."
+        '`fp16`, `bf16`, `torch_autocast` and `zero_optimization` are blocks: `"fp16": true` raises a TypeError, and '
+        "so does null. Only `zero_optimization` also accepts a boolean, its original form."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": true}',
@@ -124,32 +125,35 @@ class BlockExpected(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}',
         '{"train_batch_size": 8, "zero_optimization": true, "bf16": {"enabled": true}}',
     )
-    references = (_DOCS, "measured: DeepSpeedConfig of 0.19.8 raises TypeError")
+    references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises TypeError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Plain values where a mapping is unpacked."""
+        """Report plain values where DeepSpeed unpacks a mapping."""
         for name in ("fp16", "bf16", "zero_optimization"):
-            found = config.entry(name)
-            if found is None or not isinstance(found.value, Scalar) or not config.strict:
+            entry = config.entry(name)
+            if entry is None or not isinstance(entry.value, Scalar) or not config.strict:
                 continue
-            value = found.value.value
+            value = entry.value.value
             is_flag = isinstance(value, bool) and name != "zero_optimization"
             if is_flag or value is None:
-                fix = replace_value(config, found.value, {"enabled": value}, "Write it as a block") if is_flag else None
-                message = f"{name} is {found.value.text}, and DeepSpeed takes a block."
-                yield self.at(config, (name,), message, instead=f'Write "{name}": {{"enabled": ...}}.', fix=fix)
+                fix = (
+                    replace_value(config, entry.value, {"enabled": value}, "Replace with a block") if is_flag else None
+                )
+                message = f"`{name}` is {entry.value.text}; DeepSpeed expects a block and raises a TypeError."
+                yield self.at(config, (name,), message, instead=f'Write `"{name}": {{"enabled": ...}}`.', fix=fix)
 
 
 class AutoWithoutTransformers(DeepSpeedRule):
-    """A value is "auto" although nothing fills it in."""
+    """A value is "auto", but nothing resolves it."""
 
     code = "HS259"
     name = "auto-without-transformers"
     severity = "error"
     reason = (
-        '"auto" is a word of Hugging Face\'s Trainer and of Accelerate, which replace it before DeepSpeed sees it. Handed to '
-        'deepspeed.initialize directly, "auto" in fp16, bf16 and zero_optimization silently becomes the default (fp16.enabled '
-        '"auto" is false: fp32), and elsewhere it raises a TypeError at the first comparison.'
+        'Hugging Face\'s Trainer and Accelerate replace "auto" before DeepSpeed reads the configuration. Passed '
+        'directly to `deepspeed.initialize`, "auto" in `fp16`, `bf16` and `zero_optimization` silently becomes the '
+        "default (`fp16.enabled` becomes false, so the run is fp32); elsewhere it raises a TypeError at the first "
+        "comparison."
     )
     bad = (
         "import deepspeed\n\nds_config = {\n    'train_batch_size': 8,\n    'fp16': {'enabled': 'auto'},\n"
@@ -166,27 +170,26 @@ class AutoWithoutTransformers(DeepSpeedRule):
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Literal "auto" in what goes straight to deepspeed.initialize."""
+        """Report a literal "auto" in a configuration passed to deepspeed.initialize."""
         if config.origin != "deepspeed.initialize" or config.script & {"transformers", "accelerate", "lightning"}:
             return
         for path in (("fp16", "enabled"), ("bf16", "enabled"), *((key,) for key in TOP_NUMBERS)):
-            found = config.entry(*path)
-            if found and isinstance(found.value, Scalar) and found.value.value == "auto":
-                message = (
-                    f'{".".join(path)} is "auto", which only Hugging Face fills in; here it goes straight to DeepSpeed.'
-                )
-                yield self.at(config, path, message, instead="Write the value.")
+            entry = config.entry(*path)
+            if entry and isinstance(entry.value, Scalar) and entry.value.value == "auto":
+                message = f'`{".".join(path)}` is "auto", which only Hugging Face resolves; DeepSpeed does not.'
+                yield self.at(config, path, message, instead="Set an explicit value.")
 
 
 class LooseJsonWithAuto(DeepSpeedRule):
-    """A file for Hugging Face has comments or stray commas, which its reader does not take."""
+    """A file for Hugging Face has comments or trailing commas, which its JSON reader rejects."""
 
     code = "HS260"
     name = "loose-json-with-auto"
     severity = "error"
     reason = (
-        'DeepSpeed reads its file with an hjson parser that takes comments and trailing commas. A file with "auto" in it is read '
-        "by Transformers or Accelerate first, with Python's json, which stops at the first of them with a JSONDecodeError."
+        "DeepSpeed reads its file with an hjson parser, which allows comments and trailing commas. A file that "
+        'contains "auto" is first read by Transformers or Accelerate with Python\'s json module, which raises a '
+        "JSONDecodeError."
     )
     bad = (
         '{\n  "train_batch_size": "auto",\n  "zero_optimization": {"stage": 2}, // partition gradients\n'
@@ -200,32 +203,32 @@ class LooseJsonWithAuto(DeepSpeedRule):
     )
     references = (
         "https://huggingface.co/docs/transformers/deepspeed",
-        "measured: read in accelerate 1.15, utils/deepspeed.py",
+        "measured: source code of accelerate 1.15, utils/deepspeed.py",
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Text that only a tolerant reader takes."""
+        """Report text that only a tolerant parser accepts."""
         text = config.source.text
         if config.source.language != "json" or not deepspeed.has_auto:
             return
         if any(isinstance(node, Scalar) and node.value is UNKNOWN for node in walk(config.root)):
-            return  # a template, which something fills in first
+            return  # a template, rendered before it is read
         try:
             json.loads(text.removeprefix("\ufeff"))
         except json.JSONDecodeError as error:
             at = min(error.pos + text.startswith("\ufeff"), len(text) - 1)
             yield self.finding(
                 config.where(Span(at, at + 1)),
-                'Hugging Face reads a file with "auto" in it as strict JSON, and stops here.',
+                'Hugging Face reads a configuration with "auto" as strict JSON and raises a JSONDecodeError here.',
                 instead="Remove comments and trailing commas.",
                 fix=self._without_commas(config),
             )
         except (ValueError, RecursionError):
-            return  # numbers and depths that other rules and readers refuse
+            return  # oversized numbers and nesting, which other rules and readers reject
 
     @staticmethod
     def _without_commas(config: Config) -> Fix | None:
-        """The fix, where commas before a closing bracket are all that is wrong; comments are their author's."""
+        """The fix, if trailing commas are the only problem; comments are left to their author."""
         text = config.source.text
         edits = []
         for node in walk(config.root):

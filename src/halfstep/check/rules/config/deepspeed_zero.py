@@ -1,4 +1,4 @@
-"""ZeRO, offloading, gradient division, clipping and batch sizes of a DeepSpeed configuration."""
+"""Rules for ZeRO, offloading, gradient averaging, clipping and batch sizes in a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ZERO = _DOCS + "#zero-optimizations-for-fp16-training"
 
 
 class PrescaledGradients(DeepSpeedRule):
-    """Gradients are divided before their reduction under ZeRO-2 or 3, which cannot do that."""
+    """Gradients are divided before the reduction at ZeRO stage 2 or 3, which do not support it."""
 
     code = "HS231"
     name = "prescaled-gradients"
     severity = "error"
     reason = (
-        "With reduce_scatter (the default) ZeRO-2 and ZeRO-3 divide after the reduction only: an assertion stops the run for "
-        "prescale_gradients and for a gradient_predivide_factor other than 1."
+        "With `reduce_scatter` (the default), ZeRO-2 and ZeRO-3 divide after the reduction only: `prescale_gradients` "
+        "and a `gradient_predivide_factor` other than 1 raise an AssertionError."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "prescale_gradients": true}',
@@ -39,30 +39,29 @@ class PrescaledGradients(DeepSpeedRule):
     references = (_DOCS + "#communication-options", "measured: DeepSpeed 0.19.8 raises AssertionError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Either key at stage 2 or 3 with reduce_scatter."""
+        """Report either key at stage 2 or 3 with reduce_scatter."""
         scatter = config.value("zero_optimization", "reduce_scatter")
         if deepspeed.stage not in {2, 3} or scatter not in {None, True}:
             return
+        unsupported = f"not supported by ZeRO stage {deepspeed.stage} with `reduce_scatter`"
         if config.value("prescale_gradients") is True:
-            message = f"prescale_gradients is refused by ZeRO stage {deepspeed.stage} with reduce_scatter."
+            message = f"`prescale_gradients` is {unsupported}."
             yield self.at(config, ("prescale_gradients",), message, instead="Remove it.")
         factor = config.number("gradient_predivide_factor")
         if factor is not None and factor != 1:
-            message = (
-                f"gradient_predivide_factor {factor:g} is refused by ZeRO stage {deepspeed.stage} with reduce_scatter."
-            )
+            message = f"`gradient_predivide_factor` {factor:g} is {unsupported}."
             yield self.at(config, ("gradient_predivide_factor",), message, instead="Remove it.")
 
 
 class PredivideIgnored(DeepSpeedRule):
-    """gradient_predivide_factor is set beside prescale_gradients, which makes DeepSpeed ignore it."""
+    """`gradient_predivide_factor` has no effect with `prescale_gradients`."""
 
     code = "HS232"
     name = "predivide-ignored"
     severity = "warning"
     reason = (
-        "With prescale_gradients the gradients are divided by the number of ranks before the reduction and the predivide factor "
-        "is not read."
+        "With `prescale_gradients`, DeepSpeed divides the gradients by the number of ranks before the reduction and "
+        "ignores `gradient_predivide_factor`."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "prescale_gradients": true, "gradient_predivide_factor": 4}',
@@ -71,10 +70,10 @@ class PredivideIgnored(DeepSpeedRule):
     references = (_DOCS + "#communication-options",)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Both keys at stage 0 or 1."""
+        """Report both keys at stage 0 or 1."""
         factor = config.number("gradient_predivide_factor")
         if config.value("prescale_gradients") is True and factor not in {None, 1} and deepspeed.stage in {0, 1}:
-            message = f"gradient_predivide_factor {factor:g} is not read: prescale_gradients is on."
+            message = f"DeepSpeed ignores `gradient_predivide_factor` {factor:g} because `prescale_gradients` is true."
             yield self.at(config, ("gradient_predivide_factor",), message, instead="Keep one of the two keys.")
 
 
@@ -85,62 +84,66 @@ class SummedGradients(DeepSpeedRule):
     name = "summed-gradients"
     severity = "error"
     reason = (
-        "gradient_allreduce_op sum makes the update grow with the number of ranks: the same configuration on 8 GPUs takes steps "
-        "8 times as large as on 1, and clipping hides it. ZeRO-3, ZenFlow and DeepCompile refuse it."
+        "With `gradient_allreduce_op` set to sum, the gradient grows with the number of ranks: the same configuration "
+        "computes 8 times larger gradients on 8 GPUs than on 1, which clipping or Adam can hide. ZeRO-3, ZenFlow and "
+        "DeepCompile raise an error for it."
     )
     bad = ('{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"}',)
     good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "gradient_allreduce_op": "mean"}',)
     references = (_DOCS + "#communication-options", "measured: DeepSpeed 0.19.8 raises ValueError at stage 3")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """The sum at stage 3, and below it."""
+        """Report the sum: an error at stage 3, advice below."""
         value = config.value("gradient_allreduce_op")
         if not isinstance(value, str) or value.casefold() != "sum" or deepspeed.stage is None:
             return
-        refused = deepspeed.stage == 3
+        rejected = deepspeed.stage == 3
         message = (
-            "gradient_allreduce_op sum is refused by ZeRO stage 3."
-            if refused
-            else "Gradients are summed over ranks, so the step grows with their number."
+            "ZeRO stage 3 does not support `gradient_allreduce_op` sum; DeepSpeed raises a ValueError."
+            if rejected
+            else "Gradients are summed over ranks, so they grow with the number of ranks."
         )
         yield self.at(
-            config, ("gradient_allreduce_op",), message, instead="Remove it.", severity=None if refused else "advice"
+            config, ("gradient_allreduce_op",), message, instead="Remove it.", severity=None if rejected else "advice"
         )
 
 
 class PartialOffload(DeepSpeedRule):
-    """A part of the optimizer is to be offloaded below ZeRO-3."""
+    """Partial optimizer offload is requested below ZeRO stage 3."""
 
     code = "HS234"
     name = "partial-offload"
     severity = "error"
-    reason = "offload_optimizer.ratio below 1 exists for ZeRO-3 alone; at other stages the configuration is refused."
+    reason = (
+        "`offload_optimizer.ratio` below 1 is supported by ZeRO-3 only; at other stages DeepSpeed raises a validation "
+        "error."
+    )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}}',
     )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}}',
     )
-    references = (_DOCS + "#optimizer-offloading", "measured: DeepSpeedConfig of 0.19.8 raises ValidationError")
+    references = (_DOCS + "#optimizer-offloading", "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValidationError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """ratio below 1 outside stage 3."""
+        """Report a ratio below 1 outside stage 3."""
         path = ("zero_optimization", "offload_optimizer", "ratio")
         ratio = config.number(*path)
         if ratio is not None and ratio < 1 and deepspeed.stage in {0, 1, 2}:
-            message = f"offload_optimizer.ratio {ratio:g} needs ZeRO stage 3, and the stage is {deepspeed.stage}."
-            yield self.at(config, path, message, instead="Remove ratio, or use stage 3.")
+            message = f"`offload_optimizer.ratio` {ratio:g} requires ZeRO stage 3, but the stage is {deepspeed.stage}."
+            yield self.at(config, path, message, instead="Remove `ratio`, or use stage 3.")
 
 
 class ParameterOffloadIgnored(DeepSpeedRule):
-    """Parameters are to be offloaded below ZeRO-3, where the block is not read."""
+    """Parameter offload is requested below ZeRO stage 3, where DeepSpeed ignores it."""
 
     code = "HS235"
     name = "parameter-offload-ignored"
     severity = "warning"
     reason = (
-        "Only ZeRO-3 partitions parameters, so only it can move them to the CPU or to NVMe. Below it offload_param is accepted "
-        "and read by nobody, and the memory it was to save is not saved."
+        "Only ZeRO-3 partitions parameters, so only ZeRO-3 can offload them to CPU or NVMe. Lower stages accept "
+        "`offload_param` but ignore it, and no memory is saved."
     )
     bad = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',)
     good = (
@@ -150,26 +153,26 @@ class ParameterOffloadIgnored(DeepSpeedRule):
     references = (_DOCS + "#parameter-offloading",)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """offload_param with a device at stage 0 to 2."""
+        """Report offload_param with a device at stages 0 to 2."""
         device = config.value("zero_optimization", "offload_param", "device")
         if device in {"cpu", "nvme"} and deepspeed.stage in {0, 1, 2}:
             yield self.at(
                 config,
                 ("zero_optimization", "offload_param"),
-                f"offload_param has no effect at ZeRO stage {deepspeed.stage}; only stage 3 partitions parameters.",
+                f"`offload_param` has no effect at ZeRO stage {deepspeed.stage}; only stage 3 partitions parameters.",
                 instead="Use stage 3, or remove the block.",
             )
 
 
 class QuantizedWeightsConflict(DeepSpeedRule):
-    """ZeRO++ weight quantization is combined with a precision mode it does not work with."""
+    """ZeRO++ weight quantization is combined with an unsupported precision mode."""
 
     code = "HS236"
     name = "quantized-weights-conflict"
     severity = "error"
     reason = (
-        "zero_quantized_nontrainable_weights is written for fp16 tensors and fails on bf16 ones; zero_quantized_weights and "
-        "torch_autocast are refused together."
+        "`zero_quantized_nontrainable_weights` supports fp16 tensors only and fails on bf16 ones; "
+        "`zero_quantized_weights` together with `torch_autocast` raises an error."
     )
     bad = (
         '{"train_batch_size": 8, "bf16": {"enabled": true},\n'
@@ -184,25 +187,25 @@ class QuantizedWeightsConflict(DeepSpeedRule):
     references = ("https://www.deepspeed.ai/tutorials/zeropp/",)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Each flag with the mode it fails in."""
+        """Report each flag with the mode it does not support."""
         for key, conflict in (
             ("zero_quantized_nontrainable_weights", "bf16" if deepspeed.bf16 else ""),
             ("zero_quantized_weights", "torch_autocast" if deepspeed.autocast else ""),
         ):
             if conflict and config.is_on("zero_optimization", key):
-                message = f"{key} does not work with {conflict}."
-                yield self.at(config, ("zero_optimization", key), message, instead=f"Remove it, or {conflict}.")
+                message = f"`{key}` does not support {conflict}."
+                yield self.at(config, ("zero_optimization", key), message, instead=f"Remove it, or disable {conflict}.")
 
 
 class StageOutOfRange(DeepSpeedRule):
-    """The ZeRO stage is not one of 0, 1, 2, 3, or not given as a block."""
+    """The ZeRO stage is not 0, 1, 2 or 3, or is not in a block."""
 
     code = "HS237"
     name = "stage-out-of-range"
     severity = "error"
     reason = (
-        "zero_optimization is a block with a stage from 0 to 3 (or, in its first form, true for stage 1). Anything else stops "
-        "the run with a validation or type error."
+        "`zero_optimization` is a block with a stage from 0 to 3, or (its original form) true for stage 1. Anything "
+        "else raises a validation error or a TypeError."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 4}, "bf16": {"enabled": true}}',
@@ -212,61 +215,67 @@ class StageOutOfRange(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',
         '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "zero_optimization": true}',
     )
-    references = (_ZERO, "measured: DeepSpeedConfig of 0.19.8 raises ValidationError or TypeError")
+    references = (_ZERO, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises ValidationError or TypeError")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Stages and forms that do not exist."""
-        found = config.entry("zero_optimization")
-        is_number = found is not None and isinstance(config.value("zero_optimization"), int | float)
-        if found is not None and not isinstance(found.value, Block) and not _is_switch(found.value) and is_number:
+        """Report invalid stages and a bare number."""
+        entry = config.entry("zero_optimization")
+        is_number = entry is not None and isinstance(config.value("zero_optimization"), int | float)
+        if entry is not None and not isinstance(entry.value, Block) and not _is_switch(entry.value) and is_number:
             value = config.value("zero_optimization")
-            message = f"zero_optimization is {value!r}, and DeepSpeed takes a block."
-            yield self.at(config, ("zero_optimization",), message, instead=f'Write {{"stage": {value}}}.')
+            message = f"`zero_optimization` is {value!r}; DeepSpeed expects a block and raises a TypeError."
+            instead = f'Write `"zero_optimization": {{"stage": {value}}}`.'
+            yield self.at(config, ("zero_optimization",), message, instead=instead)
         elif deepspeed.stage is not None and deepspeed.stage not in {0, 1, 2, 3}:
-            message = f"ZeRO has stages 0 to 3, and no stage {deepspeed.stage}."
-            yield self.at(config, ("zero_optimization", "stage"), message, instead="Write a stage from 0 to 3.")
+            message = f"Invalid ZeRO stage {deepspeed.stage}; valid stages are 0, 1, 2 and 3."
+            yield self.at(config, ("zero_optimization", "stage"), message, instead="Use a stage from 0 to 3.")
 
 
 class BatchSizesDisagree(DeepSpeedRule):
-    """The three batch sizes cannot be right for any number of GPUs."""
+    """The three batch sizes are inconsistent for any number of GPUs."""
 
     code = "HS238"
     name = "batch-sizes-disagree"
     severity = "error"
     reason = (
-        "DeepSpeed asserts that train_batch_size equals train_micro_batch_size_per_gpu times gradient_accumulation_steps times "
-        "the number of ranks. Where the first is no multiple of the product of the others, no number of ranks can satisfy it."
+        "DeepSpeed asserts that `train_batch_size` equals `train_micro_batch_size_per_gpu` times "
+        "`gradient_accumulation_steps` times the number of ranks. If it is not a multiple of the first two, no number "
+        "of ranks satisfies that."
     )
     bad = ('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}',)
     good = ('{"train_batch_size": 48, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}',)
-    references = (_DOCS + "#batch-size-related-parameters", "measured: DeepSpeedConfig of 0.19.8 raises AssertionError")
+    references = (
+        _DOCS + "#batch-size-related-parameters",
+        "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises AssertionError",
+    )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """The total against the product."""
+        """Compare the total with the product."""
         total, micro = (config.number(k) for k in ("train_batch_size", "train_micro_batch_size_per_gpu"))
         steps = config.number("gradient_accumulation_steps")
-        given = config.value("gradient_accumulation_steps")
-        if total is None or micro is None or (steps is None and given is not None):
+        is_set = config.value("gradient_accumulation_steps") is not None
+        if total is None or micro is None or (steps is None and is_set):
             return
         product = micro * (steps or 1)
         if product > 0 and total % product != 0:
             yield self.at(
                 config,
                 ("train_batch_size",),
-                f"train_batch_size {total:g} is no multiple of {micro:g} per GPU times {steps or 1:g} micro-batches = {product:g}.",
-                instead="Leave one of the three out; DeepSpeed computes it.",
+                f"`train_batch_size` {total:g} is not a multiple of {product:g} ({micro:g} per GPU x {steps or 1:g} "
+                "accumulation steps).",
+                instead="Remove one of the three; DeepSpeed computes it.",
             )
 
 
 class ClippingByDefault(DeepSpeedRule):
-    """gradient_clipping is left out, and its default changed."""
+    """`gradient_clipping` is not set, and its default changed."""
 
     code = "HS239"
     name = "clipping-by-default"
     severity = "advice"
     reason = (
-        "Up to 0.19.2 an omitted gradient_clipping meant none; from 0.19.3 on it means 1.0. The same file trains differently "
-        "after an upgrade, and no line of the log says so."
+        "Up to 0.19.2 gradients were not clipped by default; since 0.19.3 the default `gradient_clipping` is 1.0. The "
+        "same file trains differently after an upgrade, and nothing is logged."
     )
     bad = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',)
     good = (
@@ -276,36 +285,40 @@ class ClippingByDefault(DeepSpeedRule):
     settings = Settings(deepspeed=(0, 19, 8))
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """A complete native configuration without the key."""
+        """Report a complete native configuration without the key."""
         native = config.strict and not deepspeed.has_auto and not config.may_hold("gradient_clipping")
-        # Without a version this would be said of nearly every file; only a known one makes it this run's matter.
+        # Nearly every file omits the key, so this is reported only if the DeepSpeed version is known.
         if native and config.entry("gradient_clipping") is None and deepspeed.since(0, 19, 3):
-            message = "gradient_clipping is not set: DeepSpeed clips at 1.0 since 0.19.3, and did not clip before."
-            yield self.at(config, (), message, instead='Write "gradient_clipping": 1.0, or 0.0 for none.')
+            message = (
+                "`gradient_clipping` is not set; the default is 1.0 since DeepSpeed 0.19.3 and was 0.0 (no clipping) "
+                "before."
+            )
+            instead = 'Set `"gradient_clipping": 1.0`, or 0.0 to disable clipping.'
+            yield self.at(config, (), message, instead=instead)
 
 
 class UnmanagedAccumulation(DeepSpeedRule):
-    """Accumulation is taken out of DeepSpeed's hands where it cannot be."""
+    """`managed_gradient_accumulation` is disabled where DeepSpeed requires it."""
 
     code = "HS230"
     name = "unmanaged-accumulation"
     severity = "error"
     reason = (
-        "managed_gradient_accumulation set to false leaves the count of micro-batches to the script. DeepCompile, pipelines and "
-        "Apex AMP count them themselves, and DeepSpeed refuses the combination."
+        "With `managed_gradient_accumulation` set to false, the script counts micro-batches. DeepCompile, pipeline "
+        "parallelism and Apex AMP count them internally, and DeepSpeed raises an error for the combination."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "managed_gradient_accumulation": false,\n'
         ' "compile": {"deepcompile": true}}',
     )
     good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "managed_gradient_accumulation": false}',)
-    references = (_DOCS + "#batch-size-related-parameters", "measured: read in DeepSpeed 0.19.6, engine.py")
+    references = (_DOCS + "#batch-size-related-parameters", "measured: source code of DeepSpeed 0.19.6, engine.py")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """The key false beside DeepCompile or amp."""
+        """Report the key set to false with DeepCompile or amp."""
         other = "DeepCompile" if config.is_on("compile", "deepcompile") else ("amp" if deepspeed.amp else "")
         if other and config.value("managed_gradient_accumulation") is False:
-            message = f"managed_gradient_accumulation false is refused with {other}."
+            message = f"`managed_gradient_accumulation` is false, which {other} does not support."
             yield self.at(config, ("managed_gradient_accumulation",), message, instead="Remove it.")
 
 

@@ -1,4 +1,4 @@
-"""Halfstep's own precision, where a script writes it down."""
+"""Rules for Halfstep's precision setting in scripts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["RULES"]
 
 
 class BadPolicy(ConfigRule):
-    """The precision given to Halfstep is none that it can read."""
+    """The `precision` passed to Halfstep is not a valid policy."""
 
     code = "HS286"
     name = "bad-policy"
     severity = "error"
     reason = (
-        "A policy is a preset and key=value pairs after it. What cannot be read, or contradicts itself, raises a SettingError when "
-        "the Engine is made, which may be hours into a queue."
+        "A policy is a preset name followed by key=value pairs. An invalid or contradictory policy raises a "
+        "SettingError when the Engine is created, possibly after hours in a job queue."
     )
     bad = (
         "import halfstep\n\nengine = halfstep.Engine(model, optimizer, precision='bf16-leen')\n",
@@ -30,27 +30,27 @@ class BadPolicy(ConfigRule):
         "import halfstep\n\nengine = halfstep.Engine(model, optimizer, precision='bf16-lean,states=8bit')\n",
         "import halfstep\n\nengine = halfstep.Engine(model, optimizer, precision='auto')\n",
     )
-    references = ("measured: the text goes through the parser of docs/policies.md",)
+    references = ("measured: the text is parsed as docs/policies.md describes",)
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """The text through the same parser as the Engine's."""
-        found = config.entry("precision")
+        """Parse the text with the Engine's parser."""
+        entry = config.entry("precision")
         value = config.value("precision") if config.kind == "halfstep" else None
-        if found is None or not isinstance(value, str):
+        if entry is None or not isinstance(value, str):
             return
         is_auto = config.origin == "Engine" and value.strip().casefold() == "auto"
-        from halfstep.precision.policy import parse_with_notes  # 10 ms that only scripts with Halfstep in them need
+        from halfstep.precision.policy import parse_with_notes  # takes 10 ms; only scripts that use Halfstep need it
 
         try:
             policy = None if is_auto else parse_with_notes(value)[0]
         except SettingError as error:
             yield self.finding(
-                config.where(found), str(error), instead="See docs/policies.md for the presets and keys."
+                config.where(entry), str(error), instead="See docs/policies.md for the presets and keys."
             )
             return
         if policy is not None and policy.compute == "fp8" and config.origin == "Engine":
-            message = "fp8 is a preset with a name only: training in it is not built yet, and the Engine refuses it."
-            yield self.finding(config.where(found), message, instead="Use bf16-lean.")
+            message = "The Engine does not support fp8 training yet and raises a SettingError for this preset."
+            yield self.finding(config.where(entry), message, instead="Use bf16-lean.")
 
 
 RULES: tuple[type[Rule], ...] = (BadPolicy,)

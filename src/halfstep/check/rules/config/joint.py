@@ -1,4 +1,4 @@
-"""Scripts that contradict the DeepSpeed configuration they run with."""
+"""Rules for scripts that contradict the DeepSpeed configuration they run with."""
 
 from __future__ import annotations
 
@@ -35,86 +35,81 @@ def _script(mode: str, stage: int, body: str, more: str = "", loop: str = _LOOP)
 _FP16 = "    'fp16': {'enabled': True},\n"
 _BF16 = "    'bf16': {'enabled': True},\n"
 _RIGHT = "    engine.backward(loss)\n    engine.step()\n"
+_CLIPPED = _RIGHT.replace("    engine.s", "    torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)\n    engine.s")
 
 
 class ClipsBehindEngine(JointRule):
-    """The script clips gradients that DeepSpeed holds scaled or in shards."""
+    """The script clips gradients that DeepSpeed stores scaled or sharded."""
 
     code = "HS291"
     name = "clips-behind-engine"
     severity = "warning"
     reason = (
-        "Between engine.backward and engine.step the gradients are DeepSpeed's: in fp16 they are still multiplied by the loss "
-        "scale (65536 at the start), and under ZeRO the parameters' own .grad is empty or partial. Clipping them at 1.0 does "
-        "nothing, or clips the true gradient at 1/65536. The engine clips in step, on the true norm, by gradient_clipping."
+        "Between `engine.backward` and `engine.step` DeepSpeed manages the gradients: in fp16 they are still "
+        "multiplied by the loss scale (65536 initially), and with ZeRO the parameters' `.grad` is empty or partial. "
+        "Clipping at 1.0 there has no effect, or clips the true gradient at 1/65536. `engine.step` clips the unscaled "
+        "global norm at `gradient_clipping`."
     )
-    bad = (
-        _script(
-            _FP16,
-            2,
-            "    engine.backward(loss)\n    torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)\n    engine.step()\n",
-        ),
-    )
+    bad = (_script(_FP16, 2, _CLIPPED),)
     good = (_script(_FP16 + "    'gradient_clipping': 1.0,\n", 2, _RIGHT),)
     references = ("https://www.deepspeed.ai/docs/config-json/#gradient-clipping", _TRAINING)
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """Clipping calls on the engine's parameters; without a configuration to look at, only a word of advice."""
+        """Report clipping calls on the engine's parameters; without a known configuration, as advice."""
         deepspeed = DeepSpeed(config)
         undecided = deepspeed.fp16 is None and deepspeed.stage is None
         if not use.engine or not (deepspeed.fp16 or deepspeed.stage or undecided):
             return
-        held = "scaled" if deepspeed.fp16 else f"in shards (ZeRO stage {deepspeed.stage})"
-        held = "scaled in fp16 and in shards under ZeRO" if undecided else held
+        state = "still scaled" if deepspeed.fp16 else f"sharded (ZeRO stage {deepspeed.stage})"
+        state = "scaled in fp16 and sharded with ZeRO" if undecided else state
         for node in use.nodes:
             if not isinstance(node, ast.Call) or not node.args or not uses_name(node.args[0], use.engine):
                 continue
             if use.names.full(node.func).startswith("torch.nn.utils.clip_grad_"):
                 yield self.finding(
                     use.where(node),
-                    f"The gradients of {use.engine} are {held} here, so this does not clip them at the norm it names.",
-                    instead='Remove it and set "gradient_clipping" in the configuration.',
+                    f"The gradients of `{use.engine}` are {state} here; this call does not clip at the requested norm.",
+                    instead='Remove it and set `"gradient_clipping"` in the configuration.',
                     severity="advice" if undecided else None,
                 )
 
 
 class ScalerWithEngine(JointRule):
-    """The script scales the loss that it gives to DeepSpeed's engine."""
+    """The script scales the loss before passing it to DeepSpeed's engine."""
 
     code = "HS292"
     name = "scaler-with-engine"
     severity = "error"
     reason = (
-        "engine.backward multiplies the loss by DeepSpeed's own scale and engine.step divides by that alone. A loss that a "
-        "GradScaler has scaled before leaves every gradient 65536 times too large."
+        "`engine.backward` multiplies the loss by DeepSpeed's loss scale, and `engine.step` divides by that scale "
+        "only. If a GradScaler has already scaled the loss, every gradient is 65536 times too large."
     )
     bad = (_script(_FP16, 2, "    engine.backward(scaler.scale(loss))\n    engine.step()\n"),)
     good = (_script(_FP16, 2, _RIGHT),)
     references = (_TRAINING,)
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """`engine.backward(scaler.scale(loss))`."""
+        """Report `engine.backward(scaler.scale(loss))`."""
         for call in use.calls("backward", use.engine) if use.engine else ():
-            given = call.args[0] if call.args else None
-            if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "scale":
-                # engine.scale(loss) is DeepSpeed's own, for a backward of one's own.
-                if uses_name(given.func, use.engine):
+            loss = call.args[0] if call.args else None
+            if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and loss.func.attr == "scale":
+                # engine.scale(loss) is DeepSpeed's API for a manual backward pass.
+                if uses_name(loss.func, use.engine):
                     continue
-                message = (
-                    "The loss is scaled by a GradScaler and then by DeepSpeed; only one of the two is divided out."
-                )
-                yield self.finding(use.where(call), message, instead=f"Write {use.engine}.backward(loss).")
+                message = "Both a GradScaler and DeepSpeed scale the loss, but DeepSpeed divides by its own scale only."
+                yield self.finding(use.where(call), message, instead=f"Use `{use.engine}.backward(loss)`.")
 
 
 class AutocastAroundEngine(JointRule):
-    """The script's autocast surrounds an engine whose configuration has none, and DeepSpeed switches it off inside."""
+    """The script runs the engine under autocast, which DeepSpeed disables inside the engine."""
 
     code = "HS293"
     name = "autocast-around-engine"
     severity = "warning"
     reason = (
-        "Current DeepSpeed runs the model under its own torch_autocast setting. Without one it disables an autocast that it finds "
-        "around it, with one warning, so the model runs in the configuration's mode: in fp32 where no mode is on."
+        "Current DeepSpeed runs the model under its own `torch_autocast` setting. If that is not enabled, it disables "
+        "an outer autocast and warns once, so the model runs in the configured mode: in fp32 if no 16-bit mode is "
+        "enabled."
     )
     bad = (
         _script(
@@ -131,10 +126,13 @@ class AutocastAroundEngine(JointRule):
         _script("    'torch_autocast': {'enabled': True, 'dtype': 'bfloat16'},\n", 2, _RIGHT),
         _script(_BF16, 2, _RIGHT),
     )
-    references = ("https://www.deepspeed.ai/docs/config-json/", "measured: read in DeepSpeed 0.19.8, torch_autocast.py")
+    references = (
+        "https://www.deepspeed.ai/docs/config-json/",
+        "measured: source code of DeepSpeed 0.19.8, torch_autocast.py",
+    )
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """An enabled autocast whose body calls the engine."""
+        """Report an enabled autocast whose body calls the engine."""
         deepspeed = DeepSpeed(config)
         if not use.engine or deepspeed.autocast is not False or deepspeed.weights is None:
             return
@@ -147,73 +145,74 @@ class AutocastAroundEngine(JointRule):
             if inside and any(n in {"torch.amp.autocast", "torch.cuda.amp.autocast"} for n in names):
                 mode = deepspeed.weights
                 severity: Severity | None = None if mode == "fp32" else "advice"
-                message = f"DeepSpeed switches this autocast off inside {use.engine}, which then runs in {mode}."
-                instead = 'Add "torch_autocast": {"enabled": true, "dtype": "bfloat16"} to the configuration.'
+                message = f"DeepSpeed disables this autocast inside `{use.engine}`, which runs in {mode}."
+                instead = 'Add `"torch_autocast": {"enabled": true, "dtype": "bfloat16"}` to the configuration.'
                 yield self.finding(use.where(casts[0]), message, instead=instead, severity=severity)
 
 
 class BareBackward(JointRule):
-    """The script calls loss.backward() where the engine scales the loss."""
+    """The script calls `loss.backward()` although the engine has to scale the loss."""
 
     code = "HS294"
     name = "bare-backward"
     severity = "error"
     reason = (
-        "In fp16 engine.backward multiplies the loss by the scale and engine.step divides by it. A bare loss.backward() raises "
-        "under a dynamic scale with ZeRO, and under a static one gives gradients of 1/scale (measured: 1/128 with scale 128)."
+        "In fp16 `engine.backward` multiplies the loss by the scale and `engine.step` divides by it. A plain "
+        "`loss.backward()` raises an error with ZeRO and a dynamic scale; with a static scale the gradients are "
+        "1/scale of the true ones (measured: 1/128 with scale 128)."
     )
     bad = (_script(_FP16, 2, "    loss.backward()\n    engine.step()\n"),)
     good = (_script(_FP16, 2, _RIGHT),)
     references = (_TRAINING, "measured: DeepSpeed 0.19.8, static and dynamic scale")
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """loss.backward() with engine.step() and no engine.backward()."""
+        """Report loss.backward() with engine.step() and no engine.backward()."""
         if not use.engine or not DeepSpeed(config).fp16 or use.calls("backward", use.engine):
             return
         if not use.calls("step", use.engine):
             return
         for call in use.calls("backward"):
             if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and not call.args:
-                message = f"The loss is not scaled here, and {use.engine}.step() divides by the loss scale."
-                yield self.finding(
-                    use.where(call), message, instead=f"Write {use.engine}.backward({call.func.value.id})."
-                )
+                message = f"The loss is not scaled here, but `{use.engine}.step()` divides by the loss scale."
+                instead = f"Use `{use.engine}.backward({call.func.value.id})`."
+                yield self.finding(use.where(call), message, instead=instead)
 
 
 class OptimizerInsteadOfEngine(JointRule):
-    """The script steps DeepSpeed's optimizer itself instead of the engine."""
+    """The script steps DeepSpeed's optimizer instead of the engine."""
 
     code = "HS295"
     name = "optimizer-instead-of-engine"
     severity = "warning"
     reason = (
-        "engine.step counts micro-batches, reduces and clips, steps the optimizer and the scheduler, and clears the gradients. "
-        "optimizer.step alone does the middle part on every micro-batch, whatever gradient_accumulation_steps says."
+        "`engine.step` counts micro-batches, reduces and clips gradients, steps the optimizer and the scheduler, and "
+        "zeroes the gradients. `optimizer.step` alone updates the weights on every micro-batch, regardless of "
+        "`gradient_accumulation_steps`."
     )
     bad = (_script(_BF16, 2, "    engine.backward(loss)\n    optimizer.step()\n"),)
     good = (_script(_BF16, 2, _RIGHT),)
     references = (_TRAINING,)
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """optimizer.step() with no engine.step()."""
+        """Report optimizer.step() without engine.step()."""
         if not use.engine or not use.optimizer or use.calls("step", use.engine):
             return
         if not use.calls("backward", use.engine):
             return
         for call in use.calls("step", use.optimizer):
-            message = f"{use.optimizer} is the engine's, and this goes past its accumulation, clipping and scheduler."
-            yield self.finding(use.where(call), message, instead=f"Write {use.engine}.step().")
+            message = f"`{use.optimizer}.step()` bypasses the engine's gradient accumulation, clipping and scheduler."
+            yield self.finding(use.where(call), message, instead=f"Use `{use.engine}.step()`.")
 
 
 class ClientOptimizerOffloaded(JointRule):
-    """An optimizer object is passed together with optimizer offload."""
+    """A torch optimizer is passed together with optimizer offload."""
 
     code = "HS296"
     name = "client-optimizer-offloaded"
     severity = "error"
     reason = (
-        "Offloaded states are stepped on the CPU, and DeepSpeed insists on its own CPU optimizer for that: with another one it "
-        "raises ZeRORuntimeException unless zero_force_ds_cpu_optimizer is false."
+        "DeepSpeed updates offloaded optimizer states with its own CPU optimizer: any other optimizer raises "
+        "ZeRORuntimeException unless `zero_force_ds_cpu_optimizer` is false."
     )
     bad = (
         _script(
@@ -238,58 +237,60 @@ class ClientOptimizerOffloaded(JointRule):
     references = ("https://www.deepspeed.ai/docs/config-json/#optimizer-offloading",)
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """A torch optimizer beside an offload block."""
+        """Report a torch optimizer with an offload block."""
         if use.initialize is None or not DeepSpeed(config).offloads_optimizer:
             return
         forced = config.value("zero_force_ds_cpu_optimizer")
-        given = next((k.value for k in use.initialize.keywords if k.arg == "optimizer"), None)
-        name = key_of(given)
-        made = [n.value for n in use.nodes if isinstance(n, ast.Assign) and any(key_of(t) == name for t in n.targets)]
-        torch_made = [m for m in made if isinstance(m, ast.Call) and use.names.full(m.func).startswith("torch.optim.")]
-        if name and forced is None and len(made) == len(torch_made) == 1:
-            message = (
-                "DeepSpeed refuses a torch optimizer with offload_optimizer: it steps offloaded states with its own."
-            )
-            instead = "Use deepspeed.ops.adam.DeepSpeedCPUAdam, or name the optimizer in the configuration."
+        optimizer = next((k.value for k in use.initialize.keywords if k.arg == "optimizer"), None)
+        name = key_of(optimizer)
+        values = [n.value for n in use.nodes if isinstance(n, ast.Assign) and any(key_of(t) == name for t in n.targets)]
+        from_torch = [
+            v for v in values if isinstance(v, ast.Call) and use.names.full(v.func).startswith("torch.optim.")
+        ]
+        if name and forced is None and len(values) == len(from_torch) == 1:
+            message = "DeepSpeed raises ZeRORuntimeException for a torch optimizer with `offload_optimizer`."
+            instead = "Use `deepspeed.ops.adam.DeepSpeedCPUAdam`, or set the optimizer in the configuration."
             yield self.finding(use.where(use.initialize), message, instead=instead)
 
 
 class PipelineWithZero(JointRule):
-    """A pipeline model runs with ZeRO-2 or 3."""
+    """A pipeline model is used with ZeRO stage 2 or 3."""
 
     code = "HS297"
     name = "pipeline-with-zero"
     severity = "error"
     reason = (
-        "Pipeline parallelism accumulates gradients over micro-batches, which ZeRO-2 and ZeRO-3 have already partitioned and "
-        "freed: the pipeline engine asserts a stage below 2."
+        "Pipeline parallelism accumulates gradients over micro-batches, but ZeRO-2 and ZeRO-3 partition and free them "
+        "after each one: the pipeline engine asserts a stage below 2."
     )
     bad = (_script(_BF16, 2, "net = deepspeed.pipe.PipelineModule(layers, num_stages=2)\n"),)
     good = (_script(_BF16, 1, "net = deepspeed.pipe.PipelineModule(layers, num_stages=2)\n"),)
     references = ("https://www.deepspeed.ai/tutorials/pipeline/",)
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """PipelineModule with stage 2 or 3."""
+        """Report PipelineModule with stage 2 or 3."""
         stage = DeepSpeed(config).stage
         if use.initialize is None or stage not in {2, 3}:
             return
         for node in use.nodes:
             if isinstance(node, ast.Call) and use.names.full(node.func).endswith("PipelineModule"):
-                message = f"A pipeline does not run with ZeRO stage {stage}."
+                message = (
+                    f"Pipeline parallelism does not support ZeRO stage {stage}; DeepSpeed raises an AssertionError."
+                )
                 yield self.finding(use.where(node), message, instead="Use stage 1.")
                 return
 
 
 class TrainerMismatch(JointRule):
-    """TrainingArguments and the DeepSpeed configuration it names contradict each other."""
+    """`TrainingArguments` and its DeepSpeed configuration contradict each other."""
 
     code = "HS298"
     name = "trainer-mismatch"
     severity = "error"
     reason = (
-        "The Trainer compares its arguments with the DeepSpeed configuration and stops: 'Please correct the following DeepSpeed "
-        "config values that mismatch TrainingArguments values'. Defaults count: a gradient_clipping of 0.5 contradicts a "
-        'max_grad_norm that was never written. "auto" takes the Trainer\'s value.'
+        "The Trainer compares its arguments with the DeepSpeed configuration and raises 'Please correct the following "
+        "DeepSpeed config values that mismatch TrainingArguments values'. Defaults count: a `gradient_clipping` of "
+        '0.5 contradicts the default `max_grad_norm` of 1.0. "auto" uses the Trainer\'s value.'
     )
     bad = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments(\n    'out',\n    bf16=True,\n"
@@ -305,10 +306,10 @@ class TrainerMismatch(JointRule):
     )
     references = (
         "https://huggingface.co/docs/transformers/deepspeed",
-        "measured: read in transformers 5.22, integrations/deepspeed.py",
+        "measured: source code of transformers 5.22, integrations/deepspeed.py",
     )
 
-    # DeepSpeed's path, the Trainer's argument, and the argument's default.
+    # DeepSpeed key, Trainer argument, default of the argument.
     _PAIRS = (
         (("fp16", "enabled"), "fp16", False),
         (("bf16", "enabled"), "bf16", False),
@@ -321,66 +322,65 @@ class TrainerMismatch(JointRule):
     )
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """Every pair of values that both texts decide."""
+        """Compare every pair of values that both sides set."""
         for trainer in use.trainers:
             named = trainer.entry("deepspeed")
             if named is None or not _names(named.value, config, use):
                 continue
-            said: dict[Entry | None, list[str]] = {}  # by the argument that says so; None: by its default
+            mismatches: dict[Entry | None, list[str]] = {}  # by the argument that is set; None: a default
             for path, argument, default in self._PAIRS:
-                theirs, ours = config.value(*path), trainer.value(argument)
-                given = trainer.entry(argument)
-                if given is None:
-                    plain = (
-                        trainer.origin in {"TrainingArguments", "Seq2SeqTrainingArguments"} and not trainer.root.open
-                    )
-                    ours = default if plain and trainer.value(f"{argument}_full_eval") is None else None
-                plain = isinstance(theirs, bool | int | float) and isinstance(ours, bool | int | float)
-                if not plain or ours == theirs:
+                deepspeed_value, trainer_value = config.value(*path), trainer.value(argument)
+                entry = trainer.entry(argument)
+                if entry is None:
+                    standard = trainer.origin in {"TrainingArguments", "Seq2SeqTrainingArguments"}
+                    is_default = standard and not trainer.root.open and trainer.value(f"{argument}_full_eval") is None
+                    trainer_value = default if is_default else None
+                known = all(isinstance(value, int | float) for value in (deepspeed_value, trainer_value))
+                if not known or trainer_value == deepspeed_value:
                     continue
-                told = f"{argument} is {ours}" + ("" if given else " by default")
-                said.setdefault(given, []).append(
-                    f"{told}, and {'.'.join(path)} of the DeepSpeed configuration is {theirs}"
-                )
+                ours = f"{argument} is {trainer_value}" + ("" if entry else " by default")
+                theirs = f"{'.'.join(path)} of the DeepSpeed configuration is {deepspeed_value}"
+                mismatches.setdefault(entry, []).append(f"{ours}, and {theirs}")
             # Without a Trainer in the script, the arguments may be for something else.
             trains = any(isinstance(n, ast.Call) and key_of(n.func).endswith("Trainer") for n in use.nodes)
-            for given, parts in said.items():
-                place = trainer.where(given or named.key_span)
-                instead = 'Make them equal, or write "auto" in the configuration.'
-                severity: Severity | None = None if trains else "warning"
-                yield self.finding(place, f"{'; '.join(parts)}: the Trainer stops.", instead=instead, severity=severity)
+            for entry, parts in mismatches.items():
+                place = trainer.where(entry or named.key_span)
+                message = f"{'; '.join(parts)}. The Trainer raises a ValueError."
+                instead = 'Make them equal, or set "auto" in the configuration.'
+                yield self.finding(place, message, instead=instead, severity=None if trains else "warning")
 
 
 class ZeroInitWithoutConfig(JointRule):
-    """deepspeed.zero.Init is entered without a configuration or dtype, and makes fp16 parameters."""
+    """`deepspeed.zero.Init` is used without a configuration or dtype and creates fp16 parameters."""
 
     code = "HS299"
     name = "zero-init-without-config"
     severity = "warning"
     reason = (
-        "zero.Init creates the model's parameters already partitioned. It cannot know the engine's configuration, and without one "
-        "it makes them fp16: a bf16 or fp32 model is rounded to fp16, and values above 65504 become inf, before training begins."
+        "`zero.Init` partitions the model's parameters as they are created. It does not know the engine's "
+        "configuration; without one it creates fp16 parameters: a bf16 or fp32 model is rounded to fp16, and values "
+        "above 65504 become inf, before training starts."
     )
     bad = (_script(_BF16, 3, "with deepspeed.zero.Init():\n    net = Net()\n"),)
     good = (_script(_BF16, 3, "with deepspeed.zero.Init(config_dict_or_path=ds_config):\n    net = Net()\n"),)
     references = (
         "https://deepspeed.readthedocs.io/en/latest/zero3.html",
-        "measured: read in DeepSpeed 0.19.6, zero.Init",
+        "measured: source code of DeepSpeed 0.19.6, zero.Init",
     )
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """The bare call beside a configuration that is not fp16."""
+        """Report the bare call in a bf16 or fp32 run."""
         mode = DeepSpeed(config).weights
         for node in use.nodes if mode in {"bf16", "fp32"} else ():
             if not isinstance(node, ast.Call) or use.names.full(node.func) != "deepspeed.zero.Init" or node.args:
                 continue
             if not {k.arg for k in node.keywords} & {"config_dict_or_path", "config", "dtype", None}:
-                message = f"Without a configuration zero.Init makes fp16 parameters, and this run is {mode}."
-                yield self.finding(use.where(node), message, instead="Pass config_dict_or_path=.")
+                message = f"`zero.Init` without a configuration creates fp16 parameters, but this run is {mode}."
+                yield self.finding(use.where(node), message, instead="Pass `config_dict_or_path=`.")
 
 
 def _names(node: object, config: Config, use: Use) -> bool:
-    """Whether the value of `deepspeed=` is this configuration: its file's name, or a dictionary of the script."""
+    """Whether the value of `deepspeed=` is this configuration: its file name, or a dictionary in the script."""
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return Path(node.value).name == Path(config.source.path).name
     return config.source.path == use.source.path and re.search(r"TrainingArguments|Config$", config.origin) is not None

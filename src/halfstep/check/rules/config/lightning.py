@@ -1,4 +1,4 @@
-"""Lightning's `Trainer(precision=...)` and `Fabric(precision=...)`, as a call or in a LightningCLI or Hydra file."""
+"""Rules for the precision of Lightning's Trainer and Fabric, in calls and in LightningCLI or Hydra files."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _VALID = (
     "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true", "64", "32", "16", "bf16",
     "transformer-engine", "transformer-engine-float16", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training", "mixed",
 )  # fmt: skip
-_MEANT = {
+_CORRECTIONS = {
     "fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "16-bit": "16-mixed", "amp": "16-mixed",
     "16_mixed": "16-mixed", "fp16-mixed": "16-mixed", "bfloat16": "bf16-mixed", "bf16_mixed": "bf16-mixed",
     "bf-16": "bf16-mixed", "fp32": "32-true", "float32": "32-true", "float": "32-true", "32-bit": "32-true",
 }  # fmt: skip
-_OLD = {"16": "16-mixed", "bf16": "bf16-mixed"}
+_OLD_NAMES = {"16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 class LightningRule(ConfigRule):
-    """A rule over a Trainer's or Fabric's precision."""
+    """A rule for the precision of a Trainer or Fabric."""
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """The findings in `config`, if it is Lightning's and says a precision or an accelerator."""
+        """The findings in `config`, if it belongs to Lightning."""
         if config.kind == "lightning":
             yield from self.inspect(config)
 
@@ -40,7 +40,7 @@ class LightningRule(ConfigRule):
 
     @staticmethod
     def precision(config: Config) -> str | None:
-        """The precision as a text; None where there is none that can be read."""
+        """The precision as a string; None if it is missing or not a literal."""
         value = config.value("precision")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return None
@@ -48,14 +48,15 @@ class LightningRule(ConfigRule):
 
 
 class UnknownPrecision(LightningRule):
-    """precision has a value that Lightning does not know."""
+    """`precision` has a value that Lightning does not accept."""
 
     code = "HS281"
     name = "unknown-precision"
     severity = "error"
     reason = (
-        "Lightning raises 'Precision ... is invalid' for anything off its list: 16-mixed, bf16-mixed, 16-true, bf16-true, 32-true, "
-        "64-true, transformer-engine, and the old 16, bf16, 32, 64. torch's and Accelerate's names are not among them."
+        "Lightning raises 'Precision ... is invalid' for any value other than 16-mixed, bf16-mixed, 16-true, "
+        "bf16-true, 32-true, 64-true, transformer-engine, and the old 16, bf16, 32, 64. Names from torch and "
+        "Accelerate are not accepted."
     )
     bad = (
         "import lightning as L\n\ntrainer = L.Trainer(precision='fp16')\n",
@@ -70,54 +71,54 @@ class UnknownPrecision(LightningRule):
     references = (_DOCS, "measured: lightning 2.6.6 raises ValueError")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """A literal off the list."""
+        """Report a literal that is not a valid precision."""
         value = self.precision(config)
-        found = config.entry("precision")
-        if value is None or found is None or value in _VALID or not value:
+        entry = config.entry("precision")
+        if value is None or entry is None or value in _VALID or not value:
             return
-        meant = _MEANT.get(value.casefold())
-        fix = replace_value(config, found.value, meant, f"Write {meant}") if meant else None
-        message = f"precision is {value!r}, which Lightning does not know."
-        yield self.finding(
-            config.where(found), message, instead=f"Write {meant or '16-mixed or bf16-mixed'!r}.", fix=fix
-        )
+        name = _CORRECTIONS.get(value.casefold())
+        fix = replace_value(config, entry.value, name, f"Replace with {name}") if name else None
+        message = f"`precision` is {value!r}; Lightning raises a ValueError for it."
+        instead = f"Use {name!r}." if name else "Use '16-mixed' or 'bf16-mixed'."
+        yield self.finding(config.where(entry), message, instead=instead, fix=fix)
 
 
 class LightningFp16OnCpu(LightningRule):
-    """fp16 mixed precision is asked for on the CPU, and Lightning runs bf16 instead."""
+    """fp16 mixed precision is requested on the CPU, where Lightning runs bf16 instead."""
 
     code = "HS282"
     name = "lightning-fp16-on-cpu"
     severity = "warning"
     reason = (
-        "On the CPU Lightning replaces 16-mixed by bf16-mixed with one warning at the start: 8 significant bits instead of 11, no "
-        "loss scale, and on CPUs without bf16 arithmetic slower than fp32."
+        "On the CPU Lightning replaces 16-mixed with bf16-mixed and warns once at startup: 8 significant bits instead "
+        "of 11, no loss scale, and slower than fp32 on CPUs without bf16 instructions."
     )
     bad = (
         "import lightning as L\n\ntrainer = L.Trainer(accelerator='cpu', precision='16-mixed')\n",
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(accelerator='cpu', precision=16)\n",
     )
     good = ("import lightning as L\n\ntrainer = L.Trainer(accelerator='cpu', precision='32-true')\n",)
-    references = (_DOCS, "measured: read in lightning 2.6.6, accelerator_connector.py")
+    references = (_DOCS, "measured: source code of lightning 2.6.6, accelerator_connector.py")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """fp16 with the CPU asked for."""
-        found = config.entry("precision")
-        if found and self.precision(config) in {"16", "16-mixed"} and config.value("accelerator") == "cpu":
-            message = "fp16 on the CPU: Lightning runs bf16-mixed instead."
-            yield self.finding(config.where(found), message, instead="Write 'bf16-mixed' or '32-true'.")
+        """Report fp16 with an explicit CPU accelerator."""
+        entry = config.entry("precision")
+        if entry and self.precision(config) in {"16", "16-mixed"} and config.value("accelerator") == "cpu":
+            message = "fp16 is requested on the CPU; Lightning runs bf16-mixed instead."
+            yield self.finding(config.where(entry), message, instead="Use 'bf16-mixed' or '32-true'.")
 
 
 class PureHalf(LightningRule):
-    """The weights themselves are trained in 16 bits, without a master copy."""
+    """The weights are trained in 16 bits without an fp32 master copy."""
 
     code = "HS283"
     name = "sixteen-bit-weights"
     severity = "warning"
     reason = (
-        "16-true and bf16-true cast the weights and keep no fp32 copy. An update below half a unit in a weight's last place "
-        "changes nothing: below 1/4096 of the weight in fp16, 1/512 in bf16, so a learning rate of 1e-4 moves few of them. 16-true "
-        "also has no loss scale, and gradients below 6e-8 are 0. They are meant for inference, or for a model that must fit."
+        "16-true and bf16-true cast the weights and keep no fp32 copy. An update below half a ULP of a weight has no "
+        "effect: below 1/4096 of the weight in fp16 and 1/512 in bf16, so at a learning rate of 1e-4 most weights do "
+        "not change. 16-true also has no loss scale, so gradients below 6e-8 become 0. These modes are for inference, "
+        "or for models that do not fit otherwise."
     )
     bad = (
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true')\ntrainer.fit(model)\n",
@@ -130,29 +131,30 @@ class PureHalf(LightningRule):
     references = (_TRUE, "https://arxiv.org/abs/1710.03740")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """16-true in a script that trains; bf16-true there is worth a word."""
+        """Report 16-true in a script that trains; bf16-true is advice only."""
         value = self.precision(config)
-        found = config.entry("precision")
-        if found is None or value not in {"16-true", "bf16-true"}:
+        entry = config.entry("precision")
+        if entry is None or value not in {"16-true", "bf16-true"}:
             return
         if config.root.call and not config.script & {".fit()", ".backward()"}:
             return
-        sure = value == "16-true" and config.root.call
-        severity: Severity | None = None if sure else "advice"
-        message = f"precision {value} trains 16-bit weights with no fp32 copy, so small updates vanish."
-        instead = f"Write {value.split('-')[0] + '-mixed'!r}."
-        yield self.finding(config.where(found), message, instead=instead, severity=severity)
+        certain = value == "16-true" and config.root.call
+        severity: Severity | None = None if certain else "advice"
+        message = f"precision {value!r} trains 16-bit weights without an fp32 master copy; small updates are lost."
+        instead = f"Use {value.split('-')[0] + '-mixed'!r}."
+        yield self.finding(config.where(entry), message, instead=instead, severity=severity)
 
 
 class RemovedTrainerArgument(LightningRule):
-    """The Trainer is given an argument of Apex or native AMP that Lightning 2 removed."""
+    """The Trainer is called with an Apex or native AMP argument that Lightning 2 removed."""
 
     code = "HS284"
     name = "removed-trainer-argument"
     severity = "warning"
     reason = (
-        "Lightning 2.0 removed amp_backend and amp_level with its Apex support; a Trainer called with either raises a TypeError. In "
-        "1.x amp_level is read only with the apex backend, whose amp module was deleted in May 2025."
+        "Lightning 2.0 removed `amp_backend` and `amp_level` together with Apex support; passing either raises a "
+        "TypeError. Lightning 1.x reads `amp_level` only with the apex backend, and Apex removed its amp module in "
+        "May 2025."
     )
     bad = (
         "from pytorch_lightning import Trainer\n\ntrainer = Trainer(precision=16, amp_backend='apex', amp_level='O2')\n",
@@ -162,38 +164,38 @@ class RemovedTrainerArgument(LightningRule):
     references = (_UPGRADE, "measured: lightning 2.6.6 has neither argument")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """The first of the two that is given."""
+        """Report the first of the two that is set."""
         for key in ("amp_backend", "amp_level"):
-            found = config.entry(key)
-            if found is not None and config.value(key) is not None:
-                message = f"{key} was removed in Lightning 2.0, where it raises a TypeError."
-                yield self.finding(config.where(found), message, instead="Remove it; precision='16-mixed' is all.")
+            entry = config.entry(key)
+            if entry is not None and config.value(key) is not None:
+                message = f"Lightning 2.0 removed `{key}`; passing it raises a TypeError."
+                yield self.finding(config.where(entry), message, instead="Remove it; precision='16-mixed' is enough.")
                 return
 
 
 class OldPrecisionName(LightningRule):
-    """precision has a name that Lightning 2 keeps for old code only."""
+    """`precision` has a name that Lightning 2 supports for old code only."""
 
     code = "HS285"
     name = "old-precision-name"
     severity = "advice"
     reason = (
-        "Lightning 2 reads 16 and bf16 as 16-mixed and bf16-mixed and says at every start that their use is discouraged, since "
-        "they do not say whether the weights are 16 bits wide."
+        "Lightning 2 reads 16 and bf16 as 16-mixed and bf16-mixed and warns at every start that they are discouraged, "
+        "because they do not specify whether the weights are 16-bit."
     )
     bad = ("import lightning as L\n\ntrainer = L.Trainer(precision=16)\n",)
     good = ("import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\n",)
     references = (_UPGRADE,)
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """Old names where Lightning is certainly version 2: the package called lightning."""
+        """Report old names if Lightning is certainly version 2: the package named lightning."""
         value = self.precision(config)
-        found = config.entry("precision")
-        if found and value in _OLD and "lightning" in config.script and config.value("accelerator") != "cpu":
-            new = _OLD[value]
-            fix = replace_value(config, found.value, new, f"Write {new}")
-            message = f"precision {value} is Lightning's old name of {new!r}."
-            yield self.finding(config.where(found), message, instead=f"Write {new!r}.", fix=fix)
+        entry = config.entry("precision")
+        if entry and value in _OLD_NAMES and "lightning" in config.script and config.value("accelerator") != "cpu":
+            new = _OLD_NAMES[value]
+            fix = replace_value(config, entry.value, new, f"Replace with {new}")
+            message = f"precision {value} is Lightning's old name for {new!r}."
+            yield self.finding(config.where(entry), message, instead=f"Use {new!r}.", fix=fix)
 
 
 RULES: tuple[type[Rule], ...] = (

@@ -1,4 +1,4 @@
-"""Hugging Face's TrainingArguments and its relatives, as a call or as the YAML or JSON their parser reads."""
+"""Rules for Hugging Face's TrainingArguments and its subclasses, in calls and in YAML or JSON files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _APEX = "https://github.com/NVIDIA/apex/pull/1896"
 
 
 class TrainerRule(ConfigRule):
-    """A rule over TrainingArguments."""
+    """A rule for TrainingArguments."""
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """The findings in `config`, if it is a Trainer's."""
+        """The findings in `config`, if it belongs to a Trainer."""
         if config.kind == "transformers":
             yield from self.inspect(config)
 
@@ -28,14 +28,14 @@ class TrainerRule(ConfigRule):
 
 
 class Fp16AndBf16(TrainerRule):
-    """fp16 and bf16 are both true."""
+    """`fp16` and `bf16` are both true."""
 
     code = "HS271"
     name = "fp16-and-bf16"
     severity = "error"
     reason = (
-        "TrainingArguments raises 'At most one of fp16 and bf16 can be True, but not both', and the same for fp16_full_eval and "
-        "bf16_full_eval. fp16 is the choice for GPUs before Ampere, bf16 for the others."
+        "TrainingArguments raises 'At most one of fp16 and bf16 can be True, but not both', and likewise for "
+        "`fp16_full_eval` and `bf16_full_eval`. Use fp16 on GPUs older than Ampere and bf16 on newer ones."
     )
     bad = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True, bf16=True)\n",
@@ -46,55 +46,54 @@ class Fp16AndBf16(TrainerRule):
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=not has_bf16, bf16=has_bf16)\n",
         "output_dir: out\nper_device_train_batch_size: 8\nlearning_rate: 1.0e-4\nfp16: false\nbf16: true\n",
     )
-    references = (_DOCS, "measured: read in transformers 5.22, training_args.py")
+    references = (_DOCS, "measured: source code of transformers 5.22, training_args.py")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """Each pair of flags."""
+        """Check each pair of flags."""
         for first, second in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
-            found = config.entry(second)
-            if config.value(first) is True and config.value(second) is True and found:
-                message = f"{first} and {second} are both true, and the arguments refuse that."
-                yield self.finding(
-                    config.where(found), message, instead=f"Keep {second} on Ampere and later, else {first}."
-                )
+            entry = config.entry(second)
+            if config.value(first) is True and config.value(second) is True and entry:
+                message = f"`{first}` and `{second}` are both true; TrainingArguments raises a ValueError."
+                instead = f"Keep `{second}` on Ampere and later GPUs, `{first}` on older ones."
+                yield self.finding(config.where(entry), message, instead=instead)
 
 
 class TrainerFp16OnCpu(TrainerRule):
-    """fp16 is asked for on the CPU."""
+    """fp16 is requested on the CPU."""
 
     code = "HS272"
     name = "trainer-fp16-on-cpu"
     severity = "error"
     reason = (
-        "fp16 mixed precision needs a GPU: the Trainer, or Accelerate under it, stops with a ValueError when use_cpu (formerly "
-        "no_cuda) is true."
+        "fp16 mixed precision requires a GPU: the Trainer, or Accelerate below it, raises a ValueError if `use_cpu` "
+        "(formerly `no_cuda`) is true."
     )
     bad = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True, use_cpu=True)\n",
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True, no_cuda=True)\n",
     )
     good = ("from transformers import TrainingArguments\n\nargs = TrainingArguments('out', bf16=True, use_cpu=True)\n",)
-    references = (_DOCS, "measured: read in accelerate 1.15, accelerator.py")
+    references = (_DOCS, "measured: source code of accelerate 1.15, accelerator.py")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """fp16 with the CPU asked for."""
-        found = config.entry("fp16")
+        """Report fp16 with an explicit CPU setting."""
+        entry = config.entry("fp16")
         on_cpu = config.value("use_cpu") is True or config.value("no_cuda") is True
-        if found and config.value("fp16") is True and on_cpu:
-            message = "fp16 on the CPU: the Trainer stops with a ValueError."
-            yield self.finding(config.where(found), message, instead="Use bf16, or neither.")
+        if entry and config.value("fp16") is True and on_cpu:
+            message = "fp16 is requested on the CPU; the Trainer raises a ValueError."
+            yield self.finding(config.where(entry), message, instead="Use bf16, or neither.")
 
 
 class Fp16WeightsWithFp16(TrainerRule):
-    """The model is loaded in fp16 and trained with fp16=True, whose scaler cannot unscale its gradients."""
+    """The model is loaded in fp16 and trained with `fp16=True`, which requires fp32 weights."""
 
     code = "HS273"
     name = "fp16-weights-with-fp16"
     severity = "error"
     reason = (
-        "fp16=True is autocast over fp32 weights with a GradScaler. Weights loaded with torch_dtype=float16 have fp16 gradients, "
-        "and the first step raises 'Attempting to unscale FP16 gradients'. There would be no fp32 master either: at fp16's 11 "
-        "bits an update below 1/4096 of a weight changes nothing."
+        "`fp16=True` is autocast over fp32 weights with a GradScaler. Weights loaded with `torch_dtype=float16` have "
+        "fp16 gradients, and the first step raises 'Attempting to unscale FP16 gradients'. There is no fp32 master "
+        "copy either: with fp16's 11 significant bits, an update below 1/4096 of a weight has no effect."
     )
     bad = (
         "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
@@ -116,27 +115,27 @@ class Fp16WeightsWithFp16(TrainerRule):
     )
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """The flag in a script whose one model has fp16 weights."""
-        found = config.entry("fp16")
-        if found and config.value("fp16") is True and config.root.call and "fp16 weights" in config.script:
+        """Report the flag in a script whose only model has fp16 weights."""
+        entry = config.entry("fp16")
+        if entry and config.value("fp16") is True and config.root.call and "fp16 weights" in config.script:
             yield self.finding(
-                config.where(found),
-                "The model is loaded in fp16, and fp16=True needs fp32 weights: the first step raises 'Attempting to unscale "
-                "FP16 gradients'.",
-                instead="Load the model without torch_dtype; fp16=True casts what it computes.",
+                config.where(entry),
+                "The model is loaded in fp16, but `fp16=True` requires fp32 weights; the first step raises "
+                "'Attempting to unscale FP16 gradients'.",
+                instead="Load the model without `torch_dtype`; `fp16=True` runs the computation in fp16.",
             )
 
 
 class Bf16WeightsTrained(TrainerRule):
-    """The model is loaded in bf16 and trained as it is, with no fp32 copy of its weights."""
+    """The model is loaded in bf16 and trained without an fp32 copy of its weights."""
 
     code = "HS277"
     name = "bf16-weights-trained"
     severity = "advice"
     reason = (
-        "bf16=True is autocast: it keeps the weights in the dtype they were loaded in. Loaded in bf16 they have 8 significant bits, "
-        "and an update below 1/512 of a weight changes nothing: at a learning rate of 1e-5 most do not. It saves half the "
-        "memory, which may be why; loaded in fp32, the same flag trains with fp32 weights."
+        "`bf16=True` is autocast: the weights keep the dtype they were loaded in. bf16 has 8 significant bits, so an "
+        "update below 1/512 of a weight has no effect: at a learning rate of 1e-5 that is most updates. It halves the "
+        "memory for weights, which may be intended; loaded in fp32, the same flag trains fp32 weights."
     )
     bad = (
         "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
@@ -151,24 +150,26 @@ class Bf16WeightsTrained(TrainerRule):
     references = (_DOCS, "https://arxiv.org/abs/2010.06192")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """The flag in a script whose one model has bf16 weights."""
-        found = config.entry("bf16")
-        if found and config.value("bf16") is True and config.root.call and "bf16 weights" in config.script:
-            message = "The model is loaded in bf16, and bf16=True keeps it so: updates below 1/512 of a weight vanish."
-            instead = "Load the model in fp32, or use an optimizer that keeps its own master."
-            yield self.finding(config.where(found), message, instead=instead)
+        """Report the flag in a script whose only model has bf16 weights."""
+        entry = config.entry("bf16")
+        if entry and config.value("bf16") is True and config.root.call and "bf16 weights" in config.script:
+            message = (
+                "The model is loaded in bf16 and `bf16=True` keeps it there; updates below 1/512 of a weight are lost."
+            )
+            instead = "Load the model in fp32, or use an optimizer with fp32 master weights."
+            yield self.finding(config.where(entry), message, instead=instead)
 
 
 class ApexArguments(TrainerRule):
-    """An argument of Apex is given, which no longer exists."""
+    """An Apex argument is set, although Apex AMP no longer exists."""
 
     code = "HS274"
     name = "apex-arguments"
     severity = "warning"
     reason = (
-        "Apex deleted its amp module in May 2025, and Transformers 5 the arguments for it (half_precision_backend, fp16_backend, "
-        "fp16_opt_level): they raise a TypeError there. In Transformers 4 the opt level is read only with the apex backend, "
-        "which then fails to import."
+        "Apex removed its amp module in May 2025, and Transformers 5 removed the arguments for it "
+        "(`half_precision_backend`, `fp16_backend`, `fp16_opt_level`), which now raise a TypeError. Transformers 4 "
+        "reads the opt level only with the apex backend, which fails to import with a current Apex."
     )
     bad = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True, fp16_opt_level='O2')\n",
@@ -179,27 +180,27 @@ class ApexArguments(TrainerRule):
     references = (_APEX, _DOCS, "measured: transformers 5.22 has none of the three arguments")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """Each of the three."""
+        """Check each of the three arguments."""
         for key in ("half_precision_backend", "fp16_backend", "fp16_opt_level"):
-            found = config.entry(key)
+            entry = config.entry(key)
             value = config.value(key)
-            if found is None or value is None:
+            if entry is None or value is None:
                 continue
             apex = value == "apex" or key == "fp16_opt_level"
-            message = f"{key} belongs to Apex AMP, which is gone; Transformers 5 has no such argument."
+            message = f"`{key}` configures Apex AMP, which no longer exists; Transformers 5 raises a TypeError for it."
             used = apex and config.value("fp16") is not False
-            yield self.finding(config.where(found), message, instead="Remove it.", severity=None if used else "advice")
+            yield self.finding(config.where(entry), message, instead="Remove it.", severity=None if used else "advice")
 
 
 class FlagAsText(TrainerRule):
-    """A precision flag is a text, which is true whatever it says."""
+    """A precision flag is a string, and every non-empty string is true."""
 
     code = "HS275"
     name = "flag-as-text"
     severity = "error"
     reason = (
-        "TrainingArguments does not convert what it is given: fp16='False' is a non-empty string, and switches fp16 on. In YAML "
-        "quotes do the same."
+        "TrainingArguments does not convert its values: `fp16='False'` is a non-empty string and enables fp16. Quoted "
+        "values in YAML behave the same."
     )
     bad = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16='False')\n",
@@ -209,13 +210,13 @@ class FlagAsText(TrainerRule):
     references = (_DOCS,)
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """Flags that say no and mean yes."""
+        """Report strings that read as false but are true."""
         for key in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
             value = config.value(key)
-            found = config.entry(key)
-            if found and isinstance(value, str) and value.casefold() in {"false", "no", "off"}:
-                message = f"{key} is the text {value!r}, which is true: {key.split('_')[0]} is switched on."
-                yield self.finding(config.where(found), message, instead=f"Write {key} without quotes, or remove it.")
+            entry = config.entry(key)
+            if entry and isinstance(value, str) and value.casefold() in {"false", "no", "off"}:
+                message = f"`{key}` is the string {value!r}, which is true and enables {key.split('_')[0]}."
+                yield self.finding(config.where(entry), message, instead="Write false without quotes, or remove it.")
 
 
 class NanFilter(TrainerRule):
@@ -225,8 +226,8 @@ class NanFilter(TrainerRule):
     name = "nan-filter"
     severity = "advice"
     reason = (
-        "logging_nan_inf_filter (true by default) replaces a NaN or inf loss in the log with the average of the others, so a run "
-        "that has diverged looks healthy. fp16 is where losses overflow."
+        "`logging_nan_inf_filter` (true by default) replaces a NaN or inf loss in the log with the average of the "
+        "other losses, so a diverged run looks healthy. In fp16, losses can overflow."
     )
     bad = (
         "from transformers import TrainingArguments\n\n"
@@ -239,11 +240,11 @@ class NanFilter(TrainerRule):
     references = (_DOCS,)
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """The filter asked for in so many words."""
-        found = config.entry("logging_nan_inf_filter")
-        if found and config.value("logging_nan_inf_filter") is True and config.value("fp16") is True:
-            message = "logging_nan_inf_filter hides NaN losses from the log of this fp16 run."
-            yield self.finding(config.where(found), message, instead="Write logging_nan_inf_filter=False.")
+        """Report the filter only if it is set explicitly."""
+        entry = config.entry("logging_nan_inf_filter")
+        if entry and config.value("logging_nan_inf_filter") is True and config.value("fp16") is True:
+            message = "`logging_nan_inf_filter` hides NaN and inf losses in the log of this fp16 run."
+            yield self.finding(config.where(entry), message, instead="Set `logging_nan_inf_filter=False`.")
 
 
 RULES: tuple[type[Rule], ...] = (
