@@ -3,9 +3,9 @@
 import re
 
 from halfstep.check import registry, runner
+from halfstep.check.files.problems import RULES as FILE_RULES
 from halfstep.check.finding import Edit, Fix
 from halfstep.check.rule import ScriptRule
-from halfstep.check.rules.files import RULES as FILE_RULES
 
 
 class WordRule(ScriptRule):
@@ -24,8 +24,7 @@ class WordRule(ScriptRule):
         for match in re.finditer(rf"\b{self.word}\b", text):
             line = text.count("\n", 0, match.start()) + 1
             column = match.start() - (text.rfind("\n", 0, match.start()) + 1) + 1
-            cell, shown = script.source.place(line)
-            where = (script.source.path, shown, column, shown, column + len(self.word), cell)
+            where = script.source.place(line, column, line, column + len(self.word))
             fix = None if self.cure is None else Fix(f"write {self.cure}", (Edit(*match.span(), self.cure),))
             yield self.finding(where, f"{self.word} is here", instead=self.cure or "", fix=fix)
 

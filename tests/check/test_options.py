@@ -7,7 +7,7 @@ import pytest
 from halfstep.check import options as module
 from halfstep.check.finding import Finding
 from halfstep.check.options import Options, find_device, make_options, parse_version
-from halfstep.check.project import Project
+from halfstep.check.project import PerFileIgnore, Project
 from halfstep.errors import SettingError
 from halfstep.hardware import probe as hardware
 
@@ -68,7 +68,7 @@ def test_auto_asks_nvidia_smi_and_says_when_it_is_silent(monkeypatch):
 
 def test_the_command_line_outranks_the_project_but_not_its_files(tmp_path):
     """A selection made now is not filtered by the project's ignores; a per-file ignore holds."""
-    project = Project(tmp_path, ("HS1",), ("HS104",), (("tests/*", ("HS105",)),))
+    project = Project(tmp_path, ("HS1",), ("HS104",), (PerFileIgnore("tests/*", ("HS105",)),))
 
     def wants(code, path, **given):
         finding = Finding(code, "name", "error", path, 1, 1, "")

@@ -3,7 +3,7 @@
 import pytest
 
 from check_toys import use_toys
-from halfstep.check.project import Project, find_project
+from halfstep.check.project import PerFileIgnore, Project, find_project
 from halfstep.errors import SettingError
 
 
@@ -35,7 +35,13 @@ per-file-ignores = { "tests/*" = ["HS901"] }
 """
     (tmp_path / "pyproject.toml").write_text(text)
     expected = Project(
-        tmp_path, ("HS9",), ("advice", "bad-word"), (("tests/*", ("HS901",)),), ("third_party",), "0.16.4", "A100"
+        tmp_path,
+        select=("HS9",),
+        ignore=("advice", "bad-word"),
+        per_file_ignores=(PerFileIgnore("tests/*", ("HS901",)),),
+        exclude=("third_party",),
+        deepspeed="0.16.4",
+        gpu="A100",
     )
     assert find_project(inner) == expected
 

@@ -9,11 +9,11 @@ import pytest
 from check_toys import use_toys
 from halfstep.check.files.document import MAX_BYTES, read_document
 from halfstep.check.files.source import Settings
-from halfstep.check.files.walk import Target
 from halfstep.check.options import Options
 from halfstep.check.project import Project
 from halfstep.check.runner import check_document, check_target
 from halfstep.check.select import Selection
+from halfstep.check.walk import Target
 
 
 @pytest.fixture(autouse=True)

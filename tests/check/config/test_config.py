@@ -7,6 +7,7 @@ from halfstep.check.config.kind import kind_of
 from halfstep.check.config.node import UNKNOWN, Block, Span
 from halfstep.check.config.yaml_reader import parse_yaml
 from halfstep.check.files.source import Cell, Settings, Source
+from halfstep.check.finding import Place
 from halfstep.errors import SettingError
 
 DEEPSPEED = """{
@@ -120,14 +121,14 @@ def test_places_count_as_editors_do():
     """Lines and columns start at 1, and the end is given too."""
     (config,) = read(DEEPSPEED)
     found = config.entry("zero_optimization", "stage")
-    assert config.where(found) == ("conf.json", 5, 5, 5, 15, None)
+    assert config.where(found) == Place("conf.json", 5, 5, 5, 15)
 
 
 def test_places_in_a_notebook_are_inside_the_cell():
     """A line of the joined text is the line of its cell."""
     source = Source("a.ipynb", "x = 1\ny = 2\n", "notebook", (Cell(1, 1, 1), Cell(3, 2, 1)))
     config = Config("torch", Block(Span(6, 11), ()), source, Settings())
-    assert config.where(Span(6, 11)) == ("a.ipynb", 1, 1, 1, 6, 3)
+    assert config.where(Span(6, 11)) == Place("a.ipynb", 1, 1, 1, 6, cell=3)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,8 @@ def test_yaml_is_imported_only_for_yaml():
     import sys
 
     code = (
-        "import ast, sys\nfrom halfstep.check.config.config import *\nfrom halfstep.check.files.source import *\n"
+        "import ast, sys\nfrom halfstep.check.config.config import *\nfrom halfstep.check.config.joint import *\n"
+        "from halfstep.check.files.source import *\n"
         'text = \'{"zero_optimization": {"stage": 2}}\'\n'
         "assert read_configs(Source('a.json', text, 'json'), Settings())\n"
         "assert configs_in_script(ast.parse('ds_config = ' + text), Source('a.py', 'ds_config = ' + text, 'python'), Settings())\n"

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from halfstep.check.config.config import configs_in_script
-from halfstep.check.config.joint import JointRule, named_files
+from halfstep.check.config.joint import JointRule, configs_in_script, named_files
 from halfstep.check.files.source import Settings, Source
 from halfstep.check.rules.config.joint import RULES
 

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from halfstep.check.config.config import configs_in_script
+from halfstep.check.config.joint import configs_in_script
 from halfstep.check.config.node import UNKNOWN
 from halfstep.check.files.source import Settings, Source
 from halfstep.hardware.devices import find_devices
@@ -25,7 +25,8 @@ def test_a_dictionary_is_found_by_its_keys():
     )
     (config,) = deepspeed(text)
     assert config.value("fp16", "enabled") is True
-    assert config.where(config.entry("fp16", "enabled"))[:3] == ("train.py", 4, 14)
+    place = config.where(config.entry("fp16", "enabled"))
+    assert (place.path, place.line, place.column) == ("train.py", 4, 14)
 
 
 def test_columns_count_characters_not_bytes():

@@ -25,10 +25,10 @@ def test_any_bytes_give_a_document(data, language):
     ("data", "line", "words"),
     [
         (b"a\0b", 1, "Byte 1 is zero"),
-        (b"x = 1\ny = '\xff'\n", 2, "Byte 11 is not UTF-8"),
-        (b"# coding: nonsense\n", 1, "'nonsense', which Python does not have"),
-        (b"# coding: rot13\n", 1, "which Python does not have"),
-        (b"# coding: punycode\n", 1, "which Python does not have"),
+        (b"x = 1\ny = '\xff'\n", 2, "Byte 11 is not valid UTF-8"),
+        (b"# coding: nonsense\n", 1, "'nonsense', which Python does not support"),
+        (b"# coding: rot13\n", 1, "which Python does not support"),
+        (b"# coding: punycode\n", 1, "which Python does not support"),
         ("x = 1".encode("utf-16"), 1, "is zero"),
     ],
 )

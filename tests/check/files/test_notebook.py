@@ -30,7 +30,7 @@ def test_code_cells_are_joined_and_know_their_place():
     raw = notebook(cell("# prose", "markdown"), cell(lines("a = 1\nb = 2")), cell("c = 3\n"))
     read = read_document("n.ipynb", raw.encode(), "notebook")
     assert read.source.text == "a = 1\nb = 2\nc = 3\n"
-    assert [read.source.place(n) for n in (1, 2, 3)] == [(1, 1), (1, 2), (2, 1)]
+    assert [(p.cell, p.line) for p in map(read.source.cell_line, (1, 2, 3))] == [(1, 1), (1, 2), (2, 1)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The keys DeepSpeed accepts block by block, and those it has renamed or removed: one table for all key rules.
 
 From the validators of DeepSpeed 0.19.8 (runtime/precision_config.py, zero/config.py, zero/offload_config.py). Keys that
-earlier releases accepted and this one removed stand in `REMOVED`, so that they are not called misspelt.
+earlier releases accepted and this one removed are in `REMOVED`, so that they are not reported as misspelt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK_KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("zero_optimization", "offload_optimizer"): _OFFLOAD_OPTIMIZER,
 }
 
-# key -> the block it belongs to, for keys that are plainly of one block.
+# key -> the block it belongs to, for keys of exactly one block.
 HOME: dict[str, str] = {
     **{key: "zero_optimization" for key in _ZERO if key not in {"elastic_checkpoint", "zenflow", "leaf_module"}},
     **{key: "fp16" for key in BLOCKS["fp16"] if key not in {"enabled", "auto_cast"}},
@@ -49,7 +49,7 @@ HOME: dict[str, str] = {
     "max_grad_norm": "the top level, under the name gradient_clipping",
 }
 
-# key -> where it stood, for features that 0.19.8 refuses to see named. amp has a rule of its own.
+# key -> its former place, for features whose keys 0.19.8 rejects. amp has a separate rule.
 REMOVED: dict[str, str] = {
     "nebula": "top",
     "compression_training": "top",
@@ -73,7 +73,7 @@ RENAMED: dict[tuple[str, ...], str] = {
     ("zero_optimization", "stage3_gather_fp16_weights_on_model_save"): "stage3_gather_16bit_weights_on_model_save",
 }
 
-# Top-level numbers that DeepSpeed computes with as they stand.
+# Top-level numbers that DeepSpeed uses without converting them.
 TOP_NUMBERS: tuple[str, ...] = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",

@@ -51,7 +51,7 @@ class DuplicateKey(ConfigRule):
                 first = seen.setdefault(entry.key, entry)
                 if first is entry:
                     continue
-                line = config.where(first.key_span)[1]
+                line = config.where(first.key_span).line
                 native = config.kind == "deepspeed" and config.source.language == "json"
                 ending = "DeepSpeed refuses that." if native else "only the second counts."
                 yield self.finding(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from halfstep.check.files.walk import find_files
 from halfstep.check.project import find_project
+from halfstep.check.walk import find_files
 from halfstep.errors import SettingError
 
 

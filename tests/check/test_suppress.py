@@ -5,9 +5,9 @@ import pytest
 from check_toys import use_toys
 from halfstep.check.files.document import read_document
 from halfstep.check.files.source import Settings, Source
-from halfstep.check.files.suppress import find_suppressions
 from halfstep.check.runner import check_document
 from halfstep.check.select import Selection
+from halfstep.check.suppress import find_suppressions
 
 
 @pytest.fixture(autouse=True)
