@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.check.script.event import Event, compatible, is_accumulation
+from halfstep.check.script.event import Event, Guard, compatible, is_accumulation
 from halfstep.check.script.outline import Function
 
 MODULE = Function(ast.Module([], []), "<module>")
 
 
 def event(*guards):
-    return Event("step", ast.Pass(), MODULE, guards=guards)
+    return Event("step", ast.Pass(), MODULE, guards=tuple(Guard(*guard) for guard in guards))
 
 
 GUARDS = st.lists(st.tuples(st.sampled_from(["a", "b", "m == 'x'", "m == 'y'", "n == 3"]), st.booleans()), max_size=4)
@@ -53,4 +53,4 @@ def test_opposite_conditions_exclude_each_other(a, b, both):
 )
 def test_the_end_of_a_window_is_recognised(text, ends):
     """Conditions on a remainder, or named for updating, end an accumulation window."""
-    assert is_accumulation((text, True)) is ends
+    assert is_accumulation(Guard(text, holds=True)) is ends
