@@ -1,7 +1,7 @@
 """Files to break the checker with: random bytes, the rules' own cases mutated, random Python that parses.
 
-Everything comes from one number, so that a failure is that number. `survive` is the property: a file, whatever it
-holds, ends in findings with places inside it, in every format, with its fixes made or refused, and in a bounded time.
+Everything is derived from one number, which reproduces a failure. `survive` is the property: any file gives findings with
+places inside it, in every format, with its fixes applied or rejected, and in a bounded time.
 """
 
 import ast
@@ -43,18 +43,18 @@ ODD = [
 
 def seeds():
     """Every case of every rule with its language, and some of them as notebooks."""
-    found = []
+    files = []
     for rule in all_rules():
         for text in (*rule.bad, *rule.good):
             language = source_of_case(rule, text).language
-            found.append((language, text))
-            if language == "python" and len(found) % 5 == 0:
+            files.append((language, text))
+            if language == "python" and len(files) % 5 == 0:
                 cut = text.find("\n", len(text) // 2) + 1
                 cells = [
                     {"cell_type": "code", "source": part} for part in (text[:cut].splitlines(keepends=True), text[cut:])
                 ]
-                found.append(("notebook", json.dumps({"cells": cells, "nbformat": 4}, indent=1)))
-    return found
+                files.append(("notebook", json.dumps({"cells": cells, "nbformat": 4}, indent=1)))
+    return files
 
 
 def mutant(number, pool):
@@ -160,7 +160,7 @@ def _wrap(rng, statement):
 
 
 def _swap_expressions(rng, tree):
-    """Put one expression of the script in place of an argument of a call."""
+    """Replace an argument of a call with another expression of the script."""
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and (n.args or n.keywords)]
     values = [n for n in ast.walk(tree) if isinstance(n, ast.expr) and not isinstance(n, ast.Starred | ast.Slice)]
     if calls and values:
@@ -176,7 +176,7 @@ def _swap_expressions(rng, tree):
 
 
 def survive(language, data, *, gpu=False):
-    """Raise where the checker does not hold up on this file; else how many findings it gave."""
+    """Raise if the checker fails on this file; otherwise return the number of findings."""
     path = ENDINGS[language]
     settings = Settings(gpu=find_device("t4") if gpu else None, gpu_origin="--gpu t4" if gpu else "")
     begin = time.process_time()

@@ -1,4 +1,4 @@
-"""Small rules that look for words in the text, so that the machinery around rules is tested apart from them."""
+"""Small rules that look for words in the text, to test the machinery around rules without real rules."""
 
 import re
 
@@ -59,13 +59,13 @@ class Breaks(WordRule):
 
 
 class Worse(WordRule):
-    """The fix of WORSE brings a new error."""
+    """The fix of WORSE causes a new error."""
 
     code, name, word, cure = "HS905", "worse-word", "WORSE", "BAD"
 
 
 class Chain(WordRule):
-    """The fix of CHAIN uncovers a BAD-like word that is advice, which has a fix as well."""
+    """The fix of CHAIN leads to a LINK, which has a fix as well."""
 
     code, name, word, cure, severity = "HS906", "chain-word", "CHAIN", "LINK", "warning"
 
@@ -80,7 +80,7 @@ TOYS = (Bad, Hmm, Crash, Breaks, Worse, Chain, Link)
 
 
 def use_toys(monkeypatch):
-    """Put the toy rules in place of the real ones."""
+    """Replace the real rules with the toy rules."""
 
     def rules_of(group):
         return {"files": FILE_RULES, "script": TOYS}.get(group, ())

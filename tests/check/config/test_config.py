@@ -1,4 +1,4 @@
-"""Configurations in files: which are found, which are left alone, and where things stand."""
+"""Configurations in files: which are detected, which are ignored, and the places of their values."""
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_other_yaml_is_left_alone(text):
     ],
 )
 def test_a_mapping_is_known_by_its_keys(text, kind):
-    """Each tool is told by keys that nobody else has."""
+    """Each tool is detected by keys that no other tool has."""
     (root,) = parse_yaml(text, "x")
     assert kind_of(root) == kind
 
@@ -90,7 +90,7 @@ def test_a_block_inside_another_file_is_found():
     assert config.value("zero_optimization", "stage") == 3
 
 
-def test_a_program_with_keys_of_its_own_is_not_held_to_deepspeeds():
+def test_a_program_with_other_keys_is_not_strict():
     """GPT-NeoX keeps DeepSpeed's keys among its own, and none of those is called unknown."""
     (config,) = read(
         '{"zero_optimization": {"stage": 1}, "num_layers": 12, "hidden_size": 768, "fp16": {"enabled": true}}'
@@ -118,10 +118,10 @@ def test_an_open_block_may_hold_anything():
 
 
 def test_places_count_as_editors_do():
-    """Lines and columns start at 1, and the end is given too."""
+    """Lines and columns start at 1, and the place has an end."""
     (config,) = read(DEEPSPEED)
-    found = config.entry("zero_optimization", "stage")
-    assert config.where(found) == Place("conf.json", 5, 5, 5, 15)
+    entry = config.entry("zero_optimization", "stage")
+    assert config.where(entry) == Place("conf.json", 5, 5, 5, 15)
 
 
 def test_places_in_a_notebook_are_inside_the_cell():
@@ -136,18 +136,18 @@ def test_places_in_a_notebook_are_inside_the_cell():
     [('{"zero_optimization": {"stage": 2}', "json"), ("compute_environment: LOCAL\nmixed_precision: [fp16\n", "yaml")],
 )
 def test_a_broken_configuration_is_an_error_with_its_place(text, language):
-    """What is plainly meant as a configuration and cannot be read says where."""
+    """A file that is clearly a configuration and cannot be parsed raises with line and column."""
     with pytest.raises(SettingError, match=r"line \d+, column \d+"):
         read(text, language)
 
 
 def test_a_file_of_data_is_not_parsed():
-    """A quarter of a megabyte is no configuration, whatever its first lines say."""
+    """A file above a quarter of a megabyte is data, not a configuration."""
     assert read('{"zero_optimization": {"stage": 2}, "data": "' + "x" * 300_000 + '"}') == ()
 
 
 def test_a_template_is_no_broken_configuration():
-    """A Jinja template is not JSON, and nobody is told so."""
+    """A Jinja template is not JSON, and gives no error."""
     assert read('{"zero_optimization": {"stage": 2}, {% if x %}"fp16": 1{% endif %}}') == ()
 
 

@@ -21,13 +21,13 @@ GUARDS = st.lists(st.tuples(st.sampled_from(["a", "b", "m == 'x'", "m == 'y'", "
 
 @given(GUARDS, GUARDS)
 def test_compatibility_has_no_direction(a, b):
-    """If one event can happen with another, the other can happen with it."""
+    """Compatibility is symmetric."""
     assert compatible(event(*a), event(*b)) == compatible(event(*b), event(*a))
 
 
 @given(GUARDS)
-def test_an_unconditional_event_goes_with_anything(guards):
-    """An event under no condition can happen with every other."""
+def test_an_unconditional_event_is_compatible_with_any(guards):
+    """An event without guards can happen with every other."""
     assert compatible(event(), event(*guards))
 
 
@@ -43,7 +43,7 @@ def test_an_unconditional_event_goes_with_anything(guards):
     ],
 )
 def test_opposite_conditions_exclude_each_other(a, b, both):
-    """A condition and its opposite, or two values of one variable, never hold together."""
+    """A condition and its opposite, or two values of one variable, are never true together."""
     assert compatible(event(*a), event(*b)) is both
 
 
