@@ -53,4 +53,4 @@ def test_opposite_conditions_exclude_each_other(a, b, both):
 )
 def test_the_end_of_a_window_is_recognised(text, ends):
     """Conditions on a remainder, or named for updating, end an accumulation window."""
-    assert is_accumulation(Guard(text, holds=True)) is ends
+    assert is_accumulation(Guard(text, is_true=True)) is ends

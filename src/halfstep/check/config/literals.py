@@ -16,7 +16,7 @@ Path = tuple[str, ...]
 
 
 class Literals:
-    """Reads expressions of one script; names that are bound once to a constant stand for it."""
+    """Reads expressions of one script; a name bound once to a constant is that constant."""
 
     def __init__(self, nodes: list[ast.AST], text: str, names: Names) -> None:
         self.names = names

@@ -26,7 +26,7 @@ class Guard(NamedTuple):
     """The text of a condition, and whether it is true."""
 
     text: str
-    holds: bool
+    is_true: bool
 
 
 class Loop(NamedTuple):
@@ -97,7 +97,7 @@ def compatible(a: Event, b: Event) -> bool:
     """Whether two events can happen in one pass: no condition is both true and false, no variable equals two values."""
     if not a.guards or not b.guards:
         return True
-    opposite = {(text, not holds) for text, holds in a.guards}
+    opposite = {(text, not is_true) for text, is_true in a.guards}
     if any(guard in opposite for guard in b.guards):
         return False
     equal = set(_equalities(a.guards))
@@ -106,8 +106,8 @@ def compatible(a: Event, b: Event) -> bool:
 
 def _equalities(guards: tuple[Guard, ...]) -> Iterator[tuple[str, str]]:
     """The names and literals of the guards `name == literal` that are true."""
-    for text, holds in guards:
-        if holds and " == " in text:
+    for text, is_true in guards:
+        if is_true and " == " in text:
             left, _, right = text.partition(" == ")
             if right[:1] in "'\"0123456789":
                 yield left, right

@@ -90,9 +90,9 @@ class _Walk:
                 if len(guards) > MAX_GUARDS:
                     continue
                 if leaves and not leaves_else:
-                    guards = (*guards, *self.conditions(statement.test, holds=False))
+                    guards = (*guards, *self.conditions(statement.test, is_true=False))
                 elif leaves_else and not leaves:
-                    guards = (*guards, *self.conditions(statement.test, holds=True))
+                    guards = (*guards, *self.conditions(statement.test, is_true=True))
 
     def statement(
         self, node: ast.stmt, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
@@ -102,9 +102,9 @@ class _Walk:
             branch: ast.If = node
             while True:
                 self.expression(branch, guards, loops, regions)
-                self.block(branch.body, (*guards, *self.conditions(branch.test, holds=True)), loops, regions)
+                self.block(branch.body, (*guards, *self.conditions(branch.test, is_true=True)), loops, regions)
                 if len(guards) <= MAX_GUARDS:
-                    guards = (*guards, *self.conditions(branch.test, holds=False))
+                    guards = (*guards, *self.conditions(branch.test, is_true=False))
                 if len(branch.orelse) == 1 and isinstance(branch.orelse[0], ast.If):
                     branch = branch.orelse[0]
                     continue
@@ -131,15 +131,15 @@ class _Walk:
         elif isinstance(node, (ast.Try, ast.TryStar)):
             self.block(node.body, guards, loops, regions)
             for handler in node.handlers:
-                self.block(handler.body, (*guards, Guard(f"except@{handler.lineno}", holds=True)), loops, regions)
+                self.block(handler.body, (*guards, Guard(f"except@{handler.lineno}", is_true=True)), loops, regions)
             self.block(node.orelse, guards, loops, regions)
             self.block(node.finalbody, guards, loops, regions)
         elif isinstance(node, ast.Match):
             self.expression(node, guards, loops, regions)
             for index, case in enumerate(node.cases):
                 label = f"case@{node.lineno}:{index}"
-                self.block(case.body, (*guards, Guard(label, holds=True)), loops, regions)
-                guards = (*guards, Guard(label, holds=False))
+                self.block(case.body, (*guards, Guard(label, is_true=True)), loops, regions)
+                guards = (*guards, Guard(label, is_true=False))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return
         elif isinstance(node, ast.ClassDef):
@@ -154,7 +154,7 @@ class _Walk:
         for call, choices in self.outline.statement_calls.get(node, ()):
             under = guards
             for choice in choices:
-                under = (*under, *self.conditions(choice.test, holds=choice.holds))
+                under = (*under, *self.conditions(choice.test, is_true=choice.is_true))
             target = self.outline.call_target(call, self.function)
             if target is not None:
                 if target is not self.function:
@@ -226,7 +226,7 @@ class _Walk:
         scaled = self.scaled[subject]
         if set(scaled.guards) <= set(guards):
             return scaled.certainty
-        reached = not any((text, not holds) in guards for text, holds in scaled.guards)
+        reached = not any((text, not is_true) in guards for text, is_true in scaled.guards)
         return scaled.certainty if reached and not surely else "maybe" if reached else "no"
 
     def scaled_source(self, value: ast.expr) -> str:
@@ -320,26 +320,26 @@ class _Walk:
         plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
         return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
 
-    def conditions(self, test: ast.expr, *, holds: bool) -> tuple[Guard, ...]:
+    def conditions(self, test: ast.expr, *, is_true: bool) -> tuple[Guard, ...]:
         """The guards that follow from `test` being true (or false)."""
         if isinstance(test, ast.Compare) and key_of(test.left) == "__name__":
             return ()  # `if __name__ == "__main__"` does not restrict what the script does
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self.conditions(test.operand, holds=not holds)
+            return self.conditions(test.operand, is_true=not is_true)
         if isinstance(test, ast.BoolOp):
-            if isinstance(test.op, ast.And) == holds:
-                return tuple(g for value in test.values for g in self.conditions(value, holds=holds))
-            return (Guard(text_of(test), holds),)
+            if isinstance(test.op, ast.And) == is_true:
+                return tuple(g for value in test.values for g in self.conditions(value, is_true=is_true))
+            return (Guard(text_of(test), is_true),)
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             right, op = test.comparators[0], test.ops[0]
             if isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool)):
                 same = isinstance(op, (ast.Is, ast.Eq))
                 wanted = same if right.value is True else not same
                 if isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
-                    return self.conditions(test.left, holds=holds == wanted)
+                    return self.conditions(test.left, is_true=is_true == wanted)
             if isinstance(op, ast.NotEq):
-                return (Guard(f"{text_of(test.left)} == {text_of(right)}", not holds),)
-        return (Guard(self.flag(test), holds),)
+                return (Guard(f"{text_of(test.left)} == {text_of(right)}", not is_true),)
+        return (Guard(self.flag(test), is_true),)
 
     def flag(self, test: ast.expr) -> str:
         """A condition's text; a variable that copies another, counts a window or is a scaler created under a flag is replaced."""

@@ -84,8 +84,8 @@ def between(trace: Trace, first: int, last: int, *kinds: str) -> list[Event]:
 def _aside(event: Event, *others: Event) -> bool:
     """Whether an event is inside an `except` block that contains none of the others."""
     return any(
-        text.startswith("except@") and not any((text, holds) in other.guards for other in others)
-        for text, holds in event.guards
+        text.startswith("except@") and not any((text, is_true) in other.guards for other in others)
+        for text, is_true in event.guards
     )
 
 
@@ -111,11 +111,11 @@ def without_amp(event: Event) -> bool:
 
 @lru_cache(maxsize=4096)
 def _excludes_amp(guard: Guard) -> bool:
-    text, holds = guard
+    text, is_true = guard
     if text.startswith("except@"):
         return True
     full = bool(_FULL.search(text))
-    return full if holds else not full and is_amp(guard)
+    return full if is_true else not full and is_amp(guard)
 
 
 def scaled_before(trace: Trace, index: int) -> int | None:

@@ -253,8 +253,8 @@ def read_outline(tree: ast.Module, text: str = "") -> Outline:
         elif isinstance(node, ast.IfExp):
             parents.update(dict.fromkeys((node.test, node.body, node.orelse), node))
             stack.append((node.test, around))
-            for part, holds in ((node.body, True), (node.orelse, False)):
-                choices = (*around.choices, Choice(node.test, holds))
+            for part, is_true in ((node.body, True), (node.orelse, False)):
+                choices = (*around.choices, Choice(node.test, is_true))
                 stack.append((part, dataclasses.replace(around, choices=choices)))
             continue
         elif isinstance(node, ast.Lambda):

@@ -51,7 +51,7 @@ class Choice(NamedTuple):
     """A branch of `a if test else b`: the test, and its outcome."""
 
     test: ast.expr
-    holds: bool
+    is_true: bool
 
 
 class StatementCall(NamedTuple):

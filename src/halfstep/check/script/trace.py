@@ -72,7 +72,7 @@ class _Follow:
         for item in self.flows[function]:
             if len(self.events) >= MAX_EVENTS or self.copies >= MAX_CALLS:
                 return
-            if any(known.get(text, holds) != holds for text, holds in item.guards):
+            if any(known.get(text, is_true) != is_true for text, is_true in item.guards):
                 continue  # the caller's literal rules it out
             open_guards = tuple(g for g in item.guards if g.text not in known)
             inner_guards = (*guards, *_rename_guards(open_guards, renamed, function, local))
@@ -113,14 +113,14 @@ def _rename(key: str, renamed: dict[str, str]) -> str:
 def _rename_guards(
     guards: tuple[Guard, ...], renamed: dict[str, str], function: Function, local: str
 ) -> Iterator[Guard]:
-    for text, holds in guards:
+    for text, is_true in guards:
         root = text.partition(".")[0]
         if root in renamed:
-            yield Guard(_rename(text, renamed), holds)
+            yield Guard(_rename(text, renamed), is_true)
         elif text in function.params and local:
-            yield Guard(text + local, holds)  # specific to this call, such as a literal argument
+            yield Guard(text + local, is_true)  # specific to this call, such as a literal argument
         else:
-            yield Guard(text, holds)
+            yield Guard(text, is_true)
 
 
 def _shift(regions: tuple[Region, ...], by: int) -> Iterator[Region]:
