@@ -41,18 +41,18 @@ ODD = [
 
 def seeds():
     """Every case of every rule with its language, and some of them as notebooks."""
-    found = []
+    files = []
     for rule in all_rules():
         for text in (*rule.bad, *rule.good):
             language = source_of_case(rule, text).language
-            found.append((language, text))
-            if language == "python" and len(found) % 5 == 0:
+            files.append((language, text))
+            if language == "python" and len(files) % 5 == 0:
                 cut = text.find("\n", len(text) // 2) + 1
                 cells = [
                     {"cell_type": "code", "source": part} for part in (text[:cut].splitlines(keepends=True), text[cut:])
                 ]
-                found.append(("notebook", json.dumps({"cells": cells, "nbformat": 4}, indent=1)))
-    return found
+                files.append(("notebook", json.dumps({"cells": cells, "nbformat": 4}, indent=1)))
+    return files
 
 
 def mutant(number, pool):
@@ -158,7 +158,7 @@ def _wrap(rng, statement):
 
 
 def _swap_expressions(rng, tree):
-    """Put one expression of the script in place of an argument of a call."""
+    """Replace an argument of a call with another expression of the script."""
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and (n.args or n.keywords)]
     values = [n for n in ast.walk(tree) if isinstance(n, ast.expr) and not isinstance(n, ast.Starred | ast.Slice)]
     if calls and values:
@@ -174,7 +174,7 @@ def _swap_expressions(rng, tree):
 
 
 def survive(language, data, *, gpu=False):
-    """Raise where the checker does not hold up on this file; else how many findings it gave."""
+    """Raise if the checker fails on this file; otherwise return the number of findings."""
     path = ENDINGS[language]
     settings = Settings(gpu=find_device("t4") if gpu else None, gpu_origin="--gpu t4" if gpu else "")
 

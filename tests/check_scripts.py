@@ -13,7 +13,7 @@ def script(text: str) -> Script:
 
 
 def findings(text: str, *codes: str):
-    """What every script rule, or those named, says of a script."""
+    """The findings of every script rule, or of the rules with these codes."""
     facts = script(text)
     return [f for rule in RULES if not codes or rule.code in codes for f in rule().check(facts)]
 
@@ -34,7 +34,7 @@ def _root(trace):
 
 
 def apply(text: str, fix) -> str:
-    """A script with a fix made."""
+    """A script with a fix applied."""
     for edit in sorted(fix.edits, reverse=True):
         text = text[: edit.start] + edit.text + text[edit.end :]
     return text

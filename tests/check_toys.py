@@ -1,11 +1,11 @@
-"""Small rules that look for words in the text, so that the machinery around rules is tested apart from them."""
+"""Small rules that look for words in the text, to test the machinery around rules without real rules."""
 
 import re
 
 from halfstep.check import registry, runner
+from halfstep.check.files.problems import RULES as FILE_RULES
 from halfstep.check.finding import Edit, Fix
 from halfstep.check.rule import ScriptRule
-from halfstep.check.rules.files import RULES as FILE_RULES
 
 
 class WordRule(ScriptRule):
@@ -24,8 +24,7 @@ class WordRule(ScriptRule):
         for match in re.finditer(rf"\b{self.word}\b", text):
             line = text.count("\n", 0, match.start()) + 1
             column = match.start() - (text.rfind("\n", 0, match.start()) + 1) + 1
-            cell, shown = script.source.place(line)
-            where = (script.source.path, shown, column, shown, column + len(self.word), cell)
+            where = script.source.place(line, column, line, column + len(self.word))
             fix = None if self.cure is None else Fix(f"write {self.cure}", (Edit(*match.span(), self.cure),))
             yield self.finding(where, f"{self.word} is here", instead=self.cure or "", fix=fix)
 
@@ -60,13 +59,13 @@ class Breaks(WordRule):
 
 
 class Worse(WordRule):
-    """The fix of WORSE brings a new error."""
+    """The fix of WORSE causes a new error."""
 
     code, name, word, cure = "HS905", "worse-word", "WORSE", "BAD"
 
 
 class Chain(WordRule):
-    """The fix of CHAIN uncovers a BAD-like word that is advice, which has a fix as well."""
+    """The fix of CHAIN leads to a LINK, which has a fix as well."""
 
     code, name, word, cure, severity = "HS906", "chain-word", "CHAIN", "LINK", "warning"
 
@@ -81,7 +80,7 @@ TOYS = (Bad, Hmm, Crash, Breaks, Worse, Chain, Link)
 
 
 def use_toys(monkeypatch):
-    """Put the toy rules in place of the real ones."""
+    """Replace the real rules with the toy rules."""
 
     def rules_of(group):
         return {"files": FILE_RULES, "script": TOYS}.get(group, ())

@@ -1,4 +1,4 @@
-"""Fixes: made together where they can be, proven on the changed file, written whole or not at all."""
+"""Fixes: applied together where possible, verified on the changed file, written atomically."""
 
 import os
 import stat
@@ -29,7 +29,7 @@ def fix(data, path="a.py", language="python"):
 
 
 def test_all_that_can_be_fixed_is_and_nothing_else():
-    """Every BAD goes, every other byte stays: the encoding, the odd line endings, the missing last newline."""
+    """Every BAD is fixed, every other byte stays: the encoding, mixed line endings, the missing last newline."""
     data = b"# coding: latin-1\r\nBAD ; x = '\xe9'\nHMM\r\nBAD"
     done = fix(data)
     assert done.after.data == data.replace(b"BAD", b"FINE")
@@ -37,8 +37,8 @@ def test_all_that_can_be_fixed_is_and_nothing_else():
     assert len(done.applied) == 2
 
 
-def test_fixes_that_uncover_others_go_on_until_nothing_is_left():
-    """Round after round, up to a bound."""
+def test_fixes_that_lead_to_others_continue_until_nothing_is_left():
+    """Fixing repeats in rounds, up to a limit."""
     done = fix(b"CHAIN\nCHAIN")
     assert done.after.data == b"END\nEND"
     assert done.findings == ()
@@ -46,21 +46,21 @@ def test_fixes_that_uncover_others_go_on_until_nothing_is_left():
 
 
 @pytest.mark.parametrize("word", [b"BREAK", b"WORSE"])
-def test_a_fix_that_does_not_hold_up_is_left_out(word):
-    """One that does not parse or brings a new error is refused; its neighbours are made."""
+def test_a_fix_that_fails_verification_is_skipped(word):
+    """A fix whose result does not parse or has a new error is rejected; the other fixes are applied."""
     done = fix(b"BAD\n" + word + b"\nCHAIN")
     assert done.after.data == b"FINE\n" + word + b"\nEND"
     assert len(done.findings) == 1
 
 
-def test_a_silenced_finding_is_not_fixed():
-    """What the user chose to keep is kept."""
+def test_a_suppressed_finding_is_not_fixed():
+    """Code that the user marked with a comment does not change."""
     data = b"BAD  # halfstep: ignore[HS901] on purpose\n"
     assert fix(data).after.data == data
 
 
 def test_a_notebook_is_fixed_inside_its_cells():
-    """The JSON around the cells is as it was."""
+    """The JSON around the cells does not change."""
     data = b'{"cells": [\n {"cell_type": "code",  "source": ["x = 1\\n", "BAD\\n", "!ls"]}],\n "nbformat": 4}'
     done = fix(data, "a.ipynb", "notebook")
     assert done.after.data == data.replace(b"BAD", b"FINE")
@@ -72,7 +72,7 @@ def written(path, data):
 
 
 def test_a_file_is_replaced_with_its_mode(tmp_path):
-    """The new content, the old permissions, no leftovers."""
+    """The file has the new content and the old permissions, and no temporary file remains."""
     path = tmp_path / "a.py"
     done = written(path, b"BAD\n")
     path.chmod(0o751)
@@ -82,16 +82,16 @@ def test_a_file_is_replaced_with_its_mode(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.py"]
 
 
-def test_a_file_that_changed_meanwhile_is_left_alone(tmp_path):
-    """Somebody saved it between reading and writing."""
+def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path):
+    """A file saved between reading and writing keeps its new content."""
     done = written(tmp_path / "a.py", b"BAD\n")
     (tmp_path / "a.py").write_bytes(b"newer\n")
     assert "changed" in write_back(done)
     assert (tmp_path / "a.py").read_bytes() == b"newer\n"
 
 
-def test_links_vanished_and_read_only_files_are_left_alone(tmp_path):
-    """Each with its reason, none with a traceback."""
+def test_links_deleted_and_read_only_files_are_not_written(tmp_path):
+    """Each gives its reason instead of a traceback."""
     real = tmp_path / "real.py"
     real.write_bytes(b"BAD\n")
     (tmp_path / "link.py").symlink_to(real)
@@ -103,7 +103,7 @@ def test_links_vanished_and_read_only_files_are_left_alone(tmp_path):
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    """Whole or not at all, and the spare file is gone."""
+    """Writing is atomic, and the temporary file is removed."""
     done = written(tmp_path / "a.py", b"BAD\n")
 
     def full(descriptor):

@@ -1,4 +1,4 @@
-"""From flags and project to settings."""
+"""Flags and project settings combined."""
 
 import sys
 
@@ -7,7 +7,7 @@ import pytest
 from halfstep.check import options as module
 from halfstep.check.finding import Finding
 from halfstep.check.options import Options, find_device, make_options, parse_version
-from halfstep.check.project import Project
+from halfstep.check.project import PerFileIgnore, Project
 from halfstep.errors import SettingError
 from halfstep.hardware import probe as hardware
 
@@ -17,19 +17,19 @@ from halfstep.hardware import probe as hardware
     [("0.19.8", (0, 19, 8)), ("v0.9", (0, 9)), ("0.16.4+cu124", (0, 16, 4)), ("0.17.1rc1", (0, 17, 1))],
 )
 def test_versions_are_numbers(text, version):
-    """With or without the additions builds have."""
+    """Versions parse with or without prefixes and build suffixes."""
     assert parse_version(text) == version
 
 
 @pytest.mark.parametrize("text", ["", "latest", "1", "9" * 100])
-def test_other_versions_are_refused(text):
-    """The error shows what was given and how to write it."""
+def test_other_versions_are_rejected(text):
+    """The error shows the value and how to write it."""
     with pytest.raises(SettingError, match="like 0.19.8"):
         parse_version(text)
 
 
-def test_the_installed_deepspeed_counts_unless_another_is_named(tmp_path, monkeypatch):
-    """Flag, then project, then what is installed; nothing is imported."""
+def test_the_installed_deepspeed_is_used_unless_another_is_named(tmp_path, monkeypatch):
+    """The flag takes precedence over the project, the project over the installed version; nothing is imported."""
     (tmp_path / "deepspeed-0.15.1.dist-info").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "gone")])
     module.installed_deepspeed.cache_clear()
@@ -43,8 +43,8 @@ def test_the_installed_deepspeed_counts_unless_another_is_named(tmp_path, monkey
     assert "deepspeed" not in sys.modules
 
 
-def test_a_gpu_is_found_by_name_and_says_where_it_came_from():
-    """By product, by architecture, from the project."""
+def test_a_gpu_is_found_by_name_with_its_origin():
+    """A GPU is named by product or architecture, by the flag or the project."""
     settings = Options(gpu="t4").settings(Project(gpu="H100"))
     assert (settings.gpu.arch, settings.gpu_origin) == ("sm75", "--gpu t4")
     assert Options().settings(Project(gpu="sm90")).gpu.arch == "sm90"
@@ -53,8 +53,8 @@ def test_a_gpu_is_found_by_name_and_says_where_it_came_from():
         make_options((), (), None, "H20O")
 
 
-def test_auto_asks_nvidia_smi_and_says_when_it_is_silent(monkeypatch):
-    """The first GPU it reports; an error where there is none."""
+def test_auto_uses_the_first_gpu_of_nvidia_smi(monkeypatch):
+    """Without any GPU there is an error."""
     find_device.cache_clear()
     monkeypatch.setattr(hardware, "nvidia_gpus", lambda: [hardware.from_cuda("Jetson Orin", (8, 7), 2**33)])
     device = find_device("auto")
@@ -66,13 +66,13 @@ def test_auto_asks_nvidia_smi_and_says_when_it_is_silent(monkeypatch):
     find_device.cache_clear()
 
 
-def test_the_command_line_outranks_the_project_but_not_its_files(tmp_path):
-    """A selection made now is not filtered by the project's ignores; a per-file ignore holds."""
-    project = Project(tmp_path, ("HS1",), ("HS104",), (("tests/*", ("HS105",)),))
+def test_the_command_line_overrides_the_project_but_not_per_file_ignores(tmp_path):
+    """The project's ignores do not filter an explicit selection; a per-file ignore always applies."""
+    project = Project(tmp_path, ("HS1",), ("HS104",), (PerFileIgnore("tests/*", ("HS105",)),))
 
-    def wants(code, path, **given):
+    def wants(code, path, **options):
         finding = Finding(code, "name", "error", path, 1, 1, "")
-        return Options(**given).selection(project, str(tmp_path / path)).wants(finding)
+        return Options(**options).selection(project, str(tmp_path / path)).wants(finding)
 
     assert not wants("HS104", "a.py")
     assert not wants("HS201", "a.py")

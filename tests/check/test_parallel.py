@@ -6,10 +6,10 @@ import pytest
 
 from check_toys import use_toys
 from halfstep.check import parallel
-from halfstep.check.files.walk import Target
 from halfstep.check.options import Options
 from halfstep.check.parallel import check_targets
 from halfstep.check.project import Project
+from halfstep.check.walk import Target
 from halfstep.errors import HalfstepError
 
 

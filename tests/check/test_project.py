@@ -3,13 +3,13 @@
 import pytest
 
 from check_toys import use_toys
-from halfstep.check.project import Project, find_project
+from halfstep.check.project import PerFileIgnore, Project, find_project
 from halfstep.errors import SettingError
 
 
 @pytest.fixture(autouse=True)
 def toys(monkeypatch):
-    """Toy rules, and no memory of other tests' folders."""
+    """Toy rules, and no cached projects of other tests."""
     use_toys(monkeypatch)
     find_project.cache_clear()
 
@@ -20,7 +20,7 @@ def project(folder, text):
 
 
 def test_every_key_is_read(tmp_path):
-    """All six keys, from the nearest file that has the table."""
+    """All six keys are read from the nearest file that has the table."""
     inner = tmp_path / "src" / "deep"
     inner.mkdir(parents=True)
     (tmp_path / "src" / "pyproject.toml").write_text("[project]\nname = 'other'\n")
@@ -35,19 +35,25 @@ per-file-ignores = { "tests/*" = ["HS901"] }
 """
     (tmp_path / "pyproject.toml").write_text(text)
     expected = Project(
-        tmp_path, ("HS9",), ("advice", "bad-word"), (("tests/*", ("HS901",)),), ("third_party",), "0.16.4", "A100"
+        tmp_path,
+        select=("HS9",),
+        ignore=("advice", "bad-word"),
+        per_file_ignores=(PerFileIgnore("tests/*", ("HS901",)),),
+        exclude=("third_party",),
+        deepspeed="0.16.4",
+        gpu="A100",
     )
     assert find_project(inner) == expected
 
 
 def test_without_a_table_everything_is_default(tmp_path):
-    """No file, or a file that is about other things."""
+    """A missing file and a file without the table both give the defaults."""
     assert find_project(tmp_path / "none") == Project()
     assert project(tmp_path, "[tool.other]\nx = 'halfstep'\n") == Project()
 
 
 def test_the_search_ends_at_the_repository(tmp_path):
-    """Settings above the root of the repository are somebody else's."""
+    """Settings above the root of the repository do not apply."""
     (tmp_path / "pyproject.toml").write_text("[tool.halfstep.check]\nignore = ['HS9']\n")
     inner = tmp_path / "repo"
     (inner / ".git").mkdir(parents=True)
@@ -67,14 +73,14 @@ def test_the_search_ends_at_the_repository(tmp_path):
     ],
 )
 def test_mistakes_are_named(tmp_path, text, words):
-    """Unknown keys, wrong kinds and unknown rules each say what to write."""
-    with pytest.raises(SettingError) as refused:
+    """The errors for unknown keys, wrong types and unknown rules explain what to write."""
+    with pytest.raises(SettingError) as error:
         project(tmp_path, "[tool.halfstep.check]\n" + text)
-    assert words in str(refused.value)
-    assert "pyproject.toml" in str(refused.value)
+    assert words in str(error.value)
+    assert "pyproject.toml" in str(error.value)
 
 
-def test_a_value_in_place_of_the_table_is_refused(tmp_path):
-    """`check = true` is no table."""
+def test_a_value_in_place_of_the_table_is_rejected(tmp_path):
+    """`check = true` is not a table and raises."""
     with pytest.raises(SettingError, match="make it a table"):
         project(tmp_path, "[tool.halfstep]\ncheck = true\n")

@@ -1,4 +1,4 @@
-"""One file through its rules: what goes wrong becomes a finding, and the rest goes on."""
+"""One file through its rules: a failure becomes a finding, and the rest is still checked."""
 
 import os
 import stat
@@ -9,11 +9,11 @@ import pytest
 from check_toys import use_toys
 from halfstep.check.files.document import MAX_BYTES, read_document
 from halfstep.check.files.source import Settings
-from halfstep.check.files.walk import Target
 from halfstep.check.options import Options
 from halfstep.check.project import Project
 from halfstep.check.runner import check_document, check_target
 from halfstep.check.select import Selection
+from halfstep.check.walk import Target
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,9 @@ def on_disk(path, language="python", *, named=True):
 
 
 def test_findings_come_in_order_and_once():
-    """By line and column, whichever rule was first."""
-    found = check("HMM\nBAD; HMM\nBAD")
-    assert [(f.line, f.column, f.code) for f in found] == [
+    """Findings are sorted by line and column, not by rule."""
+    findings = check("HMM\nBAD; HMM\nBAD")
+    assert [(f.line, f.column, f.code) for f in findings] == [
         (1, 1, "HS902"),
         (2, 1, "HS901"),
         (2, 6, "HS902"),
@@ -42,8 +42,8 @@ def test_findings_come_in_order_and_once():
     ]
 
 
-def test_a_rule_that_fails_is_a_finding_and_the_others_go_on():
-    """A fault of the checker neither stops nor hides anything."""
+def test_a_rule_that_fails_is_a_finding_and_the_others_run():
+    """A bug in one rule neither stops the check nor hides other findings."""
     failure, bad = check("CRASH = 1\nBAD")
     assert (failure.code, failure.severity, bad.code) == ("HS006", "advice", "HS901")
     assert "HS903 (crash-word) failed on this file: KeyError: 'CRASH'" in failure.message
@@ -51,13 +51,13 @@ def test_a_rule_that_fails_is_a_finding_and_the_others_go_on():
 
 @pytest.mark.parametrize("text", ["def f(:", "print 'hello'", "x = (", "'''", "\tx\n  y", "if x:\n", "x = 08", "f'{'"])
 def test_python_that_does_not_parse_is_one_finding(text):
-    """HS004 with a place and the Python that read it, and no other."""
-    (found,) = check(text)
-    assert (found.code, found.severity) == ("HS004", "advice")
-    assert f"not valid Python 3.{sys.version_info.minor}: " in found.message
-    assert "?." not in found.message
-    assert found.line >= 1
-    assert found.column >= 1
+    """The only finding is HS004, with a place and the version of Python that parsed it."""
+    (finding,) = check(text)
+    assert (finding.code, finding.severity) == ("HS004", "advice")
+    assert f"not valid Python 3.{sys.version_info.minor}: " in finding.message
+    assert "?." not in finding.message
+    assert finding.line >= 1
+    assert finding.column >= 1
 
 
 @pytest.mark.parametrize(
@@ -77,43 +77,43 @@ def test_python_that_does_not_parse_is_one_finding(text):
 )
 def test_deep_and_long_files_end_in_at_most_one_finding(text):
     """The parser's limits are findings, not crashes."""
-    found = check(text)
-    assert len(found) <= 1
-    assert all(f.code in {"HS004", "HS005"} for f in found)
+    findings = check(text)
+    assert len(findings) <= 1
+    assert all(f.code in {"HS004", "HS005"} for f in findings)
 
 
-def test_warnings_of_the_parser_stay_inside(recwarn):
-    """A script's own odd escapes are no news."""
+def test_warnings_of_the_parser_are_not_shown(recwarn):
+    """Invalid escapes in a script cause no warning."""
     assert check("x = '\\d float16'\ny = 1 is 1") == ()
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("text", ['{"a": ', "[1, 2", '{"a" 1}', '{"a": "unclosed'])
-def test_json_that_does_not_parse_is_one_finding(text):
-    """HS004 with a place for a file that a person named."""
-    (found,) = check(text, "a.json", "json")
-    assert (found.code, found.line) == ("HS004", 1)
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        *(("json", text) for text in ('{"a": ', "[1, 2", '{"a" 1}', '{"a": "unclosed')),
+        *(("yaml", text) for text in ("a: [1, 2", "a: b: c", "\tx: 1", "a: *undefined\nb: [")),
+    ],
+)
+def test_json_and_yaml_that_do_not_parse_are_one_finding(language, text):
+    """A file that the user named gives HS004 with a place, even if it is not a known configuration."""
+    (finding,) = check(text, f"a.{language}", language)
+    assert finding.code == "HS004"
+    assert 1 <= finding.line <= text.count("\n") + 1
 
 
 def test_a_configuration_that_does_not_parse_is_an_error():
-    """Other JSON is somebody else's business; DeepSpeed's is refused by DeepSpeed too."""
-    (found,) = check(
+    """DeepSpeed rejects such a file too; other invalid JSON is only advice."""
+    (finding,) = check(
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}', "a.json", "json"
     )
-    assert (found.code, found.severity) == ("HS004", "error")
+    assert (finding.code, finding.severity) == ("HS004", "error")
     (other,) = check('{"name": "x", ', "a.json", "json")
     assert other.severity == "advice"
 
 
-@pytest.mark.parametrize("text", ["a: [1, 2", "a: b: c", "\tx: 1", "a: *undefined\nb: ["])
-def test_yaml_that_does_not_parse_is_one_finding(text):
-    """HS004 for YAML as well."""
-    (found,) = check(text, "a.yaml", "yaml")
-    assert found.code == "HS004"
-
-
-def test_other_files_of_a_folder_are_left_alone(tmp_path):
-    """Data beside the code: no word about JSON that is broken, binary or huge and no configuration of ours."""
+def test_other_files_of_a_folder_are_not_reported(tmp_path):
+    """Data next to the code: JSON that is invalid, binary or huge, and not a configuration, gives no finding."""
     for name, data in (("a.json", b'{"a": '), ("b.json", b"\xff\0"), ("c.json", b"1" * (MAX_BYTES + 1))):
         (tmp_path / name).write_bytes(data)
         assert on_disk(tmp_path / name, "json", named=False).findings == ()
@@ -121,7 +121,7 @@ def test_other_files_of_a_folder_are_left_alone(tmp_path):
 
 
 def test_a_file_that_vanished_or_may_not_be_read_is_a_finding(tmp_path):
-    """HS001 with the system's own words."""
+    """HS001 with the message of the operating system."""
     (gone,) = on_disk(tmp_path / "gone.py").findings
     assert (gone.code, "No such file" in gone.message) == ("HS001", True)
     (folder,) = on_disk(tmp_path).findings
@@ -135,8 +135,8 @@ def test_a_file_that_vanished_or_may_not_be_read_is_a_finding(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Requires: [named pipes]")
-def test_a_pipe_is_not_waited_for(tmp_path):
-    """Opening one would never return."""
+def test_a_pipe_is_not_opened(tmp_path):
+    """Opening a named pipe would block forever; it gives HS001."""
     os.mkfifo(tmp_path / "pipe.py")
     assert on_disk(tmp_path / "pipe.py").findings[0].code == "HS001"
 
@@ -148,7 +148,7 @@ def test_only_wanted_findings_are_given():
 
 
 def test_nothing_that_is_checked_is_run(tmp_path):
-    """A script that would leave a trace leaves none."""
+    """A script that would create a file does not create it."""
     trace = tmp_path / "trace"
     check(f"float16 = open({str(trace)!r}, 'w')\nimport this_is_no_module\n__import__('os').abort()")
     assert not trace.exists()

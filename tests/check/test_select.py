@@ -13,22 +13,22 @@ FINDING = Finding("HS104", "clip-before-unscale", "error", "a.py", 1, 1, "messag
 
 
 @pytest.mark.parametrize("selector", ["HS104", "HS10", "HS1", "HS", "clip-before-unscale", "error"])
-def test_a_selector_means_what_it_begins(selector):
-    """A code, any prefix of it, the name and the severity all select."""
+def test_selectors_that_match(selector):
+    """A code, any prefix of it, the name and the severity all match."""
     assert matches(selector, FINDING)
     assert Selection((selector,)).wants(FINDING)
     assert not Selection((), (selector,)).wants(FINDING)
 
 
 @pytest.mark.parametrize("selector", ["HS105", "HS2", "warning", "clip"])
-def test_other_selectors_do_not(selector):
-    """Anything else leaves the finding out."""
+def test_selectors_that_do_not_match(selector):
+    """Other codes, severities and parts of names do not match."""
     assert not Selection((selector,)).wants(FINDING)
     assert Selection((), (selector,)).wants(FINDING)
 
 
-def test_ignoring_beats_selecting():
-    """What is ignored is taken out of what is selected."""
+def test_ignoring_overrides_selecting():
+    """Ignored findings are removed from the selected ones."""
     assert not Selection(("HS1",), ("HS104",)).wants(FINDING)
     assert not Selection(("HS1",)).without(["HS104"]).wants(FINDING)
 
@@ -40,7 +40,7 @@ def test_selectors_are_split_and_normalised(monkeypatch):
 
 
 @pytest.mark.parametrize(("word", "guess"), [("HS999", "HS90"), ("bad-wrod", "bad-word")])
-def test_an_unknown_selector_is_refused_with_a_guess(monkeypatch, word, guess):
+def test_an_unknown_selector_is_rejected_with_a_guess(monkeypatch, word, guess):
     """The error names the place, the word and the nearest rule."""
     use_toys(monkeypatch)
     with pytest.raises(SettingError, match=f"--select: no rule is called '{word}'. Did you mean '{guess}"):
@@ -60,6 +60,6 @@ def test_an_unknown_selector_is_refused_with_a_guess(monkeypatch, word, guess):
         ("tests/*", "/p/src/train.py", False),
     ],
 )
-def test_patterns_fit_names_folders_and_paths(pattern, path, fits):
-    """A pattern fits the file's name, its path below the project, or a folder on the way."""
+def test_patterns_match_names_folders_and_paths(pattern, path, fits):
+    """A pattern matches the file's name, its path below the project, or a parent folder."""
     assert path_matches(pattern, PurePosixPath(path), PurePosixPath("/p")) is fits

@@ -1,4 +1,4 @@
-"""A whole check, as the library gives it."""
+"""A complete check through the library."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_check_path_takes_one_path_or_several(folder):
-    """A string, a Path, a folder, a list."""
+    """A string, a Path, a folder and a list are accepted."""
     assert [f.code for f in check_path("a.py")] == ["HS901", "HS902"]
     assert check_path(folder / "a.py") == tuple(
         f.__class__(**{**f.__dict__, "path": str(folder / "a.py")}) for f in check_path("a.py")
@@ -31,21 +31,21 @@ def test_check_path_takes_one_path_or_several(folder):
 
 
 def test_check_path_selects_and_ignores(folder):
-    """By anything a selector can be; a single text is one selector."""
+    """`select` and `ignore` accept a list of selectors or one string."""
     assert [f.code for f in check_path("a.py", select="HS902")] == ["HS902"]
     assert [f.code for f in check_path("a.py", ignore=["advice"])] == ["HS901"]
     with pytest.raises(SettingError, match="no rule is called"):
         check_path("a.py", select=["HS555"])
 
 
-def test_the_project_of_the_path_counts(folder):
-    """Its ignores for all files and for some."""
+def test_the_project_of_the_path_applies(folder):
+    """Its ignores apply, for all files and per file."""
     text = "[tool.halfstep.check]\nignore = ['HS902']\nper-file-ignores = { 'b.py' = ['HS9'] }\n"
     (folder / "pyproject.toml").write_text(text)
     assert [(f.path, f.code) for f in check_path(".")] == [("a.py", "HS901")]
 
 
-def test_fixes_are_worked_out_and_written_only_when_asked(folder):
+def test_fixes_are_written_only_on_request(folder):
     """`fix` alone changes nothing on disk."""
     shown = check_paths(["."], Options(), fix=True)
     assert [(f.path, f.after.raw) for f in shown.fixed] == [("a.py", "FINE\nHMM\n"), ("b.py", "FINE\n")]
@@ -57,7 +57,7 @@ def test_fixes_are_worked_out_and_written_only_when_asked(folder):
 
 
 def test_a_file_that_cannot_be_written_keeps_its_findings(folder):
-    """The outcome says why and what is still wrong."""
+    """The outcome has the reason and the remaining findings."""
     (folder / "link.py").symlink_to(folder / "a.py")
     outcome = check_paths(["link.py"], Options(), fix=True, write=True)
     assert "link" in outcome.fixed[0].problem
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_written_keeps_its_findings(folder):
 
 
 def test_standard_input_is_checked_under_its_name():
-    """The name gives language and project."""
+    """The name determines language and project."""
     assert [f.path for f in check_stdin(b"BAD", "x/y.py", Options()).findings] == ["x/y.py"]
     assert check_stdin(b"BAD", "y.py", Options(), fix=True).fixed[0].after.data == b"FINE"
     with pytest.raises(SettingError, match="--stdin-filename"):

@@ -7,9 +7,9 @@ with one column, and a step at which the columns agree, still allow a few roundi
 
 import itertools
 
-import golden_runs
 import pytest
 
+import golden_runs
 from halfstep.precision.formats import get_format
 from halfstep.precision.policy import Policy
 

@@ -1,4 +1,23 @@
-"""Static checks for precision mistakes in scripts, notebooks and configurations; no torch, nothing executed."""
+"""Static checks for precision mistakes in scripts, notebooks and configurations. No torch, and nothing is executed.
+
+A small engine: a file becomes a document, a document becomes facts, rules turn facts into findings. Every line below
+imports only from the lines after it:
+
+    session                     paths -> findings, and fixed files
+    fixing  parallel  cases     apply fixes; check many files; check a rule's own cases
+    runner                      one file through all its rules; whatever fails becomes a finding
+    suppress  walk              comments that suppress findings; which files are checked
+    options                     the command line combined with the project
+    project                     [tool.halfstep.check] in pyproject.toml
+    select                      selectors: codes, prefixes, names, severities
+    registry                    rules by group, loaded on first use
+    rules/                      one class per rule: script/, config/, hardware
+    config/                     facts about configurations: JSON, YAML, dictionaries and calls in scripts
+    script/                     facts about Python: names, values, training loops as traces of events
+    files/                      bytes to text and back, notebooks, findings about unreadable files (HS0xx)
+    rule                        base classes, and how to write a rule
+    finding  settings           the values that everything else passes around
+"""
 
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.session import check_path

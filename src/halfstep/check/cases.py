@@ -1,28 +1,29 @@
-"""The bad and good cases of the rules, checked as files are: for the tests, the documentation and fuzzing."""
+"""The bad and good cases of the rules, checked like files: for the tests, the documentation and fuzzing."""
 
 from __future__ import annotations
 
 from halfstep.check.config.config import case_source
 from halfstep.check.files.document import read_document
-from halfstep.check.files.source import Settings, Source
+from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding
 from halfstep.check.registry import rules_of
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.runner import check_document
 from halfstep.check.select import Selection
+from halfstep.check.settings import Settings
 
 __all__ = ["check_case", "is_fixable", "settings_of_case", "source_of_case"]
 
 
 def source_of_case(rule: type[Rule], text: str) -> Source:
-    """A case as a source: a script for rules over scripts and files, else what it looks like."""
+    """A case as a source: a script for rules over scripts and files, else the language it looks like."""
     if issubclass(rule, ScriptRule) or rule in rules_of("files"):
         return Source("train.py", text, "python")
     return case_source(text)
 
 
 def settings_of_case(rule: type[Rule]) -> Settings:
-    """What a rule's cases are checked under: a rule may need a version of DeepSpeed, or a GPU that has the fault."""
+    """The settings for a rule's cases: a rule may need a DeepSpeed version, or a GPU that has the problem."""
     settings: Settings = getattr(rule, "settings", None) or Settings()
     return settings
 

@@ -1,7 +1,7 @@
-"""A finding, and the edits that would mend it.
+"""A finding, its place, and the edits that would fix it.
 
-Rules give findings; nothing else is passed on to reports. Places count as editors do: the first line is 1, the first
-column is 1. Edits are in characters of the text that was checked, so that applying them changes nothing else.
+Findings are all that rules return and all that reports receive. Places count as editors do: the first line is 1, the
+first column is 1. Edits are in characters of the text that was checked, so that applying them changes nothing else.
 """
 
 from __future__ import annotations
@@ -9,10 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["SEVERITIES", "Edit", "Finding", "Fix", "Severity"]
+__all__ = ["SEVERITIES", "Edit", "Finding", "Fix", "Place", "Severity"]
 
 Severity = Literal["error", "warning", "advice"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "advice")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a finding is: by default at the start of the file."""
+
+    path: str
+    line: int = 1
+    column: int = 1
+    end_line: int | None = None
+    end_column: int | None = None
+    cell: int | None = None  # of a notebook, from 1; lines and columns then count inside it
 
 
 @dataclass(frozen=True, order=True)
@@ -26,7 +38,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fix:
-    """A change that is safe to make without looking: what it does, and its edits, none overlapping another."""
+    """A change that is safe to make without review: what it does, and its edits, none overlapping another."""
 
     title: str
     edits: tuple[Edit, ...]
@@ -42,7 +54,7 @@ class Finding:
     path: str
     line: int
     column: int
-    message: str  # what happens, with the names and values seen here
+    message: str  # what happens, with the names and values of this text
     instead: str = ""  # what to write, in the user's own names
     end_line: int | None = None
     end_column: int | None = None
@@ -50,6 +62,6 @@ class Finding:
     fix: Fix | None = None
 
     @property
-    def place(self) -> tuple[str, int, int, int, str]:
-        """What findings are ordered by."""
+    def sort_key(self) -> tuple[str, int, int, int, str]:
+        """Findings are ordered by file, cell, line, column and code."""
         return (self.path, self.cell or 0, self.line, self.column, self.code)

@@ -1,9 +1,9 @@
-"""Fixes applied: each one safe by itself, and looked at again after it was made.
+"""Apply fixes: each one is safe by itself, and is verified after it was applied.
 
-A fix is a few edits of the text. Those that do not overlap are made together, the file is checked again, and that goes
-on until nothing more can be fixed. Every round has to prove itself on the changed file: it is read anew from its bytes,
-it parses, no rule reports more errors than before, and the findings that were fixed are fewer. A round that fails is
-made again one fix at a time, and the fixes that fail alone are left out. What is not edited stays as it is, byte for byte.
+A fix is a few edits of the text. Fixes that do not overlap are applied together, the file is checked again, and this
+repeats until nothing more can be fixed. Every round is verified on the changed file: it is read again from its bytes, it
+parses, no rule reports more errors than before, and there are fewer findings of the fixed rules. A round that fails is
+repeated one fix at a time, and fixes that fail alone are skipped. Bytes that are not edited do not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Fixed", "fix_document", "write_back"]
 
 Check = Callable[[Document], tuple[Finding, ...]]
 
-MAX_ROUNDS = 20  # each fixes something, so this bounds a file with fixes that uncover one another
+MAX_ROUNDS = 20  # each fixes something; this bounds fixes that lead to further findings
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Fixed:
 
     before: Document
     after: Document
-    findings: tuple[Finding, ...]  # what is left
+    findings: tuple[Finding, ...]  # after the fixes
     applied: tuple[Finding, ...]
-    problem: str = ""  # why the file on disk was not changed
+    problem: str = ""  # why the file on disk was not changed; "" if it was, or was not meant to be
 
     @property
     def path(self) -> str:
@@ -43,45 +43,60 @@ class Fixed:
 
 
 def fix_document(document: Document, findings: tuple[Finding, ...], check: Check) -> Fixed:
-    """The document with every fix made that holds up, and what is left to find."""
-    now, left = document, findings
+    """The document with every fix applied that passes verification, and the remaining findings."""
+    state = _State(document, findings)
     applied: list[Finding] = []
-    refused: set[tuple[str, str]] = set()
+    rejected: set[_Identity] = set()
     for _ in range(MAX_ROUNDS):
-        chosen = _compatible(f for f in left if f.fix is not None and _mark(f) not in refused)
+        chosen = _compatible(f for f in state.findings if f.fix is not None and _identity(f) not in rejected)
         if not chosen:
             break
-        step = _try(now, left, chosen, check)
-        if step is None and len(chosen) > 1:
+        after = _try(state, chosen, check)
+        if after is None and len(chosen) > 1:
             for finding in chosen:
-                step = _try(now, left, [finding], check)
-                if step is not None:
+                after = _try(state, [finding], check)
+                if after is not None:
                     chosen = [finding]
                     break
-                refused.add(_mark(finding))
-        elif step is None:
-            refused.add(_mark(chosen[0]))
-        if step is None:
+                rejected.add(_identity(finding))
+        elif after is None:
+            rejected.add(_identity(chosen[0]))
+        if after is None:
             continue
-        now, left = step
+        state = after
         applied += chosen
-    return Fixed(document, now, left, tuple(applied))
+    return Fixed(document, state.document, state.findings, tuple(applied))
 
 
-def _mark(finding: Finding) -> tuple[str, str]:
-    """A finding told apart from others of its code across rounds, in which lines move."""
-    return finding.code, finding.message
+@dataclass(frozen=True)
+class _State:
+    """A document and its findings between two rounds."""
+
+    document: Document
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What identifies a finding across rounds, in which lines move."""
+
+    code: str
+    message: str
+
+
+def _identity(finding: Finding) -> _Identity:
+    return _Identity(finding.code, finding.message)
 
 
 def _compatible(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings whose edits do not touch one another, the first ones first."""
-    taken: list[Edit] = []
+    """Findings whose edits do not touch each other; earlier findings take precedence."""
+    reserved: list[Edit] = []
     chosen = []
     for finding in findings:
         assert finding.fix is not None
         edits = finding.fix.edits
-        if edits and not any(_touch(edit, other) for edit in edits for other in taken):
-            taken += edits
+        if edits and not any(_touch(edit, other) for edit in edits for other in reserved):
+            reserved += edits
             chosen.append(finding)
     return chosen
 
@@ -90,10 +105,9 @@ def _touch(a: Edit, b: Edit) -> bool:
     return a.start <= b.end and b.start <= a.end
 
 
-def _try(
-    document: Document, findings: tuple[Finding, ...], chosen: list[Finding], check: Check
-) -> tuple[Document, tuple[Finding, ...]] | None:
-    """The document and its findings after these fixes; None if the result does not hold up."""
+def _try(state: _State, chosen: list[Finding], check: Check) -> _State | None:
+    """The document and its findings after these fixes; None if the result fails verification."""
+    document = state.document
     edits = [edit for finding in chosen if finding.fix is not None for edit in finding.fix.edits]
     size = len(document.source.text)
     if any(not 0 <= edit.start <= edit.end <= size for edit in edits):
@@ -105,38 +119,38 @@ def _try(
     if changed.problem is not None or len(changed.notes) > len(document.notes):
         return None
     after = check(changed)
-    errors_before = Counter(f.code for f in findings if _is_grave(f))
+    errors_before = Counter(f.code for f in state.findings if _is_grave(f))
     errors_after = Counter(f.code for f in after if _is_grave(f))
     if errors_after - errors_before:
         return None
-    codes_before, codes_after = Counter(f.code for f in findings), Counter(f.code for f in after)
+    codes_before, codes_after = Counter(f.code for f in state.findings), Counter(f.code for f in after)
     if any(codes_after[code] >= codes_before[code] for code in {f.code for f in chosen}):
         return None
-    return changed, after
+    return _State(changed, after)
 
 
 def write_back(fixed: Fixed) -> str:
-    """Put a fixed file in its place at once, whole or not at all; what stood in the way, or nothing."""
+    """Replace the file atomically; returns why it could not be replaced, or ""."""
     path = Path(fixed.path)
-    spare = path.with_name(f".{path.name}.halfstep-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.halfstep-{os.getpid()}")
     try:
         if path.is_symlink():
-            return "it is a link; name the file it points to"
+            return "it is a symbolic link; pass the file it points to"
         state = path.stat()
-        if not os.access(path, os.W_OK) or not state.st_mode & 0o222:  # root may write, but somebody meant it
+        if not os.access(path, os.W_OK) or not state.st_mode & 0o222:  # root may write, but the mode is deliberate
             return "it is read-only"
         if path.read_bytes() != fixed.before.data:
-            return "it changed while it was being checked"
+            return "it changed during the check"
         try:
-            with spare.open("xb") as file:
-                spare.chmod(stat.S_IMODE(state.st_mode))
+            with temporary.open("xb") as file:
+                temporary.chmod(stat.S_IMODE(state.st_mode))
                 file.write(fixed.after.data)
                 file.flush()
                 os.fsync(file.fileno())
-            spare.replace(path)
+            temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
-                spare.unlink()
+                temporary.unlink()
             raise
     except OSError as error:
         return error.strerror or str(error)
@@ -144,5 +158,5 @@ def write_back(fixed: Fixed) -> str:
 
 
 def _is_grave(finding: Finding) -> bool:
-    """Whether no fix may bring this finding about: an error, or a text that can no longer be read."""
+    """Whether no fix may cause this finding: an error, or a text that can no longer be parsed."""
     return finding.severity == "error" or finding.code in {"HS004", "HS005"}

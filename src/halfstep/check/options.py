@@ -1,4 +1,4 @@
-"""From what a person asked and what the project says to the settings that rules see."""
+"""Options of the command line and the project, combined into the settings that rules see."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep.check.files.source import Settings
 from halfstep.check.project import Project
 from halfstep.check.select import Selection, parse_selectors, path_matches
+from halfstep.check.settings import Settings
 from halfstep.errors import SettingError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = ["Options", "find_device", "make_options", "parse_version"]
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for on the command line or in a call; a project fills in the rest."""
+    """Options of the command line or a call; the project provides the rest."""
 
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
@@ -34,31 +34,31 @@ class Options:
         """What rules may know beyond the text."""
         version = self.deepspeed or project.deepspeed
         gpu = self.gpu or project.gpu
-        known = parse_version(version) if version else installed_deepspeed()
+        deepspeed = parse_version(version) if version else installed_deepspeed()
         if not gpu:
-            return Settings(known)
+            return Settings(deepspeed)
         origin = "nvidia-smi" if gpu == "auto" else f"--gpu {gpu}" if self.gpu else f"gpu = {gpu!r} in pyproject.toml"
-        return Settings(known, find_device(gpu), origin)
+        return Settings(deepspeed, find_device(gpu), origin)
 
     def selection(self, project: Project, path: str) -> Selection:
-        """What to keep of the findings in the file at `path`.
+        """Which findings in the file at `path` to report.
 
-        What the command line selects is shown even if the project ignores it; a per-file ignore holds always.
+        What the command line selects is reported even if the project ignores it; a per-file ignore always applies.
         """
-        chosen = Selection(self.select, self.ignore)
+        selection = Selection(self.select, self.ignore)
         if not self.select:
-            chosen = Selection(project.select, (*self.ignore, *project.ignore))
+            selection = Selection(project.select, (*self.ignore, *project.ignore))
         if not project.per_file_ignores:
-            return chosen
-        place = Path(path).absolute()
-        for pattern, selectors in project.per_file_ignores:
-            if path_matches(pattern, place, project.root):
-                chosen = chosen.without(selectors)
-        return chosen
+            return selection
+        file = Path(path).absolute()
+        for ignore in project.per_file_ignores:
+            if path_matches(ignore.pattern, file, project.root):
+                selection = selection.without(ignore.selectors)
+        return selection
 
 
 def make_options(select: tuple[str, ...], ignore: tuple[str, ...], deepspeed: str | None, gpu: str | None) -> Options:
-    """Options from text, each of them known."""
+    """Options from text, each one validated."""
     if deepspeed is not None:
         parse_version(deepspeed)
     if gpu is not None and gpu != "auto":
@@ -68,17 +68,17 @@ def make_options(select: tuple[str, ...], ignore: tuple[str, ...], deepspeed: st
 
 def parse_version(text: str) -> tuple[int, ...]:
     """A DeepSpeed version such as "0.19.8" or "0.16.4+cu124" as numbers."""
-    found = re.match(r"v?(\d{1,4}(?:\.\d{1,6}){1,3})(?![\d.])", text.strip())
-    if found is None:
+    match = re.match(r"v?(\d{1,4}(?:\.\d{1,6}){1,3})(?![\d.])", text.strip())
+    if match is None:
         raise SettingError(f"{text!r} is not a version of DeepSpeed. Write it like 0.19.8.")
-    return tuple(int(part) for part in found.group(1).split("."))
+    return tuple(int(part) for part in match.group(1).split("."))
 
 
 @cache
 def installed_deepspeed() -> tuple[int, ...] | None:
-    """The version of DeepSpeed that is installed beside Halfstep, by the name of its folder; nothing is imported.
+    """The version of DeepSpeed installed alongside Halfstep, from the name of its dist-info folder; nothing is imported.
 
-    importlib.metadata would tell as well, and takes several times as long (61 ms against 10 on a busy machine).
+    importlib.metadata finds it as well, but takes several times as long (61 ms instead of 10 on a busy machine).
     """
     for folder in sys.path:
         try:
@@ -86,9 +86,9 @@ def installed_deepspeed() -> tuple[int, ...] | None:
         except OSError:
             continue
         for name in names:
-            found = re.fullmatch(r"deepspeed-(.+)\.dist-info", name)
-            if found:
-                return parse_version(found.group(1))
+            match = re.fullmatch(r"deepspeed-(.+)\.dist-info", name)
+            if match:
+                return parse_version(match.group(1))
     return None
 
 
@@ -96,24 +96,22 @@ def installed_deepspeed() -> tuple[int, ...] | None:
 def find_device(name: str) -> Device:
     """The GPU called `name`, or with "auto" the first one nvidia-smi reports."""
     from halfstep.hardware.devices import ARCHITECTURES, Device
-    from halfstep.hardware.probe import find_gpu, nvidia_gpus  # slow to load, so only for those who ask
+    from halfstep.hardware.probe import find_gpu, nvidia_gpus  # slow to import, so only when needed
 
     if name == "auto":
-        seen = nvidia_gpus()
-        if not seen:
+        gpus = nvidia_gpus()
+        if not gpus:
             raise SettingError(
-                "--gpu auto asks nvidia-smi, which is missing or reports no GPU here. Name one: --gpu A100."
+                "--gpu auto runs nvidia-smi, which is not installed or reports no GPU. Name a GPU instead: --gpu A100."
             )
-        hardware = seen[0]
+        hardware = gpus[0]
     else:
         hardware = find_gpu(name)
-    # A GPU between two entries of the table runs what its neighbour runs; its facts say whose.
+    # A GPU between two entries of the table supports what its neighbour supports, and shares its facts.
     arch = next((a.name for a in ARCHITECTURES.values() if a.facts is hardware.support), None)
     if hardware.arch in ARCHITECTURES:
         arch = hardware.arch
     if arch is None:
-        raise SettingError(
-            f"Halfstep has no facts about {hardware}. Name a GPU of the table: halfstep probe --gpu A100."
-        )
+        raise SettingError(f"Halfstep has no data about {hardware}. Name a GPU of the table, such as --gpu A100.")
     memory = round(hardware.memory_bytes / 2**30) if hardware.memory_bytes else None
     return Device(hardware.name, arch, memory)

@@ -10,7 +10,7 @@
     [tool.halfstep.check.per-file-ignores]
     "tests/*" = ["HS104"]
 
-The nearest file upwards that has the table counts; the search ends at the root of the repository.
+The first file upwards that has the table is used; the search ends at the root of the repository.
 """
 
 from __future__ import annotations
@@ -23,19 +23,27 @@ from typing import Any
 from halfstep.check.select import parse_selectors
 from halfstep.errors import SettingError, unknown
 
-__all__ = ["Project", "find_project"]
+__all__ = ["PerFileIgnore", "Project", "find_project"]
 
 _KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu")
 
 
 @dataclass(frozen=True)
+class PerFileIgnore:
+    """Selectors that are ignored in the files that match a pattern."""
+
+    pattern: str
+    selectors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Project:
-    """What a project asks of its checks."""
+    """A project's settings for its checks; `root` is the folder of its pyproject.toml."""
 
     root: Path | None = None
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
-    per_file_ignores: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    per_file_ignores: tuple[PerFileIgnore, ...] = ()
     exclude: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
@@ -43,13 +51,13 @@ class Project:
 
 @cache
 def find_project(folder: Path) -> Project:
-    """The settings that hold in a folder; all defaults where no pyproject.toml has the table."""
-    for place in (folder, *folder.parents):
-        file = place / "pyproject.toml"
+    """The settings that apply in a folder; all defaults if no pyproject.toml has the table."""
+    for parent in (folder, *folder.parents):
+        file = parent / "pyproject.toml"
         table = _table(file) if file.is_file() else None
         if table is not None:
             return _read(table, file)
-        if (place / ".git").exists():
+        if (parent / ".git").exists():
             break
     return Project()
 
@@ -64,16 +72,16 @@ def _table(file: Path) -> dict[str, Any] | None:
     import tomllib
 
     try:
-        found: Any = tomllib.loads(text)
+        table: Any = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SettingError(f"{file} is not valid TOML: {error}.") from None
     for key in ("tool", "halfstep", "check"):
-        found = found.get(key) if isinstance(found, dict) else None
-    if found is None:
+        table = table.get(key) if isinstance(table, dict) else None
+    if table is None:
         return None
-    if not isinstance(found, dict):
-        raise SettingError(f"{file}: tool.halfstep.check is {found!r}; make it a table, [tool.halfstep.check].")
-    return found
+    if not isinstance(table, dict):
+        raise SettingError(f"{file}: tool.halfstep.check is {table!r}; make it a table, [tool.halfstep.check].")
+    return table
 
 
 def _read(table: dict[str, Any], file: Path) -> Project:
@@ -89,7 +97,7 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         parse_selectors(_texts(table, "select", where), f"{where}, select"),
         parse_selectors(_texts(table, "ignore", where), f"{where}, ignore"),
         tuple(
-            (pattern, parse_selectors(_texts(ignores, pattern, where), f"{where}, per-file-ignores"))
+            PerFileIgnore(pattern, parse_selectors(_texts(ignores, pattern, where), f"{where}, per-file-ignores"))
             for pattern in ignores
         ),
         _texts(table, "exclude", where),

@@ -1,68 +1,46 @@
 """Every rule by group, loaded when its group is first needed.
 
-The list is written out, so that a check of scripts never loads the configuration rules, nor the reverse, and so that
-nothing is found by accident. A test compares it with the files under rules/.
+A group is a module with a list `RULES`, or a package of such modules. Checking a script never loads the rules of
+configurations, nor the reverse.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from functools import cache
 from typing import Literal
 
 from halfstep.check.rule import Rule
 
-__all__ = ["GROUPS", "Group", "all_rules", "find_rule", "rules_of"]
+__all__ = ["GROUPS", "Group", "all_rules", "find_rule", "modules_of", "rules_of"]
 
 Group = Literal["files", "script", "config", "hardware"]
 
-# group -> modules under halfstep.check.rules
-GROUPS: dict[Group, tuple[str, ...]] = {
-    "files": ("files",),
-    "script": (
-        "script.accumulation",
-        "script.apex",
-        "script.autocast",
-        "script.autograd",
-        "script.casts",
-        "script.checkpoint",
-        "script.context",
-        "script.deprecated",
-        "script.numbers",
-        "script.order",
-        "script.scaler",
-        "script.scaler_calls",
-        "script.schedule",
-        "script.sharded",
-        "script.skip",
-        "script.validation",
-        "script.window",
-    ),
-    "config": (
-        "config.accelerate",
-        "config.deepspeed_dtypes",
-        "config.deepspeed_keys",
-        "config.deepspeed_optimizer",
-        "config.deepspeed_precision",
-        "config.deepspeed_scale",
-        "config.deepspeed_values",
-        "config.deepspeed_zero",
-        "config.halfstep",
-        "config.joint",
-        "config.lightning",
-        "config.transformers",
-    ),
-    "hardware": ("hardware",),
+GROUPS: dict[Group, str] = {
+    "files": "halfstep.check.files.problems",
+    "script": "halfstep.check.rules.script",
+    "config": "halfstep.check.rules.config",
+    "hardware": "halfstep.check.rules.hardware",
 }
+
+
+def modules_of(group: Group) -> tuple[str, ...]:
+    """The modules of one group, by name; listing them imports the package and none of its modules."""
+    name = GROUPS[group]
+    package_path = getattr(importlib.import_module(name), "__path__", None)
+    if package_path is None:
+        return (name,)
+    return tuple(sorted(f"{name}.{module.name}" for module in pkgutil.iter_modules(package_path)))
 
 
 @cache
 def rules_of(group: Group) -> tuple[type[Rule], ...]:
     """The rules of one group, by code."""
-    found: list[type[Rule]] = []
-    for module in GROUPS[group]:
-        found += importlib.import_module(f"halfstep.check.rules.{module}").RULES
-    return tuple(sorted(found, key=lambda rule: rule.code))
+    rules: list[type[Rule]] = []
+    for module in modules_of(group):
+        rules += importlib.import_module(module).RULES
+    return tuple(sorted(rules, key=lambda rule: rule.code))
 
 
 def all_rules() -> tuple[type[Rule], ...]:
@@ -71,6 +49,6 @@ def all_rules() -> tuple[type[Rule], ...]:
 
 
 def find_rule(text: str) -> type[Rule] | None:
-    """The rule with this code or name, in any case; None where there is none."""
-    asked = text.strip().casefold()
-    return next((rule for rule in all_rules() if asked in {rule.code.casefold(), rule.name}), None)
+    """The rule with this code or name, case-insensitively; None if there is none."""
+    wanted = text.strip().casefold()
+    return next((rule for rule in all_rules() if wanted in {rule.code.casefold(), rule.name}), None)

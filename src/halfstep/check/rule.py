@@ -1,40 +1,57 @@
-"""What a rule is: a code, a name, why it matters, what is wrong and right, and a function over facts.
+"""The base classes of rules, and how to write a rule.
 
-One class per rule, one file per family under `rules/`. The class carries everything that is said about the rule, so
-that the tests, docs/rules.md and `halfstep explain HS104` are made from it and nothing is written twice:
+How to write a rule
+-------------------
+A rule is one class in a module under `rules/`, one module per family. The class contains everything that is known about
+the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104` are generated from it.
 
-    class ClipBeforeUnscale(ScriptRule):
-        "Gradients are clipped while still multiplied by the loss scale."
-        code = "HS104"
-        name = "clip-before-unscale"         # names the fault, not the cure
-        severity = "error"
-        reason = "..."                       # a paragraph: what happens in training, with numbers
-        bad = ("...", )                      # whole small scripts, each of which gives this finding
-        good = ("...", )                     # and their right forms, which give no finding at all
-        references = ("https://...",)        # public incidents, documentation, or how the reason was measured
+1. Choose the module, or add one: `rules/script/` for Python scripts and notebooks, `rules/config/` for configurations.
+   Every module in these two packages is loaded; there is no list to extend.
+2. Derive from the base class that provides the facts you need:
 
-        def check(self, script): yield self.finding(...)
+       ScriptRule      check(script)                     a script: imports, calls, scalers, autocast regions
+       TraceRule       judge(script, trace, index)       one event of a training loop   (halfstep.check.script.order)
+       ConfigRule      check(config)                     one configuration of any tool
+       DeepSpeedRule   inspect(deepspeed, config)        one DeepSpeed configuration    (...config.deepspeed_facts)
+       JointRule       inspect(use, config)              a script with the DeepSpeed configuration it runs (...config.joint)
 
-A rule is silent when it cannot decide from the text.
+3. Write the class and add it to the module's `RULES`:
+
+       class ClipBeforeUnscale(TraceRule):
+           "Gradients are clipped while still multiplied by the loss scale."    # the title, one sentence
+           code = "HS104"                       # HS1xx scripts, HS2xx configurations, HS3xx hardware; never reused
+           name = "clip-before-unscale"         # names the fault, not the fix
+           severity = "error"                   # error: training is wrong; warning: probably; advice: could be better
+           reason = "..."                       # a paragraph: what happens in training, with numbers
+           bad = ("...",)                       # complete small scripts, each of which has this finding
+           good = ("...",)                      # their correct forms, which have no finding at all
+           references = ("https://...",)        # public incidents, documentation, or how the reason was measured
+           settings = Settings(...)             # optional: the GPU or DeepSpeed version that the cases are checked with
+           kinds = ("clip",)                    # of a TraceRule only: the events that it judges
+
+           def judge(self, script, trace, index):
+               return self.finding(script.where(trace[index].node), "what happens here", instead="what to write")
+
+4. Where one edit of the text is certain to be right, pass it as `fix=Fix(title, edits)`. `halfstep.check.script.edits`
+   and `halfstep.check.config.edits` build them. Each fix is verified: the file is checked again after it is applied.
+5. Regenerate docs/rules.md (`python -m halfstep.report.rules_page docs/rules.md`).
+
+A rule reports nothing when it cannot decide from the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
-from halfstep.check.files.source import Settings
-from halfstep.check.finding import Finding, Fix, Severity
-
-if TYPE_CHECKING:
-    from halfstep.check.config.config import Config
-    from halfstep.check.script.script import Script
+from halfstep.check.finding import Finding, Fix, Place, Severity
+from halfstep.check.settings import Settings
 
 __all__ = ["ConfigRule", "Rule", "ScriptRule"]
 
 
 class Rule:
-    """One mistake that can be recognised: what it is called, why it matters, how it looks."""
+    """One mistake that can be recognised: its name, why it matters, and examples of it."""
 
     code: ClassVar[str]
     name: ClassVar[str]
@@ -43,7 +60,7 @@ class Rule:
     bad: ClassVar[tuple[str, ...]]
     good: ClassVar[tuple[str, ...]]
     references: ClassVar[tuple[str, ...]]
-    settings: ClassVar[Settings] = Settings()  # what the cases are checked under, where a rule needs a GPU or a version
+    settings: ClassVar[Settings] = Settings()
 
     @classmethod
     def title(cls) -> str:
@@ -53,42 +70,42 @@ class Rule:
     @classmethod
     def finding(
         cls,
-        where: tuple[str, int, int, int | None, int | None, int | None],
+        where: Place,
         message: str,
         *,
         instead: str = "",
         fix: Fix | None = None,
         severity: Severity | None = None,
     ) -> Finding:
-        """A finding of this rule; `where` is path, line, column, end line, end column, cell."""
-        path, line, column, end_line, end_column, cell = where
+        """A finding of this rule; `severity` replaces the rule's own where one case is milder or worse."""
         return Finding(
             cls.code,
             cls.name,
             severity or cls.severity,
-            path,
-            line,
-            column,
+            where.path,
+            where.line,
+            where.column,
             message,
             instead,
-            end_line,
-            end_column,
-            cell,
+            where.end_line,
+            where.end_column,
+            where.cell,
             fix,
         )
 
 
+# The facts are typed where rules override `check`; their types live in packages above this module.
 class ScriptRule(Rule):
-    """A rule over the facts of one Python script or notebook."""
+    """A rule over one Python script or notebook, a `halfstep.check.script.script.Script`."""
 
-    def check(self, script: Script) -> Iterator[Finding]:
+    def check(self, script: Any) -> Iterator[Finding]:
         """The findings in `script`."""
         raise NotImplementedError
 
 
 class ConfigRule(Rule):
-    """A rule over one configuration: a file, or a dictionary or call in a script."""
+    """A rule over one configuration (a file, or a dictionary or call in a script), a `...config.config.Config`."""
 
-    def check(self, config: Config) -> Iterator[Finding]:
+    def check(self, config: Any) -> Iterator[Finding]:
         """The findings in `config`."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""A whole check: from paths to findings, and to files with their fixes made."""
+"""A complete check: from paths to findings, and to fixed files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfstep.check.files.document import Document, language_of, read_document
-from halfstep.check.files.walk import Target, find_files
 from halfstep.check.finding import Finding
 from halfstep.check.fixing import Fixed, fix_document, write_back
 from halfstep.check.options import Options, make_options
 from halfstep.check.parallel import check_targets
 from halfstep.check.project import find_project
 from halfstep.check.runner import FileResult, check_document, read_target
+from halfstep.check.walk import Target, find_files
 from halfstep.errors import SettingError
 
 __all__ = ["Outcome", "check_path", "check_paths", "check_stdin"]
@@ -22,7 +22,7 @@ __all__ = ["Outcome", "check_path", "check_paths", "check_stdin"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found, and what it changed or would change."""
+    """The findings of a check, and what it changed or would change."""
 
     results: tuple[FileResult, ...]
     num_files: int
@@ -42,10 +42,10 @@ def check_path(
     deepspeed: str | None = None,
     gpu: str | None = None,
 ) -> tuple[Finding, ...]:
-    """The precision mistakes in a file, a folder, or several of them; nothing is imported, run or changed.
+    """The precision mistakes in one or more files and folders; no checked code is imported, run or changed.
 
-    `select` and `ignore` take codes (`"HS104"`), prefixes (`"HS1"`), names and severities. `deepspeed` is the version to
-    judge configurations by, `gpu` the hardware to judge settings for. A pyproject.toml near the path counts as it does for
+    `select` and `ignore` accept codes (`"HS104"`), prefixes (`"HS1"`), names and severities. `deepspeed` is the DeepSpeed
+    version that configurations are checked for, `gpu` the hardware. The project's pyproject.toml applies as it does for
     `halfstep check`.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
@@ -53,8 +53,8 @@ def check_path(
     return check_paths(paths, options).findings
 
 
-def _words(given: Iterable[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _words(texts: Iterable[str]) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
 def check_paths(
@@ -65,7 +65,7 @@ def check_paths(
     write: bool = False,
     limit: bool = False,
 ) -> Outcome:
-    """Check files and folders; with `fix`, work out the fixes, and with `write` put them into the files."""
+    """Check files and folders; with `fix`, compute the fixes, and with `write`, write them to the files."""
     targets = find_files(paths)
     results = [result for result in check_targets(targets, options, limit=limit) if result.findings]
     if not fix:
@@ -74,10 +74,10 @@ def check_paths(
     fixed = []
     for index, result in enumerate(results):
         if any(finding.fix for finding in result.findings):
-            done = _fix(by_path[result.path], result, options, write=write)
-            fixed.append(done)
-            if not done.problem:
-                results[index] = FileResult(result.path, done.findings, done.after.source)
+            fixed_file = _fix(by_path[result.path], result, options, write=write)
+            fixed.append(fixed_file)
+            if not fixed_file.problem:
+                results[index] = FileResult(result.path, fixed_file.findings, fixed_file.after.source)
     return Outcome(tuple(r for r in results if r.findings), len(targets), tuple(f for f in fixed if f.applied))
 
 
@@ -85,30 +85,32 @@ def _fix(target: Target, result: FileResult, options: Options, *, write: bool) -
     document = read_target(target)
     settings, selection = options.settings(target.project), options.selection(target.project, target.path)
 
-    def again(changed: Document) -> tuple[Finding, ...]:
+    def check_again(changed: Document) -> tuple[Finding, ...]:
         return check_document(changed, settings, selection, named=target.named)
 
-    done = fix_document(document, again(document), again)
-    if write and done.applied:
-        problem = write_back(done)
+    fixed_file = fix_document(document, check_again(document), check_again)
+    if write and fixed_file.applied:
+        problem = write_back(fixed_file)
         if problem:
-            return replace(done, findings=result.findings, problem=problem)
-    return done
+            return replace(fixed_file, findings=result.findings, problem=problem)
+    return fixed_file
 
 
 def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) -> Outcome:
-    """Check a text that is in no file; `name` says what it is written in and which project it belongs to."""
+    """Check a text from standard input; `name` determines its language and its project."""
     language = language_of(name)
     if language is None:
-        raise SettingError(f"{name!r} does not end in .py, .ipynb, .json, .yaml or .yml; give such a --stdin-filename.")
+        raise SettingError(
+            f"Unknown file type {name!r}. Pass a --stdin-filename that ends in .py, .ipynb, .json, .yaml or .yml."
+        )
     project = find_project(Path(name).absolute().parent)
     document = read_document(name, data, language)
     settings, selection = options.settings(project), options.selection(project, name)
     findings = check_document(document, settings, selection)
     if not fix:
         return Outcome(_result(document, findings), 1)
-    done = fix_document(document, findings, lambda changed: check_document(changed, settings, selection))
-    return Outcome(_result(done.after, done.findings), 1, (done,))
+    fixed_file = fix_document(document, findings, lambda changed: check_document(changed, settings, selection))
+    return Outcome(_result(fixed_file.after, fixed_file.findings), 1, (fixed_file,))
 
 
 def _result(document: Document, findings: Sequence[Finding]) -> tuple[FileResult, ...]:

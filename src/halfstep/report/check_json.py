@@ -50,7 +50,7 @@ def _edit(edit: Edit, source: Source | None) -> dict[str, Any]:
         line, column, end_line, end_column = edit_place(edit, source)
         values |= {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
         if source.cells:  # a fix may reach into other cells than the finding's
-            values["cell"] = source.place(bisect_right(_line_starts(source.text), edit.start))[0]
+            values["cell"] = source.cell_line(bisect_right(_line_starts(source.text), edit.start)).cell
     return values
 
 
@@ -65,6 +65,6 @@ def edit_place(edit: Edit, source: Source) -> tuple[int, int, int, int]:
 
     def place(offset: int) -> tuple[int, int]:
         line = bisect_right(starts, offset)
-        return source.place(line)[1], offset - starts[line - 1] + 1
+        return source.cell_line(line).line, offset - starts[line - 1] + 1
 
     return (*place(edit.start), *place(edit.end))

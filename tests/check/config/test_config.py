@@ -1,4 +1,4 @@
-"""Configurations in files: which are found, which are left alone, and where things stand."""
+"""Configurations in files: which are detected, which are ignored, and the places of their values."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from halfstep.check.config.config import Config, case_source, read_configs
 from halfstep.check.config.kind import kind_of
 from halfstep.check.config.yaml_reader import parse_yaml
 from halfstep.check.files.source import Cell, Settings, Source
+from halfstep.check.finding import Place
 from halfstep.errors import SettingError
 from halfstep.precision.node import UNKNOWN, Block, Span
 
@@ -77,7 +78,7 @@ def test_other_yaml_is_left_alone(text):
     ],
 )
 def test_a_mapping_is_known_by_its_keys(text, kind):
-    """Each tool is told by keys that nobody else has."""
+    """Each tool is detected by keys that no other tool has."""
     (root,) = parse_yaml(text, "x")
     assert kind_of(root) == kind
 
@@ -89,7 +90,7 @@ def test_a_block_inside_another_file_is_found():
     assert config.value("zero_optimization", "stage") == 3
 
 
-def test_a_program_with_keys_of_its_own_is_not_held_to_deepspeeds():
+def test_a_program_with_other_keys_is_not_strict():
     """GPT-NeoX keeps DeepSpeed's keys among its own, and none of those is called unknown."""
     (config,) = read(
         '{"zero_optimization": {"stage": 1}, "num_layers": 12, "hidden_size": 768, "fp16": {"enabled": true}}'
@@ -117,17 +118,17 @@ def test_an_open_block_may_hold_anything():
 
 
 def test_places_count_as_editors_do():
-    """Lines and columns start at 1, and the end is given too."""
+    """Lines and columns start at 1, and the place has an end."""
     (config,) = read(DEEPSPEED)
-    found = config.entry("zero_optimization", "stage")
-    assert config.where(found) == ("conf.json", 5, 5, 5, 15, None)
+    entry = config.entry("zero_optimization", "stage")
+    assert config.where(entry) == Place("conf.json", 5, 5, 5, 15)
 
 
 def test_places_in_a_notebook_are_inside_the_cell():
     """A line of the joined text is the line of its cell."""
     source = Source("a.ipynb", "x = 1\ny = 2\n", "notebook", (Cell(1, 1, 1), Cell(3, 2, 1)))
     config = Config("torch", Block(Span(6, 11), ()), source, Settings())
-    assert config.where(Span(6, 11)) == ("a.ipynb", 1, 1, 1, 6, 3)
+    assert config.where(Span(6, 11)) == Place("a.ipynb", 1, 1, 1, 6, cell=3)
 
 
 @pytest.mark.parametrize(
@@ -135,18 +136,18 @@ def test_places_in_a_notebook_are_inside_the_cell():
     [('{"zero_optimization": {"stage": 2}', "json"), ("compute_environment: LOCAL\nmixed_precision: [fp16\n", "yaml")],
 )
 def test_a_broken_configuration_is_an_error_with_its_place(text, language):
-    """What is plainly meant as a configuration and cannot be read says where."""
+    """A file that is clearly a configuration and cannot be parsed raises with line and column."""
     with pytest.raises(SettingError, match=r"line \d+, column \d+"):
         read(text, language)
 
 
 def test_a_file_of_data_is_not_parsed():
-    """A quarter of a megabyte is no configuration, whatever its first lines say."""
+    """A file above a quarter of a megabyte is data, not a configuration."""
     assert read('{"zero_optimization": {"stage": 2}, "data": "' + "x" * 300_000 + '"}') == ()
 
 
 def test_a_template_is_no_broken_configuration():
-    """A Jinja template is not JSON, and nobody is told so."""
+    """A Jinja template is not JSON, and gives no error."""
     assert read('{"zero_optimization": {"stage": 2}, {% if x %}"fp16": 1{% endif %}}') == ()
 
 
@@ -156,7 +157,8 @@ def test_yaml_is_imported_only_for_yaml():
     import sys
 
     code = (
-        "import ast, sys\nfrom halfstep.check.config.config import *\nfrom halfstep.check.files.source import *\n"
+        "import ast, sys\nfrom halfstep.check.config.config import *\nfrom halfstep.check.config.joint import *\n"
+        "from halfstep.check.files.source import *\n"
         'text = \'{"zero_optimization": {"stage": 2}}\'\n'
         "assert read_configs(Source('a.json', text, 'json'), Settings())\n"
         "assert configs_in_script(ast.parse('ds_config = ' + text), Source('a.py', 'ds_config = ' + text, 'python'), Settings())\n"

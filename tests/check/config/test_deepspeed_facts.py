@@ -26,7 +26,7 @@ def test_the_stage_is_read_in_every_form(zero, stage):
 
 
 def test_without_the_key_the_stage_is_zero():
-    """ZeRO is off unless it is asked for."""
+    """ZeRO is off by default."""
     assert facts({}).stage == 0
 
 
@@ -47,7 +47,7 @@ def test_a_mode_is_on_off_or_undecided(block, on):
 
 
 def test_the_old_name_of_bf16_counts_alone():
-    """bfloat16 is read only where there is no bf16 block."""
+    """bfloat16 is read only if there is no bf16 block."""
     assert facts({"bfloat16": {"enabled": True}}).bf16
     assert facts({"bfloat16": {"enabled": True}, "bf16": {"enabled": False}}).bf16 is False
 
@@ -84,8 +84,8 @@ def test_offloading_is_read_in_both_forms(zero, offloads):
 def test_an_open_configuration_decides_nothing():
     """Where keys cannot be read, no mode is certainly off."""
     config = Config("deepspeed", Block(Span(0, 0), (), open=True), Source("x.py", "", "python"), Settings())
-    found = DeepSpeed(config)
-    assert (found.stage, found.fp16, found.bf16, found.weights) == (None, None, None, None)
+    deepspeed = DeepSpeed(config)
+    assert (deepspeed.stage, deepspeed.fp16, deepspeed.bf16, deepspeed.weights) == (None, None, None, None)
 
 
 def test_versions_are_compared_or_unknown():

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from halfstep.check.config.config import case_source, configs_in_script, read_configs
+from halfstep.check.config.config import case_source, read_configs
+from halfstep.check.config.joint import configs_in_script
 from halfstep.check.files.source import Settings, Source
 from halfstep.check.registry import rules_of
 from halfstep.check.rule import ConfigRule
@@ -48,7 +49,7 @@ def test_a_flag_is_added_to_a_python_dictionary():
 
 
 def test_a_flag_is_added_to_yaml():
-    """A line of its own, at the indentation of its neighbours."""
+    """A separate line with the indentation of its neighbours."""
     text = "model: x\ndeepspeed:\n  # ours\n  zero_optimization:\n    stage: 2\n  optimizer: {type: SGD, params: {lr: 0.1}}\n"
     source = Source("c.yaml", text, "yaml")
     assert "  # ours\n  zero_allow_untested_optimizer: true\n  zero_optimization:\n" in fixed(source, "HS242")

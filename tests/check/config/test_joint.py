@@ -1,12 +1,11 @@
-"""A script and the configuration it runs with, in files beside each other."""
+"""A script and the configuration it runs with, in files next to each other."""
 
 import ast
 import json
 
 import pytest
 
-from halfstep.check.config.config import configs_in_script
-from halfstep.check.config.joint import JointRule, named_files
+from halfstep.check.config.joint import JointRule, configs_in_script, named_files
 from halfstep.check.files.source import Settings, Source
 from halfstep.check.rules.config.joint import RULES
 
@@ -39,7 +38,7 @@ def write(tmp_path):
 
 
 def test_a_file_named_by_the_script_is_read(write):
-    """The configuration beside the script decides whether clipping there is a mistake."""
+    """The configuration next to the script decides whether clipping there is a mistake."""
     path = write("ds.json", FP16)
     (finding,) = check(LOOP.format(config="'ds.json'"), path)
     assert (finding.code, finding.severity, finding.path, finding.line) == ("HS291", "warning", str(path), 8)
@@ -47,7 +46,7 @@ def test_a_file_named_by_the_script_is_read(write):
 
 
 def test_a_script_without_its_configuration_gets_advice():
-    """Where the configuration comes from the command line, the finding is no verdict."""
+    """If the configuration comes from the command line, the finding is only advice."""
     (finding,) = check(LOOP.format(config="args.config"))
     assert (finding.code, finding.severity) == ("HS291", "advice")
 
@@ -66,18 +65,19 @@ def test_deepspeed_under_a_condition_is_left_alone():
     assert check(text) == []
 
 
-def test_the_trainer_is_held_against_its_file(write):
+def test_the_trainer_is_compared_with_its_file(write):
     """Arguments, written or by default, that contradict the DeepSpeed file are named with both values."""
     path = write("ds.json", FP16 | {"gradient_clipping": 0.5, "train_batch_size": "auto"})
     text = "from transformers import TrainingArguments\nargs = TrainingArguments('o', bf16=True, deepspeed='ds.json')\n"
-    (found,) = check(text, path)
-    assert found.severity == "warning"  # nothing here trains with these arguments
-    assert "fp16 is False by default" in found.message
+    (finding,) = check(text, path)
+    assert finding.severity == "warning"  # nothing here trains with these arguments
+    assert "fp16 is False by default" in finding.message
     assert (
-        "max_grad_norm is 1.0 by default, and gradient_clipping of the DeepSpeed configuration is 0.5" in found.message
+        "max_grad_norm is 1.0 by default, and gradient_clipping of the DeepSpeed configuration is 0.5"
+        in finding.message
     )
-    (found,) = check(text.replace("import ", "import Trainer, ") + "Trainer(model, args).train()\n", path)
-    assert found.severity == "error"
+    (finding,) = check(text.replace("import ", "import Trainer, ") + "Trainer(model, args).train()\n", path)
+    assert finding.severity == "error"
 
 
 def test_trl_defaults_are_not_guessed(write):
@@ -89,21 +89,21 @@ def test_trl_defaults_are_not_guessed(write):
 
 
 def test_only_files_that_exist_are_named(write, tmp_path):
-    """Strings that look like files and are none are not read."""
+    """Strings that look like file names but do not exist are not read."""
     write("ds.json", FP16)
     text = "a = ['ds.json', 'missing.json', '*.json', 'http://x/y.json', 'a b.yaml']\n"
-    found = named_files(ast.parse(text), Source(str(tmp_path / "train.py"), text, "python"))
-    assert found == (str(tmp_path / "ds.json"),)
+    files = named_files(ast.parse(text), Source(str(tmp_path / "train.py"), text, "python"))
+    assert files == (str(tmp_path / "ds.json"),)
 
 
 def test_a_name_too_long_for_a_file_names_none(tmp_path):
-    """The system refuses to look for it, and that is no failure of the check."""
+    """The error of the operating system is not a failure of the check."""
     text = f"a = '{'d' * 5000}.json'\n"
     assert named_files(ast.parse(text), Source(str(tmp_path / "train.py"), text, "python")) == ()
 
 
 def test_a_broken_or_binary_file_is_left_to_its_own_check(write, tmp_path):
-    """What cannot be read there is not this script's finding."""
+    """A file that cannot be read gives no finding in the script."""
     path = write("ds.json", FP16)
     (tmp_path / "ds.json").write_bytes(b'{"zero_optimization": \xff')
     (finding,) = check(LOOP.format(config="'ds.json'"), path)
@@ -113,18 +113,18 @@ def test_a_broken_or_binary_file_is_left_to_its_own_check(write, tmp_path):
 
 
 def test_engine_attributes_are_followed():
-    """An engine kept on self is the same engine."""
+    """An engine assigned to an attribute of self is recognized."""
     text = LOOP.format(config=FP16).replace("engine", "self.engine")
     assert [f.code for f in check(text)] == ["HS291"]
 
 
-def test_a_backward_of_ones_own_on_the_engines_scale_is_right():
-    """engine.scale(loss).backward() is DeepSpeed's own way around engine.backward."""
+def test_a_custom_backward_with_the_engines_scale_is_right():
+    """engine.scale(loss).backward() is DeepSpeed's supported alternative to engine.backward."""
     text = LOOP.format(config=FP16).replace("engine.backward(loss)", "engine.scale(loss).backward()")
     assert "HS294" not in [f.code for f in check(text)]
     assert "HS294" in [f.code for f in check(text.replace("engine.scale(loss)", "loss"))]
 
 
 def test_every_rule_is_a_joint_one():
-    """The family holds nothing else."""
+    """Every rule of the module derives from JointRule."""
     assert all(issubclass(rule, JointRule) for rule in RULES)

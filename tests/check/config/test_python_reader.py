@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from halfstep.check.config.config import configs_in_script
+from halfstep.check.config.joint import configs_in_script
 from halfstep.check.files.source import Settings, Source
 from halfstep.hardware.devices import find_devices
 from halfstep.precision.node import UNKNOWN
@@ -25,7 +25,8 @@ def test_a_dictionary_is_found_by_its_keys():
     )
     (config,) = deepspeed(text)
     assert config.value("fp16", "enabled") is True
-    assert config.where(config.entry("fp16", "enabled"))[:3] == ("train.py", 4, 14)
+    place = config.where(config.entry("fp16", "enabled"))
+    assert (place.path, place.line, place.column) == ("train.py", 4, 14)
 
 
 def test_columns_count_characters_not_bytes():
@@ -63,7 +64,7 @@ def test_what_a_run_decides_is_unknown(text):
 
 
 def test_a_dictionary_changed_beyond_reading_is_left_alone():
-    """update() with something unknown may change everything, so nothing is said."""
+    """update() with an unknown value may change everything, so there is no configuration to check."""
     assert deepspeed("import deepspeed\nconf = {'zero_optimization': {'stage': 2}}\nconf.update(load())\n") == []
 
 
@@ -106,20 +107,20 @@ def test_namesakes_are_left_alone(text):
 
 
 def test_a_table_of_reasons_by_key_is_no_configuration():
-    """Keys of DeepSpeed with sentences behind them tell of a configuration; they are none."""
+    """A table of DeepSpeed keys with sentences as values documents a configuration; it is not one."""
     keys = ("train_micro_batch_size_per_gpu", "elasticity", "sparse_gradients", "zero_allow_untested_optimizer")
     table = ", ".join(f"'{key}': 'why {key} is not read here'" for key in keys)
     assert read(f"import deepspeed\nREASONS = {{{table}}}\n") == ()
 
 
-def test_a_dictionary_handed_to_deepspeed_is_its_whatever_it_holds():
-    """What deepspeed.initialize gets is a configuration, and its origin says so."""
+def test_a_dictionary_passed_to_deepspeed_is_a_configuration():
+    """Whatever its keys, a dictionary passed to deepspeed.initialize is a configuration with that origin."""
     text = "import deepspeed\nc = {'train_batch_size': 8}\nengine, *_ = deepspeed.initialize(model=m, config=c)\n"
     (config,) = deepspeed(text)
     assert config.origin == "deepspeed.initialize"
 
 
-def test_a_dictionary_of_another_program_is_not_held_to_deepspeeds_keys():
+def test_a_dictionary_of_another_program_is_not_strict():
     """mmengine's strategy and the like take their own keys out before DeepSpeed sees the rest."""
     inner = "{'zero_optimization': {'stage': 2}, 'inputs_to_half': [0], 'fp16': {'enabled': True}}"
     assert [c.strict for c in deepspeed(f"import deepspeed\nstrategy = {inner}\n")] == [False]

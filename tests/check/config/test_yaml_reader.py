@@ -86,13 +86,13 @@ def test_an_alias_bomb_stays_as_small_as_it_is_written():
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "- " * 5_000 + "x", "{a: " * 5_000])
-def test_deep_nesting_is_refused_at_once(text):
+def test_deep_nesting_is_rejected_at_once(text):
     """A bomb of brackets or dashes ends at the limit, not at the stack's."""
     with pytest.raises(SettingError, match="nested more than"):
         parse_yaml(text, "x.yaml")
 
 
-def test_a_bomb_of_merges_is_refused():
+def test_a_bomb_of_merges_is_rejected():
     """Merges copy keys, and there is an end to how many."""
     lines = ["k0: &k0 {" + ", ".join(f"x{i}: 1" for i in range(200)) + "}"]
     lines += [f"k{i}: &k{i} {{<<: [" + ", ".join([f"*k{i - 1}"] * 50) + f"], y{i}: 1}}" for i in range(1, 12)]
@@ -109,7 +109,7 @@ def test_an_alias_to_what_it_stands_in_is_unknown():
 @pytest.mark.parametrize(
     "text", ["a: [1, 2", "a: b: c", "\tkey: 1", "a: *missing", "a: 'x", "%YAML 9.9\n---\na: 1", "a: \x00"]
 )
-def test_an_error_says_where(text):
+def test_an_error_has_line_and_column(text):
     """Broken YAML is a SettingError that names the file."""
     with pytest.raises(SettingError, match=r"x\.yaml"):
         parse_yaml(text, "x.yaml")
@@ -123,7 +123,7 @@ def test_nothing_is_constructed():
 
 
 def test_several_documents():
-    """Each document of a file is a tree of its own."""
+    """Each document of a file is a separate tree."""
     assert [plain(root) for root in parse_yaml("a: 1\n---\na: 2\n", "x")] == [{"a": 1}, {"a": 2}]
 
 

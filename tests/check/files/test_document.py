@@ -1,4 +1,4 @@
-"""Documents: bytes to text, and edits of the text back to bytes with nothing else touched."""
+"""Documents: bytes to text, and edits of the text back to bytes with nothing else changed."""
 
 import codecs
 
@@ -25,10 +25,10 @@ def test_any_bytes_give_a_document(data, language):
     ("data", "line", "words"),
     [
         (b"a\0b", 1, "Byte 1 is zero"),
-        (b"x = 1\ny = '\xff'\n", 2, "Byte 11 is not UTF-8"),
-        (b"# coding: nonsense\n", 1, "'nonsense', which Python does not have"),
-        (b"# coding: rot13\n", 1, "which Python does not have"),
-        (b"# coding: punycode\n", 1, "which Python does not have"),
+        (b"x = 1\ny = '\xff'\n", 2, "Byte 11 is not valid UTF-8"),
+        (b"# coding: nonsense\n", 1, "'nonsense', which Python does not support"),
+        (b"# coding: rot13\n", 1, "which Python does not support"),
+        (b"# coding: punycode\n", 1, "which Python does not support"),
         ("x = 1".encode("utf-16"), 1, "is zero"),
     ],
 )
@@ -40,7 +40,7 @@ def test_what_is_not_text_is_one_finding_with_its_place(data, line, words):
 
 
 def test_a_huge_file_is_one_finding():
-    """Past the limit the file is not looked at."""
+    """A file above the limit is not read."""
     assert read(b"x" * (MAX_BYTES + 1)).problem.code == "HS003"
     assert read(b"x" * MAX_BYTES).problem is None
 
@@ -55,14 +55,14 @@ def test_the_declared_encoding_is_used_as_python_uses_it():
 
 
 def test_a_byte_order_mark_is_not_text_and_stays_in_the_file():
-    """The first character is the first of the code; writing puts the mark back."""
+    """The mark is not part of the text, and is written back."""
     document = read(codecs.BOM_UTF8 + b"x = 1\n")
     assert document.source.text == "x = 1\n"
     assert apply_edits(document, [Edit(4, 5, "2")]) == codecs.BOM_UTF8 + b"x = 2\n"
 
 
-def test_new_lines_take_the_ending_most_lines_have():
-    """An inserted line in a Windows file ends as its neighbours do."""
+def test_new_lines_have_the_most_frequent_line_ending():
+    """An inserted line in a Windows file ends with CRLF."""
     document = read(b"a\r\nb\r\n")
     assert document.source.text == "a\nb\n"
     assert apply_edits(document, [Edit(2, 2, "new\n")]) == b"a\r\nnew\r\nb\r\n"
@@ -95,8 +95,8 @@ def test_several_edits_are_applied_together():
     assert apply_edits(document, [Edit(8, 13, "3"), Edit(0, 3, "1")]) == b"1 two 3"
 
 
-def test_an_edit_its_encoding_cannot_hold_is_refused():
-    """A character outside the file's encoding gives no bytes at all."""
+def test_an_edit_its_encoding_cannot_represent_is_rejected():
+    """A character outside the file's encoding gives None."""
     document = read(b"# coding: ascii\nx = 1\n")
     assert apply_edits(document, [Edit(20, 21, "\u00e9")]) is None
 
@@ -105,7 +105,7 @@ def test_an_edit_its_encoding_cannot_hold_is_refused():
     ("path", "language"),
     [("a.py", "python"), ("A.PY", "python"), ("n.ipynb", "notebook"), ("c.yml", "yaml"), ("x/ds.hjson", "json")],
 )
-def test_the_ending_tells_the_language(path, language):
-    """By the ending, whatever its case."""
+def test_the_suffix_determines_the_language(path, language):
+    """Case does not matter; an unknown suffix has no language."""
     assert language_of(path) == language
     assert language_of("Makefile") is None

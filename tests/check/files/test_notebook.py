@@ -26,11 +26,11 @@ def lines(text):
 
 
 def test_code_cells_are_joined_and_know_their_place():
-    """Prose is left out; a line of the text is found again in its cell."""
+    """Markdown cells are left out; a line of the text maps to a line of its cell."""
     raw = notebook(cell("# prose", "markdown"), cell(lines("a = 1\nb = 2")), cell("c = 3\n"))
     read = read_document("n.ipynb", raw.encode(), "notebook")
     assert read.source.text == "a = 1\nb = 2\nc = 3\n"
-    assert [read.source.place(n) for n in (1, 2, 3)] == [(1, 1), (1, 2), (2, 1)]
+    assert [(p.cell, p.line) for p in map(read.source.cell_line, (1, 2, 3))] == [(1, 1), (1, 2), (2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_a_fix_rewrites_the_changed_lines_only(data):
     assert result == expected
     if indent and as_list:
         before, after = raw.split("\n"), changed.decode().split("\n")
-        kept = 0
-        while kept < min(len(before), len(after)) and before[kept] == after[kept]:
-            kept += 1
+        head = 0
+        while head < min(len(before), len(after)) and before[head] == after[head]:
+            head += 1
         tail = 0
-        while tail < min(len(before), len(after)) - kept and before[-1 - tail] == after[-1 - tail]:
+        while tail < min(len(before), len(after)) - head and before[-1 - tail] == after[-1 - tail]:
             tail += 1
-        assert len(before) - kept - tail <= text[start:end].count("\n") + 2
+        assert len(before) - head - tail <= text[start:end].count("\n") + 2
 
 
 def test_a_line_added_after_the_last_line_stays_in_its_cell():
@@ -146,7 +146,7 @@ def test_a_line_added_after_the_last_line_stays_in_its_cell():
     assert before_next == after_line
 
 
-def test_an_edit_of_a_magic_is_refused():
+def test_an_edit_of_a_magic_is_rejected():
     """What was replaced to be read as Python is not the user's text."""
     document = read_document("n.ipynb", notebook(cell("!ls\nx = 1")).encode(), "notebook")
     assert apply_edits(document, [Edit(0, 3, "y")]) is None

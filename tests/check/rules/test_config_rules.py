@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.check.config.config import case_source, configs_in_script, read_configs
+from halfstep.check.config.config import case_source, read_configs
+from halfstep.check.config.joint import configs_in_script
 from halfstep.check.files.source import Settings, Source
 from halfstep.check.registry import rules_of
 from halfstep.check.rule import ConfigRule

@@ -14,7 +14,7 @@ def test_parts_come_in_order_without_contexts_and_operators():
 
 
 def test_annotations_are_left_out():
-    """A type says nothing about what runs."""
+    """A type annotation does not affect what runs."""
     function = ast.parse("def f(x: torch.Tensor) -> torch.Tensor:\n    return x\n").body[0]
     parts = [part for part in children_of(function) if isinstance(part, ast.stmt)]
     assert [type(part) for part in parts] == [ast.Return]

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.check.script.event import Event, compatible, is_accumulation
+from halfstep.check.script.event import Event, Guard, compatible, is_accumulation
 from halfstep.check.script.outline import Function
 
 MODULE = Function(ast.Module([], []), "<module>")
 
 
 def event(*guards):
-    return Event("step", ast.Pass(), MODULE, guards=guards)
+    return Event("step", ast.Pass(), MODULE, guards=tuple(Guard(*guard) for guard in guards))
 
 
 GUARDS = st.lists(st.tuples(st.sampled_from(["a", "b", "m == 'x'", "m == 'y'", "n == 3"]), st.booleans()), max_size=4)
@@ -21,13 +21,13 @@ GUARDS = st.lists(st.tuples(st.sampled_from(["a", "b", "m == 'x'", "m == 'y'", "
 
 @given(GUARDS, GUARDS)
 def test_compatibility_has_no_direction(a, b):
-    """If one event can happen with another, the other can happen with it."""
+    """Compatibility is symmetric."""
     assert compatible(event(*a), event(*b)) == compatible(event(*b), event(*a))
 
 
 @given(GUARDS)
-def test_an_unconditional_event_goes_with_anything(guards):
-    """An event under no condition can happen with every other."""
+def test_an_unconditional_event_is_compatible_with_any(guards):
+    """An event without guards can happen with every other."""
     assert compatible(event(), event(*guards))
 
 
@@ -43,7 +43,7 @@ def test_an_unconditional_event_goes_with_anything(guards):
     ],
 )
 def test_opposite_conditions_exclude_each_other(a, b, both):
-    """A condition and its opposite, or two values of one variable, never hold together."""
+    """A condition and its opposite, or two values of one variable, are never true together."""
     assert compatible(event(*a), event(*b)) is both
 
 
@@ -53,4 +53,4 @@ def test_opposite_conditions_exclude_each_other(a, b, both):
 )
 def test_the_end_of_a_window_is_recognised(text, ends):
     """Conditions on a remainder, or named for updating, end an accumulation window."""
-    assert is_accumulation((text, True)) is ends
+    assert is_accumulation(Guard(text, is_true=True)) is ends

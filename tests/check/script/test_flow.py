@@ -6,8 +6,8 @@ from check_scripts import script
 
 
 def events(text, *kinds):
-    found = [e for t in script(f"import torch\nscaler = torch.amp.GradScaler('cuda')\n{text}").traces for e in t]
-    return [e for e in found if not kinds or e.kind in kinds]
+    all_events = [e for t in script(f"import torch\nscaler = torch.amp.GradScaler('cuda')\n{text}").traces for e in t]
+    return [e for e in all_events if not kinds or e.kind in kinds]
 
 
 def test_a_loop_becomes_events_in_order():
@@ -17,13 +17,13 @@ def test_a_loop_becomes_events_in_order():
         "    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n"
         "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1)\n    scaler.step(optimizer)\n    scaler.update()\n"
     )
-    found = events(text)
-    kinds = [e.kind for e in found if e.loops]
+    all_events = events(text)
+    kinds = [e.kind for e in all_events if e.loops]
     assert kinds == [
         "zero_grad", "enter_autocast", "forward", "scale", "backward", "unscale", "clip", "scaler_step", "update",
     ]  # fmt: skip
-    assert {len(e.loops) for e in found if e.kind == "scaler_step"} == {1}
-    assert next(e for e in found if e.kind == "backward").scaled == "yes"
+    assert {len(e.loops) for e in all_events if e.kind == "scaler_step"} == {1}
+    assert next(e for e in all_events if e.kind == "backward").scaled == "yes"
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_a_loop_becomes_events_in_order():
     ],
 )
 def test_conditions_become_guards(test, guards):
-    """A condition is written down in one form however it is put."""
+    """Equivalent conditions give the same guards."""
     (event,) = events(f"if {test}:\n    optimizer.step()\n", "opt_step")
     assert list(event.guards) == guards
 
 
-def test_else_and_elif_carry_the_opposite():
-    """What stands in a later branch happens only when the earlier conditions failed."""
+def test_else_and_elif_have_the_opposite_guards():
+    """A later branch runs only if the earlier conditions were false."""
     a, b, c = events(
         "if p:\n    opt_a.step()\nelif q:\n    opt_b.step()\nelse:\n    opt_c.step()\nx.backward()\n", "opt_step"
     )
@@ -62,8 +62,8 @@ def test_a_branch_that_leaves_guards_the_rest():
 
 def test_conditional_expressions_guard_their_branches():
     """`a() if test else b()` runs one of the two."""
-    found = events("scaler.scale(loss).backward() if amp else loss.backward()\n", "backward")
-    assert sorted((e.scaled, e.guards) for e in found) == [("no", (("amp", False),)), ("yes", (("amp", True),))]
+    all_events = events("scaler.scale(loss).backward() if amp else loss.backward()\n", "backward")
+    assert sorted((e.scaled, e.guards) for e in all_events) == [("no", (("amp", False),)), ("yes", (("amp", True),))]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_conditional_expressions_guard_their_branches():
     ],
 )
 def test_a_scaled_loss_is_followed_through_variables(text, scaled):
-    """Whether a backward is scaled is known, known not to be, or left open."""
+    """A backward is scaled, not scaled, or undecided."""
     (event,) = events(text + "\n", "backward")
     assert event.scaled == scaled
 
@@ -90,8 +90,8 @@ def test_a_scaled_loss_is_followed_through_variables(text, scaled):
 @pytest.mark.parametrize(
     "text", ["accelerator.backward(loss)", "self.manual_backward(loss)", "engine.backward(loss)", "self.backward()"]
 )
-def test_a_frameworks_backward_is_its_own(text):
-    """A backward that a framework does is not taken for a tensor's."""
+def test_a_frameworks_backward_is_not_a_tensors(text):
+    """The backward of a framework is a different event."""
     assert [e.kind for e in events(text + "\nloss.item()\n", "backward", "owned_backward")] == ["owned_backward"]
 
 
@@ -103,8 +103,8 @@ def test_decorators_are_regions():
     assert event.autocast()
 
 
-def test_a_region_that_is_off_is_no_region():
-    """autocast(enabled=False) inside a region switches it off."""
+def test_a_disabled_region_does_not_count():
+    """autocast(enabled=False) inside a region disables it."""
     text = "with torch.autocast('cuda'):\n    with torch.autocast('cuda', enabled=False):\n        loss.backward()\n"
     (event,) = events(text, "backward")
     assert event.autocast() is None

@@ -29,7 +29,7 @@ def expression(text):
     ],
 )
 def test_a_use_resolves_to_its_full_name(imports, use, full):
-    """However a thing is imported, a use of it has one full name; an unknown name has none."""
+    """However a name is imported, it resolves to one full name; an unknown name has none."""
     assert script(f"{imports}\nautocasting = float16\n").outline.names.full(expression(use)) == full
 
 
@@ -57,6 +57,6 @@ def test_a_variable_has_its_text_as_key(text, key):
 
 
 def test_a_chain_is_read_from_left_to_right():
-    """The names of a chain come in the order they are written, and a call is no chain."""
+    """The names of a chain are in the order of the text, and a call is not a chain."""
     assert chain(expression("a.b.c")) == ("a", "b", "c")
     assert chain(expression("a().b")) == ()

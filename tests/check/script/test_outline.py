@@ -7,36 +7,36 @@ def outline(text):
     return script(f"import torch  # float16\n{text}").outline
 
 
-def function(found, name):
-    return next(f for f in found.functions if f.name == name)
+def function(facts, name):
+    return next(f for f in facts.functions if f.name == name)
 
 
 def test_a_local_variable_hides_the_modules():
-    """A function's own assignment is what its variable is."""
-    found = outline("scaler = one()\ndef f():\n    scaler = two()\n    return scaler\n")
-    (binding,) = found.lookup("scaler", function(found, "f"))
+    """A local assignment takes precedence over the module's."""
+    facts = outline("scaler = one()\ndef f():\n    scaler = two()\n    return scaler\n")
+    (binding,) = facts.lookup("scaler", function(facts, "f"))
     assert binding.value.func.id == "two"
 
 
 def test_a_parameter_is_what_the_same_name_is_elsewhere():
     """A parameter that nothing binds takes the value of its namesake in the file."""
-    found = outline("def main():\n    scaler = make()\n    train(scaler)\ndef train(scaler):\n    scaler.update()\n")
-    (binding,) = found.lookup("scaler", function(found, "train"))
+    facts = outline("def main():\n    scaler = make()\n    train(scaler)\ndef train(scaler):\n    scaler.update()\n")
+    (binding,) = facts.lookup("scaler", function(facts, "train"))
     assert binding.value.func.id == "make"
 
 
 def test_copies_are_followed():
     """`self.scaler = scaler` is what `scaler` is."""
-    found = outline("scaler = make()\nclass T:\n    def __init__(self):\n        self.scaler = scaler\n")
-    (value,) = found.values("self.scaler", function(found, "__init__"))
+    facts = outline("scaler = make()\nclass T:\n    def __init__(self):\n        self.scaler = scaler\n")
+    (value,) = facts.values("self.scaler", function(facts, "__init__"))
     assert value.func.id == "make"
 
 
 def test_copies_in_a_ring_end():
     """Variables that only copy each other do not loop for ever."""
-    found = outline("a = b\nb = c\nc = a\n" * 300 + "d = a\nd = make()\n")
-    assert found.values("a", found.module) == []
-    assert [v.func.id for v in found.values("d", found.module)] == ["make"]
+    facts = outline("a = b\nb = c\nc = a\n" * 300 + "d = a\nd = make()\n")
+    assert facts.values("a", facts.module) == []
+    assert [v.func.id for v in facts.values("d", facts.module)] == ["make"]
 
 
 def test_methods_are_found_through_self_instances_and_bases():
@@ -45,10 +45,10 @@ def test_methods_are_found_through_self_instances_and_bases():
         "class Base:\n    def step(self):\n        scale()\nclass T(Base):\n    def run(self):\n        self.step()\n"
         "t = T()\nt.run()\n"
     )
-    found = outline(text)
-    (step, inside), (run, outside) = found.calls["step"][0], found.calls["run"][0]
-    assert found.call_target(step, inside).name == "step"
-    assert found.call_target(run, outside).name == "run"
+    facts = outline(text)
+    (step, inside), (run, outside) = facts.calls["step"][0], facts.calls["run"][0]
+    assert facts.call_target(step, inside).name == "step"
+    assert facts.call_target(run, outside).name == "run"
 
 
 def test_a_stand_in_class_is_not_taken_for_the_import():
@@ -57,12 +57,12 @@ def test_a_stand_in_class_is_not_taken_for_the_import():
         "try:\n    from torch.cuda.amp import GradScaler\nexcept ImportError:\n    class GradScaler:\n"
         "        def step(self, optimizer):\n            optimizer.step()\nscaler = GradScaler()\nscaler.step(optimizer)\n"
     )
-    found = outline(text)
-    assert found.call_target(*found.calls["step"][-1]) is None or found.calls["step"][-1][1] is not found.module
-    assert all(found.call_target(c, f) is None for c, f in found.calls["step"] if f is found.module)
+    facts = outline(text)
+    assert facts.call_target(*facts.calls["step"][-1]) is None or facts.calls["step"][-1][1] is not facts.module
+    assert all(facts.call_target(c, f) is None for c, f in facts.calls["step"] if f is facts.module)
 
 
 def test_deep_nesting_does_not_exhaust_the_stack():
-    """The walk keeps its own stack, so thousands of nested expressions are read."""
-    found = outline("x = " + "+".join(["scale"] * 900) + "\n")
-    assert found.loads["scale"] == 900
+    """The walk does not recurse, so thousands of nested expressions are read."""
+    facts = outline("x = " + "+".join(["scale"] * 900) + "\n")
+    assert facts.loads["scale"] == 900

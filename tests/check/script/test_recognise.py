@@ -1,4 +1,4 @@
-"""What calls do, by what is known of their receiver."""
+"""What calls do, from what is known about their receiver."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def kinds(text):
     ],
 )
 def test_a_call_is_recognised(text, kind):
-    """The call that matters is seen as what it does."""
+    """A call becomes an event of the right kind."""
     assert kinds(text)[-1] == kind
 
 
@@ -52,12 +52,12 @@ def test_a_call_is_recognised(text, kind):
         "bar.step()",
     ],
 )
-def test_a_call_that_only_shares_a_name_is_left_out(text):
-    """Steps and updates of other things are no events."""
+def test_a_call_that_only_shares_a_name_is_no_event(text):
+    """Steps and updates of other objects are not events."""
     assert kinds(text) == []
 
 
-def test_a_tuple_from_a_call_is_told_apart_by_name():
+def test_results_of_a_call_are_distinguished_by_name():
     """`optimizer, scheduler = make_optimizer()` gives one of each."""
     assert kinds("optimizer, scheduler = make_optimizer()\noptimizer.step()\nscheduler.step()") == [
         "opt_step",
@@ -65,8 +65,8 @@ def test_a_tuple_from_a_call_is_told_apart_by_name():
     ]
 
 
-def test_a_scaler_given_as_a_parameter_is_one_by_its_use():
-    """A parameter on which unscale_ is called is a scaler, whatever it is called."""
+def test_a_parameter_used_as_a_scaler_is_one():
+    """A parameter on which unscale_ is called is a scaler, whatever its name."""
     text = "def f(helper):\n    helper.unscale_(optimizer)\n    helper.step(optimizer)\n    helper.update()"
     assert kinds(text) == ["unscale", "scaler_step", "update"]
 
@@ -82,8 +82,8 @@ def test_a_scaler_given_as_a_parameter_is_one_by_its_use():
         ("self.model.backward()", "owned_backward"),
     ],
 )
-def test_a_loss_that_a_model_gives_is_no_model(text, kind):
-    """`backward` of a loss is torch's own, whatever the model it came out of is called; of a model it is the model's."""
+def test_a_loss_that_a_model_returns_is_not_a_model(text, kind):
+    """`backward` of a loss is torch's, whatever the name of the model that returned it; of a model it is the model's."""
     facts = script(f"import torch\n# autocast\n{text}\n")
     assert [e.kind for t in facts.traces for e in t] == [kind]
 

@@ -1,4 +1,4 @@
-"""Functions left out before they are walked."""
+"""Functions that are skipped before they are walked."""
 
 import ast
 
@@ -26,19 +26,19 @@ def evaluate():
 """
 
 
-def test_functions_that_matter_and_their_callers_are_kept():
-    """A function is kept for its own words, its decorators', or those of a function it calls."""
-    found = relevant_functions(ast.parse(TEXT), TEXT)
-    assert {f.name for f in found} == {"outer", "middle", "inner", "evaluate"}
+def test_functions_that_matter_and_their_callers_are_relevant():
+    """A function is relevant for its own words, its decorators', or those of a function it calls."""
+    functions = relevant_functions(ast.parse(TEXT), TEXT)
+    assert {f.name for f in functions} == {"outer", "middle", "inner", "evaluate"}
 
 
-def test_a_function_left_out_is_still_known_by_name():
-    """Leaving a function out leaves its name and class."""
+def test_a_skipped_function_is_still_known_by_name():
+    """The outline has the name and class of a skipped function."""
     outline = read_outline(ast.parse(TEXT), TEXT)
     assert "forward" in outline.classes["Net"]
     assert "layer" not in outline.calls
 
 
-def test_nothing_is_missed_for_it():
-    """Every bad case is found although functions are left out."""
+def test_skipping_functions_misses_nothing():
+    """Every bad case still gives its finding."""
     assert all(findings(text, rule.code) for rule in RULES for text in rule.bad)

@@ -44,7 +44,7 @@ def test_places_in_a_notebook_are_inside_their_cell():
 def test_autocasts_are_listed_with_their_places():
     """Every autocast call is a fact with format and place, in the order of the text."""
     facts = script("import torch\na = torch.autocast('cuda')\nb = torch.autocast('cuda', dtype=torch.bfloat16)\n")
-    assert [(a.dtype, a.where[1]) for a in facts.autocasts] == [("float16", 2), ("bfloat16", 3)]
+    assert [(a.dtype, a.where.line) for a in facts.autocasts] == [("float16", 2), ("bfloat16", 3)]
 
 
 PIECES = (

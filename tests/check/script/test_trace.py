@@ -17,17 +17,17 @@ def test_a_helper_runs_in_its_callers_loop():
 
 
 def test_a_function_nobody_calls_is_a_root():
-    """A function that other files may call has a trace of its own."""
-    found = traces("def train(loader):\n    for x in loader:\n        loss.backward()\n")
-    assert [t[0].function.name for t in found] == ["<module>", "train"]
+    """A function that other files may call has a separate trace."""
+    all_traces = traces("def train(loader):\n    for x in loader:\n        loss.backward()\n")
+    assert [t[0].function.name for t in all_traces] == ["<module>", "train"]
 
 
 def test_recursion_ends():
     """Functions that call themselves or each other are followed once."""
-    found = traces(
+    all_traces = traces(
         "def a():\n    loss.backward()\n    b()\ndef b():\n    a()\ndef c():\n    c()\n    loss.backward()\n"
     )
-    assert sum(e.kind == "backward" for t in found for e in t) >= 2
+    assert sum(e.kind == "backward" for t in all_traces for e in t) >= 2
 
 
 def test_a_literal_argument_decides_its_branches():
@@ -44,8 +44,8 @@ def test_a_literal_argument_decides_its_branches():
     assert forward.inside("no_grad")
 
 
-def test_a_default_counts_as_the_argument_not_given():
-    """A default that is a literal decides like one."""
+def test_a_literal_default_decides_like_an_argument():
+    """A branch that the default rules out is not in the trace."""
     (trace,) = traces("def run(train=False):\n    if train:\n        optimizer.step()\nrun()\nloss.backward()\n")
     assert not [e for e in trace if e.kind == "opt_step"]
 

@@ -1,4 +1,4 @@
-"""What expressions make."""
+"""The values of expressions."""
 
 import ast
 
@@ -44,7 +44,7 @@ def test_an_autocast_call_is_read(expression, device, dtype, enabled):
     ],
 )
 def test_a_context_in_a_variable_is_followed(before):
-    """A region kept in a variable, made under a flag or by a helper is the region it was made as."""
+    """A region assigned to a variable, under a flag or by a helper, keeps its settings."""
     (autocast,) = region("ctx", before)
     assert autocast.dtype == "bfloat16"
 
@@ -56,7 +56,7 @@ def test_a_partial_is_called_later():
 
 
 def test_options_are_read_from_their_dictionary():
-    """`**options` gives what its dictionary says, and nothing sure of an entry that is put in later."""
+    """`**options` has the values of its dictionary; an entry added later is unknown."""
     before = "options = {'device_type': 'cuda', 'enabled': amp}\n"
     (plain,) = region("torch.autocast(**options)", before)
     (later,) = region("torch.autocast(**options)", before + "if dt:\n    options['dtype'] = dt\n")
@@ -94,12 +94,12 @@ def test_other_contexts_are_not_autocast(other):
     ],
 )
 def test_a_scaler_is_read(made, key, enabled):
-    """Where a scaler is kept and whether it is on are read from its assignment and arguments."""
+    """The variable of a scaler and whether it is enabled follow from its assignment and arguments."""
     (scaler,) = script(f"import torch\n{made}\n").scalers
     assert (scaler.key, scaler.enabled) == (key, enabled)
 
 
 @pytest.mark.parametrize(("text", "value"), [("2**10", 1024), ("-1e9", -1e9), ("x", ...), ("10**10**10", ...)])
 def test_literals_are_computed_within_reason(text, value):
-    """Powers and signs of literals are worked out; names and towers of powers are not."""
+    """Powers and signs of literals are evaluated; names and towers of powers are not."""
     assert constant(ast.parse(text, mode="eval").body) == value

@@ -1,1 +1,1 @@
-"""Facts from configurations: JSON, YAML and Python read into trees with places."""
+"""Facts about configurations: JSON, YAML and Python parsed into trees with positions."""

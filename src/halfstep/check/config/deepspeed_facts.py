@@ -1,8 +1,8 @@
-"""What a DeepSpeed configuration decides, as rules ask for it: the mode, the ZeRO stage, who scales the loss.
+"""What a DeepSpeed configuration decides: the mode, the ZeRO stage, the loss scale, as rules need it.
 
-Three answers exist everywhere: yes, no, and None where the text leaves it to a variable, to "auto" or to another
-program. A rule speaks only on yes and no. How a switch is read follows DeepSpeed's own readers, so that
-`"enabled": "true"`, `"stage": "2"` and a boolean `zero_optimization` mean here what they mean there.
+Every question has three answers: yes, no, and None where the text leaves it to a variable, to "auto" or to another
+program. A rule reports only on yes and no. Switches are interpreted as DeepSpeed's own readers do, so that
+`"enabled": "true"`, `"stage": "2"` and a boolean `zero_optimization` mean the same here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import ConfigRule
 from halfstep.precision.deepspeed_keys import DTYPES
 from halfstep.precision.formats import canonical_name
-from halfstep.precision.node import UNKNOWN, Block, Items, Scalar, walk
+from halfstep.precision.node import UNKNOWN, Block, Items, Scalar, Span, walk
 
 __all__ = ["DeepSpeed", "DeepSpeedRule", "version_text"]
 
@@ -35,14 +35,14 @@ class DeepSpeed:
 
     @cached_property
     def stage(self) -> int | None:
-        """The ZeRO stage; None where the text does not decide it."""
-        found = self.config.entry("zero_optimization")
-        if found is None:
+        """The ZeRO stage; None if the text does not decide it."""
+        entry = self.config.entry("zero_optimization")
+        if entry is None:
             return None if self.config.root.open else 0
-        if isinstance(found.value, Scalar):
-            value = found.value.value
+        if isinstance(entry.value, Scalar):
+            value = entry.value.value
             return None if value is UNKNOWN or isinstance(value, str) else int(bool(value))
-        if isinstance(found.value, Items):
+        if isinstance(entry.value, Items):
             return None
         value = self.config.value("zero_optimization", "stage")
         if value is None:
@@ -53,16 +53,16 @@ class DeepSpeed:
 
     @cached_property
     def bf16_name(self) -> str:
-        """The name under which the bf16 block stands."""
+        """The key of the bf16 block: "bf16", or its old name "bfloat16"."""
         return "bf16" if self.config.entry("bf16") or not self.config.entry("bfloat16") else "bfloat16"
 
     def enabled(self, name: str) -> bool | None:
         """Whether a mode's block is on."""
-        found = self.config.entry(name)
-        if found is None:
+        entry = self.config.entry(name)
+        if entry is None:
             return None if self.config.root.open else False
-        if not isinstance(found.value, Block):
-            return False if isinstance(found.value, Scalar) and found.value.value is None else None
+        if not isinstance(entry.value, Block):
+            return False if isinstance(entry.value, Scalar) and entry.value.value is None else None
         value = self.config.value(name, "enabled")
         if value is None:
             return False
@@ -108,19 +108,19 @@ class DeepSpeed:
         return value == 0 if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def dtype(self, *path: str) -> str | None:
-        """The format named at a path, in Halfstep's spelling; None where there is none that can be read."""
+        """The format named at a path, in Halfstep's spelling; None if there is none or it is unknown."""
         value = self.config.value(*path)
         return canonical_name(value) if isinstance(value, str) and canonical_name(value) in DTYPES else None
 
     @cached_property
     def optimizer(self) -> str | None:
-        """The optimizer's type, in small letters."""
+        """The optimizer's type, in lower case."""
         value = self.config.value("optimizer", "type")
         return value.casefold() if isinstance(value, str) else None
 
     @cached_property
     def has_auto(self) -> bool:
-        """Whether Hugging Face fills in values: some are "auto"."""
+        """Whether Hugging Face fills in values: at least one is "auto"."""
         return any(isinstance(node, Scalar) and node.value == "auto" for node in walk(self.config.root))
 
     @cached_property
@@ -140,7 +140,7 @@ class DeepSpeed:
         return value in {"cpu", "nvme"}
 
     def since(self, *version: int) -> bool | None:
-        """Whether the DeepSpeed judged by is this release or later; None where none is known."""
+        """Whether the DeepSpeed version is this release or later; None if the version is not known."""
         known = self.config.settings.deepspeed
         return None if known is None else known >= version
 
@@ -159,12 +159,12 @@ class DeepSpeedRule(ConfigRule):
 
     @classmethod
     def at(cls, config: Config, path: tuple[str, ...], message: str, **more: Any) -> Finding:
-        """A finding at the entry of a path, or at the start of the deepest block that exists."""
+        """A finding at the entry of a path, or at the deepest block on it that exists."""
         while path:
-            found = config.entry(*path)
-            if found is not None:
-                place = found if isinstance(found.value, Scalar) else found.key_span
-                return cls.finding(config.where(place), message, **more)
+            entry = config.entry(*path)
+            if entry is not None:
+                part = entry if isinstance(entry.value, Scalar) else entry.key_span
+                return cls.finding(config.where(part), message, **more)
             path = path[:-1]
         start = config.root.span.start
-        return cls.finding(config.where(type(config.root.span)(start, start + 1)), message, **more)
+        return cls.finding(config.where(Span(start, start + 1)), message, **more)

@@ -1,7 +1,7 @@
-"""Edits of a configuration's text: set a value, rename, remove or add a key, and nothing else on the page moves.
+"""Edits of a configuration's text: set a value, rename, remove or add a key, without changing anything else.
 
-Each works on JSON, YAML, a Python dictionary and the arguments of a call. They give None where the layout is one they
-cannot edit safely (a key inside an anchor, a block on one line of YAML), and the finding then has no fix.
+Each works on JSON, YAML, a Python dictionary and the arguments of a call. They return None for a layout that cannot be
+edited safely (a key inside an anchor, a block on one line of YAML); the finding then has no fix.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ __all__ = ["add", "literal", "remove", "rename", "replace_value"]
 
 
 def literal(config: Config, value: object) -> str:
-    """A value as the configuration's language writes it."""
+    """A value as a literal of the configuration's language."""
     if config.source.language in {"python", "notebook"}:
         return json.dumps(value) if isinstance(value, str) else repr(value)
     return json.dumps(value)
 
 
 def replace_value(config: Config, node: Node, value: object, title: str) -> Fix:
-    """Write another value in the place of one."""
+    """Replace a value."""
     return Fix(title, (Edit(node.span.start, node.span.end, literal(config, value)),))
 
 
 def rename(config: Config, entry: Entry, key: str, title: str) -> Fix:
-    """Give a key another name, in the quotes it has."""
+    """Rename a key, keeping its quotes."""
     old = config.source.text[entry.key_span.start : entry.key_span.end]
     quote = old[:1] if old[:1] in {'"', "'"} else ""
     return Fix(title, (Edit(entry.key_span.start, entry.key_span.end, f"{quote}{key}{quote}"),))
 
 
 def remove(config: Config, block: Block, entry: Entry, title: str) -> Fix | None:
-    """Take a key and its value out, with the comma and the line they leave empty."""
+    """Remove a key and its value, with the comma and the line they leave empty."""
     text = config.source.text
     start, end = entry.span.start, entry.span.end
     if config.source.language == "yaml" and not text.startswith("{", block.span.start):
@@ -47,7 +47,7 @@ def remove(config: Config, block: Block, entry: Entry, title: str) -> Fix | None
     elif len(block.entries) > 1:
         comma = text.rfind(",", 0, start)
         if comma < block.span.start or text[comma + 1 : start].strip():
-            return None  # a comment between: leave the layout to its author
+            return None  # a comment in between: its author has to decide where it goes
         return Fix(title, (Edit(comma, end, ""),))
     line_start = text.rfind("\n", 0, start) + 1
     line_end = text.find("\n", end)
@@ -69,7 +69,7 @@ def _remove_lines(text: str, block: Block, start: int, end: int, title: str) -> 
 
 
 def add(config: Config, block: Block, key: str, value: object, title: str) -> Fix | None:
-    """Write a new key before the first one of a block, in the layout that one has."""
+    """Insert a key before the first one of a block, in the same layout."""
     if not block.entries:
         return None
     text = config.source.text
@@ -83,7 +83,7 @@ def add(config: Config, block: Block, key: str, value: object, title: str) -> Fi
         return Fix(title, (Edit(line, line, f"{indent}{key}: {literal(config, value)}\n"),))
     gap = before[before.rfind("\n") :] if "\n" in before else " "
     if gap.strip():
-        gap = "\n" + re.match(r"[ \t]*", gap[1:]).group()  # type: ignore[union-attr]  # it matches nothing at least
+        gap = "\n" + re.match(r"[ \t]*", gap[1:]).group()  # type: ignore[union-attr]  # the pattern also matches the empty string
     if block.call:
         written = f"{key}={literal(config, value)}"
     else:

@@ -1,9 +1,10 @@
-"""A script and the DeepSpeed configuration it runs with, checked together.
+"""The configurations of a script: those written in it, and the DeepSpeed configurations it runs with.
 
-Each half can be right and the pair wrong: a script that clips gradients itself while ZeRO has them in shards, a Trainer
-whose arguments contradict the file it names. `joint_configs` finds the configurations a script names (files, or
-dictionaries in it) and gives each once more, of kind "joint", with what the script does around DeepSpeed's engine. Scripts
-that use DeepSpeed only under some condition are left alone: which half of them runs is not in the text.
+A script and its configuration can each be right and the pair wrong: a script that clips gradients itself while ZeRO has
+partitioned them, a Trainer whose arguments contradict the file it names. `joint_configs` finds the configurations a
+script names (files, or dictionaries in it) and returns each again as a `JointConfig`, with what the script does around
+DeepSpeed's engine. Scripts that use DeepSpeed only under some condition get none: the text does not decide which branch
+runs.
 """
 
 from __future__ import annotations
@@ -11,20 +12,31 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.check.config.config import Config, Where, read_configs
+from halfstep.check.config.config import Config, place_of, read_configs
 from halfstep.check.config.literals import Literals
-from halfstep.check.files.source import Settings, Source
-from halfstep.check.finding import Finding
+from halfstep.check.config.python_reader import find_in_script
+from halfstep.check.files.source import Source
+from halfstep.check.finding import Finding, Place
 from halfstep.check.rule import ConfigRule
 from halfstep.check.script.names import Names, chain, key_of, read_names
+from halfstep.check.settings import Settings
 from halfstep.errors import SettingError
 from halfstep.precision.json_tree import MAX_BYTES
 from halfstep.precision.node import Block, Span
 
-__all__ = ["JointRule", "Use", "joint_configs", "named_files", "read_use", "uses_name"]
+__all__ = [
+    "JointConfig",
+    "JointRule",
+    "Use",
+    "configs_in_script",
+    "joint_configs",
+    "named_files",
+    "read_use",
+    "uses_name",
+]
 
 _HINT = re.compile(r"deepspeed", re.IGNORECASE)
 _CONFIG_FILE = re.compile(r"^[^\s{}$%*?<>|]+\.(?:json|jsonc|hjson|ya?ml)$")
@@ -41,11 +53,11 @@ class Use:
     nodes: tuple[ast.AST, ...]
     trainers: tuple[Config, ...]  # TrainingArguments and its relatives
     initialize: ast.Call | None  # deepspeed.initialize, where it is called once and always
-    engine: str = ""  # the variable that holds the engine
-    optimizer: str = ""  # and the one that holds its optimizer
+    engine: str = ""  # the variable the engine is assigned to
+    optimizer: str = ""  # the variable its optimizer is assigned to
 
     def calls(self, name: str, on: str = "") -> list[ast.Call]:
-        """The calls of a method, `on.name(...)`; of any object's where `on` is empty."""
+        """The calls of a method, `on.name(...)`; of any object if `on` is empty."""
         return [
             node
             for node in self.nodes
@@ -55,19 +67,24 @@ class Use:
             and (not on or key_of(node.func.value) == on)
         ]
 
-    def where(self, place: ast.AST | Span) -> Where:
-        """The place of a node of the script, as `Rule.finding` takes it."""
-        span = place if isinstance(place, Span) else self.literals.span(place)
-        whole = Config("deepspeed", Block(span, ()), self.source, Settings())
-        return whole.where(span)
+    def where(self, part: ast.AST | Span) -> Place:
+        """The place of a node of the script, for `Rule.finding`."""
+        return place_of(part if isinstance(part, Span) else self.literals.span(part), self.source)
+
+
+@dataclass(frozen=True, eq=False)
+class JointConfig(Config):
+    """A DeepSpeed configuration (of kind "joint") together with the script that runs with it."""
+
+    use: Use = field(kw_only=True)
 
 
 class JointRule(ConfigRule):
     """A rule over a script and one DeepSpeed configuration that it runs with."""
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """The findings in `config`, if it is the other half of a script."""
-        if config.kind == "joint" and isinstance(config.use, Use):
+        """The findings in `config`, if it comes with a script."""
+        if isinstance(config, JointConfig):
             yield from self.inspect(config.use, config)
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
@@ -75,41 +92,49 @@ class JointRule(ConfigRule):
         raise NotImplementedError
 
 
+def configs_in_script(tree: ast.Module, source: Source, settings: Settings) -> tuple[Config, ...]:
+    """The configurations written in a script, followed by the DeepSpeed configurations it runs with."""
+    written = find_in_script(tree, source, settings)
+    return (*written, *joint_configs(tree, source, settings, written))
+
+
 def joint_configs(
     tree: ast.Module, source: Source, settings: Settings, configs: tuple[Config, ...]
-) -> Iterator[Config]:
+) -> Iterator[JointConfig]:
     """The DeepSpeed configurations a script runs with, each with what the script does; `configs` are those written in it."""
     if not _HINT.search(source.text):
         return
     use = read_use(tree, source, configs)
     if use.initialize is None and not use.trainers:
         return
-    found = tuple(_partners(tree, source, settings, configs))
-    # A script that takes its configuration from the command line still has an engine to be used rightly.
-    unknown = Config("joint", Block(Span(0, 0), (), open=True), source, settings)
-    for config in found or (unknown,):
-        yield replace(config, kind="joint", use=use)
+    partners = tuple(_partners(tree, source, settings, configs))
+    # A script that takes its configuration from the command line can still misuse the engine.
+    unknown = Config("deepspeed", Block(Span(0, 0), (), open=True), source, settings)
+    for config in partners or (unknown,):
+        yield JointConfig(
+            "joint", config.root, config.source, settings, config.origin, config.strict, config.script, use=use
+        )
 
 
 def named_files(tree: ast.Module, source: Source) -> tuple[str, ...]:
-    """The configuration files a script names that exist, beside the script or in the working directory."""
-    found: dict[str, None] = {}
+    """The configuration files a script names that exist, next to the script or in the working directory."""
+    paths: dict[str, None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CONFIG_FILE.match(node.value):
             for folder in (Path(source.path).parent, Path()):
                 path = folder / node.value
                 if _is_file(path):
-                    found.setdefault(str(path))
+                    paths.setdefault(str(path))
                     break
-        if len(found) >= _MAX_FILES:
+        if len(paths) >= _MAX_FILES:
             break
-    return tuple(found)
+    return tuple(paths)
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name longer than the system allows, or a folder that may not be looked into
+    except OSError:  # a name longer than the system allows, or a folder without permission
         return False
 
 
@@ -130,7 +155,7 @@ def read_use(tree: ast.Module, source: Source, configs: tuple[Config, ...]) -> U
 
 
 def _partners(tree: ast.Module, source: Source, settings: Settings, configs: tuple[Config, ...]) -> Iterator[Config]:
-    """The DeepSpeed configurations a script runs with; none where it chooses among several files."""
+    """The DeepSpeed configurations a script runs with; no file if it chooses among several."""
     inline = [c for c in configs if c.kind == "deepspeed"]
     yield from inline if len(inline) == 1 else [c for c in inline if c.origin != "a dictionary"]
     files: list[Config] = []
@@ -139,13 +164,13 @@ def _partners(tree: ast.Module, source: Source, settings: Settings, configs: tup
             text = _read(Path(path))
             files += [c for c in read_configs(text, settings) if c.kind == "deepspeed"] if text else []
         except SettingError:
-            continue  # the file's own check says so
+            continue  # checking the file itself reports it
     if len(files) == 1:
         yield files[0]
 
 
 def _read(path: Path) -> Source | None:
-    """The text of a file that a script names, where it can be one."""
+    """The text of a file that a script names; None if it is too large or not UTF-8."""
     try:
         if path.stat().st_size > MAX_BYTES:
             return None
@@ -156,7 +181,7 @@ def _read(path: Path) -> Source | None:
 
 
 def _is_conditional(call: ast.Call, tree: ast.Module) -> bool:
-    """Whether a call stands under an `if` other than the one that asks for __main__."""
+    """Whether a call is inside an `if` other than the test for __main__."""
     todo: list[tuple[ast.AST, bool]] = [(tree, False)]
     while todo:
         node, under = todo.pop()
@@ -169,7 +194,7 @@ def _is_conditional(call: ast.Call, tree: ast.Module) -> bool:
 
 
 def uses_name(node: ast.AST, name: str) -> bool:
-    """Whether an expression is made from a variable: `engine.module.parameters()` from `engine`."""
+    """Whether an expression starts at a variable: `engine.module.parameters()` at `engine`."""
     while isinstance(node, ast.Attribute | ast.Call):
         if isinstance(node, ast.Attribute) and key_of(node) == name:
             return True

@@ -1,14 +1,15 @@
-"""Which tool a mapping configures, told by its keys.
+"""Which tool a mapping configures, detected by its keys.
 
-A wrong guess costs more than a missed file: findings about somebody's unrelated JSON are what makes people switch a
-checker off. So each tool has keys that nobody else uses, and a mapping without them is left alone. A DeepSpeed block
-is found inside other files as well, where its surroundings own the other keys.
+A wrong guess costs more than a missed file: findings about unrelated JSON make people disable a checker. So each tool
+has keys that no other tool uses, and a mapping without them is not checked. A DeepSpeed block is detected inside other
+files as well, where the other keys belong to the program around it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REJECTED
@@ -17,6 +18,7 @@ from halfstep.precision.node import Block, Node, Scalar, walk
 __all__ = [
     "DEEPSPEED_KEYS",
     "Kind",
+    "Match",
     "find_configs",
     "has_own_keys",
     "is_deepspeed",
@@ -35,7 +37,7 @@ _SURE = re.compile(
     re.MULTILINE,
 )
 
-# Keys of releases before 0.19.8 that were read then, beside the tables of halfstep.precision.deepspeed_keys.
+# Keys that only releases before 0.19.8 read, in addition to the tables of halfstep.precision.deepspeed_keys.
 _OLD_KEYS = (
     "allgather_size",
     "zero_hpz_partition_size",
@@ -46,13 +48,13 @@ _OLD_KEYS = (
 )
 DEEPSPEED_KEYS = frozenset({*READ, *NOT_READ, *REJECTED, *_OLD_KEYS})
 
-# Keys with which a mapping is DeepSpeed's whatever else it holds.
+# Keys that identify a DeepSpeed configuration whatever else it contains.
 _DEEPSPEED_ALONE = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
 _DEEPSPEED_WITH = frozenset({
     "train_batch_size", "gradient_clipping", "gradient_accumulation_steps", "steps_per_print", "wall_clock_breakdown",
     "optimizer", "scheduler", "communication_data_type", "prescale_gradients", "activation_checkpointing", "data_types",
 })  # fmt: skip
-# Keys of programs that keep DeepSpeed's keys among their own: GPT-NeoX, Megatron, training scripts with one file for all.
+# Keys of programs that mix DeepSpeed's keys with their own: GPT-NeoX, Megatron, training scripts with one file for everything.
 _FOREIGN = frozenset({
     "num_layers", "num-layers", "hidden_size", "hidden-size", "seq_length", "seq-length", "pipe_parallel_size",
     "pipe-parallel-size", "model_parallel_size", "vocab_file", "vocab-file", "model_name_or_path", "base_model",
@@ -76,18 +78,27 @@ _LIGHTNING = frozenset({
 })  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A mapping that configures a tool; `strict` if all its keys belong to that tool."""
+
+    kind: Kind
+    block: Block
+    strict: bool
+
+
 def may_be_config(text: str) -> bool:
-    """Whether a file is worth parsing: no word of precision in it, no configuration of ours."""
+    """Whether a file is worth parsing: it mentions precision."""
     return bool(_HINT.search(text))
 
 
 def is_surely_config(text: str) -> bool:
-    """Whether a file that cannot be parsed is plainly meant as a configuration, and no template of one."""
+    """Whether a file that cannot be parsed is clearly meant as a configuration, and is not a template of one."""
     return bool(_SURE.search(text)) and "{%" not in text and "{{" not in text
 
 
-def find_configs(root: Node) -> Iterator[tuple[Kind, Block, bool]]:
-    """Every configuration in a document, outer ones first, and whether all its keys are that tool's."""
+def find_configs(root: Node) -> Iterator[Match]:
+    """Every configuration in a document, outer ones first."""
     inside: set[int] = set()
     for node in walk(root):
         if not isinstance(node, Block) or id(node) in inside:
@@ -95,7 +106,7 @@ def find_configs(root: Node) -> Iterator[tuple[Kind, Block, bool]]:
         kind = kind_of(node)
         if kind is None:
             continue
-        yield kind, node, kind != "deepspeed" or has_own_keys(node)
+        yield Match(kind, node, kind != "deepspeed" or has_own_keys(node))
         if kind == "deepspeed":
             inside.update(id(inner) for inner in walk(node))
 
@@ -121,7 +132,7 @@ def kind_of(block: Block) -> Kind | None:
 def is_deepspeed(block: Block) -> bool:
     """Whether a mapping is a DeepSpeed configuration."""
     keys = set(block.keys())
-    if _tells_of_keys(block):
+    if _describes_keys(block):
         return False
     zero = block.entry("zero_optimization")
     if zero is not None and (isinstance(zero.value, Block) or _is_flag(zero.value)):
@@ -133,26 +144,26 @@ def is_deepspeed(block: Block) -> bool:
         return len(keys & DEEPSPEED_KEYS) * 2 >= len(keys)
     if keys <= DEEPSPEED_KEYS and "train_batch_size" in keys and len(keys & _DEEPSPEED_WITH) >= 3:
         return True
-    return bool(modes) and len(keys) == len(modes) and any(_is_telling(block, name) for name in modes)
+    return bool(modes) and len(keys) == len(modes) and any(_is_typical(block, name) for name in modes)
 
 
-def _tells_of_keys(block: Block) -> bool:
-    """Whether the values are sentences: a table about the keys (help texts, reasons), not a configuration."""
+def _describes_keys(block: Block) -> bool:
+    """Whether the values are sentences: a table that documents the keys (help texts, reasons), not a configuration."""
     values = [entry.value for entry in block.entries]
     texts = [v.value for v in values if isinstance(v, Scalar) and isinstance(v.value, str)]
     return len([text for text in texts if " " in text.strip()]) * 4 >= len(values) >= 3
 
 
 def _has_mode(block: Block, name: str) -> bool:
-    found = block.entry(name)
-    return found is not None and isinstance(found.value, Block) and found.value.entry("enabled") is not None
+    entry = block.entry(name)
+    return entry is not None and isinstance(entry.value, Block) and entry.value.entry("enabled") is not None
 
 
-def _is_telling(block: Block, name: str) -> bool:
-    """Whether a lone block such as fp16 has keys beside `enabled` that are DeepSpeed's."""
-    found = block.entry(name)
+def _is_typical(block: Block, name: str) -> bool:
+    """Whether a lone block such as fp16 has DeepSpeed's keys in addition to `enabled`."""
+    entry = block.entry(name)
     return (
-        found is not None and isinstance(found.value, Block) and len(set(found.value.keys()) & set(BLOCKS[name])) >= 2
+        entry is not None and isinstance(entry.value, Block) and len(set(entry.value.keys()) & set(BLOCKS[name])) >= 2
     )
 
 
@@ -161,8 +172,8 @@ def _is_flag(node: Node) -> bool:
 
 
 def has_own_keys(block: Block) -> bool:
-    """Whether a DeepSpeed mapping is DeepSpeed's alone, and not a larger program's with its keys among others."""
+    """Whether a mapping contains only DeepSpeed's keys, not mixed with those of a larger program."""
     keys = set(block.keys())
     if any("." in key for key in keys):
-        return False  # paths of keys, for a program that merges them in
+        return False  # dotted paths of keys, which some program merges into a configuration
     return not keys & _FOREIGN and len(keys - DEEPSPEED_KEYS) <= max(1, len(keys) // 3)

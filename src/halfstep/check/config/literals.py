@@ -1,4 +1,4 @@
-"""What the literals of a script say, with their places: the last step from Python to a configuration tree."""
+"""Python literals as configuration trees with positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Path = tuple[str, ...]
 
 
 class Literals:
-    """Reads expressions of one script; names that are bound once to a constant stand for it."""
+    """Reads expressions of one script; a name bound once to a constant is that constant."""
 
     def __init__(self, nodes: list[ast.AST], text: str, names: Names) -> None:
         self.names = names
@@ -36,7 +36,7 @@ class Literals:
         self.constants = {name: value for name, value in self.constants.items() if bound.get(name) == 1}
 
     def _note(self, node: ast.AST) -> None:
-        """Keep what a statement says of a variable."""
+        """Record the bindings and changes that a statement makes."""
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
@@ -63,17 +63,17 @@ class Literals:
             self.changes.setdefault(name, []).append(None if path is None else tuple(map(str, path)))
 
     def _change_many(self, name: str, path: Path, call: ast.Call) -> None:
-        given = call.args[0] if call.args else None
+        update = call.args[0] if call.args else None
         keys: list[str | None] = [keyword.arg for keyword in call.keywords]
-        if isinstance(given, ast.Dict):
-            keys += [str(k.value) if isinstance(k, ast.Constant) else None for k in given.keys]
-        elif given is not None:
+        if isinstance(update, ast.Dict):
+            keys += [str(k.value) if isinstance(k, ast.Constant) else None for k in update.keys]
+        elif update is not None:
             keys.append(None)
         for key in keys:
             self._change(name, None if key is None else (*path, key))
 
     def name_of(self, node: ast.AST) -> str:
-        """The variable an expression is bound to, or nothing."""
+        """The variable an expression is bound to, or ""."""
         return self.variables.get(id(node), "")
 
     def is_block(self, node: ast.AST) -> bool:
@@ -96,7 +96,7 @@ class Literals:
         return self.starts[min(line, len(self.starts)) - 1] + column
 
     def node(self, node: ast.AST, depth: int = 0) -> Node:
-        """The tree of an expression; whatever is no literal is unknown."""
+        """The tree of an expression; anything but a literal is unknown."""
         span = self.span(node)
         if depth > _MAX_DEPTH:
             return Scalar(span, UNKNOWN)
@@ -119,7 +119,7 @@ class Literals:
         return Block(span, tuple(entries), open=is_open)
 
     def call(self, call: ast.Call, depth: int = 0) -> Block:
-        """The keyword arguments of a call as a block; open where `**` brings more."""
+        """The keyword arguments of a call as a block; open if `**` adds more."""
         entries = []
         for keyword in call.keywords:
             if keyword.arg is not None:
@@ -147,7 +147,7 @@ class Literals:
 
 
 def _subscript(target: ast.expr) -> tuple[str, Path | None]:
-    """The variable and the keys of `config["fp16"]["enabled"]`; None for keys that are not strings written out."""
+    """The variable and the keys of `config["fp16"]["enabled"]`; None for keys that are not string literals."""
     path: list[str] = []
     known = True
     while isinstance(target, ast.Subscript):
@@ -161,7 +161,7 @@ def _subscript(target: ast.expr) -> tuple[str, Path | None]:
 
 
 def _binds(node: ast.AST) -> Iterator[str]:
-    """The names that a node binds in any way; one that is bound twice has no single value."""
+    """The names that a node binds in any way; a name bound twice has no single value."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
         yield node.id
     elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):

@@ -1,8 +1,8 @@
-"""Configurations that a Python script writes down: dictionaries for DeepSpeed, and the calls of other tools.
+"""Configurations written in a Python script: dictionaries for DeepSpeed, and the calls of other tools.
 
-Only what is written is read. A literal is a value, a name bound once to a literal is that literal, and everything else
-is `UNKNOWN`. A dictionary that the script changes later (`ds_config["fp16"]["enabled"] = args.fp16`) is unknown in those
-places, and left alone when the change cannot be followed.
+Only literals are read. A name bound once to a literal is that literal, and everything else is `UNKNOWN`. A dictionary
+that the script changes later (`ds_config["fp16"]["enabled"] = args.fp16`) is unknown at those keys, and is not checked
+when the change cannot be followed.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed
 from halfstep.check.config.literals import Literals
+from halfstep.check.files.source import Source
 from halfstep.check.script.names import Names, chain, read_names
+from halfstep.check.settings import Settings
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar
 
-__all__ = ["Found", "find_in_script"]
+__all__ = ["find_in_script"]
 
-# Without one of these words a script writes no configuration down, and is not looked at.
+# A script without any of these words contains no configuration and is not searched.
 _HINT = (
     "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
@@ -33,7 +36,7 @@ _TRAINER_ARGUMENTS = frozenset({
     "BCOConfig", "PRMConfig", "AdapterTrainingArguments", "GaudiTrainingArguments",
 })  # fmt: skip
 _LIGHTNING_PACKAGES = frozenset({"pytorch_lightning", "lightning", "lightning_fabric", "lightning_lite"})
-# call -> the argument that takes a DeepSpeed configuration
+# call -> its arguments that accept a DeepSpeed configuration
 _TAKES_DEEPSPEED = {
     "deepspeed.initialize": ("config", "config_params"),
     "TrainingArguments": ("deepspeed",),
@@ -42,35 +45,28 @@ _TAKES_DEEPSPEED = {
     "HfDeepSpeedConfig": ("config_file_or_dict",),
     "HfTrainerDeepSpeedConfig": ("config_file_or_dict",),
 }
-# Words that make a model's 16-bit weights something else than what the optimizer trains.
+# Words that mean a model's 16-bit weights are not the weights the optimizer trains.
 _NOT_PLAIN = re.compile(
     r"peft|lora|load_in_[48]bit|quantization_config|BitsAndBytes|deepspeed|requires_grad", re.IGNORECASE
 )
 
 
-@dataclass(frozen=True)
-class Found:
-    """One configuration of a script, before it is a `Config`."""
-
-    kind: Kind
-    root: Block
-    origin: str
-    strict: bool
-    script: frozenset[str]
-
-
-def find_in_script(tree: ast.Module, text: str, *, hardware: bool = False) -> tuple[Found, ...]:
-    """Every configuration in a script; with `hardware`, also the formats it asks torch for."""
+def find_in_script(tree: ast.Module, source: Source, settings: Settings) -> tuple[Config, ...]:
+    """Every configuration written in a script; for a known GPU, also the formats it requests from torch."""
+    text = source.text
     hinted = any(word in text for word in _HINT) or ("halfstep" in text and "Engine(" in text)
-    if not hinted and not (hardware and _HARDWARE_HINT.search(text)):
+    if not hinted and not (settings.gpu is not None and _HARDWARE_HINT.search(text)):
         return ()
-    return tuple(_Finder(tree, text).found(hardware=hardware))
+    return tuple(_Finder(tree, source, settings).configs())
 
 
 class _Finder:
     """One script's calls, dictionaries and the changes made to them, collected in one walk."""
 
-    def __init__(self, tree: ast.Module, text: str) -> None:
+    def __init__(self, tree: ast.Module, source: Source, settings: Settings) -> None:
+        text = source.text
+        self.source = source
+        self.settings = settings
         self.nodes = list(ast.walk(tree))
         self.names = read_names((n, False) for n in self.nodes if isinstance(n, ast.Import | ast.ImportFrom))
         self.literals = Literals(self.nodes, text, self.names)
@@ -82,7 +78,7 @@ class _Finder:
         self.script = frozenset(self._facts(text))
 
     def _facts(self, text: str) -> Iterator[str]:
-        """What rules about one configuration may have to know of the rest of the script."""
+        """What rules about one configuration may need to know about the rest of the script."""
         yield from (full.split(".")[0] for full in self.names.table.values())
         for call in self.calls:
             if isinstance(call.func, ast.Attribute) and call.func.attr in {"fit", "backward"}:
@@ -92,7 +88,7 @@ class _Finder:
             yield f"{loaded} weights"
 
     def _facts_around(self, call: ast.Call) -> frozenset[str]:
-        """The script's facts, without the training of other functions where each, as a test does, makes its own trainer."""
+        """The script's facts; where several functions each create a trainer, as tests do, only this one's training."""
         trains = {".fit()", ".backward()"} & self.script
         made = [c for c in self.calls if self.names.full(c.func) == self.names.full(call.func)]
         if not trains or len(made) == 1:
@@ -103,32 +99,37 @@ class _Finder:
                 return (self.script - trains) | (trains & inside)
         return self.script
 
-    def found(self, *, hardware: bool) -> Iterator[Found]:
-        uses, taken = self._uses_of_dictionaries()
+    def _config(self, kind: Kind, root: Block, origin: str, *, strict: bool = True) -> Config:
+        return Config(kind, root, self.source, self.settings, origin, strict, self.script)
+
+    def configs(self) -> Iterator[Config]:
+        """The configurations: dictionaries first, then calls, then TF32 switches."""
+        by_variable, by_node = self._uses_of_dictionaries()
+        hardware = self.settings.gpu is not None
         nested: set[int] = set()
         for node in self.nodes:
             if id(node) in nested or not self.literals.is_block(node):
                 continue
             root = self.literals.node(node)
             name = self.literals.name_of(node)
-            origin = uses.get(name, "") or taken.get(id(node), "")
+            origin = by_variable.get(name, "") or by_node.get(id(node), "")
             if isinstance(root, Block) and (is_deepspeed(root) or (origin and root.entries)):
                 nested.update(id(inner) for inner in ast.walk(node))
                 changed = self._changed(root, name)
                 if changed is not None:
-                    # What nobody is seen to hand to DeepSpeed may pass through a program that takes its own keys out.
+                    # A dictionary not visibly passed to DeepSpeed may go through a program that removes its own keys.
                     named = bool(origin) or re.search(r"ds|deepspeed", name, re.IGNORECASE) is not None
                     strict = named and has_own_keys(changed)
-                    yield Found("deepspeed", changed, origin or "a dictionary", strict, self.script)
+                    yield self._config("deepspeed", changed, origin or "a dictionary", strict=strict)
         for call in self.calls:
             yield from self._call(call)
             if hardware:
-                yield from self._asks_torch(call)
+                yield from self._torch_request(call)
         if hardware:
             yield from self._tf32_switches()
 
     def _uses_of_dictionaries(self) -> tuple[dict[str, str], dict[int, str]]:
-        """Which variables and which dictionaries are handed to DeepSpeed, and by what."""
+        """Which variables (by name) and dictionaries (by id) are passed to DeepSpeed, and the call that does it."""
         variables: dict[str, str] = {}
         direct: dict[int, str] = {}
         for call in self.calls:
@@ -143,13 +144,13 @@ class _Finder:
         return variables, direct
 
     def _changed(self, root: Block, name: str) -> Block | None:
-        """The dictionary with every later change to its variable made unknown; None when one cannot be followed."""
+        """The dictionary with every later change to its variable made unknown; None if a change cannot be followed."""
         if not name:
             return root
         for path in self.literals.changes.get(name, ()):
             if path is None:
                 return None
-            root = _forget(root, path)
+            root = _with_unknown(root, path)
         return root
 
     def _is_trainer_class(self, node: ast.AST) -> bool:
@@ -159,7 +160,7 @@ class _Finder:
             return True
         return isinstance(node, ast.Name) and node.id in self.subclasses
 
-    def _call(self, call: ast.Call) -> Iterator[Found]:
+    def _call(self, call: ast.Call) -> Iterator[Config]:
         full = self.names.full(call.func)
         last = full.rpartition(".")[2]
         if self._is_trainer_class(call.func):
@@ -173,53 +174,53 @@ class _Finder:
         elif full.startswith("halfstep.") and full.endswith("Policy.parse") and call.args:
             yield self._positional("halfstep", call, "Policy.parse", precision=call.args[0])
 
-    def _keywords(self, kind: Kind, call: ast.Call, origin: str) -> Found:
+    def _keywords(self, kind: Kind, call: ast.Call, origin: str) -> Config:
         root = self.literals.call(call)
-        # Positional arguments of these calls come first and are none that rules read, except one: Accelerator's are.
+        # Rules read no positional arguments of these calls, except Accelerator's.
         positional = bool(call.args) and kind == "accelerate"
-        return Found(kind, replace(root, open=root.open or positional), origin, strict=True, script=self.script)
+        return self._config(kind, replace(root, open=root.open or positional), origin)
 
-    def _positional(self, kind: Kind, call: ast.Call, origin: str, **arguments: ast.expr | None) -> Found:
+    def _positional(self, kind: Kind, call: ast.Call, origin: str, **arguments: ast.expr | None) -> Config:
         span = self.literals.span(call)
         entries = tuple(
             Entry(key, span, self.literals.node(value)) for key, value in arguments.items() if value is not None
         )
-        return Found(kind, Block(span, entries, call=True), origin, strict=True, script=self.script)
+        return self._config(kind, Block(span, entries, call=True), origin)
 
-    def _asks_torch(self, call: ast.Call) -> Iterator[Found]:
-        """Calls that ask torch for a format: autocast, weights loaded or cast, TF32, an attention kernel."""
+    def _torch_request(self, call: ast.Call) -> Iterator[Config]:
+        """Calls that request a format from torch: autocast, weights loaded or cast, TF32, an attention kernel."""
         full = self.names.full(call.func)
-        given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if full in {"torch.amp.autocast", "torch.cuda.amp.autocast"}:
             second = call.args[1] if len(call.args) > 1 else None
-            device = given.get("device_type", call.args[0] if call.args else None)
+            device = keywords.get("device_type", call.args[0] if call.args else None)
             on_cuda = full == "torch.cuda.amp.autocast" or (isinstance(device, ast.Constant) and device.value == "cuda")
-            dtype = given.get("dtype", second)
-            if on_cuda and not _is_false(given.get("enabled")):
+            dtype = keywords.get("dtype", second)
+            if on_cuda and not _is_false(keywords.get("enabled")):
                 yield self._positional("torch", call, "autocast", dtype=dtype or ast.Constant("torch.float16"))
         elif method == "from_pretrained":
             yield self._positional(
                 "torch",
                 call,
                 "from_pretrained",
-                dtype=given.get("torch_dtype", given.get("dtype")),
-                attention=given.get("attn_implementation"),
-                flash=given.get("use_flash_attention_2"),
+                dtype=keywords.get("torch_dtype", keywords.get("dtype")),
+                attention=keywords.get("attn_implementation"),
+                flash=keywords.get("use_flash_attention_2"),
             )
         elif full == "torch.set_float32_matmul_precision" and call.args:
             yield self._positional("torch", call, "set_float32_matmul_precision", matmul=call.args[0])
         elif method == "bfloat16" and not call.args:
             yield self._positional("torch", call, "bfloat16", dtype=ast.Constant("torch.bfloat16"))
 
-    def _tf32_switches(self) -> Iterator[Found]:
+    def _tf32_switches(self) -> Iterator[Config]:
         for node in self.nodes:
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
                 full = self.names.full(node.targets[0])
                 if full in {"torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32"}:
                     span = self.literals.span(node)
                     entries = (Entry("tf32", span, self.literals.node(node.value)),)
-                    yield Found("torch", Block(span, entries, call=True), full, strict=True, script=self.script)
+                    yield self._config("torch", Block(span, entries, call=True), full)
 
 
 def _is_false(node: ast.expr | None) -> bool:
@@ -227,26 +228,26 @@ def _is_false(node: ast.expr | None) -> bool:
 
 
 def _loaded_dtype(calls: list[ast.Call], names: Names) -> str:
-    """The 16-bit format of the one model that a script loads; nothing where there are several or it is another."""
+    """The 16-bit format of the one model that a script loads; "" if there are several models or another format."""
     loads = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "from_pretrained"]
     models = [c for c in loads if re.search(r"Model|For[A-Z]", ".".join(chain(c.func)))]
     if len(models) != 1:
         return ""
-    given = {keyword.arg: keyword.value for keyword in models[0].keywords}
-    dtype = given.get("torch_dtype", given.get("dtype"))
+    keywords = {keyword.arg: keyword.value for keyword in models[0].keywords}
+    dtype = keywords.get("torch_dtype", keywords.get("dtype"))
     word = dtype.value if isinstance(dtype, ast.Constant) else names.full(dtype) if dtype is not None else ""
     name = canonical_name(word)
     return name if name in FORMATS_16_BIT and name != word else ""  # a variable called `bf16` decides nothing
 
 
-def _forget(block: Block, path: tuple[str, ...]) -> Block:
-    """The block with the value at a path unknown, or open where there is none."""
+def _with_unknown(block: Block, path: tuple[str, ...]) -> Block:
+    """The block with the value at a path unknown, or the block open if the key is absent."""
     key, rest = path[0], path[1:]
-    found = block.entry(key)
-    if found is None:
+    entry = block.entry(key)
+    if entry is None:
         return replace(block, open=True)
-    node: Node = Scalar(found.value.span, UNKNOWN)
-    if rest and isinstance(found.value, Block):
-        node = _forget(found.value, rest)
-    entries = tuple(Entry(e.key, e.key_span, node) if e is found else e for e in block.entries)
+    node: Node = Scalar(entry.value.span, UNKNOWN)
+    if rest and isinstance(entry.value, Block):
+        node = _with_unknown(entry.value, rest)
+    entries = tuple(Entry(e.key, e.key_span, node) if e is entry else e for e in block.entries)
     return replace(block, entries=entries)

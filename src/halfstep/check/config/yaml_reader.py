@@ -1,8 +1,8 @@
-"""YAML read into a tree with places, from the parser's events alone.
+"""YAML parsed into a tree with positions, from the parser's events alone.
 
-Nothing is constructed: events carry the text of a scalar and its marks, and only booleans, numbers and null are
+No objects are constructed: events carry the text of a scalar and its marks, and only booleans, numbers and null are
 resolved, by YAML 1.1 as PyYAML does it (`no` is false, `1e-5` is a string). An alias shares the node it names, so a
-document of aliases to aliases stays as small as it is written. Nothing here recurses, so depth costs nothing but a limit.
+document of aliases to aliases does not grow. Nothing here recurses, so nesting needs only a limit.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, 
 __all__ = ["parse_yaml"]
 
 _MAX_DEPTH = 100
-_MAX_NODES = 50_000  # also what merges may copy in all
+_MAX_NODES = 50_000  # including the entries copied by merges
 
 
 def parse_yaml(text: str, name: str) -> tuple[Node, ...]:
-    """The trees of a YAML text, one per document; a `SettingError` with line and column where it cannot be read."""
-    import yaml  # only when a YAML file is read: the import takes 20 ms
+    """The trees of a YAML text, one per document; `SettingError` with line and column if it cannot be parsed."""
+    import yaml  # only for YAML files: the import takes 20 ms
 
     builder = _Builder(text, name, yaml)
     try:
-        # libyaml's parser where PyYAML was built with it: 30 times as fast, and the same events.
+        # libyaml's parser if PyYAML was built with it: 30 times faster, with the same events.
         for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             builder.take(event)
     except SettingError:
@@ -33,10 +33,10 @@ def parse_yaml(text: str, name: str) -> tuple[Node, ...]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        what = error.problem or error.context or "cannot be read"
-        raise SettingError(f"{name}{place}: {what}; correct the YAML there.") from None
+        problem = error.problem or error.context or "cannot be parsed"
+        raise SettingError(f"{name}{place}: {problem}; correct the YAML there.") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise SettingError(f"{name}: not YAML that can be read: {str(error).splitlines()[0]}.") from None
+        raise SettingError(f"{name}: invalid YAML: {str(error).splitlines()[0]}.") from None
     return tuple(builder.documents)
 
 
@@ -72,7 +72,7 @@ class _Builder:
             self.anchors = {}
         elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
             if len(self.stack) >= _MAX_DEPTH:
-                self.fail(event, f"nested more than {_MAX_DEPTH} deep; a configuration needs four levels")
+                self.fail(event, f"nested more than {_MAX_DEPTH} levels deep; a configuration needs four")
             self.stack.append(_Open(event, block=isinstance(event, yaml.MappingStartEvent)))
         elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
             self.close(event)
@@ -82,8 +82,8 @@ class _Builder:
             span = Span(event.start_mark.index, event.end_mark.index)
             named = self.anchors.get(event.anchor)
             if named is None and all(event.anchor != open_.anchor for open_ in self.stack):
-                self.fail(event, f"the alias *{event.anchor} names nothing; write its anchor &{event.anchor} before it")
-            # A copy at the alias's own place; what is inside is shared, so copies cost nothing.
+                self.fail(event, f"undefined alias *{event.anchor}; define its anchor &{event.anchor} before it")
+            # A copy at the alias's position; its content is shared, so copies cost nothing.
             self.add(replace(named, span=span) if named else Scalar(span, UNKNOWN), None, event)
 
     def scalar(self, event: Any) -> Scalar:
@@ -108,13 +108,13 @@ class _Builder:
             if tag == "float":
                 return self.constructor.construct_yaml_float(node)
         except (ValueError, IndexError, OverflowError):
-            self.fail(event, "a number that cannot be read")
+            self.fail(event, "invalid number")
         return None if tag == "null" else event.value
 
     def close(self, event: Any) -> None:
         done = self.stack.pop()
         last = done.nodes[-1].span.end if done.nodes else 0
-        # A block collection "ends" where the next token starts, lines below; its text ends with its last node.
+        # A block collection's end mark is at the next token, lines below; its text ends with its last node.
         end = max(last, done.start)
         if event.end_mark.index > event.start_mark.index:  # a closing bracket
             end = event.end_mark.index
@@ -138,7 +138,7 @@ class _Builder:
                 entries.append(Entry(str(key.value), key.span, value))
         self.num_nodes += len(merged)
         own = {entry.key for entry in entries}
-        # What a key of the block itself replaces is no duplicate.
+        # A merged key that the block itself replaces is not a duplicate.
         inherited = {entry.key: entry for entry in reversed(merged) if entry.key not in own}
         return Block(span, (*inherited.values(), *entries), open=is_open)
 
@@ -153,6 +153,6 @@ class _Builder:
         else:
             self.documents.append(node)
 
-    def fail(self, event: Any, what: str) -> None:
+    def fail(self, event: Any, problem: str) -> None:
         mark = event.start_mark
-        raise SettingError(f"{self.name}, line {mark.line + 1}, column {mark.column + 1}: {what}.")
+        raise SettingError(f"{self.name}, line {mark.line + 1}, column {mark.column + 1}: {problem}.")

@@ -1,1 +1,1 @@
-"""Files under check: reading, notebooks, suppression comments, which files a path means."""
+"""Files: bytes to text and back, notebooks, and the findings about files that cannot be checked."""

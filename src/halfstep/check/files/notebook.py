@@ -2,11 +2,11 @@
 
 A notebook is JSON in which each cell's source is a list of lines or one string. Rules see the code cells joined into one
 Python text. IPython's own syntax (`%magic`, `!shell`, `name?`) is not Python, so in a cell that does not parse such lines
-are replaced, character for character, by a statement that does nothing; a cell that is written in another language
-(`%%bash`) or still does not parse is blanked and the others are read without it.
+are replaced, character for character, by a statement that does nothing; a cell in another language (`%%bash`), or one
+that still does not parse, is blanked and the others are checked without it.
 
-For a fix, the place of every source line in the JSON is known, and only the lines that change are written anew:
-output, metadata, spacing and key order stay as they are, byte for byte.
+For a fix, the position of every source line in the JSON is known, and only the lines that change are rewritten: outputs,
+metadata, spacing and key order stay the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from halfstep.check.files.problems import SyntaxFault, TooDeep
 from halfstep.check.files.source import Cell
-from halfstep.check.finding import Edit, Finding
-from halfstep.check.rules.files import SyntaxFault, TooDeep
+from halfstep.check.finding import Edit, Finding, Place
 
 __all__ = ["Fault", "Notebook", "read_notebook"]
 
-# Cell magics after which the cell is still this notebook's Python.
+# Cell magics after which the cell is still Python of this notebook.
 _PYTHON_MAGICS = frozenset({"time", "timeit", "capture", "prun", "python", "python3", "pypy", "skip", "debug"})
-# Words IPython takes as magics without the percent sign.
+# Words that IPython accepts as magics without the percent sign.
 _AUTOMAGIC = r"(?:pip3?|conda|mamba|cd|ls|mkdir|rm|cp|mv|cat|pwd)\s+[^=(.\s]"
 _MAGIC = re.compile(rf"[ \t]*(?:%\w|!|\?|{_AUTOMAGIC}|[\w.]+\s*=\s*(?:!|%\w)|[\w.]+\?\??[ \t]*$)")
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}:,]')
@@ -35,7 +35,7 @@ _UNPRINTABLE = re.compile("[\ud800-\udfff\r]")
 
 @dataclass(frozen=True)
 class Fault:
-    """A cell that could not be read."""
+    """A cell that could not be parsed."""
 
     cell: int
     line: int
@@ -45,12 +45,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class CellText:
-    """One code cell: its text as written and as rules see it, and where its pieces stand in the JSON."""
+    """One code cell: its text as written and as rules see it, and the position of its pieces in the JSON."""
 
     start: int  # of the cell in the joined text, in characters
     text: str
     shown: str
-    pieces: tuple[tuple[int, int], ...]  # of the string literals, quotes included
+    pieces: tuple[tuple[int, int], ...]  # start and end of each string literal, quotes included
     in_list: bool
 
 
@@ -64,26 +64,26 @@ class Notebook:
     parts: tuple[CellText, ...]
 
     def edit(self, raw: str, edits: Sequence[Edit]) -> str | None:
-        """The notebook's JSON after edits of its joined text; None where one is not inside one cell's own code."""
-        mine: dict[int, list[Edit]] = {}
+        """The notebook's JSON after edits of its joined text; None if one is not within the code of one cell."""
+        edits_by_cell: dict[int, list[Edit]] = {}
         for edit in edits:
             placed = self._place(edit)
             if placed is None:
                 return None
-            mine.setdefault(placed[0], []).append(placed[1])
-        for index in sorted(mine, reverse=True):  # from the end, so that earlier places stay true
-            raw = _rewrite(raw, self.parts[index], mine[index])
+            edits_by_cell.setdefault(placed[0], []).append(placed[1])
+        for index in sorted(edits_by_cell, reverse=True):  # from the end, so that earlier positions stay valid
+            raw = _rewrite(raw, self.parts[index], edits_by_cell[index])
         return raw
 
     def _place(self, edit: Edit) -> tuple[int, Edit] | None:
-        """The cell an edit belongs to, and the edit in that cell's own characters."""
+        """The index of the cell an edit belongs to, and the edit in characters of that cell."""
         index = max((i for i, part in enumerate(self.parts) if part.start <= edit.start), default=-1)
         if index < 0:
             return None
         part = self.parts[index]
         start, end = edit.start - part.start, edit.end - part.start
         if index and start == end == 0 and edit.text[:1] in {" ", "\t"}:
-            # An indented line after the last line of the cell before: it belongs to that cell.
+            # An indented line after the last line of the previous cell belongs to that cell.
             before = self.parts[index - 1].text
             lines = edit.text.removesuffix("\n")
             return index - 1, Edit(len(before), len(before), lines if before.endswith("\n") else "\n" + lines)
@@ -93,27 +93,27 @@ class Notebook:
 
 
 def read_notebook(path: str, raw: str) -> Notebook | Finding:
-    """The notebook in `raw`, or the finding that says why it cannot be read."""
+    """The notebook in `raw`, or the finding about why it cannot be read."""
     try:
-        found: Any = json.loads(raw)
+        content: Any = json.loads(raw)
     except json.JSONDecodeError as error:
-        where = (path, error.lineno, error.colno, None, None, None)
+        where = Place(path, error.lineno, error.colno)
         return SyntaxFault.finding(where, f"The notebook is not valid JSON: {error.msg}.")
     except (RecursionError, ValueError) as error:
-        message = f"The notebook's JSON cannot be read ({type(error).__name__}): it is nested too deeply or holds a huge number."
-        return TooDeep.finding((path, 1, 1, None, None, None), message)
-    if not isinstance(found, dict) or not isinstance(found.get("cells"), list):
+        message = f"The notebook's JSON cannot be parsed ({type(error).__name__}): it is nested too deeply or contains a huge number."
+        return TooDeep.finding(Place(path), message)
+    if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
         message = "The file has no list of cells, so it is not a notebook of format 4."
         advice = "Convert older notebooks with `jupyter nbconvert --to notebook`."
-        return SyntaxFault.finding((path, 1, 1, None, None, None), message, instead=advice)
-    if not _is_python(found):
+        return SyntaxFault.finding(Place(path), message, instead=advice)
+    if not _is_python(content):
         return Notebook("", (), (), ())
     places = dict(_source_places(raw))
     cells: list[Cell] = []
     parts: list[CellText] = []
     faults: list[Fault] = []
     start, line = 0, 1
-    for index, cell in enumerate(found["cells"]):
+    for index, cell in enumerate(content["cells"]):
         if not isinstance(cell, dict) or cell.get("cell_type") != "code":
             continue
         source = cell.get("source", "")
@@ -146,7 +146,7 @@ def _is_python(notebook: dict[str, Any]) -> bool:
 
 
 def _python_of(text: str, number: int) -> tuple[str, Fault | None]:
-    """The cell with what is not Python replaced, every character in its place."""
+    """The cell with everything that is not Python replaced, keeping all positions, and the fault if there is one."""
     shown = _UNPRINTABLE.sub(" ", text)
     if _parses(shown) is None:
         return shown, None
@@ -159,7 +159,7 @@ def _python_of(text: str, number: int) -> tuple[str, Fault | None]:
         return replaced, None
     detail = error.msg if isinstance(error, SyntaxError) else type(error).__name__
     line, column = (error.lineno or 1, error.offset or 1) if isinstance(error, SyntaxError) else (1, 1)
-    message = f"Cell {number} is not valid Python ({detail}); it was left out."
+    message = f"Cell {number} is not valid Python ({detail}); it was not checked."
     return _blank(shown), Fault(number, max(line, 1), max(column, 1), message)
 
 
@@ -191,24 +191,24 @@ def _without_magics(text: str) -> str:
 
 
 def _source_places(raw: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """For each cell, by its number from 0: where the string literals of its source stand. The JSON is known to be valid."""
-    stack: list[str | int] = []  # the key or index of the value being read, one for each container around it
+    """For each cell index: start and end of the string literals of its source. The JSON is known to be valid."""
+    stack: list[str | int] = []  # the key or index of the current value, one for each container around it
     want_key = False
     key = ""
-    found: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     for match in _TOKEN.finditer(raw):
         mark = match.group()
         if mark in "{[":
             stack.append("" if mark == "{" else 0)
             want_key = mark == "{"
             if stack[:1] == ["cells"] and len(stack) == 3:
-                found = []
+                pieces = []
         elif mark in "}]":
             stack.pop()
             want_key = False
             if stack[:1] == ["cells"] and len(stack) == 2 and isinstance(stack[1], int):
-                yield stack[1], found
-                found = []
+                yield stack[1], pieces
+                pieces = []
         elif mark == ",":
             if isinstance(stack[-1], int):
                 stack[-1] += 1
@@ -222,9 +222,9 @@ def _source_places(raw: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:
             stack[-1] = key
             want_key = False
             if stack[:1] == ["cells"] and len(stack) == 3 and key == "source":
-                found = []  # a key given twice: the last one counts, as it does for json
+                pieces = []  # a duplicate key: the last one counts, as it does for json
         elif stack[:1] == ["cells"] and stack[2:3] == ["source"] and len(stack) <= 4:
-            found.append(match.span())
+            pieces.append(match.span())
 
 
 def _rewrite(raw: str, part: CellText, edits: list[Edit]) -> str:
@@ -244,26 +244,26 @@ def _rewrite(raw: str, part: CellText, edits: list[Edit]) -> str:
     last = 0
     while last < min(len(old), len(new)) - first and old[-1 - last] == new[-1 - last]:
         last += 1
-    fresh = [json.dumps(line, ensure_ascii=ascii_only) for line in new[first : len(new) - last]]
-    gone = part.pieces[first : len(old) - last]
-    if gone:
-        start, end = gone[0][0], gone[-1][1]
-        if not fresh:  # lines are only taken away: one separator goes with them
+    added = [json.dumps(line, ensure_ascii=ascii_only) for line in new[first : len(new) - last]]
+    removed = part.pieces[first : len(old) - last]
+    if removed:
+        start, end = removed[0][0], removed[-1][1]
+        if not added:  # lines are only removed: remove one separator with them
             if last:
                 end = part.pieces[len(old) - last][0]
             elif first:
                 start = part.pieces[first - 1][1]
-        return raw[:start] + _separator(raw, part.pieces).join(fresh) + raw[end:]
+        return raw[:start] + _separator(raw, part.pieces).join(added) + raw[end:]
     separator = _separator(raw, part.pieces)
     if first:
         place = part.pieces[first - 1][1]
-        return raw[:place] + "".join(separator + line for line in fresh) + raw[place:]
+        return raw[:place] + "".join(separator + line for line in added) + raw[place:]
     place = part.pieces[0][0]
-    return raw[:place] + "".join(line + separator for line in fresh) + raw[place:]
+    return raw[:place] + "".join(line + separator for line in added) + raw[place:]
 
 
 def _separator(raw: str, pieces: tuple[tuple[int, int], ...]) -> str:
-    """What stands between two lines of the cell's source."""
+    """The text between two lines of the cell's source."""
     if len(pieces) > 1:
         return raw[pieces[0][1] : pieces[1][0]]
     line_start = raw.rfind("\n", 0, pieces[0][0]) + 1

@@ -1,1 +1,1 @@
-"""Facts from Python scripts: names, values, events in order, traces."""
+"""Facts about Python scripts: names, values, events in order, traces."""

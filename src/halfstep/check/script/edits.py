@@ -1,7 +1,7 @@
-"""Text edits from places in the syntax tree.
+"""Text edits from positions in the syntax tree.
 
-`ast` gives columns in UTF-8 bytes, editors and `Edit` count characters, and a line with an accent before the place
-makes the two differ. `Lines` converts, and makes the few edits that fixes are built from.
+`ast` counts columns in UTF-8 bytes, editors and `Edit` count characters; they differ after a non-ASCII character. `Lines`
+converts, and builds the edits that fixes consist of.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BREAK = re.compile(r"\r\n|\r|\n")
 
 
 class Lines:
-    """A text by its lines, for turning places into offsets."""
+    """A text by its lines, to convert positions into offsets."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -49,29 +49,29 @@ class Lines:
         return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
 
     def source(self, node: ast.expr | ast.stmt | ast.keyword) -> str:
-        """A node's own text."""
+        """The text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
 
     def replace(self, node: ast.expr | ast.stmt | ast.alias, text: str) -> Edit:
-        """Replace a node by a text."""
+        """Replace a node with a text."""
         start, end = self.span(node)
         return Edit(start, end, text)
 
     def alone(self, node: ast.stmt) -> bool:
-        """Whether a statement has its lines to itself: nothing before it but spaces, nothing after it but a comment."""
+        """Whether a statement is alone on its lines: only spaces before it, only a comment after it."""
         start, end = self.span(node)
         before = self.text[self.starts[node.lineno - 1] : start]
         tail = self.text[end : self._line_end(node.end_lineno or node.lineno)].strip()
         return not before.strip(" \t") and (not tail or tail.startswith("#"))
 
     def before(self, node: ast.stmt, text: str) -> Edit:
-        """A new line before a statement that has its lines to itself, with its indentation."""
+        """A new line before a statement that is alone on its lines, with its indentation."""
         start = self.starts[node.lineno - 1]
         return Edit(start, start, self._indented(node, text) + self._break())
 
     def after(self, node: ast.stmt, text: str) -> Edit:
-        """A new line after a statement that has its lines to itself, with its indentation."""
+        """A new line after a statement that is alone on its lines, with its indentation."""
         end = self._line_end(node.end_lineno or node.lineno)
         return Edit(end, end, self._break() + self._indented(node, text))
 
@@ -84,12 +84,12 @@ class Lines:
         return self.starts[line - 1] + len(self.text[self.starts[line - 1] : end].rstrip("\r\n"))
 
     def _break(self) -> str:
-        found = _BREAK.search(self.text)
-        return found.group(0) if found else "\n"
+        first = _BREAK.search(self.text)
+        return first.group(0) if first else "\n"
 
 
 def _character_starts(row: str) -> Sequence[int]:
-    """The byte in UTF-8 at which each character of a line starts, and the one after the last."""
+    """The UTF-8 byte offset at which each character of a line starts, and the end of the last."""
     if row.isascii():
         return range(len(row) + 1)
     return [0, *itertools.accumulate(len(c.encode(errors="surrogatepass")) for c in row)]

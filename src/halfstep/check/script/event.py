@@ -1,9 +1,9 @@
-"""The events of a training loop, each with the conditions, loops and regions it happens under.
+"""The events of a training loop, each with the conditions, loops and regions around it.
 
-A trace is a list of events in the order the text runs them, with functions of the same file followed into. Two events
-can happen in the same run when their guards do not contradict each other: the two branches of one `if`, or of two
-tests of the same flag, never do. So `if use_amp: scaler.scale(loss).backward()` and, later,
-`if not use_amp: optimizer.step()` are kept apart without running anything.
+A trace is a list of events in the order the script executes them, with calls of functions in the same file followed. Two
+events can happen in the same run if their guards do not contradict each other; the two branches of one `if`, or of two
+tests of the same flag, do. So `if use_amp: scaler.scale(loss).backward()` and, later, `if not use_amp: optimizer.step()`
+are known to exclude each other without running anything.
 """
 
 from __future__ import annotations
@@ -13,14 +13,29 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from halfstep.check.script.outline import Function
 from halfstep.check.script.values import Autocast
 
 __all__ = ["Event", "Guard", "Loop", "Region", "compatible", "is_accumulation"]
 
-Guard = tuple[str, bool]  # the text of a condition, and whether it holds
-Loop = tuple[int, int, int]  # the copy of the function it is in, line, column
+
+# Named tuples rather than dataclasses: these are hashed and compared for every pair of events.
+class Guard(NamedTuple):
+    """The text of a condition, and whether it is true."""
+
+    text: str
+    is_true: bool
+
+
+class Loop(NamedTuple):
+    """A loop: the copy of the function it is in (one per call that was followed), and its position."""
+
+    copy: int
+    line: int
+    column: int
+
 
 _ACCUMULATION = re.compile(
     r"%|accum|micro|sync_grad|last_opt|update_freq|need_update|update_grad|step_now|optimi[sz]e_now|"
@@ -32,16 +47,16 @@ _ACCUMULATION = re.compile(
 class Region:
     """A `with` block or decorator around events."""
 
-    kind: str  # autocast, no_grad, scaled_loss (Apex), owned (a framework's), other
+    kind: str  # autocast, no_grad, scaled_loss (Apex), owned (by a framework), other
     node: ast.AST
     autocasts: tuple[Autocast, ...] = ()
     guards: tuple[Guard, ...] = ()
-    num_loops: int = 0  # how many loops are around it
+    num_loops: int = 0  # loops around it
 
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """One thing that matters for precision, at one place in a trace."""
+    """One action that matters for precision, at one position in a trace."""
 
     kind: str
     node: ast.AST
@@ -49,7 +64,7 @@ class Event:
     scaler: str = ""
     optimizer: str = ""
     subject: str = ""  # the loss, model or other variable it is about
-    scaled: str = "no"  # of backward: yes, no or maybe
+    scaled: str = "no"  # of backward: yes, no or maybe; of cast: the format
     guards: tuple[Guard, ...] = ()
     loops: tuple[Loop, ...] = ()
     regions: tuple[Region, ...] = ()
@@ -60,7 +75,7 @@ class Event:
         return next((r for r in reversed(self.regions) if r.kind == kind), None)
 
     def autocast(self) -> Region | None:
-        """The autocast region that is in force here: the innermost, unless that one is switched off."""
+        """The active autocast region: the innermost, unless it is disabled."""
         region = self.inside("autocast")
         if region is None or any(a.enabled == "no" for a in region.autocasts):
             return None
@@ -68,21 +83,21 @@ class Event:
 
     @property
     def accumulating(self) -> tuple[Guard, ...]:
-        """The guards that hold only at the end of an accumulation window."""
+        """The guards that are true only at the end of an accumulation window."""
         return tuple(g for g in self.guards if is_accumulation(g))
 
 
 @lru_cache(maxsize=4096)
 def is_accumulation(guard: Guard) -> bool:
     """Whether a condition looks like the end of an accumulation window, such as `(i + 1) % n == 0`."""
-    return bool(_ACCUMULATION.search(guard[0]))
+    return bool(_ACCUMULATION.search(guard.text))
 
 
 def compatible(a: Event, b: Event) -> bool:
-    """Whether two events can both happen in one pass: no condition is needed both ways, no variable equal to two things."""
+    """Whether two events can happen in one pass: no condition is both true and false, no variable equals two values."""
     if not a.guards or not b.guards:
         return True
-    opposite = {(text, not holds) for text, holds in a.guards}
+    opposite = {(text, not is_true) for text, is_true in a.guards}
     if any(guard in opposite for guard in b.guards):
         return False
     equal = set(_equalities(a.guards))
@@ -90,9 +105,9 @@ def compatible(a: Event, b: Event) -> bool:
 
 
 def _equalities(guards: tuple[Guard, ...]) -> Iterator[tuple[str, str]]:
-    """The guards of the form `name == literal` that hold."""
-    for text, holds in guards:
-        if holds and " == " in text:
+    """The names and literals of the guards `name == literal` that are true."""
+    for text, is_true in guards:
+        if is_true and " == " in text:
             left, _, right = text.partition(" == ")
             if right[:1] in "'\"0123456789":
                 yield left, right

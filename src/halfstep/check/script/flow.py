@@ -1,9 +1,9 @@
 """One function's statements as events in order, with the conditions, loops and regions around each.
 
-The walk keeps three stacks. `guards` grows inside `if` branches, and after a branch that leaves (`continue`, `return`,
-`raise`) the rest of the block carries the opposite condition. `loops` grows inside `for` and `while`. `regions` grows
-inside `with`, and a decorator such as `@torch.no_grad()` puts the whole body inside one. Calls of functions of the
-same file are left in the list as `Jump`s, for `trace` to follow.
+The walk maintains three stacks. `guards` grows inside `if` branches, and after a branch that leaves (`continue`,
+`return`, `raise`) the rest of the block has the opposite condition. `loops` grows inside `for` and `while`. `regions`
+grows inside `with`, and a decorator such as `@torch.no_grad()` puts the entire body inside one. Calls of functions of the
+same file stay in the list as `Jump`s, for `trace` to follow.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from halfstep.check.script.values import Autocast, autocasts_of, text_of
 
 __all__ = ["Item", "Jump", "read_flow"]
 
-MAX_GUARDS = 100  # conditions in a row that are remembered; only generated code has more
+MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code has more
 _NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
-# What is kept of a model under its name without being one.
+# Names that contain "model" without being one: model_path, model_state.
 _ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
 
@@ -34,13 +34,29 @@ class Jump:
     call: ast.Call
     target: Function
     arguments: dict[str, str]  # parameter -> the caller's variable
-    known: dict[str, bool]  # parameter -> whether the literal given for it, or its default, is true
+    known: dict[str, bool]  # parameter -> truth value of the literal passed for it, or of its default
     guards: tuple[Guard, ...]
     loops: tuple[Loop, ...]
     regions: tuple[Region, ...]
 
 
 Item = Event | Jump
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """How certainly a variable carries the loss scale, and the conditions under which it was assigned."""
+
+    certainty: str  # yes, no or maybe
+    guards: tuple[Guard, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Context:
+    """What `with ctx:` enters: its autocast regions, and whether it may be something else as well."""
+
+    autocasts: tuple[Autocast, ...]
+    mixed: bool
 
 
 def read_flow(outline: Outline, recogniser: Recogniser, function: Function) -> list[Item]:
@@ -61,8 +77,8 @@ class _Walk:
         self.recogniser = recogniser
         self.function = function
         self.items: list[Item] = []
-        self.scaled: dict[str, tuple[str, tuple[Guard, ...]]] = {}  # variables that carry the loss scale
-        self.contexts: dict[str, tuple[tuple[Autocast, ...], bool]] = {}  # what `with ctx:` opens, by variable
+        self.scaled: dict[str, _Scaled] = {}  # variables that carry the loss scale
+        self.contexts: dict[str, _Context] = {}  # by variable
 
     def block(
         self, body: list[ast.stmt], guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
@@ -74,21 +90,21 @@ class _Walk:
                 if len(guards) > MAX_GUARDS:
                     continue
                 if leaves and not leaves_else:
-                    guards = (*guards, *self.conditions(statement.test, holds=False))
+                    guards = (*guards, *self.conditions(statement.test, is_true=False))
                 elif leaves_else and not leaves:
-                    guards = (*guards, *self.conditions(statement.test, holds=True))
+                    guards = (*guards, *self.conditions(statement.test, is_true=True))
 
     def statement(
         self, node: ast.stmt, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
     ) -> None:
         if isinstance(node, ast.If):
-            # An elif chain is a nest of else branches: walk it in a loop, however long.
+            # An elif chain is nested else branches: walk it in a loop, because it can be long.
             branch: ast.If = node
             while True:
                 self.expression(branch, guards, loops, regions)
-                self.block(branch.body, (*guards, *self.conditions(branch.test, holds=True)), loops, regions)
+                self.block(branch.body, (*guards, *self.conditions(branch.test, is_true=True)), loops, regions)
                 if len(guards) <= MAX_GUARDS:
-                    guards = (*guards, *self.conditions(branch.test, holds=False))
+                    guards = (*guards, *self.conditions(branch.test, is_true=False))
                 if len(branch.orelse) == 1 and isinstance(branch.orelse[0], ast.If):
                     branch = branch.orelse[0]
                     continue
@@ -96,7 +112,7 @@ class _Walk:
                 return
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
             self.expression(node, guards, loops, regions)
-            loop: Loop = (0, node.lineno, node.col_offset)
+            loop = Loop(0, node.lineno, node.col_offset)
             self.block(node.body, guards, (*loops, loop), regions)
             self.block(node.orelse, guards, loops, regions)
         elif isinstance(node, (ast.With, ast.AsyncWith)):
@@ -110,20 +126,20 @@ class _Walk:
                         Event("enter_autocast", node, self.function, guards=guards, loops=loops, regions=inner)
                     )
                 if region.kind == "scaled_loss" and item.optional_vars is not None:
-                    self.scaled[key_of(item.optional_vars)] = ("maybe", guards)  # by Apex, which also takes it off
+                    self.scaled[key_of(item.optional_vars)] = _Scaled("maybe", guards)  # by Apex, which also unscales
             self.block(node.body, guards, loops, inner)
         elif isinstance(node, (ast.Try, ast.TryStar)):
             self.block(node.body, guards, loops, regions)
             for handler in node.handlers:
-                self.block(handler.body, (*guards, (f"except@{handler.lineno}", True)), loops, regions)
+                self.block(handler.body, (*guards, Guard(f"except@{handler.lineno}", is_true=True)), loops, regions)
             self.block(node.orelse, guards, loops, regions)
             self.block(node.finalbody, guards, loops, regions)
         elif isinstance(node, ast.Match):
             self.expression(node, guards, loops, regions)
             for index, case in enumerate(node.cases):
                 label = f"case@{node.lineno}:{index}"
-                self.block(case.body, (*guards, (label, True)), loops, regions)
-                guards = (*guards, (label, False))
+                self.block(case.body, (*guards, Guard(label, is_true=True)), loops, regions)
+                guards = (*guards, Guard(label, is_true=False))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return
         elif isinstance(node, ast.ClassDef):
@@ -137,8 +153,8 @@ class _Walk:
     ) -> None:
         for call, choices in self.outline.statement_calls.get(node, ()):
             under = guards
-            for test, holds in choices:
-                under = (*under, *self.conditions(test, holds=holds))
+            for choice in choices:
+                under = (*under, *self.conditions(choice.test, is_true=choice.is_true))
             target = self.outline.call_target(call, self.function)
             if target is not None:
                 if target is not self.function:
@@ -154,18 +170,18 @@ class _Walk:
                         )
                     )
                 continue
-            seen = self.recogniser.see(call, self.function)
-            if seen is not None:
-                scaled = seen.scaled
-                if seen.kind in {"backward", "item"} and scaled != "yes" and seen.subject in self.scaled:
-                    scaled = self.known_scaled(seen.subject, under, surely=seen.kind == "backward")
+            action = self.recogniser.action_of(call, self.function)
+            if action is not None:
+                scaled = action.scaled
+                if action.kind in {"backward", "item"} and scaled != "yes" and action.subject in self.scaled:
+                    scaled = self.known_scaled(action.subject, under, surely=action.kind == "backward")
                 event = Event(
-                    seen.kind,
+                    action.kind,
                     call,
                     self.function,
-                    seen.scaler,
-                    seen.optimizer,
-                    seen.subject,
+                    action.scaler,
+                    action.optimizer,
+                    action.subject,
                     scaled,
                     under,
                     loops,
@@ -174,52 +190,52 @@ class _Walk:
                 self.items.append(event)
 
     def arguments(self, call: ast.Call, target: Function) -> dict[str, str]:
-        """The parameters of a call, each with the caller's variable or the count that it holds."""
+        """The parameters of a call, each with the caller's variable or the condition that it counts."""
         params = _positional(target)
-        found: dict[str, str] = {}
+        arguments: dict[str, str] = {}
         for name, value in zip(params, call.args, strict=False):
             if isinstance(value, ast.Starred):
                 break
-            found[name] = self.window(value) or key_of(value)
+            arguments[name] = self.window(value) or key_of(value)
         for keyword in call.keywords:
             if keyword.arg in params:
-                found[keyword.arg] = self.window(keyword.value) or key_of(keyword.value)
-        return found
+                arguments[keyword.arg] = self.window(keyword.value) or key_of(keyword.value)
+        return arguments
 
     def literals(self, call: ast.Call, target: Function) -> dict[str, bool]:
-        """The parameters of a call whose value is a literal, and whether it is true."""
-        given: dict[str, ast.expr] = {}
+        """The parameters of a call whose value is a literal, and its truth value."""
+        values: dict[str, ast.expr] = {}
         if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
             return {}
         assert not isinstance(target.node, ast.Module)
         a = target.node.args
         plain = [*a.posonlyargs, *a.args]
-        given.update(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
-        given.update((p.arg, d) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None)
-        given.update(zip(_positional(target), call.args, strict=False))
-        given.update((k.arg, k.value) for k in call.keywords if k.arg)
+        values.update(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
+        values.update((p.arg, d) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None)
+        values.update(zip(_positional(target), call.args, strict=False))
+        values.update((k.arg, k.value) for k in call.keywords if k.arg)
         return {
             name: bool(value.value)
-            for name, value in given.items()
+            for name, value in values.items()
             if isinstance(value, ast.Constant)
             and not any(b.function is target for b in self.outline.bindings.get(name, ()))
         }
 
     def known_scaled(self, subject: str, guards: tuple[Guard, ...], *, surely: bool) -> str:
-        """Whether a variable carries the scale under these guards: surely, or on some path that leads here."""
-        scaled, under = self.scaled[subject]
-        if set(under) <= set(guards):
-            return scaled
-        reached = not any((text, not holds) in guards for text, holds in under)
-        return scaled if reached and not surely else "maybe" if reached else "no"
+        """Whether a variable carries the scale under these guards: certainly, or on some path to this point."""
+        scaled = self.scaled[subject]
+        if set(scaled.guards) <= set(guards):
+            return scaled.certainty
+        reached = not any((text, not is_true) in guards for text, is_true in scaled.guards)
+        return scaled.certainty if reached and not surely else "maybe" if reached else "no"
 
     def scaled_source(self, value: ast.expr) -> str:
-        """How scaled a value is that is made from scaled variables; "" when it is made from none."""
+        """Whether a value computed from scaled variables is scaled: yes or maybe; "" if it uses none."""
         if not self.scaled:
             return ""
         for part in ast.walk(value):
             if isinstance(part, (ast.Name, ast.Attribute)) and key_of(part) in self.scaled:
-                return self.scaled[key_of(part)][0] if part is value else "maybe"
+                return self.scaled[key_of(part)].certainty if part is value else "maybe"
         return ""
 
     def assignment(
@@ -237,17 +253,17 @@ class _Walk:
                 if scaled == "no" and isinstance(node, ast.AugAssign):
                     continue
                 if scaled != "no":
-                    self.scaled[key] = (scaled, guards)
+                    self.scaled[key] = _Scaled(scaled, guards)
                 elif source := self.scaled_source(node.value):
-                    # `total = scaled_loss.mean()` is still scaled; a fresh value is not.
-                    self.scaled[key] = (source, guards)
-                elif key in self.scaled and set(self.scaled[key][1]) >= set(guards):
+                    # `total = scaled_loss.mean()` is still scaled; a new value is not.
+                    self.scaled[key] = _Scaled(source, guards)
+                elif key in self.scaled and set(self.scaled[key].guards) >= set(guards):
                     del self.scaled[key]
                 elif key in self.scaled:
-                    self.scaled[key] = ("maybe", guards)
-                self.made(node, key, guards, loops, regions)
+                    self.scaled[key] = _Scaled("maybe", guards)
+                self.creation(node, key, guards, loops, regions)
 
-    def made(
+    def creation(
         self,
         node: ast.Assign | ast.AnnAssign | ast.AugAssign,
         key: str,
@@ -255,7 +271,7 @@ class _Walk:
         loops: tuple[Loop, ...],
         regions: tuple[Region, ...],
     ) -> None:
-        """Note a model or optimizer that is made anew, and a model that is made in half."""
+        """Record a new model or optimizer, and a model that is created in 16 bits."""
         value = node.value
         if not isinstance(value, ast.Call):
             return
@@ -265,19 +281,19 @@ class _Walk:
         fresh = key_of(start) != key and all(key_of(a) != key for a in value.args)
         is_model = ("model" in last or last in {"net", "network"}) and not _ABOUT_MODEL.search(last)
         if fresh and (kind == "optimizer" or is_model):
-            what = "set_optimizer" if kind == "optimizer" else "set_model"
-            self.items.append(Event(what, node, self.function, "", key, key, "no", guards, loops, regions))
+            event = "set_optimizer" if kind == "optimizer" else "set_model"
+            self.items.append(Event(event, node, self.function, "", key, key, "no", guards, loops, regions))
         if dtype and key_of(start) != key:
             self.items.append(Event("cast", node, self.function, "", "", key, dtype, guards, loops, regions))
 
     def region(self, node: ast.expr, guards: tuple[Guard, ...], num_loops: int) -> Region:
         key = key_of(node)
         if key not in self.contexts:
-            found = tuple(autocasts_of(self.outline, node, self.function))
-            self.contexts[key] = (found, bool(found) and self.mixed(node))
-        autocasts, mixed = self.contexts[key] if key else self.contexts.pop(key)
-        names = self.outline.names
-        if mixed:
+            autocasts = tuple(autocasts_of(self.outline, node, self.function))
+            self.contexts[key] = _Context(autocasts, bool(autocasts) and self.mixed(node))
+        context = self.contexts[key] if key else self.contexts.pop(key)
+        autocasts, names = context.autocasts, self.outline.names
+        if context.mixed:
             return Region("other", node, (), guards, num_loops)
         if isinstance(node, (ast.Name, ast.Attribute)) and names.full(node).endswith(".autocast") and not autocasts:
             return Region("other", node, (), guards, num_loops)
@@ -297,36 +313,36 @@ class _Walk:
         return Region("other", node, (), guards, num_loops)
 
     def mixed(self, node: ast.expr) -> bool:
-        """Whether a context variable may be something else than autocast or nothing, such as `no_sync`."""
+        """Whether a context variable may be something other than autocast or a null context, such as `no_sync`."""
         key = key_of(node)
         options = self.outline.values(key, self.function) if key else []
         flat = [o for v in options for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
         plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
         return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
 
-    def conditions(self, test: ast.expr, *, holds: bool) -> tuple[Guard, ...]:
-        """What is known to hold when `test` is true (or false)."""
+    def conditions(self, test: ast.expr, *, is_true: bool) -> tuple[Guard, ...]:
+        """The guards that follow from `test` being true (or false)."""
         if isinstance(test, ast.Compare) and key_of(test.left) == "__name__":
-            return ()  # a script's own start is no condition on what it does
+            return ()  # `if __name__ == "__main__"` does not restrict what the script does
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self.conditions(test.operand, holds=not holds)
+            return self.conditions(test.operand, is_true=not is_true)
         if isinstance(test, ast.BoolOp):
-            if isinstance(test.op, ast.And) == holds:
-                return tuple(g for value in test.values for g in self.conditions(value, holds=holds))
-            return ((text_of(test), holds),)
+            if isinstance(test.op, ast.And) == is_true:
+                return tuple(g for value in test.values for g in self.conditions(value, is_true=is_true))
+            return (Guard(text_of(test), is_true),)
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             right, op = test.comparators[0], test.ops[0]
             if isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool)):
                 same = isinstance(op, (ast.Is, ast.Eq))
                 wanted = same if right.value is True else not same
                 if isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
-                    return self.conditions(test.left, holds=holds == wanted)
+                    return self.conditions(test.left, is_true=is_true == wanted)
             if isinstance(op, ast.NotEq):
-                return ((f"{text_of(test.left)} == {text_of(right)}", not holds),)
-        return ((self.flag(test), holds),)
+                return (Guard(f"{text_of(test.left)} == {text_of(right)}", not is_true),)
+        return (Guard(self.flag(test), is_true),)
 
     def flag(self, test: ast.expr) -> str:
-        """A condition's text; a variable that renames another, counts a window or holds a scaler made under a flag is replaced."""
+        """A condition's text; a variable that copies another, counts a window or is a scaler created under a flag is replaced."""
         key = key_of(test)
         if not key:
             return text_of(test)
@@ -340,14 +356,14 @@ class _Walk:
         return self.window(test) or key
 
     def window(self, node: ast.expr) -> str:
-        """What a variable says that counts a window: `(i + 1) % n == 0`; "" for any other."""
+        """The condition `(i + 1) % n == 0` of a variable that counts a window; "" for any other."""
         bindings = self.outline.lookup(key_of(node), self.function) if key_of(node) else ()
         value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
         return text_of(value) if value is not None and _counts(value) else ""
 
 
 def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
-    """What `Net().half().cuda()` starts from, and the format it is cast to on the way."""
+    """The first expression of `Net().half().cuda()`, and the format it is cast to."""
     dtype = ""
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         attr = value.func.attr
@@ -363,7 +379,7 @@ def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
 
 
 def _counts(value: ast.expr) -> bool:
-    """Whether a value says by a count that a window ends: `(i + 1) % n == 0`, alone or beside other tests."""
+    """Whether a value counts to the end of a window: `(i + 1) % n == 0`, alone or combined with other tests."""
     return isinstance(value, (ast.Compare, ast.BoolOp)) and any(
         isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in ast.walk(value)
     )

@@ -1,8 +1,8 @@
-"""What the names of a script stand for: imports and aliases resolved to the full names of the libraries.
+"""What the names of a script refer to: imports and aliases resolved to full names.
 
-A script says `amp.autocast()` after `from torch.cuda import amp`, or `autocast()` after a star import; rules want
-`torch.cuda.amp.autocast`. `Names.full` gives that for any chain of names and attributes, and "" for anything else.
-Nothing is imported to find out: only the import statements of the script itself are read.
+A script writes `amp.autocast()` after `from torch.cuda import amp`, or `autocast()` after a star import; rules need
+`torch.cuda.amp.autocast`. `Names.full` returns that for any chain of names and attributes, and "" for anything else.
+Nothing is imported for this: only the import statements of the script itself are read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Imported", "Names", "chain", "key_of", "read_names"]
 
-# What a star import from these brings, as far as rules care.
+# The names that a star import from these modules binds, as far as rules need them.
 _STARS = {
     "torch.cuda.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
     "torch.amp": ("autocast", "GradScaler", "custom_fwd", "custom_bwd"),
@@ -21,7 +21,7 @@ _STARS = {
     "torch.nn": ("BCELoss", "DataParallel"),
     "torch.optim": ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad"),
 }
-# Aliases inside torch itself that rules need not know apart.
+# Aliases inside torch itself.
 _SAME = {
     "torch.cuda.amp.autocast_mode.autocast": "torch.cuda.amp.autocast",
     "torch.cuda.amp.grad_scaler.GradScaler": "torch.cuda.amp.GradScaler",
@@ -40,7 +40,7 @@ class Imported:
     statement: ast.Import | ast.ImportFrom
     alias: ast.alias
     full: str
-    guarded: bool  # inside try or if: one of several ways to get the name
+    guarded: bool  # inside try or if: there may be other imports of the name
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Names:
     choices: dict[str, frozenset[str]] = field(default_factory=dict)  # names bound by more than one import
 
     def full(self, node: ast.AST) -> str:
-        """The full name of a chain such as `amp.autocast`; "" when it is not a chain that starts at an import."""
+        """The full name of a chain such as `amp.autocast`; "" unless it is a chain that starts at an import."""
         parts = chain(node)
         if not parts or parts[0] not in self.table:
             return ""
@@ -70,7 +70,7 @@ class Names:
 
 
 def chain(node: ast.AST) -> tuple[str, ...]:
-    """The names of `a.b.c` from left to right; empty when the expression is anything else."""
+    """The names of `a.b.c` from left to right; empty for any other expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -109,17 +109,18 @@ def read_names(statements: Iterable[tuple[ast.Import | ast.ImportFrom, bool]]) -
     every: dict[str, set[str]] = {}
     imported = []
     for statement, guarded in statements:
-        for alias, local, full in _bound(statement):
+        for alias, local, full in _bound_names(statement):
             table[local] = full
             every.setdefault(local, set()).add(full)
             imported.append(Imported(statement, alias, _SAME.get(full, full), guarded))
-    # `import torch` is so universal that a fragment without it still means it.
+    # `torch` means torch even in a fragment without imports.
     table.setdefault("torch", "torch")
     choices = {name: frozenset(fulls) for name, fulls in every.items() if len(fulls) > 1}
     return Names(table, tuple(imported), choices)
 
 
-def _bound(statement: ast.Import | ast.ImportFrom) -> Iterable[tuple[ast.alias, str, str]]:
+def _bound_names(statement: ast.Import | ast.ImportFrom) -> Iterable[tuple[ast.alias, str, str]]:
+    """The names an import statement binds: the alias node, the local name and the full name."""
     if isinstance(statement, ast.Import):
         for alias in statement.names:
             if alias.asname:

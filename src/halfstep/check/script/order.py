@@ -1,7 +1,7 @@
-"""Questions that rules ask of a trace: what came before, are gradients scaled here, is this the path without AMP.
+"""Queries over a trace: what came before, are gradients scaled here, is this the path without AMP.
 
-A rule over traces says which kinds of event it judges and judges them one at a time; `TraceRule` does the rest, and
-reports a place once however many traces pass through it.
+A rule over traces declares which kinds of event it judges and judges them one at a time; `TraceRule` does the rest, and
+reports each place once even if several traces contain it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32", re.IGNORECASE)
 
 
 class TraceRule(ScriptRule):
-    """A rule that judges events of some kinds, each with the trace it stands in."""
+    """A rule that judges events of some kinds, each with the trace that contains it."""
 
     kinds: ClassVar[tuple[str, ...]]
 
     def check(self, script: Script) -> Iterator[Finding]:
         """The findings in `script`, one per place."""
-        seen: set[ast.AST] = set()
+        reported: set[ast.AST] = set()
         for trace in script.traces:
             for index, event in enumerate(trace):
-                if event.kind in self.kinds and event.node not in seen:
+                if event.kind in self.kinds and event.node not in reported:
                     finding = self.judge(script, trace, index)
                     if finding is not None:
-                        seen.add(event.node)
+                        reported.add(event.node)
                         yield finding
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -61,70 +61,70 @@ class TraceRule(ScriptRule):
 
 
 def earlier(trace: Trace, index: int, *kinds: str) -> Iterator[int]:
-    """Indices of earlier events of these kinds that can happen together with `trace[index]`, nearest first."""
+    """Indices of earlier events of these kinds that are compatible with `trace[index]`, nearest first."""
     for i in range(index - 1, -1, -1):
         if trace[i].kind in kinds and compatible(trace[i], trace[index]) and not _aside(trace[i], trace[index]):
             yield i
 
 
 def later(trace: Trace, index: int, *kinds: str) -> Iterator[int]:
-    """Indices of later events of these kinds that can happen together with `trace[index]`, nearest first."""
+    """Indices of later events of these kinds that are compatible with `trace[index]`, nearest first."""
     for i in range(index + 1, len(trace)):
         if trace[i].kind in kinds and compatible(trace[i], trace[index]) and not _aside(trace[i], trace[index]):
             yield i
 
 
 def between(trace: Trace, first: int, last: int, *kinds: str) -> list[Event]:
-    """The events of these kinds between two others that can happen together with both."""
+    """The events of these kinds between two others that are compatible with both."""
     a, b = trace[first], trace[last]
-    met = (e for e in trace[first + 1 : last] if e.kind in kinds and compatible(e, a) and compatible(e, b))
-    return [e for e in met if not _aside(e, a, b)]
+    events = (e for e in trace[first + 1 : last] if e.kind in kinds and compatible(e, a) and compatible(e, b))
+    return [e for e in events if not _aside(e, a, b)]
 
 
 def _aside(event: Event, *others: Event) -> bool:
-    """Whether an event happens only in an `except` that none of the others is in: not on the way they take."""
+    """Whether an event is inside an `except` block that contains none of the others."""
     return any(
-        text.startswith("except@") and not any((text, holds) in other.guards for other in others)
-        for text, holds in event.guards
+        text.startswith("except@") and not any((text, is_true) in other.guards for other in others)
+        for text, is_true in event.guards
     )
 
 
 def implied(a: Event, b: Event) -> bool:
-    """Whether `a` surely happens when `b` does: every condition on `a` is also one on `b`."""
+    """Whether `a` always happens when `b` does: every condition on `a` is also one on `b`."""
     return set(a.guards) <= set(b.guards)
 
 
 def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:
-    """Whether an event of these kinds stands in the other branch of a condition around `event`."""
+    """Whether an event of these kinds is in the other branch of a condition around `event`."""
     return any(e.kind in kinds and not compatible(e, event) for e in trace)
 
 
-def is_amp(guard: Guard) -> bool:
-    """Whether a condition asks if mixed precision is on."""
+def is_amp(guard: tuple[str, bool]) -> bool:
+    """Whether a condition, a `Guard` or a pair like it, tests if mixed precision is on."""
     return bool(_AMP.search(guard[0]))
 
 
 def without_amp(event: Event) -> bool:
-    """Whether the conditions around an event say that mixed precision is off there, or that something has failed."""
+    """Whether the conditions around an event mean that mixed precision is off, or that an exception was caught."""
     return any(map(_excludes_amp, event.guards))
 
 
 @lru_cache(maxsize=4096)
 def _excludes_amp(guard: Guard) -> bool:
-    text, holds = guard
+    text, is_true = guard
     if text.startswith("except@"):
         return True
     full = bool(_FULL.search(text))
-    return full if holds else not full and is_amp(guard)
+    return full if is_true else not full and is_amp(guard)
 
 
 def scaled_before(trace: Trace, index: int) -> int | None:
-    """The index of the scaled backward whose gradients `trace[index]` meets; None when they may not be scaled."""
+    """The index of the scaled backward whose gradients `trace[index]` uses; None if they may not be scaled."""
     for i in earlier(trace, index, "backward"):
         back = trace[i]
         if back.scaled != "yes":
             continue
-        # A later backward without the scale, or a cleared gradient, leaves it open what is in .grad.
+        # After a later backward without the scale, or cleared gradients, .grad is no longer known to be scaled.
         if between(trace, i, index, "zero_grad", "owned_backward", "get_scale", "handed"):
             return None
         if any(e.scaled != "yes" for e in between(trace, i, index, "backward")):
@@ -134,19 +134,19 @@ def scaled_before(trace: Trace, index: int) -> int | None:
 
 
 def scalers_at(script: Script, event: Event) -> list[Scaler]:
-    """The scalers an event's variable may be: the one the call that led here makes on the spot, or those of that name."""
+    """The scalers an event's variable may be: one created in the arguments of the call to here, or those of that name."""
     function = event.function
     if event.roots and event.scaler in function.params:
         position = function.params.index(event.scaler) - (function.method and function.params[0] in {"self", "cls"})
         call = event.roots[-1]
-        given = argument(call, position, event.scaler) if isinstance(call, ast.Call) else None
-        made = make_scaler(script.outline, given, function) if isinstance(given, ast.Call) else None
-        if made is not None:
-            return [made]
+        value = argument(call, position, event.scaler) if isinstance(call, ast.Call) else None
+        scaler = make_scaler(script.outline, value, function) if isinstance(value, ast.Call) else None
+        if scaler is not None:
+            return [scaler]
     return script.scalers_named(event.scaler)
 
 
 def switched_off(script: Script, event: Event) -> bool:
-    """Whether the scaler of an event is made with enabled=False, so that it does nothing."""
-    made = scalers_at(script, event)
-    return bool(made) and all(s.enabled == "no" for s in made)
+    """Whether the scaler of an event is created with enabled=False, so that it does nothing."""
+    scalers = scalers_at(script, event)
+    return bool(scalers) and all(s.enabled == "no" for s in scalers)

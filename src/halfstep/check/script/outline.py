@@ -1,9 +1,9 @@
-"""The outline of a script: its functions, assignments and calls, found in one walk and looked up by name.
+"""The outline of a script: its functions, assignments and calls, collected in one walk and looked up by name.
 
-Python has no declarations, so what `scaler` is has to be read off its assignments. Scopes are followed as Python
-does (the function, those around it, the module), with one addition: a parameter that nothing in the file binds is
-taken to be what the same name is bound to elsewhere in the file, because `main` makes `scaler` and hands it to
-`train(model, scaler)` under the same name in nearly all training code.
+Python has no declarations, so what `scaler` is follows from its assignments. Scopes are resolved as Python does (the
+function, those around it, the module), with one addition: a parameter that nothing in the file binds is assumed to be
+what the same name is bound to elsewhere in the file, because in nearly all training code `main` creates `scaler` and
+passes it to `train(model, scaler)` under the same name.
 """
 
 from __future__ import annotations
@@ -18,45 +18,16 @@ from functools import cached_property
 from halfstep.check.script.children import children_of
 from halfstep.check.script.names import Names, key_of, read_names
 from halfstep.check.script.relevant import relevant_functions
+from halfstep.check.script.scope import Binding, CallSite, Choice, Function, StatementCall
 
 __all__ = ["Binding", "Function", "Outline", "read_outline"]
 
 MAX_BINDINGS = 50  # of one variable: more are a generated table
 
-Def = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True, eq=False)
-class Function:
-    """A function, method or the module itself."""
-
-    node: Def | ast.Module
-    name: str
-    cls: str = ""
-    parent: Function | None = None
-    params: tuple[str, ...] = ()
-    method: bool = False  # directly in a class; functions nested in a method know its class but are not methods
-
-    @property
-    def body(self) -> list[ast.stmt]:
-        """Its statements."""
-        return self.node.body
-
-
-@dataclass(frozen=True, eq=False)
-class Binding:
-    """One assignment to a variable: what it gets, where."""
-
-    key: str
-    value: ast.expr | None  # None: a loop or with target, or an import
-    function: Function
-    node: ast.AST
-    index: int | None = None  # position, when a tuple is unpacked
-
 
 @dataclass(eq=False)
 class Outline:
-    """What one walk over a script finds."""
+    """What one walk over a script collects."""
 
     module: Function
     names: Names = field(default_factory=Names)
@@ -64,30 +35,27 @@ class Outline:
     classes: dict[str, dict[str, Function]] = field(default_factory=dict)
     bases: dict[str, tuple[ast.expr, ...]] = field(default_factory=dict)
     bindings: dict[str, list[Binding]] = field(default_factory=dict)
-    calls: dict[str, list[tuple[ast.Call, Function]]] = field(default_factory=dict)  # by last name
+    calls: dict[str, list[CallSite]] = field(default_factory=dict)  # by last name
     loads: Counter[str] = field(default_factory=Counter)  # how often each last name is read
     divisors: set[str] = field(default_factory=set)  # texts of what is divided by
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
     strings: set[str] = field(default_factory=set)  # short string constants
-    # The calls of each statement in the order they run, with the conditions of `a if test else b` around each.
-    statement_calls: dict[ast.AST, list[tuple[ast.Call, tuple[tuple[ast.expr, bool], ...]]]] = field(
-        default_factory=dict
-    )
-    scaling: set[ast.AST] = field(default_factory=set)  # statements in which some name speaks of a scale
+    statement_calls: dict[ast.AST, list[StatementCall]] = field(default_factory=dict)  # in the order they run
+    scaling: set[ast.AST] = field(default_factory=set)  # statements with "scale" in a name
 
     @cached_property
-    def library_calls(self) -> dict[str, list[tuple[ast.Call, Function]]]:
-        """The calls of imported things, by full name."""
-        found: dict[str, list[tuple[ast.Call, Function]]] = {}
-        for pairs in self.calls.values():
-            for call, function in pairs:
-                full = self.names.full(call.func)
+    def library_calls(self) -> dict[str, list[CallSite]]:
+        """The calls of imported names, by full name."""
+        by_name: dict[str, list[CallSite]] = {}
+        for sites in self.calls.values():
+            for site in sites:
+                full = self.names.full(site.call.func)
                 if full:
-                    found.setdefault(full, []).append((call, function))
-        return found
+                    by_name.setdefault(full, []).append(site)
+        return by_name
 
     def lookup(self, key: str, function: Function) -> list[Binding]:
-        """The assignments that may give `key` its value inside `function`."""
+        """The assignments that may bind `key` inside `function`."""
         if "." in key or "[" in key:
             return self._attribute(key, function)
         every = self.bindings.get(key, [])
@@ -97,17 +65,17 @@ class Outline:
             if here:
                 return here
             if key in scope.params:
-                break  # the caller knows: take the same name elsewhere
+                break  # the caller decides: use the same name elsewhere in the file
             scope = scope.parent
         return every
 
     def _local(self, key: str) -> dict[Function, list[Binding]]:
         """The assignments to a variable by the function they are in."""
         if key not in self._locals:
-            found: dict[Function, list[Binding]] = {}
+            by_function: dict[Function, list[Binding]] = {}
             for binding in self.bindings.get(key, ()):
-                found.setdefault(binding.function, []).append(binding)
-            self._locals[key] = found
+                by_function.setdefault(binding.function, []).append(binding)
+            self._locals[key] = by_function
         return self._locals[key]
 
     def _attribute(self, key: str, function: Function) -> list[Binding]:
@@ -119,41 +87,41 @@ class Outline:
         if exact:
             return exact
         last = "." + key.rsplit(".", 1)[-1]
-        return [b for k, found in self.bindings.items() if k.endswith(last) for b in found]
+        return [b for k, bindings in self.bindings.items() if k.endswith(last) for b in bindings]
 
     def values(self, key: str, function: Function) -> list[ast.expr]:
         """The expressions `key` may be, with plain copies of other variables followed."""
-        found: list[ast.expr] = []
-        seen = {(key, function)}
-        left = [(key, function)]
-        while left:
-            name, where = left.pop()
-            for value, origin in self._assigned(name, where):
+        values: list[ast.expr] = []
+        visited = {(key, function)}
+        pending = [(key, function)]
+        while pending:
+            name, scope = pending.pop()
+            for value, origin in self._assigned(name, scope):
                 copied = key_of(value)
-                if copied and (copied, origin) not in seen and self._bound(copied, origin):
-                    seen.add((copied, origin))
-                    left.append((copied, origin))
-                elif (copied, origin) not in seen:
-                    found.append(value)
-        return found
+                if copied and (copied, origin) not in visited and self._bound(copied, origin):
+                    visited.add((copied, origin))
+                    pending.append((copied, origin))
+                elif (copied, origin) not in visited:
+                    values.append(value)
+        return values
 
     def _bound(self, key: str, function: Function) -> bool:
         return next(self._assigned(key, function), None) is not None
 
     def _assigned(self, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
-        """What one variable is assigned, or given as a parameter, each with the function that stands in."""
+        """What is assigned to a variable, or passed for a parameter, each with the function that contains it."""
         bindings = self.lookup(key, function)
         if not bindings and key in function.params:
-            yield from self._given(key, function)
+            yield from self._passed(key, function)
         for binding in bindings[:MAX_BINDINGS]:
             value = binding.value
             if value is not None and binding.index is not None:
-                value = _element(value, binding.index)  # None: one of several results of a call, told by its name
+                value = _element(value, binding.index)  # None: one of several results of a call
             if value is not None:
                 yield value, binding.function
 
-    def _given(self, param: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
-        """What the calls in this file pass for a parameter, each with the function it is passed in."""
+    def _passed(self, param: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+        """What the calls in this file pass for a parameter, each with the calling function."""
         position = function.params.index(param) - (function.method and function.params[0] in {"self", "cls"})
         for call, caller in self.calls.get(function.name, ()):
             by_name = [k.value for k in call.keywords if k.arg == param]
@@ -162,20 +130,19 @@ class Outline:
                 yield (by_name or by_position)[0], caller
 
     def call_target(self, call: ast.Call, function: Function) -> Function | None:
-        """The function of this file that a call runs, when the text shows it."""
-        found = self._plain_target(call, function)
+        """The function of this file that a call runs, if the text decides it."""
+        target = self._plain_target(call, function)
         func = call.func
-        if found is None and isinstance(func, ast.Attribute):
+        if target is None and isinstance(func, ast.Attribute):
             owner = key_of(func.value)
-            kept = owner.isidentifier() or (owner.startswith("self.") and owner in self.bindings)
-            made = {_maker(v) for v in self.values(owner, function)} - {None} if kept else set()
-            cls = (
-                made.pop() if len(made) == 1 else None
-            )  # of two classes, such as a scaler and its stand-in, none is sure
-            # A class that is also imported is a stand-in for where the import fails.
+            is_variable = owner.isidentifier() or (owner.startswith("self.") and owner in self.bindings)
+            classes = {_maker(v) for v in self.values(owner, function)} - {None} if is_variable else set()
+            # Of two classes, such as a scaler and its replacement, neither is certain.
+            cls = classes.pop() if len(classes) == 1 else None
+            # A class that is also imported is the replacement for a failed import.
             if cls and cls in self.classes and cls not in self.names.table:
                 return self._method(cls, func.attr)
-        return found
+        return target
 
     def _plain_target(self, call: ast.Call, function: Function) -> Function | None:
         """The function a call names directly: by its name, through self, or through its class."""
@@ -187,8 +154,8 @@ class Outline:
                     if candidate.parent is scope and not candidate.method:
                         return candidate
                 scope = scope.parent
-            made = func.id in self.classes and func.id not in self.names.table
-            return self._method(func.id, "__init__") if made else None
+            is_class = func.id in self.classes and func.id not in self.names.table
+            return self._method(func.id, "__init__") if is_class else None
         if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
             owner = func.value.id
             if owner in {"self", "cls"} and function.cls:
@@ -198,19 +165,19 @@ class Outline:
         return None
 
     def _method(self, cls: str, name: str, depth: int = 4) -> Function | None:
-        found = self.classes.get(cls, {}).get(name)
-        if found is None and depth > 0:
+        method = self.classes.get(cls, {}).get(name)
+        if method is None and depth > 0:
             for base in self.bases.get(cls, ()):
                 if isinstance(base, ast.Name):
-                    found = found or self._method(base.id, name, depth - 1)
-        return found
+                    method = method or self._method(base.id, name, depth - 1)
+        return method
 
     def __post_init__(self) -> None:
         self._by_name: dict[str, list[Function]] = {}
         self._locals: dict[str, dict[Function, list[Binding]]] = {}
 
     def add_function(self, function: Function) -> None:
-        """Make a function known by its name."""
+        """Register a function under its name."""
         self.functions.append(function)
         self._by_name.setdefault(function.name, []).append(function)
         if function.method:
@@ -218,7 +185,7 @@ class Outline:
 
 
 def _maker(value: ast.expr) -> str | None:
-    """The name that is called to make a value; None for None, "" for what is not made by a plain name."""
+    """The name that is called to create a value; None for None, "" for anything but the call of a plain name."""
     if isinstance(value, ast.Constant) and value.value is None:
         return None
     return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
@@ -231,7 +198,7 @@ def _element(value: ast.expr, index: int) -> ast.expr | None:
 
 
 def read_outline(tree: ast.Module, text: str = "") -> Outline:
-    """Walk a script once and note what rules look up later; without its text, every function is walked."""
+    """Walk a script once and collect what rules look up later; without its text, every function is walked."""
     relevant = relevant_functions(tree, text) if text else None
     module = Function(tree, "<module>")
     out = Outline(module)
@@ -272,24 +239,23 @@ def read_outline(tree: ast.Module, text: str = "") -> Outline:
         elif isinstance(node, ast.Call):
             last = _last(node.func)
             if last:
-                out.calls.setdefault(last, []).append((node, around.function))
+                out.calls.setdefault(last, []).append(CallSite(node, around.function))
             if not around.deferred:
-                out.statement_calls.setdefault(around.statement, []).append((node, around.choices))
+                out.statement_calls.setdefault(around.statement, []).append(StatementCall(node, around.choices))
         elif isinstance(node, ast.Attribute):
             if type(node.ctx) is ast.Load:
                 out.loads[node.attr] += 1
             if "scale" in node.attr.lower():
                 out.scaling.add(around.statement)
         elif isinstance(node, ast.BinOp):
-            if isinstance(node.op, ast.Div):  # `//` counts steps; no loss is divided so
+            if isinstance(node.op, ast.Div):  # `//` counts steps; a loss is never divided like this
                 out.divisors.add(_text(node.right))
         elif isinstance(node, ast.IfExp):
-            choices: tuple[tuple[ast.expr, bool | None], ...]
-            choices = ((node.test, None), (node.body, True), (node.orelse, False))
-            for part, holds in choices:
-                parents[part] = node
-                under = around.choices if holds is None else (*around.choices, (node.test, holds))
-                stack.append((part, dataclasses.replace(around, choices=under)))
+            parents.update(dict.fromkeys((node.test, node.body, node.orelse), node))
+            stack.append((node.test, around))
+            for part, is_true in ((node.body, True), (node.orelse, False)):
+                choices = (*around.choices, Choice(node.test, is_true))
+                stack.append((part, dataclasses.replace(around, choices=choices)))
             continue
         elif isinstance(node, ast.Lambda):
             around = dataclasses.replace(around, deferred=True)
@@ -299,15 +265,15 @@ def read_outline(tree: ast.Module, text: str = "") -> Outline:
             parents[child] = node
             stack.append((child, around))
     imports.sort(key=lambda pair: (pair[0].lineno, pair[0].col_offset))
-    for found in out.bindings.values():
-        found.sort(key=lambda b: getattr(b.node, "lineno", 0))
+    for bindings in out.bindings.values():
+        bindings.sort(key=lambda b: getattr(b.node, "lineno", 0))
     for calls in out.statement_calls.values():
-        # Inner calls end before the calls around them: the order in which they run.
-        calls.sort(key=lambda c: (c[0].end_lineno or 0, c[0].end_col_offset or 0))
+        # Inner calls end before the calls around them, which is also the order in which they run.
+        calls.sort(key=lambda c: (c.call.end_lineno or 0, c.call.end_col_offset or 0))
     out.names = read_names(imports)
-    for key, found in out.bindings.items():
-        # `autocast = torch.autocast`: a variable that only renames something of torch.
-        fulls = {out.names.full(b.value) if b.value is not None and b.index is None else "" for b in found}
+    for key, bindings in out.bindings.items():
+        # `autocast = torch.autocast`: a variable that only renames a name of torch.
+        fulls = {out.names.full(b.value) if b.value is not None and b.index is None else "" for b in bindings}
         full = fulls.pop() if len(fulls) == 1 else ""
         if full.startswith("torch.") and ".amp." in full and key.isidentifier() and key not in out.names.table:
             out.names.table[key] = full
@@ -316,14 +282,14 @@ def read_outline(tree: ast.Module, text: str = "") -> Outline:
 
 @dataclass(frozen=True)
 class _Around:
-    """What stands around a node during the walk."""
+    """What is around a node during the walk."""
 
     function: Function
     statement: ast.AST
     cls: str = ""
     guarded: bool = False  # inside try or if
     deferred: bool = False  # inside a lambda
-    choices: tuple[tuple[ast.expr, bool], ...] = ()  # the conditions of `a if test else b` around it
+    choices: tuple[Choice, ...] = ()  # the branches of `a if test else b` around it
 
 
 def _enter(out: Outline, node: ast.stmt, around: _Around) -> _Around:
@@ -332,7 +298,7 @@ def _enter(out: Outline, node: ast.stmt, around: _Around) -> _Around:
         a = node.args
         params = tuple(p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs))
         method = isinstance(out.parents[node], ast.ClassDef)
-        # A function nested in a method still sees the method's self.
+        # A function nested in a method still has access to the method's self.
         function = Function(node, node.name, cls, function, params, method=method)
         out.add_function(function)
     elif isinstance(node, ast.ClassDef):

@@ -1,7 +1,7 @@
 """Which calls matter, and what they do: scale, backward, unscale, clip, step, update, checkpoint, cast.
 
-A method name alone decides little (`step` belongs to optimizers, schedulers, environments and scalers), so each is
-read with what is known of its receiver: how it was made, how else it is used in the file, and last what it is called.
+A method name alone decides little (`step` belongs to optimizers, schedulers, environments and scalers), so each call is
+interpreted with what is known about its receiver: how it was created, how else it is used in the file, and last its name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from halfstep.check.script.names import chain, key_of
 from halfstep.check.script.outline import Function, Outline
 from halfstep.check.script.values import DTYPES, argument, make_scaler
 
-__all__ = ["Recogniser", "Seen"]
+__all__ = ["Action", "Recogniser"]
 
 CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip_grad", "adaptive_clip_grad"}
 BCE = {"torch.nn.functional.binary_cross_entropy", "torch.binary_cross_entropy"}
@@ -42,7 +42,7 @@ _OPTIM_CLASS = re.compile(
 
 
 @dataclass(frozen=True)
-class Seen:
+class Action:
     """What a call does."""
 
     kind: str
@@ -53,18 +53,18 @@ class Seen:
 
 
 class Recogniser:
-    """Reads calls of one script; remembers what each variable turned out to be."""
+    """Interprets the calls of one script; caches what each variable is."""
 
     def __init__(self, outline: Outline) -> None:
         self.outline = outline
         self._kinds: dict[tuple[str, Function], str] = {}
-        # Variables on which unscale_ or scale(...).backward() is called behave like a GradScaler whatever made them.
+        # Variables on which unscale_ or scale(...).backward() is called behave like a GradScaler, however created.
         self._scalers_by_use = {
             _last(key_of(call.func.value))
             for name in ("unscale_", "scale")
             for call, _ in outline.calls.get(name, ())
             if isinstance(call.func, ast.Attribute) and (name == "unscale_" or self._feeds_backward(call))
-            # An engine whose `scale` feeds backward, such as DeepSpeed's, steps and unscales by itself.
+            # An engine whose `scale` result is used for backward, such as DeepSpeed's, steps and unscales by itself.
             if not _OWNERS.search(_last(key_of(call.func.value)))
         } - {""}
         self._stepped = {
@@ -76,54 +76,54 @@ class Recogniser:
         return isinstance(parent, ast.Attribute) and parent.attr == "backward"
 
     def kind_of(self, key: str, function: Function) -> str:
-        """What a variable holds: scaler, wrapper (something scaler-like but not torch's), optimizer, scheduler, or ""."""
+        """What a variable is: scaler, wrapper (like a scaler but not torch's), optimizer, scheduler, or ""."""
         if not key:
             return ""
-        spot = (key, function)
-        if spot not in self._kinds:
-            self._kinds[spot] = self._find_kind(key, function)
-        return self._kinds[spot]
+        variable = (key, function)
+        if variable not in self._kinds:
+            self._kinds[variable] = self._find_kind(key, function)
+        return self._kinds[variable]
 
     def _find_kind(self, key: str, function: Function) -> str:
         name = _last(key)
-        found = set()
+        kinds = set()
         for value in self.outline.values(key, function):
             for option in _options(value):
                 if isinstance(option, ast.Constant) and option.value is None:
                     continue
                 other = key_of(option)
                 if option is not value and other and other != key:
-                    found.add(self._alias(other, function))  # `scaler if amp else other`
+                    kinds.add(self._alias(other, function))  # `scaler if amp else other`
                 else:
-                    found.add(self._made(option, function))
-        found.discard("")
+                    kinds.add(self._created(option, function))
+        kinds.discard("")
         for kind in ("scaler", "scheduler", "optimizer", "wrapper"):
-            if kind in found and (kind != "wrapper" or name in self._scalers_by_use or "scaler" in name.lower()):
+            if kind in kinds and (kind != "wrapper" or name in self._scalers_by_use or "scaler" in name.lower()):
                 return kind
-        if found - {"unknown"}:
+        if kinds - {"unknown"}:
             return ""
         if name in self._scalers_by_use:
-            return "wrapper" if found or name in self.outline.calls else "scaler"
+            return "wrapper" if kinds or name in self.outline.calls else "scaler"
         if _SCHEDULER.search(name):
             return "scheduler"
         if _OPTIMIZER.search(name):
             return "optimizer"
-        if "scaler" in name.lower() and not found and name not in self.outline.calls:
+        if "scaler" in name.lower() and not kinds and name not in self.outline.calls:
             return "scaler" if self.outline.names.uses("torch") and not self._other_scaler() else ""
         return ""
 
     def _alias(self, key: str, function: Function) -> str:
-        """What a variable holds that another one may stand for; "" while that is being found out."""
-        spot = (key, function)
-        if spot not in self._kinds:
-            self._kinds[spot] = ""
-            self._kinds[spot] = self._find_kind(key, function)
-        return self._kinds[spot]
+        """The kind of a variable that another one may be a copy of; "" while it is being determined."""
+        variable = (key, function)
+        if variable not in self._kinds:
+            self._kinds[variable] = ""
+            self._kinds[variable] = self._find_kind(key, function)
+        return self._kinds[variable]
 
     def _other_scaler(self) -> bool:
         return self.outline.names.uses("sklearn", "cuml")
 
-    def _made(self, value: ast.expr, function: Function) -> str:
+    def _created(self, value: ast.expr, function: Function) -> str:
         if not isinstance(value, ast.Call):
             return "" if key_of(value) else "other"
         if make_scaler(self.outline, value, function):
@@ -138,69 +138,69 @@ class Recogniser:
             return "wrapper" if "standard" not in last.lower() and "minmax" not in last.lower() else "other"
         return "unknown"
 
-    def see(self, call: ast.Call, function: Function) -> Seen | None:
-        """What a call does, or None when it does nothing that rules care about."""
+    def action_of(self, call: ast.Call, function: Function) -> Action | None:
+        """What a call does, or None if it does nothing that matters to rules."""
         func = call.func
         name = self.outline.names.full(func)
         if isinstance(func, ast.Attribute):
-            method = getattr(self, f"_see_{func.attr}", None)
+            method = getattr(self, f"_on_{func.attr}", None)
             if method is not None:
-                seen: Seen | None = method(call, func.value, function)
-                if seen is not None:
-                    return seen
+                action: Action | None = method(call, func.value, function)
+                if action is not None:
+                    return action
             if _grad_of(func.value) and func.attr in {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max"}:
-                return Seen("grad_read", subject=func.attr)
+                return Action("grad_read", subject=func.attr)
         return self._by_full_name(call, name, function)
 
-    def _by_full_name(self, call: ast.Call, name: str, function: Function) -> Seen | None:
+    def _by_full_name(self, call: ast.Call, name: str, function: Function) -> Action | None:
         last = name.rsplit(".", 1)[-1] if name else _last(key_of(call.func))
         if last in CLIPS and not (isinstance(call.func, ast.Attribute) and not name):
-            return Seen("clip", subject=last)
+            return Action("clip", subject=last)
         if name in BCE or self._is_bce(call.func, function):
-            return Seen("bce")
+            return Action("bce")
         if name in WRAPS:
-            return Seen(f"wrap_{WRAPS[name]}", subject=key_of(call.args[0]) if call.args else "")
+            return Action(f"wrap_{WRAPS[name]}", subject=key_of(call.args[0]) if call.args else "")
         if name == "apex.amp.initialize":
-            return Seen("apex_initialize", subject=key_of(argument(call, 0, "models")))
+            return Action("apex_initialize", subject=key_of(argument(call, 0, "models")))
         if name == "torch.autograd.grad":
-            return Seen("autograd_grad")
+            return Action("autograd_grad")
         if last in {"norm", "clamp"} and name.startswith("torch.") and call.args and _grad_of(call.args[0]):
-            return Seen("grad_read", subject=last)
+            return Action("grad_read", subject=last)
         if make_scaler(self.outline, call, function):
-            return Seen("make_scaler")
+            return Action("make_scaler")
         if name.startswith("torch.optim.") and "lr_scheduler" not in name:
-            return Seen("make_optimizer", subject=self._owners_of(argument(call, 0, "params"), function))
+            return Action("make_optimizer", subject=self._owners_of(argument(call, 0, "params"), function))
         key = key_of(call.func)
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
-            return Seen("owned_step")
+            return Action("owned_step")
         if key and _MODEL.search(_last(key)) and call.args and not name:
-            return Seen("forward", subject=key)
-        handed = self._handed(call, function)
-        restored = "" if handed else self._restores(call, function)
-        return Seen("load_optimizer", optimizer=restored) if restored else handed
+            return Action("forward", subject=key)
+        passed = self._passed_scaler(call, function)
+        restored = "" if passed else self._restores(call, function)
+        return Action("load_optimizer", optimizer=restored) if restored else passed
 
     def _restores(self, call: ast.Call, function: Function) -> str:
-        """The optimizer that a helper of another file is given together with a checkpoint, to restore it."""
+        """The optimizer that a function of another file restores from a checkpoint."""
         if not _RESTORES.search(_last(key_of(call.func))):
             return ""
         keys = [key_of(value) for value in (*call.args, *(k.value for k in call.keywords))]
         return next((key for key in keys if self.kind_of(key, function) == "optimizer"), "")
 
-    def _handed(self, call: ast.Call, function: Function) -> Seen | None:
-        """A scaler given to a function that is not in this file, which may do anything with it."""
+    def _passed_scaler(self, call: ast.Call, function: Function) -> Action | None:
+        """A scaler passed to a function that is not in this file, which may do anything with it."""
         if key_of(call.func) in {"print", "isinstance", "str", "repr", "type", "hasattr", "getattr", "id"}:
             return None
         for value in (*call.args, *(k.value for k in call.keywords)):
             key = key_of(value)
             named = key and (_last(key) in self._scalers_by_use or "scal" in key.lower())
             if named and self.kind_of(key, function) == "scaler":
-                return Seen("handed", scaler=key)
+                return Action("handed", scaler=key)
         return None
 
     def _owners_of(self, params: ast.expr | None, function: Function) -> str:
-        """The models whose parameters an expression holds, with `|` between them."""
+        """The models whose parameters an expression contains, with `|` between them."""
         options = self.outline.values(key_of(params), function) if params is not None and key_of(params) else [params]
-        found = {
+        owners = {
             key_of(part.func.value)
             for option in options
             if option is not None
@@ -208,17 +208,17 @@ class Recogniser:
             if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
             if part.func.attr in {"parameters", "named_parameters"}
         }
-        return "|".join(sorted(found - {""}))
+        return "|".join(sorted(owners - {""}))
 
     def _is_bce(self, func: ast.expr, function: Function) -> bool:
         options: list[ast.expr] = [func] if isinstance(func, ast.Call) else []
         key = key_of(func)
         if key and ("crit" in key.lower() or "loss" in key.lower() or "bce" in key.lower()):
             options = self.outline.values(key, function)
-        made = [o for o in options if isinstance(o, ast.Call)]
-        return bool(made) and all(self._bce_made(o) for o in made) and len(made) == len(options)
+        calls = [o for o in options if isinstance(o, ast.Call)]
+        return bool(calls) and all(self._creates_bce(o) for o in calls) and len(calls) == len(options)
 
-    def _bce_made(self, call: ast.Call) -> bool:
+    def _creates_bce(self, call: ast.Call) -> bool:
         while (
             isinstance(call.func, ast.Attribute)
             and call.func.attr in {"cuda", "to"}
@@ -227,34 +227,38 @@ class Recogniser:
             call = call.func.value
         return self.outline.names.full(call.func) in {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
 
-    def _see_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
+    def _on_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         if self.outline.names.full(call.func) == "torch.autograd.backward":
             scaler = next((s for a in call.args for s in self._scales_in(a, function)), "")
-            return Seen("backward", scaler=scaler, scaled="yes" if scaler else "no")
+            return Action("backward", scaler=scaler, scaled="yes" if scaler else "no")
         key = key_of(receiver)
         own = "model" in key or "engine" in key
         if own and not call.args and _LOSS.search(key):
-            own = False  # `model_out.loss`, `model_out["loss"]`: a tensor that a model has given
+            own = False  # `model_out.loss`, `model_out["loss"]`: a tensor that a model returned
         if key == "self" or own or (isinstance(receiver, ast.Call) and key_of(receiver.func) == "super"):
-            return Seen("owned_backward", subject=key)
+            return Action("owned_backward", subject=key)
         if call.args and (not key or "loss" not in _last(key).lower() or _OWNERS.search(key) or "scaler" in key):
-            return Seen("owned_backward", subject=key)
+            return Action("owned_backward", subject=key)
         if any("scal" in key_of(a).lower() for a in (*call.args, *(k.value for k in call.keywords))):
-            return Seen("owned_backward", subject=key)  # a project's loss object, which scales by what it is given
+            return Action(
+                "owned_backward", subject=key
+            )  # a project's loss object, which scales with the scaler it is passed
         scales = self._scales_in(receiver, function)
         if scales:
             whole = isinstance(receiver, ast.Call) and self.kind_of(scales[0], function) == "scaler"
-            return Seen("backward", scaler=scales[0], subject=key, scaled="yes" if whole else "maybe")
-        return Seen("backward", subject=key or _first_key(receiver), scaled="maybe" if _hand_scaled(receiver) else "no")
+            return Action("backward", scaler=scales[0], subject=key, scaled="yes" if whole else "maybe")
+        return Action(
+            "backward", subject=key or _first_key(receiver), scaled="maybe" if _hand_scaled(receiver) else "no"
+        )
 
     def _scales_in(self, node: ast.AST, function: Function) -> list[str]:
-        found = []
+        scalers = []
         for part in ast.walk(node):
             if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
                 key = key_of(part.func.value)
                 if key and self.kind_of(key, function) in {"scaler", "wrapper"}:
-                    found.append(key)
-        return found
+                    scalers.append(key)
+        return scalers
 
     def scaled_by(self, node: ast.AST, function: Function) -> str:
         """Whether an assigned value carries a loss scale: yes, no or maybe."""
@@ -265,79 +269,79 @@ class Recogniser:
             return "yes"
         return "maybe" if _hand_scaled(node) else "no"
 
-    def _see_manual_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
-        return Seen("owned_backward", subject=key_of(receiver))
+    def _on_manual_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("owned_backward", subject=key_of(receiver))
 
-    def _see_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
+    def _on_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
         if self.kind_of(key, function) == "scaler":
-            return Seen("scale", scaler=key, subject=key_of(argument(call, 0, "outputs")))
+            return Action("scale", scaler=key, subject=key_of(argument(call, 0, "outputs")))
         return None
 
-    def _see_unscale_(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
-        return Seen("unscale", scaler=key_of(receiver), optimizer=key_of(argument(call, 0, "optimizer")))
+    def _on_unscale_(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("unscale", scaler=key_of(receiver), optimizer=key_of(argument(call, 0, "optimizer")))
 
-    def _see_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
+    def _on_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
         kind = self.kind_of(key, function)
         if kind == "scaler":
-            return Seen("scaler_step", scaler=key, optimizer=key_of(argument(call, 0, "optimizer")))
+            return Action("scaler_step", scaler=key, optimizer=key_of(argument(call, 0, "optimizer")))
         if kind == "wrapper":
-            return Seen("owned_step", scaler=key)
+            return Action("owned_step", scaler=key)
         if kind == "optimizer" or (_last(key) in self._stepped and kind != "scheduler"):
-            return Seen("opt_step", optimizer=key)
-        return Seen("sched_step", subject=key) if kind == "scheduler" else None
+            return Action("opt_step", optimizer=key)
+        return Action("sched_step", subject=key) if kind == "scheduler" else None
 
-    def _see_update(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
+    def _on_update(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
         kind = self.kind_of(key, function)
-        return Seen("update", scaler=key) if kind in {"scaler", "wrapper"} else None
+        return Action("update", scaler=key) if kind in {"scaler", "wrapper"} else None
 
-    def _see_zero_grad(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
-        return Seen("zero_grad", optimizer=key_of(receiver))
+    def _on_zero_grad(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("zero_grad", optimizer=key_of(receiver))
 
-    def _see_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
+    def _on_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
         kind = self.kind_of(key, function)
-        return Seen(f"save_{kind}", scaler=key, optimizer=key) if kind in {"scaler", "optimizer"} else None
+        return Action(f"save_{kind}", scaler=key, optimizer=key) if kind in {"scaler", "optimizer"} else None
 
-    def _see_load_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
+    def _on_load_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
         kind = self.kind_of(key, function)
-        return Seen(f"load_{kind}", scaler=key, optimizer=key) if kind in {"scaler", "optimizer"} else None
+        return Action(f"load_{kind}", scaler=key, optimizer=key) if kind in {"scaler", "optimizer"} else None
 
-    def _see_half(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
-        return Seen("cast", subject=key_of(receiver), scaled="float16") if not call.args else None
+    def _on_half(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("cast", subject=key_of(receiver), scaled="float16") if not call.args else None
 
-    def _see_bfloat16(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
-        return Seen("cast", subject=key_of(receiver), scaled="bfloat16") if not call.args else None
+    def _on_bfloat16(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("cast", subject=key_of(receiver), scaled="bfloat16") if not call.args else None
 
-    def _see_float(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
-        return Seen("cast", subject=key_of(receiver), scaled="float32") if not call.args else None
+    def _on_float(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("cast", subject=key_of(receiver), scaled="float32") if not call.args else None
 
-    def _see_to(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
+    def _on_to(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         for value in (*call.args, *(k.value for k in call.keywords if k.arg == "dtype")):
             dtype = DTYPES.get(self.outline.names.full(value))
             if dtype:
-                return Seen("cast", subject=key_of(receiver), scaled=dtype)
+                return Action("cast", subject=key_of(receiver), scaled=dtype)
         return None
 
-    def _see_item(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
+    def _on_item(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
-        return Seen("item", subject=key) if key else None
+        return Action("item", subject=key) if key else None
 
-    def _see_get_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
-        return Seen("get_scale", scaler=key_of(receiver))
+    def _on_get_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("get_scale", scaler=key_of(receiver))
 
-    def _see_clip_grad_norm_(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
+    def _on_clip_grad_norm_(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         if self.outline.names.full(call.func):
             return None
         key = key_of(receiver)
         owned = _OWNERS.search(key) or key in {"self", ""} or self.kind_of(key, function) == "optimizer"
-        return Seen("owned_clip" if owned else "clip", subject="clip_grad_norm_")
+        return Action("owned_clip" if owned else "clip", subject="clip_grad_norm_")
 
-    def _see_clip_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Seen | None:
-        return Seen("owned_clip")
+    def _on_clip_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("owned_clip")
 
 
 def _last(key: str) -> str:
@@ -365,12 +369,12 @@ def _grad_of(node: ast.expr) -> bool:
 
 
 def _hand_scaled(node: ast.AST) -> bool:
-    """Whether an expression may carry a loss scale; a sum only if each term does, for `loss + scaled_kl` is a weighting."""
-    left = [node]
-    while left:
-        part = left.pop()
+    """Whether an expression may carry a loss scale; a sum only if each term does: `loss + scaled_kl` is a weighting."""
+    terms = [node]
+    while terms:
+        part = terms.pop()
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
-            left += [part.left, part.right]
+            terms += [part.left, part.right]
         elif not any("scale" in _name(inner).lower() for inner in ast.walk(part)):
             return False
     return True

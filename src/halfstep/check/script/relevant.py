@@ -1,8 +1,8 @@
-"""Which functions of a script can matter, told from their text before their syntax trees are walked.
+"""Which functions of a script can matter, decided from their text before their syntax trees are walked.
 
-A file of models has thousands of expressions that no rule asks about. A function whose lines hold none of the words
-below, and call no function that does, makes no event, binds no scaler and divides no loss: it is named in the outline
-and not entered. On real projects this leaves out more than half of the work.
+A file of models has thousands of expressions that no rule looks at. A function whose lines contain none of the words
+below, and call no function that does, has no event, binds no scaler and divides no loss: the outline names it without
+walking it. On real projects this avoids more than half of the work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORDS = (
     "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "dtype", "Trainer", "apex", "Sharded", "virtual",
     "subdivision", "update_freq",
 )  # fmt: skip
-_LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only where a banned loss is about
+_LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
 _BREAK = re.compile(r"\r\n|\r|\n")
 
@@ -32,28 +32,28 @@ def relevant_functions(tree: ast.Module, text: str) -> set[ast.AST]:
     words = (*_WORDS, *_LOSSES) if "BCELoss" in text or "binary_cross" in text else _WORDS
     hits = _lines_with(text, starts, words)
     functions = _definitions(tree)
-    found = {f for f in functions if _any_between(hits, _first_line(f), f.end_lineno or f.lineno)}
-    left = [f for f in functions if f not in found]
-    fresh = found
-    while left and fresh:
-        calls = tuple({f"{f.name}(" for f in fresh if not f.name.startswith("__")})
+    relevant = {f for f in functions if _any_between(hits, _first_line(f), f.end_lineno or f.lineno)}
+    remaining = [f for f in functions if f not in relevant]
+    added = relevant
+    while remaining and added:
+        calls = tuple({f"{f.name}(" for f in added if not f.name.startswith("__")})
         lines = _lines_with(text, starts, calls)
-        fresh = {f for f in left if _any_between(lines, f.lineno + 1, f.end_lineno or f.lineno)}
-        found = found | fresh
-        left = [f for f in left if f not in fresh]
-    return set(found)
+        added = {f for f in remaining if _any_between(lines, f.lineno + 1, f.end_lineno or f.lineno)}
+        relevant = relevant | added
+        remaining = [f for f in remaining if f not in added]
+    return set(relevant)
 
 
 def _lines_with(text: str, starts: list[int], words: tuple[str, ...]) -> list[int]:
-    """The lines, from 1, that hold any of the words; plain searches are several times faster than one pattern."""
-    found = set()
+    """The lines, from 1, that contain any of the words; plain searches are several times faster than one pattern."""
+    lines = set()
     for word in words:
         at = text.find(word)
         while at >= 0:
             line = bisect.bisect_right(starts, at)
-            found.add(line)
+            lines.add(line)
             at = text.find(word, starts[line]) if line < len(starts) else -1
-    return sorted(found)
+    return sorted(lines)
 
 
 def _any_between(numbers: list[int], first: int, last: int) -> bool:
@@ -62,18 +62,18 @@ def _any_between(numbers: list[int], first: int, last: int) -> bool:
 
 
 def _definitions(tree: ast.Module) -> list[Def]:
-    """Every function definition, found among statements alone."""
-    found: list[Def] = []
+    """Every function definition; only statements are visited."""
+    functions: list[Def] = []
     stack: list[ast.AST] = [tree]
     while stack:
         node = stack.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.append(node)
+            functions.append(node)
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
             inner = getattr(node, name, None)
             if isinstance(inner, list):
                 stack.extend(inner)
-    return found
+    return functions
 
 
 def _first_line(function: Def) -> int:

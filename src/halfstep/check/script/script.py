@@ -1,13 +1,13 @@
-"""What rules see of one script: its traces, scalers and autocast regions, each with its place in the text.
+"""The facts of one script: its traces, scalers and autocast regions, each with its place in the text.
 
     names      imports and aliases          -> torch.cuda.amp.autocast
     outline    functions, assignments       -> what `scaler` may be
     values     expressions                  -> an autocast region and its dtype
     recognise  calls                        -> scale, backward, unscale, clip, step, update
     flow       statements of one function   -> events under guards, loops and regions
-    trace      functions put together       -> what a run does, in order
+    trace      functions combined           -> what a run does, in order
 
-A text that mentions nothing of mixed precision is not parsed at all: most files of a project are such.
+A text that does not mention mixed precision is not parsed at all, which is the case for most files of a project.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from halfstep.check.files.source import Settings, Source
+from halfstep.check.files.source import Source
+from halfstep.check.finding import Place
 from halfstep.check.script.edits import Lines
 from halfstep.check.script.event import Event
 from halfstep.check.script.outline import MAX_BINDINGS, Function, Outline, read_outline
 from halfstep.check.script.trace import Trace, read_traces
 from halfstep.check.script.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
+from halfstep.check.settings import Settings
 
-__all__ = ["Script", "Where", "read_script"]
+__all__ = ["Script", "read_script"]
 
-Where = tuple[str, int, int, int | None, int | None, int | None]
-
-# What the rules of scripts are about, and what those of configurations are about besides. Searching for each word is
-# several times faster than one pattern; only the short ones need their edges looked at, and their patterns begin with
-# the word itself, because that is what the search for a pattern looks for first.
+# The words that rules over scripts look for, and those that rules over configurations look for in addition. Searching
+# for each word is several times faster than one pattern. Only short words need a check of their boundaries; their
+# patterns begin with the literal word, because the regex engine searches for a literal prefix first.
 _RULED = (
     "autocast", "GradScaler", "unscale_", ".scale(", ".half(", "float16", "torch.half", "HalfTensor", "is_bf16_supported",
 )  # fmt: skip
@@ -41,13 +41,13 @@ _RULED_SHORT = tuple(
 )
 _MENTIONED = ("fp16", "bf16", "deepspeed", "loss_scale", "TrainingArguments", "mixed_precision")
 _MENTIONED_SHORT = tuple(map(re.compile, (r"amp(?!\w)(?<!\wamp)", r"precision(?<!\wprecision)\s*=")))
-# Without any of these calls there is no training here whose order could be wrong.
+# Without any of these calls there is no training loop whose order could be wrong.
 _ACTS = {"backward", "manual_backward", "autocast", "GradScaler", "scale", "unscale_", "scale_loss", "initialize"}
 
 
 @dataclass(eq=False)
 class Script:
-    """The facts of one script. Empty (`about` is False) when it mentions nothing of mixed precision."""
+    """The facts of one script. Empty (`about` is False) if it does not mention mixed precision."""
 
     source: Source
     settings: Settings
@@ -68,67 +68,68 @@ class Script:
 
     @cached_property
     def scalers(self) -> tuple[Scaler, ...]:
-        """Every GradScaler the script makes."""
+        """Every GradScaler the script creates."""
         names = [n for n in self.outline.calls if n.endswith("GradScaler")]
         names += [
             i.alias.asname for i in self.outline.names.imported if i.full.endswith("GradScaler") and i.alias.asname
         ]
         calls = [c for name in dict.fromkeys(names) for c in self.outline.calls.get(name, ())]
-        found = [make_scaler(self.outline, call, function) for call, function in calls]
-        return tuple(s for s in found if s is not None)
+        scalers = [make_scaler(self.outline, call, function) for call, function in calls]
+        return tuple(s for s in scalers if s is not None)
 
     @cached_property
     def scaler_of(self) -> dict[ast.AST, Scaler]:
-        """The scalers by the calls that make them."""
+        """The scalers by the calls that create them."""
         return {scaler.node: scaler for scaler in self.scalers}
 
     @cached_property
     def _scalers_by_name(self) -> dict[str, list[Scaler]]:
-        found: dict[str, list[Scaler]] = {}
+        by_name: dict[str, list[Scaler]] = {}
         for scaler in self.scalers:
-            found.setdefault(scaler.key.rsplit(".", 1)[-1], []).append(scaler)
-        return found
+            by_name.setdefault(scaler.key.rsplit(".", 1)[-1], []).append(scaler)
+        return by_name
 
     def scalers_named(self, key: str) -> list[Scaler]:
-        """The scalers kept under the last name of `key`, as far as anyone writes them by hand."""
+        """The scalers assigned to the last name of `key`, at most as many as hand-written code has."""
         return self._scalers_by_name.get(key.rsplit(".", 1)[-1], [])[:MAX_BINDINGS]
 
     @cached_property
     def autocasts(self) -> tuple[Autocast, ...]:
-        """Every call that makes an autocast region, wherever it is written."""
-        found = []
+        """Every call that creates an autocast region, wherever it is written."""
+        regions = []
         for api in AUTOCASTS & self.outline.library_calls.keys():
             for call, function in self.outline.library_calls[api]:
-                found += [
+                regions += [
                     dataclasses.replace(a, where=self.where(call)) for a in autocasts_of(self.outline, call, function)
                 ]
-        return tuple(sorted(found, key=lambda a: a.where[1:3]))
+        return tuple(sorted(regions, key=lambda a: (a.where.line, a.where.column)))
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Event]]:
-        found: dict[str, list[Event]] = {}
+        by_kind: dict[str, list[Event]] = {}
         for trace in self.traces:
             for event in trace:
-                found.setdefault(event.kind, []).append(event)
-        return found
+                by_kind.setdefault(event.kind, []).append(event)
+        return by_kind
 
     @cached_property
     def _parts(self) -> dict[Function, int]:
         """Functions by the part of the script they belong to: see `near`."""
-        first: dict[Function | str, int] = {}  # the first trace that each function, class or the module is met in
+        # Union-find over traces: two traces that share a function, a class or global variables are one part.
+        first: dict[Function | str, int] = {}  # the first trace in which each function, class or the module occurs
         joined = list(range(len(self.traces)))  # each trace and an earlier one of the same part
         for number, trace in enumerate(self.traces):
             functions = {event.function for event in trace}
-            # The tests of a class share a class and nothing else.
+            # Test methods share a class and nothing else.
             names = {f.cls for f in functions if f.cls and not f.name.lstrip("_").startswith("test")}
             names |= {"<module>"} if any(self._is_global(event) for event in trace) else set()
-            everything: set[Function | str] = {*functions, *names}
-            for met in everything:
-                joined[_top(joined, first.setdefault(met, number))] = _top(joined, number)
-        return {met: _top(joined, number) for met, number in first.items() if isinstance(met, Function)}
+            members: set[Function | str] = {*functions, *names}
+            for member in members:
+                joined[_top(joined, first.setdefault(member, number))] = _top(joined, number)
+        return {member: _top(joined, number) for member, number in first.items() if isinstance(member, Function)}
 
     def _is_global(self, event: Event) -> bool:
-        """Whether an event is about a variable of the module's, seen from inside a function."""
+        """Whether an event inside a function is about a global variable."""
         root = (event.optimizer or event.scaler).partition(".")[0].partition("[")[0]
         if not root or root == "self" or event.roots:
             return False
@@ -140,7 +141,7 @@ class Script:
         return True
 
     def near(self, event: Event, *kinds: str) -> Iterator[Event]:
-        """The events of these kinds that the text joins to `event`: along calls, by one class or by global variables."""
+        """The events of these kinds connected to `event`: through calls, a shared class or global variables."""
         part = self._parts[event.function]
         return (e for e in self.events(*kinds) if self._parts[e.function] == part)
 
@@ -153,27 +154,25 @@ class Script:
         """Whether any trace has such an event."""
         return any(kind in self._by_kind for kind in kinds)
 
-    def where(self, node: ast.AST) -> Where:
-        """A node's place, as findings want it."""
+    def where(self, node: ast.AST) -> Place:
+        """The place of a node, for `Rule.finding`."""
         line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
         end_line, end_column = getattr(node, "end_lineno", None), getattr(node, "end_col_offset", None)
-        cell, shown = self.source.place(line)
         first = self.lines.column(line, column)
         if end_line is None or end_column is None:
-            return self.source.path, shown, first, None, None, cell
-        last = self.lines.column(end_line, end_column)
-        return self.source.path, shown, first, self.source.place(end_line)[1], last, cell
+            return self.source.place(line, first)
+        return self.source.place(line, first, end_line, self.lines.column(end_line, end_column))
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """The statement a node is part of."""
-        found: ast.AST | None = node
-        while found is not None and not isinstance(found, ast.stmt):
-            found = self.outline.parents.get(found)
-        return found
+        parent: ast.AST | None = node
+        while parent is not None and not isinstance(parent, ast.stmt):
+            parent = self.outline.parents.get(parent)
+        return parent
 
 
 def _top(joined: list[int], number: int) -> int:
-    """The trace that stands for all those joined with this one."""
+    """The trace that represents all those joined with this one."""
     while joined[number] != number:
         joined[number] = joined[joined[number]]
         number = joined[number]
@@ -185,11 +184,11 @@ def _mentions(text: str, words: tuple[str, ...], short: tuple[re.Pattern[str], .
 
 
 def read_script(source: Source, settings: Settings) -> Script:
-    """Read a script's facts; SyntaxError when it is not Python of this interpreter's version or older."""
+    """Read a script's facts; SyntaxError if this version of Python cannot parse it."""
     text = source.text
     ruled = _mentions(text, _RULED, _RULED_SHORT)
     if not ruled and not _mentions(text, _MENTIONED, _MENTIONED_SHORT):
         return Script(source, settings, ast.Module([], []), about=False)
     tree = ast.parse(text, filename=source.path)
-    # A script that is only about configurations has nothing for the rules below HS200.
+    # A script that only contains configurations needs no outline: no HS1xx rule applies.
     return Script(source, settings, tree, outline=read_outline(tree, text)) if ruled else Script(source, settings, tree)

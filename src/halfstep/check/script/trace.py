@@ -1,9 +1,9 @@
-"""Traces: what a run of the script does, with functions of the same file followed into their callers' loops.
+"""Traces: what a run of the script does, with functions of the same file expanded at their calls.
 
 A trace starts at a root: the module's own statements, or a function nothing in the file calls. Each call of a known
 function is replaced by that function's events, under the caller's guards, loops and regions, with parameters renamed
-to the caller's variables. A function called from two places appears in both traces; one that is called from nowhere
-is a root of its own, because other files may call it.
+to the caller's variables. A function called from two places appears in both traces; a function that is never called is
+a separate root, because other files may call it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from halfstep.check.script.recognise import Recogniser
 __all__ = ["Trace", "read_traces"]
 
 MAX_DEPTH = 8
-# A trace this long is generated code, or functions that all call each other; what is read so far still stands.
+# A trace this long is generated code, or functions that all call each other; the events so far are still valid.
 MAX_EVENTS = 3000
 MAX_CALLS = 1000
 MAX_IN_ALL = 20_000
@@ -36,7 +36,7 @@ def read_traces(outline: Outline) -> tuple[Trace, ...]:
     roots = [f for f in flows if f not in called]
     followed: set[Function] = set()
     traces: list[Trace] = []
-    # Functions that only call each other hang on no root; each is read on its own, after the roots.
+    # Functions that only call each other are reached from no root; each is read separately, after the roots.
     for function in dict.fromkeys((*roots, *flows)):
         if (function not in called or function not in followed) and sum(map(len, traces)) < MAX_IN_ALL:
             traces.append(_Follow(flows, followed).run(function))
@@ -72,11 +72,11 @@ class _Follow:
         for item in self.flows[function]:
             if len(self.events) >= MAX_EVENTS or self.copies >= MAX_CALLS:
                 return
-            if any(known.get(text, holds) != holds for text, holds in item.guards):
+            if any(known.get(text, is_true) != is_true for text, is_true in item.guards):
                 continue  # the caller's literal rules it out
-            open_guards = tuple(g for g in item.guards if g[0] not in known)
+            open_guards = tuple(g for g in item.guards if g.text not in known)
             inner_guards = (*guards, *_rename_guards(open_guards, renamed, function, local))
-            inner_loops = (*loops, *((copy, line, column) for _, line, column in item.loops))
+            inner_loops = (*loops, *(Loop(copy, loop.line, loop.column) for loop in item.loops))
             inner_regions = (*regions, *_shift(item.regions, len(loops)))
             if isinstance(item, Event):
                 self.events.append(
@@ -113,14 +113,14 @@ def _rename(key: str, renamed: dict[str, str]) -> str:
 def _rename_guards(
     guards: tuple[Guard, ...], renamed: dict[str, str], function: Function, local: str
 ) -> Iterator[Guard]:
-    for text, holds in guards:
+    for text, is_true in guards:
         root = text.partition(".")[0]
         if root in renamed:
-            yield _rename(text, renamed), holds
+            yield Guard(_rename(text, renamed), is_true)
         elif text in function.params and local:
-            yield text + local, holds  # a value only this call has, such as a literal argument
+            yield Guard(text + local, is_true)  # specific to this call, such as a literal argument
         else:
-            yield text, holds
+            yield Guard(text, is_true)
 
 
 def _shift(regions: tuple[Region, ...], by: int) -> Iterator[Region]:

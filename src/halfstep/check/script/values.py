@@ -1,8 +1,8 @@
-"""What expressions make: autocast regions with their dtypes, scalers, optimizers, number formats.
+"""The values of expressions: autocast regions with their dtypes, scalers, number formats.
 
-Every question is answered with all the possibilities the text shows. `torch.bfloat16 if ok else torch.float16` is
-both; `dtypes[args.dtype]` is unknown. A rule that needs to be sure asks for the one answer (`Autocast.dtype`) and gets
-None when there are several.
+Every question is answered with all possibilities in the text. `torch.bfloat16 if ok else torch.float16` is both;
+`dtypes[args.dtype]` is unknown. A rule that needs certainty uses the single answer (`Autocast.dtype`), which is None if
+there are several.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
+from halfstep.check.finding import Place
 from halfstep.check.script.names import chain, key_of
 from halfstep.check.script.outline import Function, Outline
 
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 UNKNOWN = "?"
-MAX_WAYS = 8  # to make one variable; more are not followed
+MAX_VALUES = 8  # of one variable; more are not followed
 DTYPES = {
     "torch.float16": "float16",
     "torch.bfloat16": "bfloat16",
@@ -52,32 +53,32 @@ class Autocast:
     """One autocast region's settings."""
 
     node: ast.Call
-    where: tuple[str, int, int, int | None, int | None, int | None]
+    where: Place
     api: str  # torch.amp.autocast, torch.cuda.amp.autocast, ...
-    device: str | None  # "cuda", "cpu", ...; None: not shown
+    device: str | None  # "cuda", "cpu", ...; None: unknown
     dtypes: frozenset[str]
     enabled: str  # "yes", "no", or the text of the flag
 
     @property
     def dtype(self) -> str | None:
-        """The one number format it computes in, or None when the text leaves it open."""
+        """The one number format it computes in, or None if the text does not decide it."""
         return next(iter(self.dtypes)) if len(self.dtypes) == 1 and UNKNOWN not in self.dtypes else None
 
 
 @dataclass(frozen=True, eq=False)
 class Scaler:
-    """One GradScaler that the script makes."""
+    """One GradScaler that the script creates."""
 
     node: ast.Call
     function: Function
-    key: str  # the variable it is kept in; "" when it is handed on directly
+    key: str  # the variable it is assigned to; "" if it is passed on directly
     api: str
     enabled: str  # "yes", "no", or the text of the flag
     parent: ast.AST
 
 
 def constant(node: ast.AST | None) -> object:
-    """The value of a literal, also negative numbers and powers such as 2**10; `...` when it is none."""
+    """The value of a literal, also negative numbers and powers such as 2**10; `...` for anything else."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -91,14 +92,14 @@ def constant(node: ast.AST | None) -> object:
 
 
 def argument(call: ast.Call, position: int | None, name: str) -> ast.expr | None:
-    """An argument by keyword or position; None when absent or hidden in `*args`."""
+    """An argument by keyword or position; None if absent or hidden in `*args`."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value
     if position is not None and position < len(call.args):
-        found = call.args[position]
+        value = call.args[position]
         if not any(isinstance(a, ast.Starred) for a in call.args[: position + 1]):
-            return found
+            return value
     return None
 
 
@@ -108,7 +109,7 @@ def text_of(node: ast.AST | None) -> str:
 
 
 def dtypes_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 5) -> frozenset[str]:
-    """The number formats an expression may name; "?" among them when some of it is not shown."""
+    """The number formats an expression may name, including "?" if part of it is unknown."""
     if node is None or depth == 0:
         return frozenset({UNKNOWN})
     if isinstance(node, ast.IfExp):
@@ -117,17 +118,17 @@ def dtypes_of(outline: Outline, node: ast.expr | None, function: Function, depth
     if name in DTYPES:
         return frozenset({DTYPES[name]})
     key = key_of(node)
-    # A parameter may be given anything by callers outside the file, an attribute of the arguments anything at all.
+    # Callers outside the file may pass anything for a parameter.
     if not key or key in function.params:
         return frozenset({UNKNOWN})
     values = outline.values(key, function)
-    if not values or len(values) > MAX_WAYS:
+    if not values or len(values) > MAX_VALUES:
         return frozenset({UNKNOWN})
     return frozenset().union(*(dtypes_of(outline, v, function, depth - 1) for v in values if v is not node))
 
 
 def enabled_of(outline: Outline, node: ast.expr | None, function: Function) -> str:
-    """Whether an `enabled=` argument is "yes", "no", or else the text of its condition."""
+    """An `enabled=` argument as "yes", "no", or the text of its condition."""
     if node is None:
         return "yes"
     value = constant(node)
@@ -143,7 +144,7 @@ def enabled_of(outline: Outline, node: ast.expr | None, function: Function) -> s
 
 
 def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:
-    """A call with its `**options` written out, where one dictionary of this file shows what they are."""
+    """A call with its `**options` expanded, if a dictionary of this file shows what they are."""
     keywords: list[ast.keyword] = []
     for keyword in call.keywords:
         keywords += [keyword] if keyword.arg is not None else _entries(outline, keyword, function)
@@ -151,7 +152,7 @@ def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:
 
 
 def _entries(outline: Outline, options: ast.keyword, function: Function) -> list[ast.keyword]:
-    """What `**options` gives, as far as every dictionary it may be agrees: one written out, kept, or returned."""
+    """The keywords of `**options` on which all possible dictionaries (literal, assigned or returned) agree."""
     node = options.value
     name = key_of(node)
     if isinstance(node, ast.Call):
@@ -162,7 +163,7 @@ def _entries(outline: Outline, options: ast.keyword, function: Function) -> list
             return node.keywords
     else:
         values = outline.values(name, function) if name else [node]
-    tables = [_table(value) for value in values[:MAX_WAYS]]
+    tables = [_table(value) for value in values[:MAX_VALUES]]
     if not tables or not all(tables):
         return [options]
     # `options["dtype"] = dtype`, perhaps under a condition, comes after the dictionary and before the call.
@@ -204,12 +205,12 @@ def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Functio
     enabled = enabled_of(outline, enabled_node, function)
     if hidden and enabled_node is None:
         enabled = UNKNOWN
-    where = ("", call.lineno, call.col_offset + 1, None, None, None)
+    where = Place("", call.lineno, call.col_offset + 1)
     return Autocast(call, where, api, device, dtypes, enabled)
 
 
 def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: int = 5) -> list[Autocast]:
-    """The autocast regions that `with node:` may open: none, one, or one per way the variable is bound."""
+    """The autocast regions that `with node:` may enter: none, one, or one per binding of the variable."""
     if depth == 0:
         return []
     if isinstance(node, ast.IfExp):
@@ -232,8 +233,8 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
         if target is not None:
             returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
             return [a for r in returns for a in autocasts_of(outline, r, target, depth - 1)]
-        if chain(node.func) and key_of(node.func):  # a partial kept in a variable
-            values = outline.values(key_of(node.func), function)[:MAX_WAYS]
+        if chain(node.func) and key_of(node.func):  # a partial assigned to a variable
+            values = outline.values(key_of(node.func), function)[:MAX_VALUES]
             return [
                 a
                 for v in values
@@ -243,7 +244,7 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
         return []
     key = key_of(node)
     if key:
-        values = outline.values(key, function)[:MAX_WAYS]
+        values = outline.values(key, function)[:MAX_VALUES]
         return [a for v in values for a in autocasts_of(outline, v, function, depth - 1)]
     return []
 
@@ -255,10 +256,10 @@ def _under(autocast: Autocast, flag: str) -> Autocast:
 
 
 def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler | None:
-    """The scaler that a call makes; None for any other call."""
+    """The scaler that a call creates; None for any other call."""
     api = outline.names.full(call.func)
     if not api and isinstance(call.func, ast.Name) and call.func.id == "GradScaler":
-        # A fragment without its imports: the name is torch's own unless the file defines it.
+        # A fragment without its imports: the name is torch's unless the file defines it.
         api = "" if "GradScaler" in outline.classes else "GradScaler"
     if api not in SCALERS and api != "GradScaler":
         return None

@@ -51,7 +51,7 @@ class DuplicateKey(ConfigRule):
                 first = first_entries.setdefault(entry.key, entry)
                 if first is entry:
                     continue
-                line = config.where(first.key_span)[1]
+                line = config.where(first.key_span).line
                 native = config.kind == "deepspeed" and config.source.language == "json"
                 effect = "DeepSpeed raises an error" if native else "only the second has an effect"
                 yield self.finding(

@@ -1,8 +1,8 @@
 """Which files are checked.
 
-A file that is named is always checked. In a folder, files are found by their ending. Hidden folders, environments,
-caches and build output are left out, and so is what `exclude` names. A .gitignore is not read: what it hides is
-mostly in the list below, and half an implementation of its rules would surprise. Links to folders are not followed.
+A file that the user names is always checked. In a folder, files are selected by their suffix. Hidden folders,
+environments, caches and build output are skipped, and so is anything that matches `exclude`. A .gitignore is not read: its
+entries are mostly in the list below, and a partial implementation would surprise. Links to folders are not followed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SKIPPED = frozenset(
 
 @dataclass(frozen=True)
 class Target:
-    """A file to check: its path as it is shown, its language, its project, and whether a person named it."""
+    """A file to check: its path as shown to the user, its language and project, and whether the user named it."""
 
     path: str
     language: Language
@@ -36,37 +36,37 @@ class Target:
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Target]:
-    """The files that `paths` (files and folders) mean, in a stable order, each once."""
-    found: dict[str, Target] = {}
-    for given in paths:
-        path = os.fspath(given)
+    """The files to check in `paths` (files and folders), in a stable order, each once."""
+    targets: dict[str, Target] = {}
+    for argument in paths:
+        path = os.fspath(argument)
         try:
-            is_folder = bool(path) and Path(path).is_dir()  # an empty name is a variable that was not set
+            is_folder = bool(path) and Path(path).is_dir()  # an empty path is usually an unset shell variable
             exists = is_folder or os.path.lexists(path)
-        except ValueError:  # a zero byte in the name
+        except ValueError:  # a null byte in the path
             exists = is_folder = False
         if not exists:
-            raise SettingError(f"There is no file or folder {path!r}. Give paths that exist, or - for standard input.")
+            raise SettingError(f"There is no file or folder {path!r}. Pass existing paths, or - for standard input.")
         here = Path(path).absolute()
         project = find_project(here if is_folder else here.parent)
         if is_folder:
             for file in _walk(path, project):
                 language = language_of(file)
                 assert language is not None
-                found.setdefault(file, Target(file, language, project, named=False))
+                targets.setdefault(file, Target(file, language, project, named=False))
         else:
             language = language_of(path) or _by_first_line(path)
             if language is None:
                 raise SettingError(
-                    f"{path!r} is neither Python (.py), a notebook (.ipynb), JSON nor YAML by its name, so it cannot be "
-                    "checked. To check it anyway, pipe it in: halfstep check - --stdin-filename NAME.py"
+                    f"Unknown file type, so it cannot be checked: {path!r}. Known: .py, .ipynb, JSON and YAML. To check it "
+                    "anyway, pipe it in: halfstep check - --stdin-filename NAME.py"
                 )
-            found[path] = Target(path, language, project, named=True)
-    return list(found.values())
+            targets[path] = Target(path, language, project, named=True)
+    return list(targets.values())
 
 
 def _by_first_line(path: str) -> Language | None:
-    """Python, for a file whose first line says that Python runs it."""
+    """Python, if the first line of the file names it as its interpreter."""
     try:
         if Path(path).is_file():
             with Path(path).open("rb") as file:
@@ -78,14 +78,14 @@ def _by_first_line(path: str) -> Language | None:
 
 
 def _walk(folder: str, project: Project) -> Iterator[str]:
-    # One stack instead of recursion: folders can be nested deeper than Python's calls.
+    # A stack instead of recursion: folders can be nested deeper than Python's recursion limit.
     stack = [folder]
     while stack:
         here = stack.pop()
         try:
             entries = sorted(os.scandir(here), key=lambda entry: entry.name)
         except OSError:
-            continue  # a folder that vanished or may not be read, like one that is not there
+            continue  # a folder that was deleted meanwhile, or without permission
         if here != folder and any(entry.name == "pyvenv.cfg" for entry in entries):
             continue
         folders = []

@@ -5,9 +5,9 @@ import pytest
 from check_toys import use_toys
 from halfstep.check.files.document import read_document
 from halfstep.check.files.source import Settings, Source
-from halfstep.check.files.suppress import find_suppressions
 from halfstep.check.runner import check_document
 from halfstep.check.select import Selection
+from halfstep.check.suppress import find_suppressions
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,8 @@ def codes(text, **options):
         "x = 1\nBAD\nBAD\nHMM\n# halfstep: ignore-file",
     ],
 )
-def test_a_comment_silences_what_it_names(text):
-    """On the line, above it, or for the file; by code, prefix, name or severity."""
+def test_a_comment_suppresses_what_it_names(text):
+    """A comment on the line, above it, or for the file; by code, prefix, name or severity."""
     assert codes(text) == []
 
 
@@ -49,28 +49,28 @@ def test_a_comment_silences_what_it_names(text):
         ("BAD  # halfstep: ignored", ["HS901"]),
     ],
 )
-def test_a_comment_elsewhere_or_for_others_silences_nothing(text, expected):
-    """The wrong code, the wrong line, a string or another word."""
+def test_a_comment_elsewhere_or_for_others_suppresses_nothing(text, expected):
+    """The wrong code, the wrong line, a string or another word has no effect."""
     assert codes(text) == expected
 
 
 def test_a_misspelt_code_is_reported_with_a_guess():
-    """HS008 names the nearest rule, and is not also called unused."""
+    """HS008 names the nearest rule, and HS007 is not reported in addition."""
     document = read_document("a.py", b"BAD  # halfstep: ignore[bad-wrod]", "python")
-    found, unknown = check_document(document, Settings(), Selection())
-    assert (found.code, unknown.code, unknown.column) == ("HS901", "HS008", 6)
+    finding, unknown = check_document(document, Settings(), Selection())
+    assert (finding.code, unknown.code, unknown.column) == ("HS901", "HS008", 6)
     assert "Did you mean bad-word?" in unknown.message
 
 
 def test_a_comment_for_rules_that_did_not_run_is_not_unused():
-    """With a selection, or without a GPU for HS3xx, nothing can be said about the comment."""
+    """With a selection, or without a GPU for HS3xx, the comment may be needed in another run."""
     assert codes("x = 1  # halfstep: ignore[HS901]", select=("HS902",)) == []
     assert codes("x = 1  # halfstep: ignore[HS901]") == ["HS007"]
     assert codes("x = 1  # halfstep: ignore[HS901]", ignore=("HS007",)) == []
 
 
 def test_lines_of_a_notebook_are_lines_of_its_cells():
-    """A comment in the second cell speaks for that cell."""
+    """A comment in the second cell applies to that cell."""
     raw = '{"cells": [{"cell_type": "code", "source": "x = 1"}, {"cell_type": "code", "source": "BAD # halfstep: ignore[HS901]"}]}'
     document = read_document("a.ipynb", raw.encode(), "notebook")
     assert check_document(document, Settings(), Selection()) == ()
@@ -86,12 +86,12 @@ def test_lines_of_a_notebook_are_lines_of_its_cells():
     ],
 )
 def test_configurations_have_comments_too(text, language):
-    """Every comment the format knows is read."""
-    (found,) = find_suppressions(Source("c", text, language))
-    assert (found.lines, found.selectors) == (frozenset({1}), ("HS2",))
+    """All comment styles of the format are supported."""
+    (suppression,) = find_suppressions(Source("c", text, language))
+    assert (suppression.lines, suppression.selectors) == (frozenset({1}), ("HS2",))
 
 
-def test_a_comment_alone_in_a_configuration_speaks_for_the_next_line():
-    """As in Python."""
-    (found,) = find_suppressions(Source("c.yaml", "# halfstep: ignore[HS2]\n\na: 1\n", "yaml"))
-    assert found.lines == {1, 3}
+def test_a_comment_on_its_own_line_in_a_configuration_applies_to_the_next_line():
+    """Configurations behave like Python."""
+    (suppression,) = find_suppressions(Source("c.yaml", "# halfstep: ignore[HS2]\n\na: 1\n", "yaml"))
+    assert suppression.lines == {1, 3}

@@ -1,0 +1,61 @@
+"""Functions, and the assignments and calls in them."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Binding", "CallSite", "Choice", "Function", "StatementCall"]
+
+Def = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A function, method or the module itself."""
+
+    node: Def | ast.Module
+    name: str
+    cls: str = ""
+    parent: Function | None = None
+    params: tuple[str, ...] = ()
+    method: bool = False  # directly in a class; functions nested in a method have its `cls` but are not methods
+
+    @property
+    def body(self) -> list[ast.stmt]:
+        """Its statements."""
+        return self.node.body
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """One assignment to a variable."""
+
+    key: str
+    value: ast.expr | None  # None: a loop or with target, or an import
+    function: Function
+    node: ast.AST
+    index: int | None = None  # position, if a tuple is unpacked
+
+
+# Named tuples rather than dataclasses: one per call of a script, and rules unpack them.
+class CallSite(NamedTuple):
+    """A call and the function that contains it."""
+
+    call: ast.Call
+    function: Function
+
+
+class Choice(NamedTuple):
+    """A branch of `a if test else b`: the test, and its outcome."""
+
+    test: ast.expr
+    is_true: bool
+
+
+class StatementCall(NamedTuple):
+    """A call of a statement, under the branches of conditional expressions around it."""
+
+    call: ast.Call
+    choices: tuple[Choice, ...]
