@@ -49,7 +49,7 @@ def _edit(edit: Edit, source: Source | None) -> dict[str, Any]:
     if source is not None:
         line, column, end_line, end_column = edit_place(edit, source)
         values |= {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
-        if source.cells:  # a fix may change other cells than the finding's
+        if source.cells:  # a fix may reach into other cells than the finding's
             values["cell"] = source.place(bisect_right(_line_starts(source.text), edit.start))[0]
     return values
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from halfstep.hardware.torch_build import require
-from halfstep.hardware.units import bytes_text, seconds_text
+from halfstep.hardware.units import bytes_text, count_text, seconds_text
 from halfstep.report.html_page import asset, render_html, script_json, script_source
 from halfstep.report.page_tables import census_tables, environments, summary, truth_table
 from halfstep.report.plot import Plot, Values
@@ -65,7 +65,7 @@ def page_values(comparison: Comparison, data: Values) -> dict[str, Any]:
     # A row without a step time has its reason in the table already.
     failed = [(row.label, row.reason) for row in comparison.rows if row.status == "failed" and row.step_seconds]
     return {
-        "title": f"{first['target']}: {len(data['rows'])} precisions compared",
+        "title": f"{first['target']}: {count_text(len(data['rows']), 'precision')} compared",
         "about": _about(comparison, data),
         "verdict": _verdict(comparison),
         "summary": summary(comparison),
