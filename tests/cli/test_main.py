@@ -1,4 +1,4 @@
-"""The command as users see it: help, errors, exit codes, start-up time."""
+"""The command as a person meets it: help, errors, exit codes, and what is loaded."""
 
 import json
 import re
