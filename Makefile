@@ -1,4 +1,4 @@
-# Two commands on a fresh clone: `make demo` and `make test`. Both set up .venv by themselves, once.
+# Two commands on a fresh clone: `make demo` and `make test`. Both set up .venv on first use.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,20 +6,20 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# One thread per worker: two workers on two cores, and torch's threads would only wait for each other.
+# One thread per worker: with two workers on two cores, more torch threads would only compete.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The kernels' own tests, and those of their callers once more over the kernels: Triton runs them on the CPU.
+# The tests of the kernels, and those of their callers again with the kernels: Triton interprets them on the CPU.
 INTERPRETED = tests/optim tests/kernels/test_gradstats.py tests/engine/test_promises.py
 
 .PHONY: demo test test-all coverage lint type format check clean
 
-# One thread: for 26 thousand parameters a second one only waits, and on a busy machine it waits long.
+# One thread: with 26 thousand parameters a second one only adds synchronization.
 demo: $(VENV)/.base  ## the main job on this machine
 	$(BIN)/halfstep probe
 	OMP_NUM_THREADS=1 $(BIN)/halfstep compare digits --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
-test: $(VENV)/.dev  ## the whole suite but the slow tests, with the coverage gate
+test: $(VENV)/.dev  ## all tests except the slow ones, with the coverage gate
 	$(PYTEST) -m "not slow" --cov --cov-report=term --cov-fail-under=90
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(INTERPRETED)
 
@@ -43,9 +43,9 @@ check: lint type test
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
-# Stamps: a second call installs nothing unless what is to be installed has changed.
+# Stamps: a second call installs nothing unless the dependencies have changed.
 $(VENV)/bin/python:
-	@test -n "$(PYTHON)" || { echo "Halfstep needs Python 3.11 or later; none was found. Set PYTHON=/path/to/python3."; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Halfstep needs Python 3.11 or later, which is not installed. Set PYTHON=/path/to/python3."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -32,13 +32,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*args, **given):
-    return CliRunner().invoke(cli, ["check", *args], **given)
+def run(*args, **options):
+    return CliRunner().invoke(cli, ["check", *args], **options)
 
 
-def halfstep(*args, **given):
+def halfstep(*args, **options):
     command = [sys.executable, "-m", "halfstep", "check", *args]
-    return subprocess.run(command, capture_output=True, check=False, **given)
+    return subprocess.run(command, capture_output=True, check=False, **options)
 
 
 def test_findings_are_exit_code_3_and_none_is_0(folder):
@@ -47,7 +47,7 @@ def test_findings_are_exit_code_3_and_none_is_0(folder):
     assert run().exit_code == 3
     (folder / "a.py").write_text("x = 1\n")
     result = run()
-    assert (result.exit_code, result.output) == (0, "1 file checked, nothing found.\n")
+    assert (result.exit_code, result.output) == (0, "1 file checked, no findings.\n")
 
 
 @pytest.mark.parametrize(

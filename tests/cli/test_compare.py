@@ -42,7 +42,7 @@ def test_a_job_is_compared_and_reported(tmp_path):
 
 
 def test_a_report_is_rebuilt_from_run_files(tmp_path):
-    """In place, without running anything; an existing report is not replaced without --force."""
+    """--from writes the report in place without running anything, and replaces one only with --force."""
     folder = write_case(tmp_path / "c")
     result = run("--from", folder)
     assert result.exit_code == 0, result.output
@@ -55,15 +55,15 @@ def test_a_report_is_rebuilt_from_run_files(tmp_path):
 
 
 def test_a_report_never_replaces_the_runs_it_is_made_of(tmp_path):
-    """--out may name the one directory that is read, where --force replaces the report alone; one of several is refused."""
+    """--out may be the one directory that is read, where --force replaces only the report; one of several is rejected."""
     one, two = (write_case(tmp_path / name, machine=name) for name in ("a", "b"))
     files = sorted(one.rglob("*"))
     assert run("--from", one, "--out", one / ".." / "a").exit_code == 0
     assert isinstance(run("--from", one, "--out", one).exception, HalfstepError)
     assert run("--from", one, "--out", one, "--force").exit_code == 0
     assert set(files) < set(one.rglob("*"))
-    refused = run("--from", one, two, "--out", two, "--force")
-    assert "one of the directories that --from reads" in str(refused.exception)
+    rejected = run("--from", one, two, "--out", two, "--force")
+    assert "one of the directories that --from reads" in str(rejected.exception)
     assert len(list((two / "runs").iterdir())) == 9
 
 
@@ -79,7 +79,7 @@ def test_runs_of_different_machines_are_compared(tmp_path, monkeypatch):
 
 
 def test_a_failed_gate_is_exit_code_3(tmp_path):
-    """After the report is written."""
+    """A failed gate exits with 3 after the report is written."""
     folder = write_case(tmp_path / "c")
     result = run("--from", folder, "--fail-if", "bf16.speedup > 1", "--json")
     assert result.exit_code == 3
@@ -88,15 +88,15 @@ def test_a_failed_gate_is_exit_code_3(tmp_path):
 
 
 def test_nothing_completed_is_exit_code_1(tmp_path):
-    """A comparison without a run is no success."""
+    """A comparison without a completed run is a failure."""
     folder = write_case(tmp_path / "c", (("fp32", 0.1, {}),), failures={"fp32": {"kind": "job", "reason": "broken"}})
     result = run("--from", folder)
     assert result.exit_code == 1
     assert "broken" in result.stdout
 
 
-def test_without_plotly_the_figures_are_kept(tmp_path, monkeypatch):
-    """The message says how to get the report later; nothing fails."""
+def test_without_plotly_the_values_are_still_written(tmp_path, monkeypatch):
+    """--from without plotly writes comparison.json and prints how to get the report later."""
     from halfstep.errors import MissingError
 
     def missing():
@@ -114,22 +114,22 @@ def test_without_plotly_the_figures_are_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--from", "{tmp}"], "holds no comparison"),
+        (["--from", "{tmp}"], "no comparison"),
         (["digits", "-p", "bf61"], "Did you mean 'bf16'"),
         (["digits", "--peer", "apex"], "torch-amp, accelerate, fabric"),
         (["digits", "--steps", "1", "--out", "{tmp}/o"], "steps=1"),
-        (["digits", "--steps", "5", "--set", "steps=6"], "given twice"),
+        (["digits", "--steps", "5", "--set", "steps=6"], "set twice"),
         (["digits", "--set", "nothing=1"], "Unknown setting"),
         (["digits", "--fail-if", "bf16.los > 1"], "Did you mean 'loss'"),
         (["digitz", "--out", "{tmp}/o"], "digits"),
-        (["--resume", "{tmp}"], "holds no comparison to go on with"),
+        (["--resume", "{tmp}"], "no comparison"),
         (["digits", "--out", "{tmp}/a-file/out"], "a-file/out/runs cannot be read or written: Not a directory"),
         (["--from", "{tmp}/case", "--out", "{tmp}/a-file/out"], "cannot be read or written: Not a directory"),
         (["--from", "{tmp}/case"], "report.html cannot be read or written: Is a directory"),
     ],
 )
 def test_bad_input_is_one_message(args, message, tmp_path):
-    """Each mistake is a HalfstepError that says what to do."""
+    """Each mistake is a HalfstepError that explains what to do."""
     (tmp_path / "a-file").write_text("")
     if any("case" in word for word in args):
         (write_case(tmp_path / "case") / "report.html").mkdir()
@@ -147,7 +147,7 @@ def test_bad_input_is_one_message(args, message, tmp_path):
     ],
 )  # fmt: skip
 def test_contradictions_are_usage_errors(args):
-    """Two targets, settings for runs that are done, or a comparison that goes on otherwise than it was begun."""
+    """Two targets, settings for completed runs, or other settings for a resumed comparison are usage errors."""
     result = run(*args)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit | click.UsageError)

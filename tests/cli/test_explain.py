@@ -39,14 +39,14 @@ def test_a_rule_is_explained_by_code_and_by_name(asked):
     assert all(word in out for word in ("Wrong:", "Right:", "References:", "halfstep: ignore[HS004]"))
 
 
-def test_a_rule_as_json_has_everything_that_is_said_about_it():
-    """The fields of the rule."""
-    found = json.loads(run("HS004", "--json").output)
-    assert {"code", "name", "severity", "title", "reason", "bad", "good", "references"} == set(found)
+def test_a_rule_as_json_has_every_field():
+    """The JSON of a rule has its code, texts, cases and references."""
+    rule = json.loads(run("HS004", "--json").output)
+    assert {"code", "name", "severity", "title", "reason", "bad", "good", "references"} == set(rule)
 
 
 def test_every_rule_can_be_explained():
-    """And its prose fits the screen."""
+    """`explain` shows the title of every rule."""
     for rule in all_rules():
         result = run(rule.code)
         assert result.exit_code == 0
@@ -54,6 +54,6 @@ def test_every_rule_can_be_explained():
 
 
 def test_an_unknown_rule_is_an_error_with_a_guess():
-    """A code that looks like one is not taken for a topic."""
+    """An unknown rule code raises an error instead of being treated as a topic."""
     error = run("HS99999").exception
     assert "Unknown rule 'HS99999'" in str(error)

@@ -31,7 +31,7 @@ def test_every_command_has_help(name):
 
 
 def test_flags_are_few_and_listed():
-    """The command line is a contract: a new flag is a decision, made here."""
+    """The flags of every command are listed here, so that adding one is a decision."""
     flags = {
         name: sorted(o for p in cli.get_command(None, name).params for o in p.opts if o.startswith("-"))
         for name in _COMMANDS
@@ -63,8 +63,8 @@ def test_unknown_command_is_a_usage_error_with_a_guess():
 
 
 @pytest.mark.parametrize("args", [("explain", "nonsense"), ("probe", "--gpu", "H20O")])
-def test_a_refusal_is_one_message_and_exit_code_1(args):
-    """No traceback: what happened, on stderr."""
+def test_an_error_is_one_message_and_exit_code_1(args):
+    """An error is one message on stderr, without a traceback."""
     result = run(*args)
     assert result.returncode == 1
     assert result.stderr.startswith("halfstep: Unknown")
@@ -72,12 +72,12 @@ def test_a_refusal_is_one_message_and_exit_code_1(args):
 
 
 def test_version_is_the_packages():
-    """--version prints it."""
+    """--version prints the package version."""
     assert re.search(r"0\.\d+\.\d+", run("--version").stdout)
 
 
 def test_main_turns_a_halfstep_error_into_an_exit_code(capsys):
-    """The same in this process."""
+    """main() turns a HalfstepError into a message and exit code 1."""
     with pytest.raises(SystemExit) as stop:
         main(["explain", "nonsense"])
     assert stop.value.code == 1

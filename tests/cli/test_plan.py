@@ -16,16 +16,16 @@ def run(*args):
 
 
 def test_digits_is_planned_by_default():
-    """Without a target the embedded job is planned, and the table has its causes."""
+    """Without a target the embedded job is planned, and the table has its categories."""
     result = run("--memory", "8GiB", "-p", "fp32", "-p", "bf16")
     assert result.exit_code == 0, result.output
     assert "Plan for digits, batch 64" in result.output
-    for word in ("activations", "workspaces", "fewest GPUs", "What is uncertain"):
+    for word in ("activations", "workspaces", "min GPUs", "Uncertainty"):
         assert word in result.output
 
 
 def test_json_has_the_promised_fields():
-    """Each entry has precision, batch, peak_bytes, breakdown, fits and min_gpus, and the causes add up."""
+    """Each entry has precision, batch, peak_bytes, breakdown, fits and min_gpus, and the categories add up."""
     result = run("--memory", "8GiB", "-p", "bf16-lean", "--batch", "32", "--json")
     data = json.loads(result.stdout)
     (entry,) = data["entries"]
@@ -47,34 +47,34 @@ def test_html_page_is_written(tmp_path):
 
 
 def test_find_with_a_memory_size():
-    """--find answers for a memory size without a GPU, and says that no trial was made."""
+    """--find answers for a memory size without a GPU, and reports that nothing was tried."""
     result = run("--find", "--memory", "2GiB", "-p", "fp32")
     assert result.exit_code == 0, result.output
-    assert "no trial was made" in result.output
+    assert "predicted only, not tried" in result.output
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("--gpus", "none"), "--gpus"),
         (("--gpus", "\N{SUPERSCRIPT TWO}"), "--gpus"),
-        (("--html", "no/such/folder/plan.html"), "folder that exists"),
-        (("--html", "."), "folder that exists"),
-        (("--find", "--batch", "8"), "--find looks for the batch itself"),
-        (("--find", "--gpu", "A100"), "leave out --gpu"),
-        (("--memory", "lots"), "is no size"),
+        (("--html", "no/such/folder/plan.html"), "existing directory"),
+        (("--html", "."), "existing directory"),
+        (("--find", "--batch", "8"), "--find determines the batch size itself"),
+        (("--find", "--gpu", "A100"), "remove --gpu"),
+        (("--memory", "lots"), "lots"),
         (("--gpu", "A1000000"), "A1000000"),
     ],
 )
-def test_bad_settings_are_explained(args, said):
-    """What cannot work together is refused with the way out."""
+def test_bad_settings_are_explained(args, message):
+    """Options that cannot be used raise an error that explains the alternative."""
     result = run(*args)
     assert result.exit_code == 1
-    assert said in str(result.exception)
+    assert message in str(result.exception)
 
 
-def test_find_shows_what_it_found_where_a_usual_precision_cannot_be(tmp_path):
-    """An optimizer without a lean form still gets its answer in bf16."""
+def test_find_skips_a_default_precision_that_does_not_apply(tmp_path):
+    """An optimizer without a lean version still gets its answer in bf16."""
     (tmp_path / "job.py").write_text(
         "import torch, halfstep\n"
         "job = halfstep.Job(model=lambda: torch.nn.Linear(4, 2), data=lambda batch_size: [torch.ones(batch_size, 4)],\n"

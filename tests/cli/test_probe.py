@@ -27,7 +27,7 @@ def arm(monkeypatch):
 
 
 def test_a_named_gpu_is_shown_with_its_choice():
-    """`--gpu T4` says fp16, and why not the others."""
+    """`--gpu T4` shows fp16, and why not the others."""
     result = run("--gpu", "T4")
     assert result.exit_code == 0
     assert "Use fp16" in result.output
@@ -46,7 +46,7 @@ def test_this_machine_is_shown():
     assert "Measured" not in result.output
 
 
-def test_json_holds_everything_the_text_says():
+def test_json_has_everything_the_text_has():
     """`--json` prints one object that a program can read."""
     data = json.loads(run("--gpu", "MI250", "--json").output)
     assert data["choice"]["policy"] == "bf16"
@@ -58,7 +58,7 @@ def test_json_holds_everything_the_text_says():
 
 @pytest.mark.usefixtures("arm")
 def test_measurements_are_shown_and_compared(monkeypatch):
-    """`--measure` adds the speeds and what they say about the table."""
+    """`--measure` adds the speeds and whether they agree with the table."""
     monkeypatch.setattr(probe_command, "measure_matmuls", lambda: MEASURED)
     text = run("--measure").output
     assert "1,234" in text
@@ -68,11 +68,11 @@ def test_measurements_are_shown_and_compared(monkeypatch):
     assert len(data["statements"]) == 1
 
 
-def test_measuring_what_is_not_here_is_bad_usage():
-    """`--gpu` with `--measure` is refused with the reason, as usage."""
+def test_measuring_another_gpu_is_bad_usage():
+    """`--gpu` with `--measure` is a usage error with the reason."""
     result = run("--gpu", "T4", "--measure")
     assert result.exit_code == 2
-    assert "not here to be measured" in result.output
+    assert "cannot be combined with --gpu T4" in result.output
 
 
 def test_an_unknown_gpu_is_an_error_with_a_hint(capsys):
@@ -104,7 +104,7 @@ def test_colour_is_for_terminals_only():
 def test_data_is_json():
     """The dictionary survives JSON unchanged."""
     hardware = find_gpu("A100")
-    data = as_data(hardware, choose(hardware), MEASURED, ("said",))
+    data = as_data(hardware, choose(hardware), MEASURED, ("a statement",))
     assert json.loads(json.dumps(data)) == data
 
 

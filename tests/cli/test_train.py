@@ -59,7 +59,7 @@ def test_a_job_file_is_trained_and_its_masters_exported(job_file, tmp_path):
 
 
 def test_several_precisions_stand_side_by_side(job_file, tmp_path):
-    """Each has its directory and its row."""
+    """Several precisions have one directory and one row each."""
     result = run("train", job_file, "-p", "fp32", "-p", "bf16", "--steps", 2, "--out", tmp_path / "both")
     assert result.exit_code == 0, result.output
     assert "val loss" in result.stdout
@@ -67,8 +67,8 @@ def test_several_precisions_stand_side_by_side(job_file, tmp_path):
     assert (tmp_path / "both" / "fp32" / "run.jsonl").exists()
 
 
-def test_resume_needs_no_option_but_the_directory(job_file, tmp_path, monkeypatch):
-    """Job, precision and settings come from the run, wherever it is called; more steps may be given."""
+def test_resume_needs_only_the_directory(job_file, tmp_path, monkeypatch):
+    """Job, precision and settings come from the run, whatever the current directory; more steps may be requested."""
     out = tmp_path / "run"
     assert (
         run("train", job_file, "-p", "fp16", "--steps", 3, "--batch", 8, "--set", "seed=4", "--out", out).exit_code == 0
@@ -80,21 +80,21 @@ def test_resume_needs_no_option_but_the_directory(job_file, tmp_path, monkeypatc
         assert (outcome["steps"], outcome["precision"]) == (steps, "fp16")
 
 
-def test_a_run_that_does_not_tell_its_job_wants_it_named(job_file, tmp_path):
-    """A run started from Python has no target; going on with it does not mean digits."""
+def test_a_run_without_a_recorded_job_needs_a_target(job_file, tmp_path):
+    """A run started from Python has no target, and resuming it does not fall back to digits."""
     out = tmp_path / "run"
     run("train", job_file, "-p", "fp32", "--steps", 2, "--out", out)
     path = out / "run.jsonl"
     first, _, rest = path.read_text().partition("\n")
     header = {key: value for key, value in json.loads(first).items() if key != "source"}
     path.write_text(json.dumps(header) + "\n" + rest)
-    refused = run("train", "--resume", "--out", out, "--steps", 3)
-    assert "does not say which job it trained" in str(refused.exception)
+    rejected = run("train", "--resume", "--out", out, "--steps", 3)
+    assert "has no record of its job" in str(rejected.exception)
     assert run("train", job_file, "--resume", "--out", out, "--steps", 3).exit_code == 0
 
 
-def test_the_moving_average_can_be_exported(job_file, tmp_path):
-    """--ema writes the averages, and is refused where there are none."""
+def test_the_ema_can_be_exported(job_file, tmp_path):
+    """--ema writes the EMA, and raises if the run has none."""
     run("train", job_file, "-p", "fp32", "--steps", 4, "--set", "ema=0.5", "--out", tmp_path / "run")
     assert run("export", tmp_path / "run", "--ema", "--out", tmp_path / "a.safetensors").exit_code == 0
     assert run("export", tmp_path / "run", "--out", tmp_path / "b.safetensors").exit_code == 0
@@ -108,24 +108,24 @@ def test_the_moving_average_can_be_exported(job_file, tmp_path):
     ("args", "message"),
     [
         (["train", "digitz"], "digits"),
-        (["train", "no/such/job.py"], "does not exist"),
+        (["train", "no/such/job.py"], "no/such/job.py"),
         (["train", "{job}:other"], "not a halfstep.Job"),
         (["train", "{job}:none"], "has no 'none'"),
         (["train", "{job}", "--set", "bach=2"], "Did you mean 'batch'"),
-        (["train", "{job}", "--batch", "2", "--set", "batch=3"], "given twice"),
+        (["train", "{job}", "--batch", "2", "--set", "batch=3"], "set twice"),
         (["train", "{job}", "--steps", "0"], "steps=0"),
         (["train", "{job}", "-p", "bf61"], "Did you mean 'bf16'"),
-        (["train", "{job}", "-p", "fp8", "--steps", "1"], "not built yet"),
+        (["train", "{job}", "-p", "fp8", "--steps", "1"], "fp8"),
         (["train", "{job}", "--resume"], "--resume needs --out"),
-        (["train", "{job}", "--resume", "--out", "{tmp}/nothing"], "nothing to resume"),
+        (["train", "{job}", "--resume", "--out", "{tmp}/nothing"], "resume"),
         (["train", "{job}", "--resume", "--out", "{tmp}", "-p", "fp32", "-p", "bf16"], "one run"),
-        (["export", "{tmp}"], "holds no checkpoint"),
+        (["export", "{tmp}"], "no checkpoint"),
         (["export", "{tmp}/nothing"], "nothing"),
         (["export", "{job}"], "job.py"),
     ],
 )
 def test_bad_input_is_one_message(args, message, job_file, tmp_path, monkeypatch):
-    """Each mistake is a HalfstepError that says what to do, never a traceback."""
+    """Each mistake is a HalfstepError that explains what to do, never a traceback."""
     monkeypatch.chdir(tmp_path)
     result = run(*[a.format(job=job_file, tmp=tmp_path) for a in args])
     assert isinstance(result.exception, HalfstepError), result.exception
@@ -133,7 +133,7 @@ def test_bad_input_is_one_message(args, message, job_file, tmp_path, monkeypatch
 
 
 def test_export_replaces_nothing_without_force(job_file, tmp_path):
-    """An existing file stays unless --force is given; an unknown dtype names the known ones."""
+    """An existing file is replaced only with --force, and the error about an unknown dtype lists the known ones."""
     run("train", job_file, "-p", "fp32", "--steps", 1, "--out", tmp_path / "run")
     target = tmp_path / "w.safetensors"
     target.write_text("mine")

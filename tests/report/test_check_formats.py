@@ -79,7 +79,7 @@ def test_sarif_places_and_fixes():
 
 
 def test_sarif_of_nothing_is_a_run_without_results():
-    """An empty list tells a service that earlier findings are gone."""
+    """Without findings the run has an empty list, so that a service closes earlier findings."""
     (run,) = json.loads(as_sarif(Outcome((), 1)))["runs"]
     assert run["results"] == []
 

@@ -11,50 +11,52 @@ from halfstep.report.check_text import as_text
 SOURCE = Source("a.py", "x = 1\n\tclip(model)\n", "python")
 
 
-def finding(**given):
+def finding(**fields):
     values = {
         "code": "HS104", "name": "clip-before-unscale", "severity": "error", "path": "a.py", "line": 2, "column": 2,
         "message": "It is clipped.", "instead": "unscale first", "end_line": 2, "end_column": 13,
     }  # fmt: skip
-    return Finding(**{**values, **given})
+    return Finding(**{**values, **fields})
 
 
-def outcome(*findings, source=SOURCE, **given):
-    return Outcome((FileResult("a.py", findings, source),) if findings else (), 3, **given)
+def outcome(*findings, source=SOURCE, **fields):
+    return Outcome((FileResult("a.py", findings, source),) if findings else (), 3, **fields)
 
 
 def test_a_finding_is_place_line_caret_and_advice():
-    """The whole form, tabs kept under tabs."""
+    """The complete layout of a finding, with tabs under tabs."""
     assert as_text(outcome(finding())) == (
         "a.py:2:2: HS104 [error] It is clipped.\n"
         "   2 | \tclip(model)\n"
         "     | \t^^^^^^^^^^^\n"
         "   = instead: unscale first\n"
         "\n"
-        "3 files checked, 1 finding in 1: 1 error."
+        "3 files checked, 1 finding in 1 file: 1 error."
     )
 
 
-def test_nothing_found_is_one_line():
-    """Quiet when there is nothing to say."""
-    assert as_text(outcome()) == "3 files checked, nothing found."
+def test_no_findings_is_one_line():
+    """Without findings the text is the summary alone."""
+    assert as_text(outcome()) == "3 files checked, no findings."
 
 
-def test_the_sum_counts_severities_and_fixes():
-    """And says how to mend what can be mended."""
+def test_the_summary_counts_severities_and_fixes():
+    """The summary has the findings by severity and how many --fix would fix."""
     fix = Fix("t", (Edit(0, 1, ""),))
     text = as_text(outcome(finding(fix=fix), finding(severity="advice"), finding(severity="warning", line=1)))
-    assert text.endswith("3 findings in 1: 1 error, 1 warning, 1 advice. 1 can be mended with --fix; --diff shows how.")
+    assert text.endswith(
+        "3 findings in 1 file: 1 error, 1 warning, 1 advice. 1 fixable with --fix (preview with --diff)."
+    )
 
 
 def test_colours_only_when_asked():
-    """Plain text has no escape in it."""
+    """Plain text has no escape sequences, and coloured text has."""
     assert "\033" not in as_text(outcome(finding()))
     assert "\033[31m[error]\033[0m" in as_text(outcome(finding()), colour=True)
 
 
-def test_what_a_file_holds_cannot_move_the_cursor():
-    """Escapes in names and lines are shown as question marks."""
+def test_the_text_of_a_file_cannot_move_the_cursor():
+    """Control characters in names and lines are shown as question marks."""
     source = Source("a.py", "x = '\033[2J\u202e'\n", "python")
     text = as_text(outcome(finding(path="\033]0;a.py", line=1, column=1, message="\rhidden"), source=source))
     assert "\033" not in text
@@ -62,17 +64,17 @@ def test_what_a_file_holds_cannot_move_the_cursor():
     assert "\u202e" not in text
 
 
-def test_a_very_long_line_is_cut_around_the_finding():
-    """The caret is under what is meant, on a line that fits."""
+def test_a_very_long_line_is_cropped_around_the_finding():
+    """The carets are under the finding, on a line that fits."""
     source = Source("a.py", "x" * 5000 + "HERE" + "y" * 5000, "python")
     text = as_text(outcome(finding(line=1, column=5001, end_line=1, end_column=5005), source=source))
-    shown, carets = text.split("\n")[1:3]
-    assert len(shown) < 200
-    assert shown[carets.index("^") : carets.index("^") + 4] == "HERE"
+    line, carets = text.split("\n")[1:3]
+    assert len(line) < 200
+    assert line[carets.index("^") : carets.index("^") + 4] == "HERE"
 
 
 def test_a_notebook_names_the_cell():
-    """The line is the cell's own."""
+    """The location has the cell, and the line counts inside it."""
     source = Source("n.ipynb", "x = 1\ny = 2\n", "notebook", (Cell(1, 1, 1), Cell(2, 2, 1)))
     text = as_text(outcome(finding(path="n.ipynb", cell=2, line=1, column=1, end_line=1, end_column=2), source=source))
     assert text.startswith("n.ipynb:cell 2:1:1: HS104")
@@ -80,12 +82,12 @@ def test_a_notebook_names_the_cell():
 
 
 def test_a_finding_without_a_source_has_no_excerpt():
-    """A file that could not be opened has no line to show."""
+    """A finding in a file that could not be opened shows no source line."""
     assert "|" not in as_text(outcome(finding(code="HS001"), source=None))
 
 
-def test_fixed_files_are_listed_with_what_was_done():
-    """Done, or not and why."""
+def test_fixed_files_are_listed_with_their_result():
+    """Each file is listed with its number of fixes, or with the reason why it was not changed."""
     before = read_document("a.py", b"x", "python")
     done = Fixed(before, before, (), (finding(),))
     failed = Fixed(before, before, (), (finding(),), "it is read-only")

@@ -9,7 +9,7 @@ from halfstep.report.compare import CompareProgress, as_text
 
 
 def test_text_has_rows_verdict_gates_and_files(tmp_path):
-    """Everything a person needs to go on, no wider than asked."""
+    """The text has rows, verdict, gates, notes and files, within the requested width."""
     comparison = read_comparison([write_case(tmp_path / "c", notes=["worth knowing"])])
     gate = comparison.gate("bf16.speedup > 1")
     text = as_text(comparison, [("report", Path("/out/report.html"))], [gate], width=120)
@@ -23,24 +23,24 @@ def test_text_has_rows_verdict_gates_and_files(tmp_path):
     assert "\x1b[" in as_text(comparison, colour=True)
 
 
-def test_runs_with_different_warm_ups_are_told_as_such(tmp_path):
-    """Rows of several directories may have been warmed up for other numbers of steps."""
+def test_different_warm_ups_are_shown_as_a_range(tmp_path):
+    """Rows from several directories may have different numbers of warm-up steps."""
     comparison = read_comparison([write_case(tmp_path / "case")])
     first, *others = comparison.rows
     mixed = replace(comparison, rows=(replace(first, warmup_steps=4), *others))
-    assert "Not timed: the first 4 to 10 steps of each run" in as_text(mixed)
-    assert "Not timed: the first 10 steps of each run" in as_text(comparison)
+    assert "Warm-up, not timed: the first 4 to 10 steps of each run" in as_text(mixed)
+    assert "Warm-up, not timed: the first 10 steps of each run" in as_text(comparison)
 
 
-def test_progress_without_a_terminal_is_a_line_per_round(capsys):
-    """Not a line per step; failures are told at once, whatever brackets they hold."""
+def test_progress_without_a_terminal_is_a_line_per_repeat(capsys):
+    """Without a terminal there is one line per repeat, not per step, and failures are printed verbatim."""
     progress = CompareProgress()
     settings = {"repeats": 2, "steps": 10}
-    found = {
+    survey = {
         "settings": settings, "contenders": [1, 2], "side_by_side": True, "target": "digits", "machine": "a CPU", "batch": 8,
         "num_params": 1000, "notes": ["a note"],
     }  # fmt: skip
-    progress.surveyed(found, 40)
+    progress.surveyed(survey, 40)
     for repeat in (0, 0, 0, 1, 1):
         progress.stepped("bf16", repeat, 5)
     progress.failed("fp16", 1, "reason [bold]")

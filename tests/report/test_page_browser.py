@@ -1,22 +1,52 @@
-"""The report page in a real browser: headless Chromium, as Debian packages it."""
+"""The report page in a real browser: playwright drives the Chromium that the system has."""
 
 import json
+import shutil
 
 import pytest
 
-from chromium import BROWSER, Page
 from comparison_cases import write_case
 from halfstep.comparison.result import read_comparison
 from halfstep.report.page import render_page
 
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+LIGHT, DARK = "rgb(247, 247, 245)", "rgb(17, 20, 23)"
+PATIENCE_MS = 300_000  # how long to wait for a busy machine before calling it a failure
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="Requires: [chromium (apt-get install chromium)]"),
+    pytest.mark.skipif(CHROMIUM is None, reason="Requires: [chromium (apt-get install chromium)]"),
 ]
 
 
 @pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium without a sandbox, which containers lack, and without network requests of its own."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Requires: [playwright (pip install playwright)]")
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=PATIENCE_MS)
+        yield chromium
+        chromium.close()
+
+
+def open_page(browser, path, width=1280, height=900):
+    """A tab with a file, its plots drawn; `log` collects console messages and errors, `requests` the addresses asked for."""
+    tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
+    tab.set_default_timeout(PATIENCE_MS)
+    tab.log, tab.requests = [], []
+    tab.on("console", lambda message: tab.log.append(message.text))
+    tab.on("pageerror", lambda error: tab.log.append(str(error)))
+    tab.on("request", lambda request: tab.requests.append(request.url))
+    tab.goto(path.as_uri())
+    tab.wait_for_function("document.documentElement.hasAttribute('data-drawn')")
+    return tab
+
+
+@pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
+    """Three precisions that ran, and one that failed with a hostile reason."""
     rows = (
         ("fp32", 0.010, {}),
         ("bf16", 0.005, {}),
@@ -28,32 +58,30 @@ def comparison(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(comparison, tmp_path_factory):
-    pytest.importorskip("websocket", reason="Requires: [websocket-client]")
+def report(comparison, tmp_path_factory):
+    """The page as a file."""
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(render_page(comparison), encoding="utf-8")
-    tab = Page()
-    try:
-        tab.open(path)
-        yield tab
-    finally:
-        tab.close()
+    return path
 
 
-def colours(page):
-    return page.ask("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
+@pytest.fixture
+def page(browser, report):
+    """The page in a fresh tab."""
+    tab = open_page(browser, report)
+    yield tab
+    tab.close()
 
 
-def test_the_page_is_silent_and_asks_for_nothing(page):
-    """No console message, no error, and no request but for the file itself."""
-    assert page.messages == []
-    assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
-    assert len([url for url in page.requests if url.startswith("file:")]) == 1
+def test_the_page_is_silent_and_requests_nothing(page):
+    """No console message, no error, and no request except for the file itself."""
+    assert page.log == []
+    assert [url for url in page.requests if not url.startswith("data:")] == [page.url]
 
 
 def test_every_plot_is_drawn(page):
-    """Each has a drawing of some size with something in it."""
-    drawn = page.ask(
+    """Each plot has a drawing of some size with marks in it."""
+    drawn = page.evaluate(
         "Array.from(document.querySelectorAll('.plot')).map(p => [p.id, p.querySelector('svg.main-svg').getBoundingClientRect().width,"
         " p.querySelectorAll('.points path, .lines path, .js-line, .js-fill').length])"
     )
@@ -62,9 +90,9 @@ def test_every_plot_is_drawn(page):
 
 
 def test_values_in_the_page_are_those_of_the_file(page, comparison):
-    """Cells and bars against the JSON, exactly."""
+    """Cells and bars equal the values of comparison.json exactly."""
     values = json.loads(json.dumps(comparison.as_dict()))
-    cells = page.ask(
+    cells = page.evaluate(
         "Array.from(document.querySelectorAll('[data-metric]')).map(c => [c.dataset.row, c.dataset.metric, c.dataset.value])"
     )
     figures = {row["label"]: row["figures"] for row in values["rows"]}
@@ -72,43 +100,39 @@ def test_values_in_the_page_are_those_of_the_file(page, comparison):
     for row, metric, value in cells:
         known = figures[row][metric]
         assert (value is None and known is None) or float(value) == known
-    bars = page.ask("document.getElementById('plot-speed').data[0].x.map(Number)")
+    bars = page.evaluate("document.getElementById('plot-speed').data[0].x.map(Number)")
     assert bars == [row["figures"]["samples_per_second"] for row in values["rows"] if row["samples_per_second"]]
-    assert page.ask("JSON.parse(document.getElementById('comparison').textContent)") == values
+    assert page.evaluate("JSON.parse(document.getElementById('comparison').textContent)") == values
 
 
 def test_hostile_text_stays_text(page):
     """A reason that tries to close the script is shown as it was written."""
-    assert (
-        page.ask("document.querySelector('tr.failed td').textContent")
-        == "out of memory (3 of 3 runs): </script><b>bold</b>"
-    )
+    reason = "out of memory (3 of 3 runs): </script><b>bold</b>"
+    assert page.locator("tr.failed td").text_content() == reason
 
 
 def test_dark_mode_follows_the_system_and_the_button(page):
     """Page and plots change together, and the button overrides the system."""
-    page.prefer("light")
-    page.wait("getComputedStyle(document.body).backgroundColor === 'rgb(247, 247, 245)'")
-    light = page.ask("document.querySelector('#plot-speed .ytick text').style.fill")
-    page.prefer("dark")
-    page.wait("getComputedStyle(document.body).backgroundColor === 'rgb(17, 20, 23)'")
-    page.wait(f"document.querySelector('#plot-speed .ytick text').style.fill !== '{light}'")
-    page.ask("document.getElementById('theme').click()")
-    assert colours(page)[0] == "rgb(247, 247, 245)"
-    page.ask("document.getElementById('theme').click()")
-    assert colours(page)[0] == "rgb(17, 20, 23)"
-    page.ask("document.getElementById('theme').click()")
-    page.prefer("light")
-    page.wait("getComputedStyle(document.body).backgroundColor === 'rgb(247, 247, 245)'")
-    assert page.messages == []
+    fill = "document.querySelector('#plot-speed .ytick text').style.fill"
+    assert page.evaluate(BACKGROUND) == LIGHT
+    light = page.evaluate(fill)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"{BACKGROUND} === '{DARK}' && {fill} !== '{light}'")
+    for theme, background in (("light", LIGHT), ("dark", DARK), ("auto", DARK)):
+        page.locator("#theme").click()
+        assert page.locator("#theme").text_content() == f"Theme: {theme}"
+        assert page.evaluate(BACKGROUND) == background
+    page.emulate_media(color_scheme="light")
+    page.wait_for_function(f"{BACKGROUND} === '{LIGHT}'")
+    assert page.log == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_contrast(page, scheme):
-    """Text against its own background is at least 4.5 to 1, as WCAG asks."""
-    page.prefer(scheme)
-    ratios = page.ask(
-        """(() => {
+    """Text has a contrast of at least 4.5 to 1 with its background, as WCAG requires."""
+    page.emulate_media(color_scheme=scheme)
+    ratios = page.evaluate(
+        """() => {
           const value = c => { const m = c.match(/[\\d.]+/g).map(Number).slice(0, 3).map(v => v / 255)
             .map(v => v <= 0.03928 ? v / 12.92 : Math.pow((v + 0.055) / 1.055, 2.4)); return 0.2126*m[0] + 0.7152*m[1] + 0.0722*m[2]; };
           const ground = e => { while (e) { const c = getComputedStyle(e).backgroundColor;
@@ -118,76 +142,69 @@ def test_text_has_contrast(page, scheme):
               const a = value(getComputedStyle(e).color), b = value(ground(e));
               return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.tagName, e.textContent.slice(0, 20)]; })
             .sort((x, y) => x[0] - y[0]).slice(0, 3);
-        })()"""
+        }"""
     )
-    page.prefer("light")
     assert all(ratio >= 4.5 for ratio, *_ in ratios), ratios
 
 
 def test_a_narrow_screen_needs_no_sideways_scrolling(page):
     """At the width of a phone the page fits, plots included; only tables scroll inside themselves."""
-    page.resize(390, 844)
-    page.wait("document.querySelector('#plot-loss .main-svg').getBoundingClientRect().width < 390")
-    assert page.ask("document.documentElement.scrollWidth") <= 390
-    assert page.ask(
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_function("document.querySelector('#plot-loss .main-svg').getBoundingClientRect().width < 390")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.wait_for_function(
         "Array.from(document.querySelectorAll('.plot svg.main-svg')).every(s => s.getBoundingClientRect().right <= 391)"
     )
-    page.resize(1280, 900)
-    page.wait("document.querySelector('#plot-loss .main-svg').getBoundingClientRect().width > 600")
 
 
 def test_a_keyboard_reaches_everything(page):
-    """Tab goes first to the skip link, and on through links, button, tables and disclosures; Enter opens one."""
-    page.ask("document.activeElement.blur(), window.getSelection().removeAllRanges(), document.body.focus()")
-    seen = []
+    """Tab goes first to the skip link, then through links, button, tables and disclosures; Enter opens and closes one."""
+    reached = []
     for _ in range(30):
-        page.press("Tab", 9)
-        seen.append(page.ask("document.activeElement.className + '/' + document.activeElement.tagName"))
-    assert seen[0] == "skip/A"
-    assert {"/BUTTON", "scroll/DIV", "/SUMMARY"} <= set(seen)
-    page.ask("document.querySelector('summary').focus()")
-    page.press("Enter", 13, text="\r")
-    page.wait("document.querySelector('details').open")
-    assert page.ask("document.querySelector('details table').offsetHeight") > 0
-    page.press("Enter", 13, text="\r")
-    page.wait("!document.querySelector('details').open")
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.className + '/' + document.activeElement.tagName"))
+    assert reached[0] == "skip/A"
+    assert {"/BUTTON", "scroll/DIV", "/SUMMARY"} <= set(reached)
+    page.locator("summary").first.focus()
+    page.keyboard.press("Enter")
+    page.locator("details table").first.wait_for(state="visible")
+    page.keyboard.press("Enter")
+    page.locator("details table").first.wait_for(state="hidden")
 
 
 def test_the_printed_page_is_light(page):
-    """Paper has no dark mode."""
-    page.prefer("dark")
-    page.ask("window.dispatchEvent(new Event('beforeprint'))")
-    assert page.ask("document.documentElement.dataset.theme") == "light"
-    page.ask("window.dispatchEvent(new Event('afterprint'))")
-    assert page.ask("document.documentElement.hasAttribute('data-theme')") is False
-    page.prefer("light")
+    """Printing switches to the light theme and back."""
+    page.emulate_media(color_scheme="dark")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.hasAttribute('data-theme')") is False
 
 
-def test_without_scripts_the_page_says_the_same(comparison, tmp_path):
-    """Verdict, figures and tables are in the HTML itself."""
-    text = render_page(comparison)
-    before_scripts = text[: text.index("<script")]
-    assert comparison.verdict.text[:20] in before_scripts
-    assert before_scripts.count("<table") >= 11
+def test_without_scripts_the_page_is_complete(browser, report, comparison):
+    """With scripts disabled the page still shows the verdict, the results and every table."""
+    tab = browser.new_page(java_script_enabled=False)
+    tab.set_default_timeout(PATIENCE_MS)
+    tab.goto(report.as_uri())
+    assert comparison.verdict.text[:20] in tab.locator("#verdict").text_content()
+    assert tab.locator("#summary").is_visible()
+    assert tab.locator("table").count() >= 11
+    tab.close()
 
 
-def test_long_and_hostile_names_leave_the_figures_readable_on_a_phone(tmp_path):
-    """Names of machines and long policies: shown as they are written in the plots too, and never wider than half the screen."""
-    pytest.importorskip("websocket", reason="Requires: [websocket-client]")
+def test_long_and_hostile_names_leave_the_results_readable_on_a_phone(browser, tmp_path):
+    """Hostile machine names are shown as written in the plots too, and a long name never covers half the screen."""
     rows = (("fp32", 0.010, {}), ("bf16-lean,states=8bit,keep_fp32=*.norm|head,compile=reduce-overhead", 0.005, {}))
     machines = ("CPU", "<b>GPU</b> & <a href='x'>more")
     folders = [write_case(tmp_path / str(number), rows, machine=name) for number, name in enumerate(machines)]
     path = tmp_path / "report.html"
     path.write_text(render_page(read_comparison(folders)), encoding="utf-8")
-    tab = Page(360, 780)
-    try:
-        tab.open(path)
-        shown = tab.ask("Array.from(document.querySelectorAll('#plot-speed .ytick text')).map(t => t.textContent)")
-        assert "fp32 @ <b>GPU</b> & <a href='x'>more" in shown
-        assert tab.ask("document.querySelectorAll('#plot-speed .ytick a').length") == 0
-        widths = tab.ask("Array.from(document.querySelectorAll('#summary th[scope=row]')).map(t => t.offsetWidth)")
-        assert max(widths) <= 180
-        assert tab.ask("document.documentElement.scrollWidth") <= 360
-        assert tab.messages == []
-    finally:
-        tab.close()
+    tab = open_page(browser, path, 360, 780)
+    labels = tab.locator("#plot-speed .ytick text").all_text_contents()
+    assert "fp32 @ <b>GPU</b> & <a href='x'>more" in labels
+    assert tab.locator("#plot-speed .ytick a").count() == 0
+    widths = tab.evaluate("Array.from(document.querySelectorAll('#summary th[scope=row]')).map(t => t.offsetWidth)")
+    assert max(widths) <= 180
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+    assert tab.log == []
+    tab.close()

@@ -1,8 +1,8 @@
 """The `halfstep` command: one small file per subcommand, loaded only when it is called.
 
-A command parses its arguments, calls the library and hands the result to `halfstep.report`. Errors that
-Halfstep raises on purpose become one message on stderr and exit code 1; bad usage is 2; findings or a
-failed gate are 3; a run stopped by a signal is 128 plus the signal.
+A command parses its arguments, calls the library and passes the result to `halfstep.report`. A HalfstepError becomes one
+message on stderr and exit code 1; bad usage is 2; findings or a failed gate are 3; a run stopped by a signal is 128 plus
+the signal.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["main"]
 # name -> one line for `halfstep --help`, so that the help page imports no command.
 _COMMANDS = {
     "check": "Find precision mistakes in scripts, notebooks and configurations.",
-    "compare": "Run a job in several precisions and report what each bought.",
-    "export": "Write the weights of a run as plain safetensors.",
-    "explain": "Explain an idea of mixed precision, with its numbers.",
-    "plan": "Predict the memory of a training step, and on how many GPUs it fits.",
-    "probe": "Show what this machine (or a named GPU) runs natively, and which precision to use.",
+    "compare": "Train a job in several precisions and compare speed, memory and learning.",
+    "export": "Write the weights of a run as one safetensors file.",
+    "explain": "Explain a concept of mixed precision or a rule of `halfstep check`.",
+    "plan": "Predict the memory of a training step and how many GPUs it needs.",
+    "probe": "Show the formats that this machine (or a named GPU) supports and which precision to use.",
     "train": "Train a job with checkpoints and a run file.",
 }
 
 
 class _Lazy(click.Group):
-    """A group that imports a subcommand when it is asked for, not before."""
+    """A group that imports a subcommand only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -58,7 +58,7 @@ class _Lazy(click.Group):
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="halfstep")
 def cli() -> None:
-    """Mixed-precision training for PyTorch that tells you the truth."""
+    """Mixed-precision training for PyTorch that shows what actually runs."""
 
 
 def main(args: list[str] | None = None) -> None:

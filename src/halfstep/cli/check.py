@@ -19,19 +19,22 @@ FORMATS = ("text", "json", "sarif", "github")
 @click.command("check")
 @click.argument("paths", nargs=-1, metavar="[PATH]...")
 @click.option(
-    "--select", multiple=True, metavar="RULES", help="Only these: codes, prefixes, names or severities, with commas."
+    "--select",
+    multiple=True,
+    metavar="RULES",
+    help="Only these rules: codes, prefixes, names or severities, separated by commas.",
 )
-@click.option("--ignore", multiple=True, metavar="RULES", help="All but these.")
-@click.option("--fix", is_flag=True, help="Make the fixes that are mechanical and safe.")
-@click.option("--diff", is_flag=True, help="Show the fixes as a diff and change nothing.")
+@click.option("--ignore", multiple=True, metavar="RULES", help="All rules except these.")
+@click.option("--fix", is_flag=True, help="Apply the fixes that are mechanical and safe.")
+@click.option("--diff", is_flag=True, help="Show the fixes as a diff without applying them.")
+@click.option("--format", "style", default="text", show_default=True, metavar="|".join(FORMATS), help="Output format.")
 @click.option(
-    "--format", "style", default="text", show_default=True, metavar="|".join(FORMATS), help="How findings are shown."
+    "--deepspeed", metavar="VERSION", help="Check configurations against this version (default: the installed one)."
 )
 @click.option(
-    "--deepspeed", metavar="VERSION", help="Judge configurations by this version (default: the installed one)."
+    "--gpu", metavar="NAME", help="Also report settings that this GPU does not support (auto: query nvidia-smi)."
 )
-@click.option("--gpu", metavar="NAME", help="Also find settings that this GPU cannot honour; auto asks nvidia-smi.")
-@click.option("--stdin-filename", metavar="NAME", help="What standard input (-) is called; stdin.py if not given.")
+@click.option("--stdin-filename", metavar="NAME", help="File name for standard input (-); default: stdin.py.")
 def command(
     paths: tuple[str, ...],
     select: tuple[str, ...],
@@ -45,7 +48,7 @@ def command(
 ) -> None:
     """Find precision mistakes in scripts, notebooks and configurations, without running them.
 
-    PATH is a file, a folder (default: the current one), or - for standard input. Exits with 3 when something is found.
+    PATH is a file, a directory (default: the current one), or - for standard input. Exits with 3 if there are findings.
 
     \b
     halfstep check
@@ -57,7 +60,7 @@ def command(
     from halfstep.check.session import check_paths, check_stdin
 
     from_stdin = "-" in paths
-    _refuse_contradictions(paths, style, stdin_filename, fix=fix, diff=diff)
+    _check_usage(paths, style, stdin_filename, fix=fix, diff=diff)
     options = make_options(select, ignore, deepspeed, gpu)
     try:
         if from_stdin:
@@ -80,21 +83,17 @@ def command(
         sys.exit(1)
 
 
-def _refuse_contradictions(
-    paths: tuple[str, ...], style: str, stdin_filename: str | None, *, fix: bool, diff: bool
-) -> None:
+def _check_usage(paths: tuple[str, ...], style: str, stdin_filename: str | None, *, fix: bool, diff: bool) -> None:
     if style not in FORMATS:
-        raise click.UsageError(f"--format {style} is unknown. Take one of: {', '.join(FORMATS)}.")
+        raise click.UsageError(f"Unknown --format {style}. Known: {', '.join(FORMATS)}.")
     if fix and diff:
-        raise click.UsageError("--fix changes files and --diff only shows the changes. Leave one of the two out.")
+        raise click.UsageError("--fix changes files, --diff only shows the changes. Remove one of the two.")
     if diff and style != "text":
-        raise click.UsageError(
-            f"--diff prints a diff, so --format {style} has no effect with it. Leave one of the two out."
-        )
+        raise click.UsageError(f"--diff prints a diff, so --format {style} has no effect. Remove one of the two.")
     if "-" in paths and len(paths) > 1:
-        raise click.UsageError("- (standard input) stands alone; check files and standard input in two calls.")
+        raise click.UsageError("- (standard input) cannot be combined with other paths; check them in separate calls.")
     if stdin_filename is not None and "-" not in paths:
-        raise click.UsageError("--stdin-filename names standard input, which is not read. Give - as the PATH.")
+        raise click.UsageError("--stdin-filename has no effect because standard input is not read. Pass - as the PATH.")
 
 
 def _standard_input() -> bytes:
@@ -134,6 +133,6 @@ def _show_diff(outcome: Outcome) -> None:
 
 
 def _printable(text: str, encoding: str | None) -> str:
-    """The text as far as the stream's encoding can hold it: a file's name may have bytes that no encoding has."""
+    """The text with characters escaped that the stream cannot encode; a file name may contain arbitrary bytes."""
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,4 +1,4 @@
-"""`halfstep compare`: the same job in several precisions, and what each bought."""
+"""`halfstep compare`: run a job in several precisions and compare speed, memory and learning."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,22 +28,33 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
 @click.command("compare")
 @click.argument("targets", metavar="[TARGET]", nargs=-1)
 @click.option(
-    "--precision", "-p", multiple=True, metavar="P", help="A preset or policy, also with compile=on; may be repeated."
+    "--precision",
+    "-p",
+    multiple=True,
+    metavar="P",
+    help="Preset or policy, optionally with compile=on; may be repeated.",
 )
 @click.option(
-    "--peer", multiple=True, metavar="NAME", help="torch-amp, accelerate or fabric on the same job; NAME:fp16 too."
+    "--peer",
+    multiple=True,
+    metavar="NAME",
+    help="Baseline on the same job: torch-amp, accelerate or fabric, also as NAME:fp16; may be repeated.",
 )
-@click.option("--steps", type=int, metavar="N", help="Training steps of each run (default 200).")
-@click.option("--repeats", type=int, metavar="N", help="Runs of each row, each with its own seed (default 3).")
-@click.option("--batch", type=int, metavar="N", help="Examples in a batch.")
+@click.option("--steps", type=int, metavar="N", help="Training steps per run (default 200).")
+@click.option("--repeats", type=int, metavar="N", help="Runs per precision, each with its own seed (default 3).")
+@click.option("--batch", type=int, metavar="N", help="Batch size.")
 @click.option(
     "--set", "settings", multiple=True, metavar="K=V", help="Set seed, max_norm, warmup or device; may be repeated."
 )
 @click.option(
-    "--data", "data_dir", type=click.Path(path_type=Path), metavar="DIR", help="An ImageNet-style folder for the ViTs."
+    "--data",
+    "data_dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="ImageNet-style folder for the ViT targets.",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Where everything is written (default: under runs/)."
+    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Output directory (default: a new one under runs/)."
 )
 @click.option("--force", is_flag=True, help="Replace an earlier comparison in --out.")
 @click.option(
@@ -50,18 +63,22 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Run nothing; report on these directories.",
+    help="Run nothing; report on the runs in this directory; may be repeated.",
 )
 @click.option(
     "--resume",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Finish a comparison that was stopped, in its place.",
+    help="Finish the interrupted comparison in this directory.",
 )
 @click.option(
-    "--fail-if", "gates", multiple=True, metavar="EXPR", help='Exit with 3 if this holds, e.g. "bf16.loss_gap > 0.02".'
+    "--fail-if",
+    "gates",
+    multiple=True,
+    metavar="EXPR",
+    help='Exit with 3 if this is true, e.g. "bf16.loss_gap > 0.02"; may be repeated.',
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON and show no progress.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress.")
 def command(
     targets: tuple[str, ...],
     precision: tuple[str, ...],
@@ -78,10 +95,11 @@ def command(
     gates: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Train TARGET (a job file, module:name or built-in; digits by default) in several precisions and compare them.
+    """Train TARGET in several precisions and compare speed, memory and learning.
 
-    Every run is a process of its own, with the same weights and batches; the rows take turns, so that whatever the
-    machine does, it does to all of them. Writes report.html, comparison.json and one run file per run.
+    TARGET is a job file, module:name or a built-in name (default: digits). Every run is a separate process with the same
+    initial weights and batches; runs are interleaved, so that changes in machine load affect all of them alike. Writes
+    report.html, comparison.json and one run file per run.
 
     \b
     halfstep compare
@@ -90,29 +108,28 @@ def command(
     halfstep compare --from runs/on-a100 --from runs/on-h200
     halfstep compare --resume runs/compare-digits-20261115-101500
     """
-    given = {
+    require_packages("halfstep compare", "numpy", "safetensors", *(() if folders else ("jinja2", "plotly")))
+    options = {
         "--precision": precision, "--peer": peer, "--steps": steps, "--repeats": repeats, "--batch": batch, "--set": settings,
         "--data": data_dir,
     }  # fmt: skip
     if resume is not None:
-        for flag, value in {**given, "TARGET": targets, "--from": folders, "--out": out, "--force": force}.items():
+        for flag, value in {**options, "TARGET": targets, "--from": folders, "--out": out, "--force": force}.items():
             if value:
                 raise click.UsageError(
-                    f"{flag} does not go with --resume, which finishes a comparison as it was begun."
+                    f"{flag} cannot be combined with --resume, which keeps the settings of the comparison."
                 )
-        comparison = _go_on(resume, gates, quiet=as_json)
+        comparison = _resume(resume, gates, quiet=as_json)
         where = resume
     elif folders:
-        for flag, value in given.items():
+        for flag, value in options.items():
             if value:
-                raise click.UsageError(f"{flag} has no effect on runs that are done; --from only reads them.")
-        with _files_named():
+                raise click.UsageError(f"{flag} has no effect with --from, which reports on completed runs.")
+        with _named_file_errors():
             comparison, where = _rebuild((*folders, *map(Path, targets)), out, force=force)
     else:
         if len(targets) > 1:
-            raise click.UsageError(
-                f"One TARGET is compared at a time; {len(targets)} were given: {', '.join(targets)}."
-            )
+            raise click.UsageError(f"Expected one TARGET, got {len(targets)}: {', '.join(targets)}.")
         comparison = _run(
             targets[0] if targets else None, precision, peer, _settings(settings, steps, repeats, batch), data_dir, out, gates,
             force=force, quiet=as_json,
@@ -125,13 +142,13 @@ def _settings(pairs: tuple[str, ...], steps: int | None, repeats: int | None, ba
     from halfstep.comparison.settings import parse_settings
     from halfstep.errors import SettingError
 
-    found = parse_settings(pairs)
+    overrides = parse_settings(pairs)
     for name, value in (("steps", steps), ("repeats", repeats), ("batch", batch)):
         if value is not None:
-            if name in found:
-                raise SettingError(f"{name} is given twice, by --{name} and by --set; keep one.")
-            found[name] = value
-    return found
+            if name in overrides:
+                raise SettingError(f"{name} is set twice, by --{name} and by --set; remove one.")
+            overrides[name] = value
+    return overrides
 
 
 def _run(
@@ -149,7 +166,7 @@ def _run(
     from halfstep.comparison import compare
     from halfstep.comparison.contender import DEFAULT_PRECISIONS
 
-    with _files_named(), _progress(quiet=quiet) as shown:
+    with _named_file_errors(), _progress(quiet=quiet) as progress:
         return compare(
             target,
             precision or DEFAULT_PRECISIONS,
@@ -158,34 +175,34 @@ def _run(
             force=force,
             data_dir=data_dir,
             fail_if=gates,
-            watcher=shown,
+            watcher=progress,
             **settings,
         )
 
 
-def _go_on(folder: Path, gates: tuple[str, ...], *, quiet: bool) -> Comparison:
+def _resume(folder: Path, gates: tuple[str, ...], *, quiet: bool) -> Comparison:
     from halfstep.comparison.compare import go_on
 
-    with _files_named(), _progress(quiet=quiet) as shown:
-        return go_on(folder, fail_if=gates, watcher=shown)
+    with _named_file_errors(), _progress(quiet=quiet) as progress:
+        return go_on(folder, fail_if=gates, watcher=progress)
 
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Watcher | None]:
-    """The live display, or nobody who watches."""
+    """The live display, or None."""
     from halfstep.report.compare import CompareProgress
 
-    shown = None if quiet else CompareProgress()
+    progress = None if quiet else CompareProgress()
     try:
-        yield shown
+        yield progress
     finally:
-        if shown is not None:
-            shown.close()
+        if progress is not None:
+            progress.close()
 
 
 @contextlib.contextmanager
-def _files_named() -> Iterator[None]:
-    """A file that cannot be read or written (no permission, no room) is one message, as any other mistake."""
+def _named_file_errors() -> Iterator[None]:
+    """Turn an OSError (no permission, disk full) into one message that names the file."""
     from halfstep.errors import HalfstepError
 
     try:
@@ -193,13 +210,13 @@ def _files_named() -> Iterator[None]:
     except OSError as error:
         file = error.filename or "A file of the comparison"
         raise HalfstepError(
-            f"{file} cannot be read or written: {error.strerror or error}. Make room or give another --out; a comparison that had "
-            "begun goes on with --resume."
+            f"{file} cannot be read or written: {error.strerror or error}. Free disk space or pass another --out; "
+            "--resume continues a comparison that has started."
         ) from error
 
 
 def _rebuild(folders: tuple[Path, ...], out: Path | None, *, force: bool) -> tuple[Comparison, Path]:
-    """A comparison out of earlier run files; written beside them if there is one directory and no --out."""
+    """A comparison from existing run files; written next to them if there is one directory and no --out."""
     from halfstep.comparison import read_comparison
     from halfstep.comparison.compare import PAGE, RESULT, new_folder, prepare_out
     from halfstep.errors import SettingError
@@ -207,12 +224,12 @@ def _rebuild(folders: tuple[Path, ...], out: Path | None, *, force: bool) -> tup
     comparison = read_comparison(folders)
     sources = [folder.resolve() for folder in folders]
     inside = out is not None and out.resolve() in sources
-    if inside and len(folders) > 1:  # clearing it for the new report would take the runs away that it is made of
-        raise SettingError(f"--out {out} is one of the directories that --from reads; give another --out.")
+    if inside and len(folders) > 1:  # clearing it for the new report would delete its own runs
+        raise SettingError(f"--out {out} is one of the directories that --from reads; pass another --out.")
     if len(folders) == 1 and (out is None or inside):
         where = folders[0]
         if (where / PAGE).exists() and not force:
-            raise SettingError(f"{where / PAGE} exists; give --force to replace it, or another --out.")
+            raise SettingError(f"{where / PAGE} exists; pass --force to replace it, or another --out.")
     else:
         where = out or new_folder(None)
         prepare_out(where, force=force)
@@ -227,31 +244,31 @@ def _report(comparison: Comparison, where: Path, gates: tuple[str, ...], *, as_j
     from halfstep.report.compare import WIDTH, as_text
     from halfstep.report.page import render_page
 
-    files = [("figures", where / RESULT)]
-    aside = ""
+    files = [("data", where / RESULT)]
+    missing = ""
     try:
-        with _files_named():
+        with _named_file_errors():
             (where / PAGE).write_text(render_page(comparison), encoding="utf-8")
         files.insert(0, ("report", where / PAGE))
     except MissingError as error:
-        aside = f"{error} Then: halfstep compare --from {where}"
-    answers = [comparison.gate(text) for text in gates]
+        missing = f"{error}. Then: halfstep compare --from {where}"
+    results = [comparison.gate(text) for text in gates]
     if as_json:
         values = comparison.as_dict() | {
-            "gates": [{"text": a.text, "failed": a.failed, "seen": a.seen} for a in answers]
+            "gates": [{"text": r.text, "failed": r.failed, "seen": r.seen} for r in results]
         }
         click.echo(json.dumps(values, indent=1))
     else:
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if terminal else WIDTH
         colour = terminal and not os.environ.get("NO_COLOR")
-        click.echo(as_text(comparison, files, answers, colour=colour, width=width))
-    if aside:
-        click.echo(aside, err=True)
+        click.echo(as_text(comparison, files, results, colour=colour, width=width))
+    if missing:
+        click.echo(missing, err=True)
     if comparison.stopped_by:
-        click.echo(f"To make the runs that are missing: halfstep compare --resume {where}", err=True)
+        click.echo(f"To finish it: halfstep compare --resume {where}", err=True)
         sys.exit(_EXIT[comparison.stopped_by])
-    if any(answer.failed for answer in answers):
+    if any(result.failed for result in results):
         sys.exit(3)
     if not any(row.status == "done" for row in comparison.rows):
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""`halfstep explain`: the ideas of mixed precision with their numbers, and the rules of `halfstep check`."""
+"""`halfstep explain`: the concepts of mixed precision with their numbers, and the rules of `halfstep check`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["command"]
 @click.argument("topic", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
 def command(topic: tuple[str, ...], as_json: bool) -> None:
-    """Explain an idea of mixed precision, with its numbers, or a rule of `halfstep check` by code or name.
+    """Explain a concept of mixed precision with its numbers, or a rule of `halfstep check` by code or name.
 
-    Without TOPIC, list the topics.
+    Without TOPIC, lists the topics.
 
     \b
     halfstep explain loss-scaling
@@ -29,20 +29,20 @@ def command(topic: tuple[str, ...], as_json: bool) -> None:
     if not topic:
         titles = {name: make().title for name, make in TOPICS.items()}
         lines = [f"  {name:20} {title}" for name, title in titles.items()]
-        rules = "Rules of `halfstep check`: by code or name, such as HS104; docs/rules.md has them all."
+        rules = "Rules of `halfstep check` by code or name, e.g. HS104; docs/rules.md lists them all."
         click.echo(json.dumps(titles, indent=2) if as_json else "\n".join(["Topics:", *lines, "", rules]))
         return
     words = " ".join(topic)
     width = min(shutil.get_terminal_size((88, 24)).columns, 100)
     if re.fullmatch(r"hs\d+", words.strip(), re.IGNORECASE) or not _is_topic(words):
-        shown = _rule(words, width, as_json=as_json)
-        if shown is not None:
-            click.echo(shown)
+        text = _rule(words, width, as_json=as_json)
+        if text is not None:
+            click.echo(text)
             return
     from halfstep.report.explain import render_topic
 
-    found = explain(words)
-    click.echo(json.dumps(asdict(found), indent=2) if as_json else render_topic(found, width))
+    explanation = explain(words)
+    click.echo(json.dumps(asdict(explanation), indent=2) if as_json else render_topic(explanation, width))
 
 
 def _is_topic(words: str) -> bool:
@@ -50,7 +50,7 @@ def _is_topic(words: str) -> bool:
 
 
 def _rule(words: str, width: int, *, as_json: bool) -> str | None:
-    """The rule of this code or name, rendered; None where there is none and it may be a topic misspelt."""
+    """The rule with this code or name, rendered; None if there is none and it may be a misspelt topic."""
     from halfstep.check.registry import all_rules, find_rule
     from halfstep.errors import unknown
     from halfstep.report.explain import render_rule, rule_data

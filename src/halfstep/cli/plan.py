@@ -1,4 +1,4 @@
-"""`halfstep plan`: predict the memory of a training step, and on how many GPUs it fits."""
+"""`halfstep plan`: predict the memory of a training step and how many GPUs it needs."""
 
 from __future__ import annotations
 
@@ -6,42 +6,51 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
+
+from halfstep.cli.requirements import require_packages
+
+if TYPE_CHECKING:
+    from halfstep.jobs.targets import Target
 
 __all__ = ["command"]
 
 
 @click.command("plan")
 @click.argument("target", required=False)
-@click.option("--batch", type=int, metavar="N", help="The global batch (default: the target's usual one).")
+@click.option("--batch", type=int, metavar="N", help="Global batch size (default: the target's).")
 @click.option(
-    "--precision", "-p", multiple=True, metavar="P", help="A preset or policy; may be repeated (default: five of them)."
+    "--precision", "-p", multiple=True, metavar="P", help="Preset or policy; may be repeated (default: five presets)."
 )
 @click.option(
-    "--gpu", metavar="NAME", help="The GPU to plan for: A100, 'RTX 4090' (default: this machine's, if it has one)."
+    "--gpu", metavar="NAME", help="GPU to plan for, e.g. A100 or 'RTX 4090' (default: this machine's, if it has one)."
 )
-@click.option("--memory", metavar="SIZE", help="The memory of a GPU instead of its name: 80GiB.")
+@click.option("--memory", metavar="SIZE", help="Memory of the GPU instead of its name, e.g. 80GiB.")
 @click.option(
     "--gpus",
     default="auto",
     show_default=True,
     metavar="N|auto",
-    help="How many GPUs there are at the most; auto: as many as it takes.",
+    help="Maximum number of GPUs (auto: no limit).",
 )
 @click.option(
-    "--accumulate", type=int, default=1, show_default=True, metavar="N", help="Micro-batches that make the batch."
+    "--accumulate", type=int, default=1, show_default=True, metavar="N", help="Number of micro-batches per batch."
 )
-@click.option("--ema", is_flag=True, help="Count a moving average of the weights.")
+@click.option("--ema", is_flag=True, help="Include an EMA of the weights.")
 @click.option(
-    "--data", "data_dir", type=click.Path(path_type=Path), metavar="DIR", help="An ImageNet-style folder for the ViTs."
+    "--data",
+    "data_dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="ImageNet-style folder for the ViT targets.",
 )
-@click.option("--find", is_flag=True, help="Find the largest micro-batch; on a GPU, confirm it by trial.")
+@click.option("--find", is_flag=True, help="Find the largest micro-batch that fits; on a GPU, confirm it by running.")
 @click.option(
-    "--verify", is_flag=True, help="Also run the step on this machine's GPU and show predicted against measured."
+    "--verify", is_flag=True, help="Also run the step on this machine's GPU and compare predicted with measured memory."
 )
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the plan as an HTML page as well.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write the plan as an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     target: str | None,
@@ -58,9 +67,9 @@ def command(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Predict the memory of a training step of TARGET, and on how many GPUs it fits.
+    """Predict the memory of a training step of TARGET and how many GPUs it needs.
 
-    Nothing is allocated and no GPU is needed: the step runs on tensors without numbers.
+    Nothing is allocated and no GPU is needed: the step runs on fake tensors.
 
     \b
     halfstep plan vit_l_16 --batch 1024 --gpu A100
@@ -68,53 +77,53 @@ def command(
     halfstep plan job.py --find --memory 80GiB
     """
     from halfstep.errors import SettingError
-    from halfstep.hardware.torch_build import require_torch
-    from halfstep.jobs.targets import load_target
 
-    require_torch("halfstep plan")
+    require_packages("halfstep plan", "numpy", *(["jinja2"] if html is not None else []))
     count = None if gpus == "auto" else int(gpus) if gpus.isdecimal() else 0
     if count == 0:
-        raise SettingError(f"--gpus {gpus!r} must be auto or a number of GPUs, 1 or more.")
+        raise SettingError(f"--gpus {gpus!r} must be auto or an integer of at least 1.")
     if find and (verify or html is not None or batch is not None or count is not None):
-        raise SettingError("--find looks for the batch itself; leave out --batch, --gpus, --verify and --html with it.")
+        raise SettingError("--find determines the batch size itself; remove --batch, --gpus, --verify and --html.")
     if find and gpu is not None:
-        raise SettingError("--find tries batches on this machine's GPU, or plans for --memory SIZE; leave out --gpu.")
+        raise SettingError("--find uses this machine's GPU or --memory SIZE; remove --gpu.")
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise SettingError(f"--html {html} cannot be written: give the name of a file in a folder that exists.")
-    found = load_target(target, data_dir=data_dir)
+        raise SettingError(f"--html {html} cannot be written: pass a file name in an existing directory.")
+    from halfstep.jobs.targets import load_target
+
+    loaded = load_target(target, data_dir=data_dir)
     if find:
-        _find(found, precision, memory, accumulate, ema=ema, as_json=as_json)
+        _find(loaded, precision, memory, accumulate, ema=ema, as_json=as_json)
         return
-    _plan(found, batch, precision, gpu, memory, count, accumulate, ema=ema, verify=verify, html=html, as_json=as_json)
+    _plan(loaded, batch, precision, gpu, memory, count, accumulate, ema=ema, verify=verify, html=html, as_json=as_json)
 
 
 def _find(
-    found: Any, precision: tuple[str, ...], memory: str | None, accumulate: int, *, ema: bool, as_json: bool
+    target: Target, precision: tuple[str, ...], memory: str | None, accumulate: int, *, ema: bool, as_json: bool
 ) -> None:
     from halfstep.errors import SettingError
     from halfstep.events import say
     from halfstep.planning import find_batch_size
-    from halfstep.report.plan import found_data, found_text
+    from halfstep.report.plan import batch_data, batch_text
 
-    # This machine's choice says nothing about another GPU.
+    # What this machine would choose is irrelevant for another GPU.
     usual = ("auto",) if memory is None else ("bf16", "bf16-lean")
     results = []
     for each in precision or usual:
         try:
-            results.append(find_batch_size(found.job, each, memory=memory, accumulate=accumulate, ema=ema))
+            results.append(find_batch_size(target.job, each, memory=memory, accumulate=accumulate, ema=ema))
         except SettingError as error:
             if precision or not results:
                 raise
-            say(f"{each} is left out. {error}")  # nobody asked for it, and there is an answer to show
+            say(f"{each} is skipped. {error}")  # it was not requested, and there is another result to show
     if as_json:
-        click.echo(json.dumps([found_data(result) for result in results], indent=2))
+        click.echo(json.dumps([batch_data(result) for result in results], indent=2))
         return
     for result in results:
-        click.echo(found_text(result))
+        click.echo(batch_text(result))
 
 
 def _plan(
-    found: Any,
+    target: Target,
     batch: int | None,
     precision: tuple[str, ...],
     gpu: str | None,
@@ -136,9 +145,9 @@ def _plan(
 
     if verify:
         require_gpu("--verify")
-    size = batch if batch is not None else dict(found.defaults).get("batch", 32)
-    made = plan(
-        found.job,
+    size = batch if batch is not None else dict(target.defaults).get("batch", 32)
+    result = plan(
+        target.job,
         size,
         precision=precision or DEFAULT_PRECISIONS,
         gpu=gpu,
@@ -146,28 +155,28 @@ def _plan(
         gpus=gpus,
         accumulate=accumulate,
         ema=ema,
-        name=found.name,
+        name=target.name,
     )
-    seen = []
+    measured = []
     if verify:
         options = StepOptions(accumulate, ema)
-        seen = [
-            (entry, measure_step(found.job, Policy.parse(entry.precision), entry.estimate.batch, options))
-            for entry in made.entries
+        measured = [
+            (entry, measure_step(target.job, Policy.parse(entry.precision), entry.estimate.batch, options))
+            for entry in result.entries
         ]
     if html is not None:
         from halfstep.report.plan_page import render_plan_page
 
-        html.write_text(render_plan_page(made), encoding="utf-8")
+        html.write_text(render_plan_page(result), encoding="utf-8")
     if as_json:
-        data = as_data(made)
+        data = as_data(result)
         if verify:
-            data["measured"] = verified_data(seen)
+            data["measured"] = verified_data(measured)
         click.echo(json.dumps(data, indent=2))
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-    click.echo(as_text(made, width))
-    if seen:
-        click.echo("\n" + verified_text(seen))
+    click.echo(as_text(result, width))
+    if measured:
+        click.echo("\n" + verified_text(measured))
     if html is not None:
         click.echo(f"\nWrote {html}")

@@ -1,4 +1,4 @@
-"""`halfstep probe`: what this machine, or a named GPU, runs natively, and which precision to use."""
+"""`halfstep probe`: which formats this machine or a named GPU runs natively, and which precision to use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["command"]
 
 
 @click.command("probe")
-@click.option("--gpu", metavar="NAME", help="A GPU by name instead of this machine: A100, 'RTX 4090', sm90.")
-@click.option("--measure", is_flag=True, help="Also time matrix products in each format (about 1.5 seconds).")
+@click.option("--gpu", metavar="NAME", help="Describe this GPU instead of the machine, e.g. A100, 'RTX 4090' or sm90.")
+@click.option("--measure", is_flag=True, help="Also measure matmul speed in each format (about 1.5 seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(gpu: str | None, measure: bool, as_json: bool) -> None:
-    """Show what this machine (or a named GPU) runs natively, and which precision to use.
+    """Show which formats this machine (or a named GPU) runs natively and which precision to use.
 
-    Every format that is not chosen comes with the reason.
+    Every format that is not chosen is listed with the reason.
 
     \b
     halfstep probe
@@ -33,8 +33,7 @@ def command(gpu: str | None, measure: bool, as_json: bool) -> None:
     """
     if gpu is not None and measure:
         raise click.UsageError(
-            f"--measure times matrix products on this machine, and --gpu {gpu} is not here to be measured. "
-            "Leave one of the two out."
+            f"--measure measures this machine and cannot be combined with --gpu {gpu}. Remove one of the two."
         )
     hardware = probe() if gpu is None else find_gpu(gpu)
     choice = choose(hardware)

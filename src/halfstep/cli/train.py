@@ -6,9 +6,14 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from halfstep.cli.requirements import require_packages
+
+if TYPE_CHECKING:
+    from halfstep.jobs.targets import Target
 
 __all__ = ["command"]
 
@@ -18,20 +23,24 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
 @click.command("train")
 @click.argument("target", required=False)
 @click.option(
-    "--precision", "-p", multiple=True, metavar="P", help="A preset, a policy or auto (default); may be repeated."
+    "--precision", "-p", multiple=True, metavar="P", help="Preset, policy or auto (default); may be repeated."
 )
 @click.option("--steps", type=int, metavar="N", help="Stop after N optimizer steps.")
 @click.option("--epochs", type=int, metavar="N", help="Stop after N epochs.")
-@click.option("--batch", type=int, metavar="N", help="Examples in a micro-batch.")
+@click.option("--batch", type=int, metavar="N", help="Micro-batch size.")
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="Set a field of TrainConfig; may be repeated.")
 @click.option(
-    "--data", "data_dir", type=click.Path(path_type=Path), metavar="DIR", help="An ImageNet-style folder for the ViTs."
+    "--data",
+    "data_dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="ImageNet-style folder for the ViT targets.",
 )
-@click.option("--resume", is_flag=True, help="Go on with the run in --out.")
+@click.option("--resume", is_flag=True, help="Resume the run in --out.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Where the run is written (default: under runs/)."
+    "--out", type=click.Path(path_type=Path), metavar="DIR", help="Output directory (default: a new one under runs/)."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON and show no progress.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress.")
 def command(
     target: str | None,
     precision: tuple[str, ...],
@@ -44,41 +53,46 @@ def command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Train TARGET (a job file, module:name or built-in; digits by default, the run's own with --resume) with checkpoints and a run file.
+    """Train TARGET with checkpoints and a run file.
 
-    With several --precision, trains in each, one after the other, and shows the results side by side.
+    TARGET is a job file, module:name or a built-in name; the default is digits, and with --resume the target of the run.
+    With several --precision options, trains once in each and shows the results side by side.
+
+    \b
+    halfstep train
+    halfstep train job.py --precision bf16-lean --epochs 10 --set max_norm=1.0
+    halfstep train --resume --out runs/digits-bf16-20261115-101500
     """
+    require_packages("halfstep train", "numpy", "safetensors")
     from halfstep.errors import SettingError
-    from halfstep.hardware.torch_build import require_torch
     from halfstep.jobs.targets import load_target
     from halfstep.train.config import parse_settings
     from halfstep.train.resume import saved_settings
 
-    require_torch("halfstep train")
-    given = parse_settings(settings)
+    overrides = parse_settings(settings)
     for name, value in (("steps", steps), ("epochs", epochs), ("batch", batch)):
         if value is not None:
-            if name in given:
-                raise SettingError(f"{name} is given twice, by --{name} and by --set; keep one.")
-            given[name] = value
+            if name in overrides:
+                raise SettingError(f"{name} is set twice, by --{name} and by --set; remove one.")
+            overrides[name] = value
     if resume and out is None:
-        raise SettingError("--resume needs --out DIR, the directory of the run to go on with.")
+        raise SettingError("--resume needs --out DIR, the directory of the run to resume.")
     if resume and len(precision) > 1:
-        raise SettingError("--resume goes on with one run; give at most one --precision.")
+        raise SettingError("--resume continues one run; pass at most one --precision.")
     saved = saved_settings(out) if resume and out is not None else None
     if saved is not None and target is None:
         if saved.source is None:
             raise SettingError(
-                f"The run in {out} does not say which job it trained; name it: halfstep train TARGET --resume."
+                f"The run in {out} has no record of its job; name it: halfstep train TARGET --resume --out {out}."
             )
         target = saved.source.target
         if data_dir is None and saved.source.data_dir is not None:
             data_dir = Path(saved.source.data_dir)
-    found = load_target(target, data_dir=data_dir)
+    loaded = load_target(target, data_dir=data_dir)
     outcomes = []
     for policy in precision or ("",):
-        where = _folder(out, found.name, policy, alone=len(precision) < 2)
-        outcomes.append(_run(found, given, policy, where, saved=saved, quiet=as_json))
+        where = _folder(out, loaded.name, policy, alone=len(precision) < 2)
+        outcomes.append(_run(loaded, overrides, policy, where, saved=saved, quiet=as_json))
         if outcomes[-1].stopped_by:
             break
     _report(outcomes, as_json=as_json)
@@ -94,41 +108,41 @@ def _folder(out: Path | None, name: str, policy: str, *, alone: bool) -> Path:
     return out if alone else out / plain
 
 
-def _run(found: Any, given: dict[str, Any], policy: str, out: Path, *, saved: Any, quiet: bool) -> Any:
+def _run(target: Target, overrides: dict[str, Any], policy: str, out: Path, *, saved: Any, quiet: bool) -> Any:
     from halfstep.report.train import Progress
     from halfstep.train import TrainConfig, train
     from halfstep.train.resume import Source
 
-    fields = dict(found.defaults) if saved is None else saved.config
-    if "steps" in given and "epochs" not in given and saved is None:
-        fields.pop("epochs", None)  # the target's usual length, which the user's own replaces
-    config = TrainConfig(**{**fields, **given})
+    fields = dict(target.defaults) if saved is None else saved.config
+    if "steps" in overrides and "epochs" not in overrides and saved is None:
+        fields.pop("epochs", None)  # the target's default length, which --steps replaces
+    config = TrainConfig(**{**fields, **overrides})
     if config.steps is None and config.epochs is None:
-        config = TrainConfig(**{**fields, **given, "epochs": 1})
+        config = TrainConfig(**{**fields, **overrides, "epochs": 1})
     policy = policy or ("auto" if saved is None else saved.policy)
-    shown = None if quiet else Progress()
+    progress = None if quiet else Progress()
     try:
         return train(
-            found.job,
+            target.job,
             config,
             precision=policy,
             out=out,
             resume=saved is not None,
             command=sys.argv,
-            source=Source(found.source, found.data_dir),
-            listener=shown,
+            source=Source(target.source, target.data_dir),
+            listener=progress,
         )
     finally:
-        if shown is not None:
-            shown.close()
+        if progress is not None:
+            progress.close()
 
 
 def _report(outcomes: list[Any], *, as_json: bool) -> None:
     from halfstep.report.train import outcome_dict, render_outcome, side_by_side
 
     if as_json:
-        found = [outcome_dict(o) for o in outcomes]
-        click.echo(json.dumps(found if len(found) > 1 else found[0], indent=2))
+        values = [outcome_dict(outcome) for outcome in outcomes]
+        click.echo(json.dumps(values if len(values) > 1 else values[0], indent=2))
         return
     if len(outcomes) > 1:
         click.echo(side_by_side(outcomes), nl=False)

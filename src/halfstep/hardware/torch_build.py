@@ -13,7 +13,7 @@ from typing import Any
 
 from halfstep.errors import MissingError
 
-__all__ = ["require_torch", "torch_version"]
+__all__ = ["require", "require_torch", "torch_version"]
 
 _INSTALL = (
     "Install the build for your hardware as torch's own site describes, or use the default one: "
@@ -31,6 +31,19 @@ def require_torch(feature: str) -> Any:
         raise MissingError(f"{feature} needs torch, which is not installed. {_INSTALL}.") from error
     except (ImportError, OSError) as error:  # OSError: a shared library of the build is missing
         raise MissingError(_broken(feature, error)) from error
+
+
+def require(name: str, feature: str, extra: str) -> Any:
+    """The package `name`, or an error with the line that installs the extra it comes with."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        problem = (
+            "is not installed"
+            if isinstance(error, ModuleNotFoundError) and error.name == name
+            else f"cannot be imported ({error})"
+        )
+        raise MissingError(f'{feature} needs {name}, which {problem}. Run: pip install "halfstep[{extra}]"') from error
 
 
 def torch_version() -> str | None:

@@ -1,4 +1,4 @@
-"""Fixes as a unified diff that `patch -p0` takes."""
+"""Fixes as a unified diff that `patch -p0` applies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["as_diff"]
 
 
 def as_diff(outcome: Outcome) -> str:
-    """The changes of all files, one after the other; empty where there are none."""
+    """The changes of all files, concatenated; empty if there are none."""
     return "".join(_diff(fixed) for fixed in outcome.fixed)
 
 
@@ -22,5 +22,5 @@ def _diff(fixed: Fixed) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as `patch` sees them: only a line feed ends one."""
+    """Lines as `patch` splits them: only at line feeds."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)

@@ -1,6 +1,6 @@
-"""Findings as GitHub workflow commands, which mark the lines of a pull request.
+"""Findings as GitHub workflow commands, which annotate the lines of a pull request.
 
-GitHub takes a command apart at line breaks, colons and commas, so those are escaped as its own toolkit does.
+GitHub splits a command at line breaks, colons and commas, so those are escaped the way its toolkit does it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ def as_github(outcome: Outcome) -> str:
 
 def _command(finding: Finding) -> str:
     values: dict[str, object] = {"file": finding.path}
-    where = ""
+    location = ""
     if finding.cell is None:
         values |= {"line": finding.line, "col": finding.column}
         if finding.end_line is not None:
             values["endLine"] = finding.end_line
-        # GitHub takes an end column only within one line.
+        # GitHub accepts an end column only if the annotation is on one line.
         if finding.end_column is not None and finding.end_line in {None, finding.line}:
             values["endColumn"] = finding.end_column
-    else:  # the lines of a notebook's file are JSON
-        where = f"cell {finding.cell}, line {finding.line}: "
+    else:  # a notebook's file is JSON, so its line numbers mean nothing to the reader
+        location = f"cell {finding.cell}, line {finding.line}: "
     values["title"] = f"{finding.code} {finding.name}"
-    listed = ",".join(f"{key}={_escape(str(value), 'property')}" for key, value in values.items())
+    properties = ",".join(f"{key}={_escape(str(value), 'property')}" for key, value in values.items())
     instead = f"\nInstead: {finding.instead}" if finding.instead else ""
-    return f"::{_LEVELS[finding.severity]} {listed}::{_escape(where + finding.message + instead, 'data')}"
+    return f"::{_LEVELS[finding.severity]} {properties}::{_escape(location + finding.message + instead, 'data')}"
 
 
 def _escape(text: str, kind: str) -> str:

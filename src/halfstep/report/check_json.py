@@ -1,7 +1,7 @@
 """Findings as JSON: one list, one object for each.
 
 `start` and `end` of an edit count characters of the text as it was checked: without a byte order mark, with plain line
-feeds, and for a notebook the code cells joined. `line` and `column` say the same for people and editors.
+feeds, and for a notebook with the code cells joined. `line` and `column` are the same positions for editors.
 """
 
 from __future__ import annotations

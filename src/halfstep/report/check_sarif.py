@@ -1,4 +1,4 @@
-"""Findings as SARIF 2.1.0, which code-scanning services read.
+"""Findings as SARIF 2.1.0, the format of code-scanning services.
 
 Advice is a "note". A finding in a notebook names its cell as a logical location and has no region, because its line counts
 inside the cell and the file's own lines are JSON.
@@ -26,9 +26,9 @@ _LEVELS = {"error": "error", "warning": "warning", "advice": "note"}
 
 
 def as_sarif(outcome: Outcome) -> str:
-    """One run of SARIF with the rules that spoke and their results."""
-    spoke = {finding.code for finding in outcome.findings}
-    rules = [rule for rule in all_rules() if rule.code in spoke]
+    """One SARIF run with the rules that have findings, and their results."""
+    codes = {finding.code for finding in outcome.findings}
+    rules = [rule for rule in all_rules() if rule.code in codes]
     index = {rule.code: i for i, rule in enumerate(rules)}
     results = [_result(f, result.source, index) for result in outcome.results for f in result.findings]
     driver = {

@@ -1,4 +1,4 @@
-"""Findings for a person: the place, the line with a caret, what to write instead, and a sum at the end."""
+"""Findings as text: location, source line with carets, what to write instead, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -8,46 +8,43 @@ from functools import lru_cache
 from halfstep.check.files.source import Source
 from halfstep.check.finding import SEVERITIES, Finding
 from halfstep.check.session import Outcome
+from halfstep.hardware.units import count_text
 
 __all__ = ["as_text", "place_of", "summary"]
 
 _COLOURS = {"error": "31", "warning": "33", "advice": "36"}
-_WIDTH = 160  # of a source line; longer ones are cut around the finding
+_WIDTH = 160  # of a source line; longer ones are cropped around the finding
 
 
 def as_text(outcome: Outcome, *, colour: bool = False) -> str:
-    """All findings and the sum of them."""
+    """All findings and the summary."""
     parts = [_block(finding, result.source, colour=colour) for result in outcome.results for finding in result.findings]
     return "\n".join([*parts, summary(outcome)])
 
 
 def summary(outcome: Outcome, *, done: bool = True) -> str:
-    """A few lines: how much was looked at, found and mended; with `done` false, what would be mended."""
+    """How many files were checked, findings reported and fixes applied; with `done` false, how many would be."""
     findings = outcome.findings
     lines = []
     for fixed in outcome.fixed:
-        what = f"{'fixed' if done else 'would fix'} {_count(len(fixed.applied), 'finding')}"
-        lines.append(f"{_clean(fixed.path)}: " + (f"not changed, {fixed.problem}" if fixed.problem else what))
-    looked = _count(outcome.num_files, "file")
-    if not findings:
-        return "\n".join([*lines, f"{looked} checked, nothing {'left' if outcome.fixed else 'found'}."])
-    kinds = Counter(finding.severity for finding in findings)
-    words = {"error": "error", "warning": "warning", "advice": "advice"}
-    split = ", ".join(
-        f"{kinds[kind]} advice" if kind == "advice" else _count(kinds[kind], words[kind])
-        for kind in SEVERITIES
-        if kinds[kind]
-    )
+        change = f"{'fixed' if done else 'would fix'} {count_text(len(fixed.applied), 'finding')}"
+        lines.append(f"{_clean(fixed.path)}: " + (f"not changed, {fixed.problem}" if fixed.problem else change))
+    files = count_text(outcome.num_files, "file")
     left = " left" if outcome.fixed else ""
-    found = f"{looked} checked, {_count(len(findings), 'finding')}{left} in {len(outcome.results)}: {split}."
+    if not findings:
+        return "\n".join([*lines, f"{files} checked, no findings{left}."])
+    kinds = Counter(finding.severity for finding in findings)
+    split = ", ".join(
+        count_text(kinds[kind], kind, "advice" if kind == "advice" else "") for kind in SEVERITIES if kinds[kind]
+    )
+    total = f"{count_text(len(findings), 'finding')}{left} in {count_text(len(outcome.results), 'file')}"
     fixable = sum(finding.fix is not None for finding in findings)
-    if fixable and not outcome.fixed:
-        found += f" {fixable} can be mended with --fix; --diff shows how."
-    return "\n".join([*lines, found])
+    hint = f" {fixable} fixable with --fix (preview with --diff)." if fixable and not outcome.fixed else ""
+    return "\n".join([*lines, f"{files} checked, {total}: {split}.{hint}"])
 
 
 def place_of(finding: Finding) -> str:
-    """Path, cell, line and column, as editors take them."""
+    """Path, cell, line and column, in the form that editors open."""
     cell = f"cell {finding.cell}:" if finding.cell is not None else ""
     return f"{_clean(finding.path)}:{cell}{finding.line}:{finding.column}"
 
@@ -64,7 +61,7 @@ def _block(finding: Finding, source: Source | None, *, colour: bool) -> str:
 
 
 def _excerpt(finding: Finding, source: Source | None, *, colour: bool) -> list[str]:
-    """The line with carets under what is meant; nothing where the file could not be read."""
+    """The line with carets under the finding; empty if the file could not be read."""
     text = source_line(finding, source)
     about_file = (finding.line, finding.column, finding.end_column) == (1, 1, None)
     if text is None or not text.strip() or about_file:
@@ -75,13 +72,13 @@ def _excerpt(finding: Finding, source: Source | None, *, colour: bool) -> list[s
         end = min(finding.end_column - 1, len(text))
     elif finding.end_column is None:
         end = start + 1
-    cut = max(0, start - _WIDTH // 2) if len(text) > _WIDTH else 0
-    shown = _clean(text[cut : cut + _WIDTH], keep="\t")
-    blank = "".join("\t" if char == "\t" else " " for char in shown[: start - cut])
-    carets = "^" * max(1, min(end, cut + _WIDTH) - start)
+    crop = max(0, start - _WIDTH // 2) if len(text) > _WIDTH else 0
+    line = _clean(text[crop : crop + _WIDTH], keep="\t")
+    blank = "".join("\t" if char == "\t" else " " for char in line[: start - crop])
+    carets = "^" * max(1, min(end, crop + _WIDTH) - start)
     number = str(finding.line)
     return [
-        f"{number:>4} | {shown}",
+        f"{number:>4} | {line}",
         f"     | {blank}{_paint(carets, _COLOURS[finding.severity], colour=colour)}",
     ]
 
@@ -102,13 +99,9 @@ def _lines(text: str) -> list[str]:
 
 
 def _clean(text: str, keep: str = "") -> str:
-    """The text without what could move a terminal's cursor: a file's name or line may hold anything."""
+    """The text without control characters, which could move the terminal's cursor; file names and lines may have any."""
     return "".join(char if char.isprintable() or char in keep else "?" for char in text)
 
 
 def _paint(text: str, code: str, *, colour: bool) -> str:
     return f"\033[{code}m{text}\033[0m" if colour else text
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"

@@ -1,4 +1,4 @@
-"""Shows a comparison: a progress bar while it runs, then a table, a verdict and where everything is."""
+"""A comparison at a terminal: a progress bar while it runs, then a table, the verdict and the files written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from halfstep.hardware.units import seconds_text
 
 if TYPE_CHECKING:
     from halfstep.comparison.gate import GateResult
@@ -25,7 +27,7 @@ _STYLES = {
 
 
 class CompareProgress:
-    """A watcher that draws a bar on a terminal, and a line per round elsewhere."""
+    """An observer that draws a progress bar on a terminal, or prints one line per repeat elsewhere."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -35,29 +37,28 @@ class CompareProgress:
         self.console = Console(stderr=True, highlight=False)
         columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
         self._bar = Bar(*columns, TextColumn("{task.description}"), console=self.console, transient=True)
-        self._task = self._bar.add_task("looking at the machine and the job", total=None)
+        self._task = self._bar.add_task("inspecting the machine and the job", total=None)
         self._repeats = 0
         self._round = -1
-        self._left: dict[tuple[str, int], int] = {}
         if self.console.is_terminal:
             self._bar.start()
 
-    def surveyed(self, found: dict[str, Any], total_steps: int) -> None:
-        """Say what is compared, where."""
+    def surveyed(self, survey: dict[str, Any], total_steps: int) -> None:
+        """Print what is compared, on which machine."""
         self._bar.update(self._task, total=total_steps)
-        self._repeats = found["settings"]["repeats"]
-        rows, steps = len(found["contenders"]), found["settings"]["steps"]
-        turns = "taking turns" if found["side_by_side"] else "one after the other"
+        self._repeats = survey["settings"]["repeats"]
+        variants, steps = len(survey["contenders"]), survey["settings"]["steps"]
+        order = "interleaved" if survey["side_by_side"] else "one after another"
         self.console.print(
-            f"{found['target']} on {found['machine']}: {rows} rows x {self._repeats} repeats x {steps} steps, {turns}; "
-            f"batch {found['batch']}, {found['num_params']:,} parameters",
+            f"{survey['target']} on {survey['machine']}: {variants} precisions x {self._repeats} repeats x {steps} steps, {order}; "
+            f"batch {survey['batch']}, {survey['num_params']:,} parameters",
             soft_wrap=True,
         )
-        for note in found["notes"]:
+        for note in survey["notes"]:
             self.console.print(f"note: {note}", markup=False, soft_wrap=True)
 
     def stepped(self, label: str, repeat: int, count: int) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         if repeat != self._round:
             self._round = repeat
             if not self.console.is_terminal:
@@ -65,11 +66,11 @@ class CompareProgress:
         self._bar.update(self._task, advance=count, description=f"repeat {repeat + 1} of {self._repeats}: {label}")
 
     def failed(self, label: str, repeat: int, reason: str) -> None:
-        """A line for a run that ended early."""
+        """Print why a run failed."""
         self.console.print(f"{label} failed in repeat {repeat + 1}: {reason}", markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.stop()
 
 
@@ -81,12 +82,12 @@ def as_text(
     colour: bool = False,
     width: int = WIDTH,
 ) -> str:
-    """The comparison for a person at a terminal."""
+    """The comparison as text."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from halfstep.comparison.table import fit_columns, show_seconds, table_cells
+    from halfstep.comparison.table import fit_columns, table_cells
 
     out = io.StringIO()
     console = Console(file=out, width=min(width, WIDTH), force_terminal=colour, no_color=not colour, highlight=False)
@@ -99,14 +100,14 @@ def as_text(
         table.add_row(*(Text(cell) for cell in line), style=style)
     console.print(table)
     if dropped:
-        console.print(Text(f"Columns that did not fit are in the report: {', '.join(dropped)}.", style="dim"))
+        console.print(Text(f"Columns omitted here, see the report: {', '.join(dropped)}.", style="dim"))
     console.print()
     warm = [row for row in comparison.rows if row.warmup_seconds is not None]
     if warm:
-        shown = ", ".join(f"{row.label} {show_seconds(row.warmup_seconds or 0)}" for row in warm)
+        times = ", ".join(f"{row.label} {seconds_text(row.warmup_seconds or 0)}" for row in warm)
         counts = sorted({row.warmup_steps for row in warm})
         steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        console.print(Text(f"Not timed: the first {steps} steps of each run ({shown}).", style="dim"))
+        console.print(Text(f"Warm-up, not timed: the first {steps} steps of each run ({times}).", style="dim"))
     console.print(Text(comparison.verdict.text, style=_STYLES[comparison.verdict.kind]))
     for note in comparison.notes:
         console.print(Text(f"note: {note}"))

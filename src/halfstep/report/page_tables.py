@@ -1,95 +1,107 @@
-"""The tables of the report page."""
+"""The tables of the report page, as data."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from halfstep.report.markup import Markup, join, tag
+from halfstep.hardware.units import bytes_text, seconds_text
+from halfstep.report.html_table import Table
+from halfstep.report.plot import NUM_ROW_COLOURS
 
 if TYPE_CHECKING:
     from halfstep.comparison.estimate import Estimate
     from halfstep.comparison.result import Comparison
     from halfstep.comparison.rows import Row
 
-__all__ = ["census_tables", "data_table", "environment_list", "scroll", "summary_table", "truth_table"]
+__all__ = ["Census", "Summary", "SummaryCell", "SummaryRow", "census_tables", "environments", "summary", "truth_table"]
 
-_MEAN_DIFFERS = 0.01  # of the median, from which on the mean step is shown too
+HEADS = (
+    "precision", "step", "samples/s", "speedup", "peak memory", "final loss", "gap to fp32", "val loss", "metric", "skipped",
+    "gradient cosine", "warm-up",
+)  # fmt: skip
+MAX_OPERATORS = 15  # in the table of a row
+MAX_SHAPES = 6  # of misaligned products
+_MEAN_DIFFERS = 0.01  # relative to the median; from here on the mean step time is shown as well
 
 
-def scroll(table: Markup, label: str) -> Markup:
-    """A table that scrolls sideways where it does not fit; focusable, so that a keyboard can scroll it too."""
-    return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=label)
+@dataclass(frozen=True)
+class SummaryCell:
+    """A number for people, small print under it, and for programs the metric and its exact value."""
+
+    text: str
+    note: str = ""
+    metric: str = ""
+    value: float | None = None
 
 
-def summary_table(comparison: Comparison) -> Markup:
-    """One row per precision; cells carry their exact value in `data-value`."""
-    from halfstep.comparison.rows import metric_of
-    from halfstep.comparison.table import show_bytes, show_seconds
+@dataclass(frozen=True)
+class SummaryRow:
+    """One precision; without cells, the reason why it has none."""
 
-    def cell(row: Row, metric: str, text: str, more: str = "") -> Markup:
-        small = [tag("small", more)] if more else []
-        return tag("td", text, *small, data_row=row.label, data_metric=metric, data_value=metric_of(row, metric))
+    label: str
+    colour: str
+    kind: str  # used, failed, or empty
+    reason: str
+    cells: tuple[SummaryCell, ...]
 
-    heads = [
-        "precision",
-        "step",
-        "samples/s",
-        "speed",
-        "peak memory",
-        "final loss",
-        "gap to fp32",
-        "val loss",
-        "metric",
-    ]
-    heads += ["skipped", "gradient cosine", "warm-up"]
-    lines = []
+
+@dataclass(frozen=True)
+class Summary:
+    """The results of every precision."""
+
+    heads: tuple[str, ...]
+    rows: tuple[SummaryRow, ...]
+
+
+@dataclass(frozen=True)
+class Census:
+    """The operators of one row and a sentence about its matrix products and casts."""
+
+    about: str
+    table: Table
+
+
+def summary(comparison: Comparison) -> Summary:
+    """One row for each precision."""
+    rows = []
     for number, row in enumerate(comparison.rows):
-        swatch = tag("span", class_="swatch", style=f"background: var(--c{number % 9})", aria_hidden="true")
-        name = tag("th", swatch, row.label, scope="row")
-        if row.step_seconds is None:
-            lines.append(tag("tr", name, tag("td", row.reason, colspan=len(heads) - 1, class_="text"), class_="failed"))
-            continue
-        noise = "" if row.beyond_noise is None else "beyond noise" if row.beyond_noise else "within noise"
-        is_reference = row.speedup is not None and row.speedup.low == row.speedup.high == 1
-        cells = [
-            cell(
-                row,
-                "step_ms",
-                show_seconds(row.step_seconds.value),
-                _spread(row),
-            ),
-            cell(row, "samples_per_second", _number(row.samples_per_second, ",.0f")),
-            cell(row, "speedup", "reference")
-            if is_reference
-            else cell(row, "speedup", _number(row.speedup, ".2f", "x"), _range(row.speedup)),
-            cell(
-                row,
-                "memory_gib",
-                "-" if row.peak_bytes is None else show_bytes(row.peak_bytes),
-                "" if row.predicted_bytes is None else f"predicted {show_bytes(row.predicted_bytes)}",
-            ),
-            cell(row, "loss", _number(row.loss, ".4f")),
-            cell(row, "loss_gap", "reference")
-            if is_reference
-            else cell(row, "loss_gap", _number(row.loss_gap, "+.4f"), noise),
-            cell(row, "val_loss", _number(row.val_loss, ".4f")),
-            cell(row, "metric", _number(row.metric, ".4f"), _half(row.metric)),
-            cell(row, "skips", str(row.skips), f"{row.nonfinite} losses not finite" if row.nonfinite else ""),
-            cell(row, "cosine", "-" if row.cosine is None else f"{row.cosine:.6f}"),
-            tag(
-                "td",
-                "-" if row.warmup_seconds is None else show_seconds(row.warmup_seconds),
-                tag("small", f"{row.warmup_steps} steps"),
-            ),
-        ]
-        kind = "failed" if row.status == "failed" else "used" if row.label == comparison.verdict.use else None
-        lines.append(tag("tr", name, *cells, class_=kind))
-    head = tag(
-        "thead",
-        tag("tr", *(tag("th", text, scope="col", class_="text" if not i else None) for i, text in enumerate(heads))),
+        kind = "used" if row.label == comparison.verdict.use else ""
+        if row.status == "failed" or row.step_seconds is None:
+            kind = "failed"
+        colour = f"c{number % NUM_ROW_COLOURS}"
+        rows.append(SummaryRow(row.label, colour, kind, row.reason, _cells(row)))
+    return Summary(HEADS, tuple(rows))
+
+
+def _cells(row: Row) -> tuple[SummaryCell, ...]:
+    from halfstep.comparison.rows import metric_of
+
+    if row.step_seconds is None:
+        return ()
+
+    def cell(metric: str, text: str, note: str = "") -> SummaryCell:
+        return SummaryCell(text, note, metric, metric_of(row, metric))
+
+    noise = "" if row.beyond_noise is None else "beyond noise" if row.beyond_noise else "within noise"
+    is_reference = row.speedup is not None and row.speedup.low == row.speedup.high == 1
+    speedup = ("reference", "") if is_reference else (_number(row.speedup, ".2f", "x"), _range(row.speedup))
+    gap = ("reference", "") if is_reference else (_number(row.loss_gap, "+.4f"), noise)
+    predicted = "" if row.predicted_bytes is None else f"predicted {bytes_text(row.predicted_bytes)}"
+    warmup = "-" if row.warmup_seconds is None else seconds_text(row.warmup_seconds)
+    return (
+        cell("step_ms", seconds_text(row.step_seconds.value), _spread(row)),
+        cell("samples_per_second", _number(row.samples_per_second, ",.0f")),
+        cell("speedup", *speedup),
+        cell("memory_gib", "-" if row.peak_bytes is None else bytes_text(row.peak_bytes), predicted),
+        cell("loss", _number(row.loss, ".4f")),
+        cell("loss_gap", *gap),
+        cell("val_loss", _number(row.val_loss, ".4f")),
+        cell("metric", _number(row.metric, ".4f"), _half(row.metric)),
+        cell("skips", str(row.skips), f"{row.nonfinite} non-finite losses" if row.nonfinite else ""),
+        cell("cosine", "-" if row.cosine is None else f"{row.cosine:.6f}"),
+        SummaryCell(warmup, f"{row.warmup_steps} steps"),
     )
-    table = tag("table", head, tag("tbody", *lines), id="summary")
-    return scroll(table, "Figures of each precision")
 
 
 def _number(estimate: Estimate | None, digits: str, unit: str = "") -> str:
@@ -103,12 +115,10 @@ def _range(estimate: Estimate | None) -> str:
 
 
 def _spread(row: Row) -> str:
-    """How steps differ, and their mean where it is another figure than the median."""
-    from halfstep.comparison.table import show_seconds
-
+    """The spread of step times, and their mean where it differs from the median."""
     parts = [] if row.spread is None else [f"spread {row.spread:.0%}"]
     if row.mean_seconds and row.step_seconds and abs(row.mean_seconds / row.step_seconds.value - 1) > _MEAN_DIFFERS:
-        parts.append(f"mean {show_seconds(row.mean_seconds)}")
+        parts.append(f"mean {seconds_text(row.mean_seconds)}")
     return ", ".join(parts)
 
 
@@ -116,94 +126,53 @@ def _half(estimate: Estimate | None) -> str:
     return "" if estimate is None or estimate.low == estimate.high else f"+- {(estimate.high - estimate.low) / 2:.4f}"
 
 
-def data_table(caption: str, heads: list[str], lines: list[list[str]]) -> Markup:
-    """The values behind a plot."""
-    head = tag(
-        "thead",
-        tag("tr", *(tag("th", text, scope="col", class_="text" if not i else None) for i, text in enumerate(heads))),
-    )
-    body = tag(
-        "tbody",
-        *(tag("tr", tag("th", line[0], scope="row"), *(tag("td", cell) for cell in line[1:])) for line in lines),
-    )
-    return scroll(tag("table", tag("caption", caption), head, body), caption)
-
-
-def truth_table(values: dict[str, Any]) -> Markup:
-    """What each row held and computed in: properties downwards, precisions across."""
+def truth_table(values: dict[str, Any]) -> Table | None:
+    """Storage and compute dtypes of each row: properties downwards, precisions across; None if no run recorded them."""
     rows = [row for row in values["rows"] if row["truth"]]
     if not rows:
-        return tag("p", "No row came far enough to have one.", class_="soft")
+        return None
     names = list(dict.fromkeys(name for row in rows for name in row["truth"]["rows"] if name != "precision"))
-    head = tag(
-        "tr",
-        tag("th", "", scope="col", class_="text"),
-        *(tag("th", row["label"], scope="col", class_="text") for row in rows),
-    )
-    lines = [
-        tag(
-            "tr",
-            tag("th", name, scope="row"),
-            *(tag("td", row["truth"]["rows"].get(name, "-"), class_="text") for row in rows),
-        )
-        for name in names
-    ]
-    for key, words in (("lossy", "lossy"), ("gives_up", "gives up")):
+    lines = [(name, *(row["truth"]["rows"].get(name, "-") for row in rows)) for name in names]
+    for key, heading in (("lossy", "lossy"), ("gives_up", "waived guarantees")):
         if any(row["truth"][key] for row in rows):
-            cells = (tag("td", "; ".join(row["truth"][key]) or "-", class_="text") for row in rows)
-            lines.append(tag("tr", tag("th", words, scope="row"), *cells))
-    return scroll(
-        tag("table", tag("thead", head), tag("tbody", *lines), id="truth-table"), "Truth table of each precision"
-    )
+            lines.append((heading, *("; ".join(row["truth"][key]) or "-" for row in rows)))
+    heads = ("", *(row["label"] for row in rows))
+    prose = frozenset(range(len(heads)))
+    return Table("Truth table of each precision", heads, tuple(lines), prose, id="truth-table")
 
 
-def census_tables(values: dict[str, Any]) -> Markup:
+def census_tables(values: dict[str, Any]) -> list[Census]:
     """For each row, the operators that took the longest, and why some stayed in fp32."""
-    parts = []
+    heads = ("operator", "format", "calls", "share of time", "why in fp32")
+    censuses = []
     for row in values["rows"]:
         census = row["census"]
         if not census:
             continue
         total = sum(item["seconds"] for item in census["rows"]) or 1.0
         lines = [
-            tag(
-                "tr",
-                tag("th", item["op"], scope="row"),
-                tag("td", item["format"]),
-                tag("td", f"{item['calls']:,}"),
-                tag("td", f"{item['seconds'] / total:.1%}"),
-                tag("td", item["why"], class_="text"),
-            )
-            for item in census["rows"][:15]
+            (item["op"], item["format"], f"{item['calls']:,}", f"{item['seconds'] / total:.1%}", item["why"])
+            for item in census["rows"][:MAX_OPERATORS]
         ]
-        heads = ("operator", "format", "calls", "share of time", "why in fp32")
-        head = tag(
-            "tr",
-            *(tag("th", text, scope="col", class_="text" if text in {heads[0], heads[-1]} else None) for text in heads),
-        )
-        table = scroll(tag("table", tag("thead", head), tag("tbody", *lines)), f"Operators of {row['label']}")
-        products = ", ".join(f"{share:.0%} {form}" for form, share in census["products"].items())
-        about = f"Matrix products: {products or 'none seen'}. Casts: {census['share'].get('casts', 0):.1%} of the time."
-        odd = [f"{'x'.join(map(str, item['shape']))} ({item['calls']})" for item in census["misaligned"][:6]]
-        if odd:
-            about += (
-                f" 16-bit products with a side that is no multiple of 8, which tensor cores want: {', '.join(odd)}."
-            )
-        parts.append(
-            tag("details", tag("summary", f"Operators of {row['label']}"), tag("p", about, class_="small"), table)
-        )
-    return join(parts)
+        table = Table(f"Operators of {row['label']}", heads, tuple(lines), prose=frozenset({len(heads) - 1}))
+        products = ", ".join(f"{share:.0%} {name}" for name, share in census["products"].items())
+        about = f"Matrix products: {products or 'none'}. Casts: {census['share'].get('casts', 0):.1%} of the time."
+        shapes = [
+            f"{'x'.join(map(str, item['shape']))} ({item['calls']})" for item in census["misaligned"][:MAX_SHAPES]
+        ]
+        if shapes:
+            about += f" 16-bit products with a dimension that is not a multiple of 8, as tensor cores need: {', '.join(shapes)}."
+        censuses.append(Census(about, table))
+    return censuses
 
 
-def environment_list(values: dict[str, Any]) -> Markup:
-    """Versions and machines."""
-    parts = []
+def environments(values: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Each machine with its versions, device and matmul rates."""
+    machines = []
     for machine in values["machines"]:
-        known = {**machine["environment"], "device": machine["device"], "target": machine["target"]}
-        pairs = [(name, ", ".join(map(str, v)) if isinstance(v, list) else v) for name, v in known.items()]
-        rates = ", ".join(f"{m['format']} {m['gflops_median']:,.0f}" for m in machine["matmul"])
-        if rates:
-            pairs.append(("matmul rate, GFLOP/s", rates))
-        terms = [join([tag("dt", name), tag("dd", value)]) for name, value in pairs if value not in {None, ""}]
-        parts.append(join([tag("h3", machine["machine"]), tag("dl", *terms)]))
-    return join(parts)
+        fields = {**machine["environment"], "device": machine["device"], "target": machine["target"]}
+        fields["matmul rate, GFLOP/s"] = [f"{m['format']} {m['gflops_median']:,.0f}" for m in machine["matmul"]]
+        texts = {name: ", ".join(map(str, v)) if isinstance(v, list) else v for name, v in fields.items()}
+        pairs = [(name, str(text)) for name, text in texts.items() if text not in {None, ""}]
+        machines.append((machine["machine"], pairs))
+    return machines

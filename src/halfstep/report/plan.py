@@ -1,4 +1,4 @@
-"""Shows a plan: as text in a terminal, and as plain data for JSON."""
+"""A plan as text for a terminal and as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from halfstep.hardware.units import gib_text
+from halfstep.report.memory_parts import in_order
+
 if TYPE_CHECKING:
     from halfstep.planning import Entry, FoundBatch, MeasuredStep, Plan
 
 __all__ = [
     "as_data",
     "as_text",
-    "at_once",
-    "found_data",
-    "found_text",
+    "batch_data",
+    "batch_text",
     "grouped",
+    "in_micro_batches",
     "largest_text",
     "verified_data",
     "verified_text",
 ]
 
-_TOP = 10  # modules named
-_ORDER = (
-    "weights", "master", "gradients", "states", "average", "activations", "cast cache", "temporaries", "batch", "buffers",
-    "workspaces", "transforms", "communication", "rounding",
-)  # fmt: skip
+MAX_MODULES = 10
 
 
 def as_text(plan: Plan, width: int = 100) -> str:
@@ -34,25 +33,23 @@ def as_text(plan: Plan, width: int = 100) -> str:
     parts = [_title(plan), _summary(plan)]
     if any(entry.answers for entry in plan.entries):
         parts.append(_gpus(plan))
-    parts += [_causes(plan), _modules(plan.entries[0]), _uncertainty(plan)]
+    parts += [_categories(plan), _modules(plan.entries[0]), _uncertainty(plan)]
     notes = [textwrap.fill(note, width, initial_indent="- ", subsequent_indent="  ") for note in plan.notes]
     parts.append("\n".join(notes))
     return "\n\n".join(part for part in parts if part)
 
 
-def gib(num_bytes: float) -> str:
-    """A size in GiB; small ones with more digits."""
-    size = num_bytes / 2**30
-    return f"{size:.2f}" if size >= 0.1 or size == 0 else f"{size:.4f}"
-
-
 def _title(plan: Plan) -> str:
-    where = ""
+    micro_batches = f" in {plan.accumulate} micro-batches" if plan.accumulate > 1 else ""
+    gpus = ""
     if plan.capacity is not None:
-        many = f"{plan.gpus} x " if plan.gpus else ""
-        where = f" on {many}{plan.capacity.name} ({gib(plan.capacity.total_bytes)} GiB, of which tensors can use {gib(plan.capacity.usable_bytes)})"
-    parts = f" in {plan.accumulate} micro-batches" if plan.accumulate > 1 else ""
-    return f"Plan for {plan.job}, batch {plan.batch}{parts}{where}\nPredicted in {plan.seconds:.1f} s without running it; GiB throughout."
+        count = f"{plan.gpus} x " if plan.gpus else ""
+        total, usable = gib_text(plan.capacity.total_bytes), gib_text(plan.capacity.usable_bytes)
+        gpus = f" on {count}{plan.capacity.name} ({total} GiB, {usable} GiB usable for tensors)"
+    return (
+        f"Plan for {plan.job}, batch {plan.batch}{micro_batches}{gpus}\n"
+        f"Predicted in {plan.seconds:.1f} s without running it; sizes in GiB."
+    )
 
 
 def _summary(plan: Plan) -> str:
@@ -61,30 +58,30 @@ def _summary(plan: Plan) -> str:
         "peak",
         "model state",
         "activations",
-        "when",
-        "on one GPU",
-        "fewest GPUs",
+        "peak at",
+        "one GPU",
+        "min GPUs",
         "largest micro-batch",
     ]
     rows = []
     for entry in plan.entries:
         peak = entry.estimate.peak
         best = next((a for a in entry.answers if a.num_gpus is not None and a.num_gpus == entry.min_gpus), None)
-        fewest = (
+        min_gpus = (
             "none" if entry.answers and best is None else "-" if best is None else f"{best.num_gpus} ({best.strategy})"
         )
         largest = "-" if not entry.answers else "none" if entry.largest is None else largest_text(entry)
         fits = {True: "fits", False: "too large", None: "-"}[entry.fits]
-        activations = gib(peak.breakdown.get("activations", 0))
+        activations = gib_text(peak.breakdown.get("activations", 0))
         rows.append(
             [
                 entry.precision,
-                gib(peak.allocated),
-                gib(entry.state_bytes),
+                gib_text(peak.allocated),
+                gib_text(entry.state_bytes),
                 activations,
                 peak.moment,
                 fits,
-                fewest,
+                min_gpus,
                 largest,
             ]
         )
@@ -92,7 +89,7 @@ def _summary(plan: Plan) -> str:
 
 
 def largest_text(entry: Entry) -> str:
-    """The largest micro-batch and how many make the batch."""
+    """The largest micro-batch and how many of them make up the batch."""
     if entry.largest is None:
         return "-"
     return f"{entry.largest.batch}{' or more' if entry.largest.at_end else ''} x {entry.accumulate}"
@@ -107,37 +104,35 @@ def _gpus(plan: Plan) -> str:
             for a in entry.answers
         ]
         rows.append([entry.precision, *cells])
-    asked = f"the fewest of {plan.gpus} GPUs" if plan.gpus else "the fewest GPUs"
-    return f"By strategy: {asked} x examples on each{at_once(plan)} (what decides)\n" + table(
-        ["precision", *strategies], rows
-    )
+    limit = f" (at most {plan.gpus})" if plan.gpus else ""
+    title = f"By strategy: minimum GPUs{limit} x examples per GPU{in_micro_batches(plan)} (limiting category)"
+    return f"{title}\n" + table(["precision", *strategies], rows)
 
 
-def at_once(plan: Plan) -> str:
-    """What is said of the examples on each GPU: all at once, or in the micro-batches that were asked for."""
+def in_micro_batches(plan: Plan) -> str:
+    """How each GPU processes its examples: all at once, or in the requested micro-batches."""
     return ", without accumulation" if plan.accumulate == 1 else f" in each of {plan.accumulate} micro-batches"
 
 
-def _causes(plan: Plan) -> str:
-    seen = {cause for entry in plan.entries for cause in entry.estimate.peak.breakdown}
-    causes = [cause for cause in _ORDER if cause in seen]
-    rows = [[cause, *(gib(e.estimate.peak.breakdown.get(cause, 0)) for e in plan.entries)] for cause in causes]
-    rows.append(["sum = peak", *(gib(e.peak_bytes) for e in plan.entries)])
-    rows.append(["reserved by torch", *(gib(e.estimate.peak.reserved) for e in plan.entries)])
-    return "At the fullest moment, by cause\n" + table(["cause", *(e.precision for e in plan.entries)], rows)
+def _categories(plan: Plan) -> str:
+    names = in_order(name for entry in plan.entries for name in entry.estimate.peak.breakdown)
+    rows = [[name, *(gib_text(e.estimate.peak.breakdown.get(name, 0)) for e in plan.entries)] for name in names]
+    rows.append(["sum = peak", *(gib_text(e.peak_bytes) for e in plan.entries)])
+    rows.append(["reserved by torch", *(gib_text(e.estimate.peak.reserved) for e in plan.entries)])
+    return "Peak memory by category\n" + table(["category", *(e.precision for e in plan.entries)], rows)
 
 
 def _modules(entry: Entry) -> str:
-    rows = [[name, str(count), gib(size)] for name, count, size in grouped(entry.estimate.peak.modules)[:_TOP]]
+    rows = [
+        [name, str(count), gib_text(size)] for name, count, size in grouped(entry.estimate.peak.modules)[:MAX_MODULES]
+    ]
     if not rows:
         return ""
-    return f"Activations by module in {entry.precision}, the largest {len(rows)} kinds\n" + table(
-        ["module", "of them", "together"], rows
-    )
+    return f"Activations in {entry.precision} by module, largest first\n" + table(["module", "count", "total"], rows)
 
 
 def grouped(modules: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Modules that differ in numbers only, together: name with * for the numbers, how many, bytes; largest first."""
+    """Modules whose names differ only in numbers as one: name with * for the numbers, count, bytes; largest first."""
     groups: dict[str, tuple[int, int]] = {}
     for name, size in modules.items():
         kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(outside any module)"
@@ -147,33 +142,34 @@ def grouped(modules: Mapping[str, int]) -> list[tuple[str, int, int]]:
 
 
 def _uncertainty(plan: Plan) -> str:
-    lines = ["What is uncertain"]
-    taken = {e.precision: e.estimate.peak.breakdown.get("workspaces", 0) for e in plan.entries}
-    most = max(taken, key=lambda precision: taken[precision])
+    lines = ["Uncertainty"]
+    workspaces = {e.precision: e.estimate.peak.breakdown.get("workspaces", 0) for e in plan.entries}
+    largest = max(workspaces, key=lambda precision: workspaces[precision])
     lines.append(
-        f"- workspaces ({gib(taken[most])} in {most}): cuDNN chooses its algorithms itself, by card and version"
+        f"- workspaces ({gib_text(workspaces[largest])} in {largest}): cuDNN selects its algorithms by GPU and version"
     )
     for entry in plan.entries:
         extra = entry.estimate.peak_bytes - entry.estimate.need_bytes
         if extra > 0:
             lines.append(
-                f"- transforms ({gib(extra)} more at the peak in {entry.precision}): in true fp32 cuDNN transforms whole images for some\n"
-                "  convolutions where there is room, and a few more images can switch it on or off; TF32 and 16 bits were never seen\n"
-                f"  to take that. Where there is none, torch takes another algorithm: {gib(entry.estimate.need_bytes)} are enough."
+                f"- transforms ({gib_text(extra)} more at the peak in {entry.precision}): in IEEE fp32, cuDNN transforms whole images for some\n"
+                "  convolutions if memory allows, and a few more images can switch it on or off; this was never observed with\n"
+                f"  TF32 or 16 bits. Without that memory torch uses another algorithm, and {gib_text(entry.estimate.need_bytes)} are enough."
             )
     if plan.capacity is not None:
+        context = gib_text(plan.capacity.context_bytes)
         lines.append(
-            f"- CUDA context: {gib(plan.capacity.context_bytes)} taken off the GPU's memory, 0.4 to 0.7 by card and driver"
+            f"- CUDA context: {context} subtracted from the GPU's memory; 0.4 to 0.7 depending on GPU and driver"
         )
         lines.append(
-            f"- fragmentation: {plan.capacity.fragmentation:.0%} taken off; see 'reserved' above for the whole cache"
+            f"- fragmentation: {plan.capacity.fragmentation:.0%} subtracted; 'reserved by torch' above is the whole cache"
         )
-        lines.append(f"- the GPU's memory: {plan.capacity.source}")
+        lines.append(f"- GPU memory: {plan.capacity.source}")
     return "\n".join(lines)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A plain table: the first column to the left, the others to the right."""
+    """A plain table: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     lines = []
     for row in [head, *rows]:
@@ -221,7 +217,7 @@ def _entry_data(entry: Entry) -> dict[str, Any]:
         "moment": peak.moment,
         "module": peak.module,
         "breakdown": dict(peak.breakdown),
-        "activations_by_module": dict(list(peak.modules.items())[:_TOP]),
+        "activations_by_module": dict(list(peak.modules.items())[:MAX_MODULES]),
         "phases": dict(peak.phases),
         "model_state_bytes": entry.state_bytes,
         "build_bytes": entry.estimate.build_bytes,
@@ -244,57 +240,53 @@ def _entry_data(entry: Entry) -> dict[str, Any]:
 
 
 def verified_text(rows: list[tuple[Entry, MeasuredStep]]) -> str:
-    """Predicted beside measured."""
+    """Predicted next to measured."""
     cells = [
         [
             entry.precision,
-            str(seen.batch),
-            gib(entry.peak_bytes),
-            gib(seen.peak_bytes),
-            f"{seen.error(entry.estimate):+.1%}",
+            str(measured.batch),
+            gib_text(entry.peak_bytes),
+            gib_text(measured.peak_bytes),
+            f"{measured.error(entry.estimate):+.1%}",
         ]
-        for entry, seen in rows
+        for entry, measured in rows
     ]
     device = rows[0][1].device if rows else ""
-    return f"Predicted and measured on {device}\n" + table(
-        ["precision", "batch", "predicted", "measured", "error"], cells
-    )
+    heads = ["precision", "batch", "predicted", "measured", "error"]
+    return f"Predicted and measured on {device}\n" + table(heads, cells)
 
 
 def verified_data(rows: list[tuple[Entry, MeasuredStep]]) -> list[dict[str, Any]]:
-    """The same as plain values."""
+    """Predicted next to measured, as plain values."""
     return [
         {
             "precision": entry.precision,
-            "batch": seen.batch,
+            "batch": measured.batch,
             "peak_bytes": entry.peak_bytes,
-            "measured_bytes": seen.peak_bytes,
-            "measured_reserved_bytes": seen.reserved_bytes,
-            "error": seen.error(entry.estimate),
-            "device": seen.device,
+            "measured_bytes": measured.peak_bytes,
+            "measured_reserved_bytes": measured.reserved_bytes,
+            "error": measured.error(entry.estimate),
+            "device": measured.device,
         }
-        for entry, seen in rows
+        for entry, measured in rows
     ]
 
 
-def found_text(found: FoundBatch) -> str:
-    """The largest batch, and how it is known."""
-    how = (
-        f"confirmed by {len(found.trials)} trials: "
-        + ", ".join(f"{size} {'fits' if ok else 'does not'}" for size, ok in found.trials)
-        if found.confirmed
-        else "by the plan alone; no trial was made"
-    )
-    more = " or more, where the search ends" if found.predicted.at_end else ""
-    return f"Largest micro-batch in {found.precision}: {found.batch}{more} (predicted peak {gib(found.predicted.peak_bytes)} GiB; {how})"
+def batch_text(result: FoundBatch) -> str:
+    """The largest batch that fits, and how that was determined."""
+    trials = ", ".join(f"{size} {'fits' if fits else 'does not fit'}" for size, fits in result.trials)
+    how = f"confirmed by {len(result.trials)} trials: {trials}" if result.confirmed else "predicted only, not tried"
+    more = " or more (end of the search)" if result.predicted.at_end else ""
+    peak = gib_text(result.predicted.peak_bytes)
+    return f"Largest micro-batch in {result.precision}: {result.batch}{more} (predicted peak {peak} GiB; {how})"
 
 
-def found_data(found: FoundBatch) -> dict[str, Any]:
-    """The same as plain values."""
+def batch_data(result: FoundBatch) -> dict[str, Any]:
+    """The largest batch that fits, as plain values."""
     return {
-        "precision": found.precision,
-        "batch": found.batch,
-        "peak_bytes": found.predicted.peak_bytes,
-        "confirmed": found.confirmed,
-        "trials": [{"batch": size, "fits": ok} for size, ok in found.trials],
+        "precision": result.precision,
+        "batch": result.batch,
+        "peak_bytes": result.predicted.peak_bytes,
+        "confirmed": result.confirmed,
+        "trials": [{"batch": size, "fits": fits} for size, fits in result.trials],
     }

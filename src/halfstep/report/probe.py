@@ -1,4 +1,4 @@
-"""What a machine runs and which precision it should use, as text and as plain data."""
+"""The formats that a machine supports and the precision to use, as text and as plain data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 100
 def as_data(
     hardware: Hardware, choice: Choice, measured: Sequence[Measured] = (), statements: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The report as a dictionary that JSON can hold."""
+    """The report as values that JSON can represent."""
     return {
         "hardware": {
             "name": hardware.name,
@@ -63,7 +63,7 @@ def as_text(
     colour: bool = False,
     width: int = WIDTH,
 ) -> str:
-    """The report for a person: plain where it is not for a terminal, and never wider than 100 columns."""
+    """The report as text, at most 100 columns wide; with `colour`, for a terminal."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -72,46 +72,46 @@ def as_text(
     out = io.StringIO()
     console = Console(file=out, width=min(width, WIDTH), force_terminal=colour, no_color=not colour, highlight=False)
 
-    def say(text: str, indent: int = 0, style: str = "") -> None:
+    def write(text: str, indent: int = 0, style: str = "") -> None:
         console.print(Padding(Text(text, style=style), (0, 0, 0, indent)))
 
     def table(*headings: str) -> Table:
-        made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        columns = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for heading in headings:
-            made.add_column(heading)
-        return made
+            columns.add_column(heading)
+        return columns
 
-    say(str(hardware), style="bold")
+    write(str(hardware), style="bold")
     for note in hardware.notes:
-        say(note, 2)
-    say("")
-    say(f"Use {choice.policy}", style="bold green")
+        write(note, 2)
+    write("")
+    write(f"Use {choice.policy}", style="bold green")
     for reason in choice.reasons:
-        say(reason, 2)
-    say("")
-    against = {rejection.format: rejection.reason for rejection in choice.rejected}
-    formats = table("format", "here", "")
+        write(reason, 2)
+    write("")
+    reasons = {rejection.format: rejection.reason for rejection in choice.rejected}
+    formats = table("format", "support", "")
     for name in FORMAT_NAMES:
         support = hardware.support[name]
-        formats.add_row(name, Text(support, style=_STYLES[support]), Text(_remark(name, support, against)))
+        formats.add_row(name, Text(support, style=_STYLES[support]), Text(_remark(name, support, reasons)))
     console.print(formats)
     if measured:
-        say("")
-        say("Measured now, square matrix products:", style="bold")
+        write("")
+        write("Measured speed of square matmuls:", style="bold")
         speeds = table("format", "GFLOP/s", "spread", "runs", "size", "x fp32")
         for m in measured:
             speeds.add_row(m.format, m.speed, f"{m.spread:.0%}", str(m.runs), str(m.size), f"{m.ratio_to_fp32:.2g}")
         console.print(speeds)
         for statement in statements:
-            say(statement, 2)
+            write(statement, 2)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 _STYLES = {"native": "green", "slow": "yellow", "emulated": "yellow", "none": "dim"}
 
 
-def _remark(name: str, support: str, against: dict[str, str]) -> str:
-    """Why a format was not chosen, without the word that the column beside it already has."""
-    if name not in against:
+def _remark(name: str, support: str, reasons: dict[str, str]) -> str:
+    """Why a format was not chosen, without the word that the support column already shows."""
+    if name not in reasons:
         return "chosen"
-    return against[name].removeprefix(f"{support}: ").removeprefix("not available: ")
+    return reasons[name].removeprefix(f"{support}: ").removeprefix("not available: ")

@@ -1,4 +1,4 @@
-"""Shows a training run: a progress line while it goes on, a summary when it is done."""
+"""A training run at a terminal: a progress bar while it runs, a summary when it is done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Progress", "outcome_dict", "render_outcome", "side_by_side"]
 
 
 class Progress:
-    """A listener that draws a progress bar on a terminal, and a line per epoch elsewhere."""
+    """An observer that draws a progress bar on a terminal, or prints one line per epoch elsewhere."""
 
     def __init__(self, total_steps: int | None = None) -> None:
         from rich.console import Console
@@ -42,33 +42,33 @@ class Progress:
             self._bar.start()
 
     def stepped(self, line: StepLine) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         self._line = line
         self._bar.update(self._task, completed=line.step, text=describe(line))
 
     def validated(self, epoch: int, values: dict[str, float]) -> None:
         """One line per validation."""
         train = "" if self._line is None else f"  {describe(self._line)}"
-        shown = "  ".join(f"val {name} {value:.4f}" for name, value in values.items())
-        self.console.print(f"epoch {epoch + 1:3}{train}  {shown}")
+        validation = "  ".join(f"val {name} {value:.4f}" for name, value in values.items())
+        self.console.print(f"epoch {epoch + 1:3}{train}  {validation}")
 
     def saved(self, path: Path) -> None:
-        """Saving is in the run file; it needs no line."""
+        """Prints nothing: the run file records each save."""
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.stop()
 
 
 def describe(line: StepLine) -> str:
-    """Loss, speed, scale and skips in a few words."""
+    """Loss, speed, loss scale and skipped steps on one line."""
     scale = f"  scale 2^{math.log2(line.scale):.0f}" if line.scale and line.scale != 1 else ""
     skips = f"  skipped {line.skips}" if line.skips else ""
     return f"loss {line.loss:.4f}  {line.samples_per_second:,.0f}/s{scale}{skips}"
 
 
 def outcome_dict(outcome: TrainOutcome) -> dict[str, Any]:
-    """The outcome as JSON-able values; numbers that are not finite become strings."""
+    """The outcome as values that JSON can represent; non-finite numbers become strings."""
     values = asdict(outcome)
     for key in ("out", "checkpoint"):
         values[key] = None if values[key] is None else str(values[key])
@@ -79,16 +79,16 @@ def outcome_dict(outcome: TrainOutcome) -> dict[str, Any]:
 
 
 def render_outcome(outcome: TrainOutcome) -> str:
-    """A few lines that say how it went and where everything is."""
-    shown = "  ".join(f"val {name} {value:.4f}" for name, value in outcome.validation.items()) or "not validated"
+    """The result and the files written."""
+    validation = "  ".join(f"val {name} {value:.4f}" for name, value in outcome.validation.items()) or "not validated"
     ended = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "done"
     lines = [
-        f"{outcome.precision}: {ended} after {outcome.steps} steps, {outcome.skips} skipped; {shown}",
+        f"{outcome.precision}: {ended} after {outcome.steps} steps, {outcome.skips} skipped; {validation}",
         f"run file    {outcome.out / 'run.jsonl'}",
         f"checkpoint  {outcome.checkpoint}",
     ]
     if outcome.stopped_by:
-        lines.append(f"go on with  --resume --out {outcome.out}")
+        lines.append(f"resume with halfstep train --resume --out {outcome.out}")
     return "\n".join(lines)
 
 

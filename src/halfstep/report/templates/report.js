@@ -1,4 +1,4 @@
-/* Draws the plots with the page's own colours, and draws them again when those change. The page reads without it. */
+/* Draws the plots in the colours of the page, again whenever those change. Without it the page still has every table. */
 (function () {
   "use strict";
   var root = document.documentElement;
@@ -8,13 +8,13 @@
 
   function colour(name) { return getComputedStyle(root).getPropertyValue("--" + name).trim(); }
 
-  /* A text "@name" or "@name/0.2" in a plot stands for a colour of the page, with an opacity. */
+  /* "@name" or "@name/0.2" in a plot is a CSS variable of the page, optionally with an opacity. */
   function paint(value) {
     if (typeof value === "string" && value.charAt(0) === "@") {
       var parts = value.slice(1).split("/");
-      var found = colour(parts[0]);
-      if (parts.length === 1) { return found; }
-      var n = parseInt(found.slice(1), 16);
+      var hex = colour(parts[0]);
+      if (parts.length === 1) { return hex; }
+      var n = parseInt(hex.slice(1), 16);
       return "rgba(" + (n >> 16) + "," + ((n >> 8) & 255) + "," + (n & 255) + "," + parts[1] + ")";
     }
     if (Array.isArray(value)) { return value.map(paint); }
@@ -37,7 +37,7 @@
       ["xaxis", "yaxis"].forEach(function (axis) {
         layout[axis] = Object.assign({ gridcolor: colour("line"), zerolinecolor: colour("line"), automargin: true }, layout[axis]);
       });
-      /* A narrow legend has a line per entry; the plot below it keeps its height. */
+      /* A narrow legend has one line per entry; make room for it so that the plot keeps its height. */
       if (narrow && layout.showlegend !== false) { layout.height += 14 * Math.max(0, spec.data.length - 2); }
       document.getElementById(id).style.height = layout.height + "px";
       layout.hoverlabel = { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("ink") } };
@@ -57,7 +57,7 @@
   button.addEventListener("click", function () {
     var next = themes[(themes.indexOf(button.dataset.theme) + 1) % themes.length];
     button.dataset.theme = next;
-    button.textContent = "Colours: " + next;
+    button.textContent = "Theme: " + next;
     if (next === "auto") { root.removeAttribute("data-theme"); } else { root.setAttribute("data-theme", next); }
     draw();
   });
