@@ -15,8 +15,8 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from halfstep.comparison.conductor import Watcher
     from halfstep.comparison.result import Comparison
+    from halfstep.comparison.runner import Observer
 
 __all__ = ["command"]
 
@@ -147,7 +147,7 @@ def _run(
     quiet: bool,
 ) -> Comparison:
     from halfstep.comparison import compare
-    from halfstep.comparison.contender import DEFAULT_PRECISIONS
+    from halfstep.comparison.variant import DEFAULT_PRECISIONS
 
     with _files_named(), _progress(quiet=quiet) as shown:
         return compare(
@@ -158,20 +158,20 @@ def _run(
             force=force,
             data_dir=data_dir,
             fail_if=gates,
-            watcher=shown,
+            observer=shown,
             **settings,
         )
 
 
 def _go_on(folder: Path, gates: tuple[str, ...], *, quiet: bool) -> Comparison:
-    from halfstep.comparison.compare import go_on
+    from halfstep.comparison.compare import resume_comparison
 
     with _files_named(), _progress(quiet=quiet) as shown:
-        return go_on(folder, fail_if=gates, watcher=shown)
+        return resume_comparison(folder, fail_if=gates, observer=shown)
 
 
 @contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Watcher | None]:
+def _progress(*, quiet: bool) -> Iterator[Observer | None]:
     """The live display, or nobody who watches."""
     from halfstep.report.compare import CompareProgress
 
@@ -238,7 +238,7 @@ def _report(comparison: Comparison, where: Path, gates: tuple[str, ...], *, as_j
     answers = [comparison.gate(text) for text in gates]
     if as_json:
         values = comparison.as_dict() | {
-            "gates": [{"text": a.text, "failed": a.failed, "seen": a.seen} for a in answers]
+            "gates": [{"text": a.text, "failed": a.failed, "seen": a.values} for a in answers]
         }
         click.echo(json.dumps(values, indent=1))
     else:

@@ -116,7 +116,7 @@ def _run(found: Any, given: dict[str, Any], policy: str, out: Path, *, saved: An
             resume=saved is not None,
             command=sys.argv,
             source=Source(found.source, found.data_dir),
-            listener=shown,
+            observer=shown,
         )
     finally:
         if shown is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from halfstep.comparison.gate import GateResult
     from halfstep.comparison.result import Comparison
+    from halfstep.comparison.survey import Survey
 
 __all__ = ["WIDTH", "CompareProgress", "as_text"]
 
@@ -25,7 +26,7 @@ _STYLES = {
 
 
 class CompareProgress:
-    """A watcher that draws a bar on a terminal, and a line per round elsewhere."""
+    """An observer that draws a bar on a terminal, and a line per round elsewhere."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -42,18 +43,18 @@ class CompareProgress:
         if self.console.is_terminal:
             self._bar.start()
 
-    def surveyed(self, found: dict[str, Any], total_steps: int) -> None:
+    def surveyed(self, survey: Survey, total_steps: int) -> None:
         """Say what is compared, where."""
         self._bar.update(self._task, total=total_steps)
-        self._repeats = found["settings"]["repeats"]
-        rows, steps = len(found["contenders"]), found["settings"]["steps"]
-        turns = "taking turns" if found["side_by_side"] else "one after the other"
+        self._repeats = survey.settings.repeats
+        rows, steps = len(survey.variants), survey.settings.steps
+        turns = "taking turns" if survey.side_by_side else "one after the other"
         self.console.print(
-            f"{found['target']} on {found['machine']}: {rows} rows x {self._repeats} repeats x {steps} steps, {turns}; "
-            f"batch {found['batch']}, {found['num_params']:,} parameters",
+            f"{survey.target} on {survey.machine}: {rows} rows x {self._repeats} repeats x {steps} steps, {turns}; "
+            f"batch {survey.batch}, {survey.num_params:,} parameters",
             soft_wrap=True,
         )
-        for note in found["notes"]:
+        for note in survey.notes:
             self.console.print(f"note: {note}", markup=False, soft_wrap=True)
 
     def stepped(self, label: str, repeat: int, count: int) -> None:
@@ -86,7 +87,8 @@ def as_text(
     from rich.table import Table
     from rich.text import Text
 
-    from halfstep.comparison.table import fit_columns, show_seconds, table_cells
+    from halfstep.comparison.table import fit_columns, table_cells
+    from halfstep.hardware.units import seconds_text
 
     out = io.StringIO()
     console = Console(file=out, width=min(width, WIDTH), force_terminal=colour, no_color=not colour, highlight=False)
@@ -103,7 +105,7 @@ def as_text(
     console.print()
     warm = [row for row in comparison.rows if row.warmup_seconds is not None]
     if warm:
-        shown = ", ".join(f"{row.label} {show_seconds(row.warmup_seconds or 0)}" for row in warm)
+        shown = ", ".join(f"{row.label} {seconds_text(row.warmup_seconds or 0)}" for row in warm)
         counts = sorted({row.warmup_steps for row in warm})
         steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         console.print(Text(f"Not timed: the first {steps} steps of each run ({shown}).", style="dim"))

@@ -118,7 +118,7 @@ def _header(comparison: Comparison, values: dict[str, Any]) -> Markup:
 def _verdict(comparison: Comparison) -> Markup:
     verdict = comparison.verdict
     notes = [tag("li", note) for note in comparison.notes]
-    used = next((row for row in comparison.rows if verdict.use in {row.label, row.contender.label}), None)
+    used = next((row for row in comparison.rows if verdict.use in {row.label, row.variant.label}), None)
     return tag(
         "section",
         tag("h2", _HEADLINES[verdict.kind].format(use=verdict.use), id="verdict-title"),
@@ -132,16 +132,16 @@ def _verdict(comparison: Comparison) -> Markup:
 
 
 def _tiles(row: Row) -> list[Markup]:
-    from halfstep.comparison.table import show_bytes, show_seconds
+    from halfstep.hardware.units import bytes_text, seconds_text
 
     found = []
     if row.samples_per_second is not None and row.step_seconds is not None:
         found.append((f"{row.samples_per_second.value:,.0f} /s", f"samples, {row.label}"))
-        found.append((show_seconds(row.step_seconds.value), "for a step"))
+        found.append((seconds_text(row.step_seconds.value), "for a step"))
     if row.speedup is not None and row.speedup.low != row.speedup.high:
         found.append((f"{row.speedup.value:.2f} x", "fp32's speed"))
     if row.peak_bytes is not None:
-        found.append((show_bytes(row.peak_bytes), "peak memory"))
+        found.append((bytes_text(row.peak_bytes), "peak memory"))
     if row.metric is not None:
         found.append((f"{row.metric.value:.4f}", "validation metric"))
     elif row.val_loss is not None:

@@ -24,7 +24,7 @@ def scroll(table: Markup, label: str) -> Markup:
 def summary_table(comparison: Comparison) -> Markup:
     """One row per precision; cells carry their exact value in `data-value`."""
     from halfstep.comparison.rows import metric_of
-    from halfstep.comparison.table import show_bytes, show_seconds
+    from halfstep.hardware.units import bytes_text, seconds_text
 
     def cell(row: Row, metric: str, text: str, more: str = "") -> Markup:
         small = [tag("small", more)] if more else []
@@ -55,7 +55,7 @@ def summary_table(comparison: Comparison) -> Markup:
             cell(
                 row,
                 "step_ms",
-                show_seconds(row.step_seconds.value),
+                seconds_text(row.step_seconds.value),
                 _spread(row),
             ),
             cell(row, "samples_per_second", _number(row.samples_per_second, ",.0f")),
@@ -65,8 +65,8 @@ def summary_table(comparison: Comparison) -> Markup:
             cell(
                 row,
                 "memory_gib",
-                "-" if row.peak_bytes is None else show_bytes(row.peak_bytes),
-                "" if row.predicted_bytes is None else f"predicted {show_bytes(row.predicted_bytes)}",
+                "-" if row.peak_bytes is None else bytes_text(row.peak_bytes),
+                "" if row.predicted_bytes is None else f"predicted {bytes_text(row.predicted_bytes)}",
             ),
             cell(row, "loss", _number(row.loss, ".4f")),
             cell(row, "loss_gap", "reference")
@@ -78,7 +78,7 @@ def summary_table(comparison: Comparison) -> Markup:
             cell(row, "cosine", "-" if row.cosine is None else f"{row.cosine:.6f}"),
             tag(
                 "td",
-                "-" if row.warmup_seconds is None else show_seconds(row.warmup_seconds),
+                "-" if row.warmup_seconds is None else seconds_text(row.warmup_seconds),
                 tag("small", f"{row.warmup_steps} steps"),
             ),
         ]
@@ -104,11 +104,11 @@ def _range(estimate: Estimate | None) -> str:
 
 def _spread(row: Row) -> str:
     """How steps differ, and their mean where it is another figure than the median."""
-    from halfstep.comparison.table import show_seconds
+    from halfstep.hardware.units import seconds_text
 
     parts = [] if row.spread is None else [f"spread {row.spread:.0%}"]
     if row.mean_seconds and row.step_seconds and abs(row.mean_seconds / row.step_seconds.value - 1) > _MEAN_DIFFERS:
-        parts.append(f"mean {show_seconds(row.mean_seconds)}")
+        parts.append(f"mean {seconds_text(row.mean_seconds)}")
     return ", ".join(parts)
 
 

@@ -17,7 +17,7 @@ __all__ = ["Progress", "outcome_dict", "render_outcome", "side_by_side"]
 
 
 class Progress:
-    """A listener that draws a progress bar on a terminal, and a line per epoch elsewhere."""
+    """An observer that draws a progress bar on a terminal, and a line per epoch elsewhere."""
 
     def __init__(self, total_steps: int | None = None) -> None:
         from rich.console import Console

@@ -29,7 +29,7 @@ from halfstep.hardware.environment import environment
 from halfstep.jobs.job import Job
 from halfstep.train.config import TrainConfig, changed_fields
 from halfstep.train.memory import PeakCounter, compare_memory
-from halfstep.train.recorder import Listener, Recorder, Silence
+from halfstep.train.recorder import Observer, Recorder, SilentObserver
 from halfstep.train.resume import Source
 from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, to_device
@@ -65,7 +65,7 @@ def train(
     resume: bool = False,
     command: Sequence[str] = (),
     source: Source | None = None,
-    listener: Listener | None = None,
+    observer: Observer | None = None,
 ) -> TrainOutcome:
     """Train `job` and write run file, checkpoints and TensorBoard logs under `out`; `source` says what loads the job again."""
     if config.steps is None and config.epochs is None:
@@ -73,7 +73,7 @@ def train(
     told: dict[str, Any] = {"command": list(command)} | (
         {} if source is None else {"source": dataclasses.asdict(source)}
     )
-    run = _Run(job, config, precision, out, resume=resume, told=told, listener=listener or Silence())
+    run = _Run(job, config, precision, out, resume=resume, told=told, observer=observer or SilentObserver())
     with StopRequest() as stop:
         try:
             return run.go(stop)
@@ -93,7 +93,7 @@ class _Run:
         *,
         resume: bool,
         told: dict[str, Any],
-        listener: Listener,
+        observer: Observer,
     ) -> None:
         self.job, self.config, self.out = job, config, out
         self.folder = CheckpointFolder(out / CHECKPOINTS, config.keep_last, config.keep_best)
@@ -109,7 +109,7 @@ class _Run:
         self.values: dict[str, float] = {}
         self.first_epoch = 0
         log = self._open_log(found, told)
-        self.recorder = Recorder(log, listener, out / BOARD)
+        self.recorder = Recorder(log, observer, out / BOARD)
         self.saved: Path | None = found
         self.saved_at = -1  # the step of this attempt's last checkpoint
         if found is not None:
@@ -179,7 +179,7 @@ class _Run:
         log = self.recorder.log
         if self.saved is not None or self.resumed:
             log.resume(attempted=engine.attempts, applied=engine.applied, micro_batch=engine.micro_batches)
-        self.recorder.listener.started(engine, self._total_steps())
+        self.recorder.observer.started(engine, self._total_steps())
         epoch = self.first_epoch
         while not self._done(epoch) and not stop:
             ended = self._train_epoch(epoch, stop)
@@ -291,7 +291,7 @@ class _Run:
         )
         self.saved_at = self.engine.attempts
         self.recorder.log.event("saved", path=self.saved.name)
-        self.recorder.listener.saved(self.saved)
+        self.recorder.observer.saved(self.saved)
         self.recorder.restart_clock()
 
     def _score(self, *, validated: bool) -> tuple[float | None, bool]:

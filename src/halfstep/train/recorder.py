@@ -19,7 +19,7 @@ from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
 from halfstep.scaling.readback import Readback
 
-__all__ = ["Listener", "Recorder", "Silence", "StepLine"]
+__all__ = ["Observer", "Recorder", "SilentObserver", "StepLine"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StepLine:
     samples_per_second: float
 
 
-class Listener(Protocol):
+class Observer(Protocol):
     """Somebody who shows a run while it goes on."""
 
     def started(self, engine: Engine, total_steps: int | None) -> None:
@@ -53,8 +53,8 @@ class Listener(Protocol):
         """A checkpoint is whole."""
 
 
-class Silence:
-    """A listener that shows nothing."""
+class SilentObserver:
+    """A observer that shows nothing."""
 
     def started(self, engine: Engine, total_steps: int | None) -> None:
         """Nothing."""
@@ -72,8 +72,8 @@ class Silence:
 class Recorder:
     """Collects losses and outcomes, and writes one line per optimizer step."""
 
-    def __init__(self, log: RunLog, listener: Listener, tensorboard: Path | None) -> None:
-        self.log, self.listener = log, listener
+    def __init__(self, log: RunLog, observer: Observer, tensorboard: Path | None) -> None:
+        self.log, self.observer = log, observer
         self._board = _board(tensorboard)
         self._losses = Readback()
         self._started = time.perf_counter()
@@ -116,7 +116,7 @@ class Recorder:
                 "train", {"loss": loss, "lr": line.lr, "scale": line.scale or 1.0, "skips": self._skips}, line.step
             )
             self.last = line
-            self.listener.stepped(line)
+            self.observer.stepped(line)
 
     def start_from(self, *, skips: int) -> None:
         """Go on counting from a resumed run."""
@@ -130,7 +130,7 @@ class Recorder:
         """Note a validation."""
         self.log.event("validation", epoch=epoch, **values)
         self._scalars("val", values, step)
-        self.listener.validated(epoch, values)
+        self.observer.validated(epoch, values)
 
     def close(self) -> None:
         """Write everything and close the files."""
