@@ -77,14 +77,14 @@ def test_broken_validation_raises(target):
     """Missing validation batches or a failing metric raise before anything is trained."""
     data = target.job.data
     without = changed(target, data=lambda batch_size, split: data(batch_size, split) if split == "train" else [])
-    with pytest.raises(SettingError, match="gave no batches for split='val'.*part of the training data"):
+    with pytest.raises(SettingError, match="gave no batches for split='val'.*return part of the training data"):
         run_preflight(without, CompareSettings(batch=8))
     with pytest.raises(JobError, match="The metric of the job.*division by zero"):
         run_preflight(changed(target, metric=lambda model, batch: 1 / 0), CompareSettings(batch=8))
 
 
 def test_an_unavailable_device_raises(target):
-    """The error lists the values to write instead."""
-    for name in ("cuda:7", "gpu"):
-        with pytest.raises(SettingError, match="write auto, cpu or cuda"):
+    """The error names the device."""
+    for name, message in (("cuda:7", "device='cuda:7' is not available"), ("gpu", "unknown device")):
+        with pytest.raises(SettingError, match=message):
             run_preflight(target, CompareSettings(device=name))

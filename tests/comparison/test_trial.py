@@ -10,7 +10,7 @@ import torch
 from comparison_jobs import write_job
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import TrialSpec
-from halfstep.comparison.trial import Trial, batch_size_of
+from halfstep.comparison.trial import Trial
 from halfstep.comparison.variant import parse_variants
 from halfstep.jobs.targets import load_target
 
@@ -131,9 +131,3 @@ def test_the_census_does_not_change_the_curves(job):
     """Curves contain only the training steps, not those of the census."""
     trial = run(job, "fp32")
     assert len(trial.curves().loss) == len(trial.curves().skipped) == 16
-
-
-def test_examples_are_counted_by_the_first_tensor():
-    """The first tensor with dimensions counts; a batch without one has no size."""
-    assert batch_size_of({"x": [torch.zeros(3, 2)], "n": 5}) == 3
-    assert batch_size_of([1, "a", torch.tensor(2.0)]) is None

@@ -131,7 +131,7 @@ def test_a_run_can_be_made_longer(tmp_path):
     assert longer.steps == plain.steps == 12
     a, b = weights_of(plain), weights_of(longer)
     assert all(torch.equal(a[name], b[name]) for name in a)
-    with pytest.raises(HalfstepError, match="batch: 16 then, 8 now"):
+    with pytest.raises(HalfstepError, match="batch: was 16, is 8"):
         train(tiny_job(), TrainConfig(batch=8, epochs=4), precision="fp32", out=out, resume=True)
 
 
@@ -176,7 +176,7 @@ def test_a_job_without_metric_keeps_the_lowest_validation_loss(tmp_path):
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     """Without --resume an existing run is refused; with it, an empty one is."""
     train(tiny_job(), TrainConfig(batch=32, steps=1), precision="fp32", out=tmp_path / "run")
-    with pytest.raises(HalfstepError, match="holds a run already"):
+    with pytest.raises(HalfstepError, match="already contains a run"):
         train(tiny_job(), TrainConfig(batch=32, steps=1), precision="fp32", out=tmp_path / "run")
     with pytest.raises(HalfstepError, match="nothing to resume"):
         train(tiny_job(), TrainConfig(batch=32, steps=1), precision="fp32", out=tmp_path / "none", resume=True)

@@ -20,7 +20,6 @@ from halfstep.comparison.clock import largest_resident_bytes
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.survey import Survey
 from halfstep.comparison.training_loop import build_parts
-from halfstep.comparison.trial import batch_size_of
 from halfstep.errors import SettingError
 from halfstep.hardware.accelerator import pick_device
 from halfstep.hardware.environment import environment
@@ -29,7 +28,7 @@ from halfstep.hardware.probe import probe
 from halfstep.hardware.tf32 import set_tf32
 from halfstep.jobs.job import Job, trainable
 from halfstep.jobs.targets import Target
-from halfstep.train.stream import DataStream, fingerprint, to_device
+from halfstep.train.stream import DataStream, batch_size_of, fingerprint, to_device
 
 __all__ = ["DEFAULT_BATCH", "run_preflight"]
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state, seed_everything
@@ -32,21 +31,13 @@ from halfstep.comparison.spec import TrialSpec
 from halfstep.comparison.training_loop import StepOutcome, TrainingLoop, build_parts
 from halfstep.engine.compiling import records_graphs
 from halfstep.jobs.job import Job, trainable
-from halfstep.train.stream import DataStream, fingerprint, to_device
+from halfstep.train.stream import DataStream, batch_size_of, fingerprint, to_device
 
-__all__ = ["PHASES", "Trial", "batch_size_of"]
+__all__ = ["PHASES", "Trial"]
 
 PHASES = ("data", "forward", "backward", "step")
 NUM_SPLIT = 5  # steps whose phases are timed separately
 NUM_WATCHED = 3  # steps under the CPU census; the minimum time of each operator counts
-
-
-def batch_size_of(batch: Any) -> int | None:
-    """Examples in a batch: the first dimension of its first tensor."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return None
 
 
 class Trial:
@@ -118,7 +109,7 @@ class Trial:
             self._count_bytes()
         self._outcomes.append(self.loop.step())
         self._losses.append(loss.detach().to(torch.float32, copy=True))  # a CUDA graph overwrites it on replay
-        self._sizes.append(batch_size_of(raw) or self.spec.batch)
+        self._sizes.append(batch_size_of(raw, self.spec.batch))
 
     def _forward(self, epoch: int, batch: Any, split: str = "train") -> Tensor:
         with self.loop.forward():
@@ -219,7 +210,7 @@ class Trial:
                     self._add(validation_cut=limit)
                     break
                 batch = to_device(raw, self.device)
-                size = batch_size_of(batch) or 1
+                size = batch_size_of(batch, 1)
                 for name in sums:
                     sums[name] += float(self.job.call(name, self.context, batch=batch, **arguments)) * size
                 total += size
