@@ -97,8 +97,8 @@ def test_any_sequence_of_tokens_is_a_gate_or_a_setting_error(pieces):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bf61.loss_gap > 0", r"column 1 .*unknown row 'bf61' \(did you mean 'bf16'\?\)"),
-        ("0 < bf16.los_gap", r"column 10 .*unknown metric 'los_gap' \(did you mean 'loss_gap'\?\)"),
+        ("bf61.loss_gap > 0", r"column 1 .*unknown row 'bf61'. Did you mean 'bf16'\?"),
+        ("0 < bf16.los_gap", r"column 10 .*unknown metric 'los_gap'. Did you mean 'loss_gap'\?"),
         ("bf16. > 0", "column 6 .*unknown metric ''"),
         ("bf16.loss_gap", "nothing is compared"),
         ("bf16 > 0", "column 1 .*expected ROW.METRIC instead of 'bf16'"),

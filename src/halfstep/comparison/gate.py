@@ -123,7 +123,7 @@ class _Reader:
         text = self.text if len(self.text) <= 200 else f"{self.text[:200]}..."
         at = "" if place is None else f", column {place + 1} ({self.text[place : place + 20]!r})"
         return SettingError(
-            f"--fail-if {text!r}{at}: {problem}. Write e.g. {self.labels[-1]}.loss_gap > 0.02, combined with and, or, not. "
+            f"--fail-if {text!r}{at}: {problem}{'' if problem.endswith('?') else '.'} Write e.g. {self.labels[-1]}.loss_gap > 0.02, combined with and, or, not. "
             f"Rows: {', '.join(self.labels)}. Metrics: {', '.join(METRICS)}."
         )
 
@@ -188,7 +188,7 @@ class _Reader:
 
 def _suggest(name: str, known: Sequence[str] | Mapping[str, str]) -> str:
     close = nearest(name[:60], known)
-    return f" (did you mean {close!r}?)" if close else ""
+    return f". Did you mean {close!r}?" if close else ""
 
 
 def _original(columns: list[tuple[int, int]], column: int) -> int:
