@@ -1,4 +1,4 @@
-"""Job files for comparisons that really run: small, and some of them with a fault."""
+"""Small job files for comparisons that really run, some of them faulty."""
 
 LINEAR = """
 import os, signal
@@ -25,7 +25,7 @@ job = halfstep.Job(
     metric=lambda model, batch: -F.mse_loss(model(batch[0]).float(), batch[1]),
 )
 """
-# A NaN in bf16 from the start, and in fp16 a process that is killed.
+# A NaN in bf16 from the first step on, and in fp16 a process that is killed.
 FAULTY = """
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     if kind is torch.bfloat16:
@@ -36,7 +36,7 @@ FAULTY = """
 
 
 def write_job(folder, fault="pass"):
-    """A job file with a line of trouble in its loss."""
+    """A job file with a faulty line in its loss."""
     path = folder / "job.py"
     path.write_text(LINEAR.replace("{fault}", fault.strip()))
     return path

@@ -114,7 +114,7 @@ def test_without_plotly_the_values_are_still_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--from", "{tmp}"], "no comparison"),
+        (["--from", "{tmp}"], "There is no comparison in"),
         (["digits", "-p", "bf61"], "Did you mean 'bf16'"),
         (["digits", "--peer", "apex"], "torch-amp, accelerate, fabric"),
         (["digits", "--steps", "1", "--out", "{tmp}/o"], "steps=1"),
@@ -122,7 +122,7 @@ def test_without_plotly_the_values_are_still_written(tmp_path, monkeypatch):
         (["digits", "--set", "nothing=1"], "Unknown setting"),
         (["digits", "--fail-if", "bf16.los > 1"], "Did you mean 'loss'"),
         (["digitz", "--out", "{tmp}/o"], "digits"),
-        (["--resume", "{tmp}"], "no comparison"),
+        (["--resume", "{tmp}"], "no comparison to resume"),
         (["digits", "--out", "{tmp}/a-file/out"], "a-file/out/runs cannot be read or written: Not a directory"),
         (["--from", "{tmp}/case", "--out", "{tmp}/a-file/out"], "cannot be read or written: Not a directory"),
         (["--from", "{tmp}/case"], "report.html cannot be read or written: Is a directory"),

@@ -6,14 +6,14 @@ import torch
 from halfstep.comparison.census import DispatchCensus, Entry, is_product, why_fp32, write_census
 
 
-def watch(work):
+def record(work):
     census = DispatchCensus()
     with census:
         work()
     return census.entries
 
 
-def test_products_casts_and_the_rest_are_told_apart():
+def test_products_casts_and_other_operators_are_distinguished():
     """A bf16 product, the two casts that made it, and an fp32 sum."""
     a = torch.randn(16, 16)
 
@@ -21,29 +21,29 @@ def test_products_casts_and_the_rest_are_told_apart():
         (a.to(torch.bfloat16) @ a.to(torch.bfloat16)).sum()
         a.sum()
 
-    found = [(e.op, e.format) for e in watch(work)]
-    assert found.count(("_to_copy", "casts")) == 2
-    assert ("mm", "bf16") in found
-    assert ("sum", "bf16") in found
-    assert ("sum", "fp32") in found
+    pairs = [(e.op, e.format) for e in record(work)]
+    assert pairs.count(("_to_copy", "casts")) == 2
+    assert ("mm", "bf16") in pairs
+    assert ("sum", "bf16") in pairs
+    assert ("sum", "fp32") in pairs
 
 
 def test_a_mixed_operator_counts_as_the_wider_format():
-    """bf16 + fp32 computes in fp32; a copy within a format is no cast; integers are other."""
+    """bf16 + fp32 computes in fp32; a copy within a format is not a cast; integers are "other"."""
     a = torch.randn(4)
-    assert [e.format for e in watch(lambda: a + a.bfloat16())] == ["casts", "fp32"]
-    assert [e.format for e in watch(a.clone)] == ["fp32"]
-    assert [e.format for e in watch(lambda: torch.arange(3) + 1)] == ["other", "other"]
+    assert [e.format for e in record(lambda: a + a.bfloat16())] == ["casts", "fp32"]
+    assert [e.format for e in record(a.clone)] == ["fp32"]
+    assert [e.format for e in record(lambda: torch.arange(3) + 1)] == ["other", "other"]
 
 
-def test_views_and_allocations_are_no_work():
-    """They compute nothing and are left out."""
+def test_views_and_allocations_are_left_out():
+    """They compute nothing."""
     a = torch.randn(4, 4)
-    assert watch(lambda: (a.view(16), a.t(), torch.empty(3), a.detach())) == []
+    assert record(lambda: (a.view(16), a.t(), torch.empty(3), a.detach())) == []
 
 
-def test_sides_that_are_no_multiple_of_eight_are_listed():
-    """In 16 bits only; fp32 has no tensor cores to miss."""
+def test_dimensions_that_are_not_a_multiple_of_eight_are_listed():
+    """Only 16-bit products are listed, because fp32 does not use tensor cores."""
     a, b = torch.randn(16, 32), torch.randn(32, 10)
 
     def work():
@@ -51,24 +51,24 @@ def test_sides_that_are_no_multiple_of_eight_are_listed():
         _ = a @ b
         _ = a.half() @ torch.randn(32, 8).half()
 
-    census = write_census([watch(work)], "dispatch", wanted="fp16")
+    census = write_census([record(work)], "dispatch", requested="fp16")
     assert census["misaligned"] == [{"op": "mm", "shape": [16, 32, 10], "calls": 1}]
 
 
-def test_shares_add_up_and_the_least_time_counts():
-    """Of two watched steps an operator's smaller time is taken, and all shares together are 1."""
+def test_shares_add_up_and_the_minimum_time_counts():
+    """Of two recorded steps the smaller time of an operator counts, and all shares add up to 1."""
     one = [Entry("mm", "bf16", 1.0), Entry("sum", "fp32", 5.0), Entry("mm", "bf16", 1.0)]
     two = [Entry("mm", "bf16", 3.0), Entry("sum", "fp32", 1.0)]
-    census = write_census([one, two], "dispatch", wanted="bf16")
+    census = write_census([one, two], "dispatch", requested="bf16")
     assert {row["op"]: (row["seconds"], row["calls"]) for row in census["rows"]} == {"mm": (2.0, 2), "sum": (1.0, 1)}
     assert census["share"] == {"bf16": pytest.approx(2 / 3), "fp32": pytest.approx(1 / 3)}
     assert census["products"] == {"bf16": 1.0}
     assert [bool(row["why"]) for row in census["rows"]] == [False, True]
 
 
-def test_fp32_needs_no_reason_where_it_was_asked_for():
-    """In an fp32 row nothing "stayed" in fp32."""
-    census = write_census([[Entry("mm", "fp32", 1.0)]], "dispatch", wanted="fp32")
+def test_fp32_needs_no_reason_where_it_was_requested():
+    """Operators of an fp32 row have no reason for running in fp32."""
+    census = write_census([[Entry("mm", "fp32", 1.0)]], "dispatch", requested="fp32")
     assert census["rows"][0]["why"] == ""
 
 
@@ -84,11 +84,11 @@ def test_fp32_needs_no_reason_where_it_was_asked_for():
     ],
 )
 def test_every_fp32_operator_has_a_reason(op, phase, words):
-    """By what it is, and by where in the step it ran."""
+    """The reason depends on the operator and on the phase of the step."""
     assert words in why_fp32(op, phase)
 
 
 def test_products_are_known_by_name():
-    """Attention and convolutions are, foreach copies are not."""
+    """Attention and convolutions are products, foreach operators are not."""
     assert all(map(is_product, ("mm", "aten::addmm", "convolution_backward", "_scaled_dot_product_flash_attention")))
     assert not any(map(is_product, ("add", "_foreach_addmm_like", "gelu")))

@@ -1,4 +1,4 @@
-"""The census of a GPU, from traces as the profiler writes them."""
+"""The census of a GPU, read from profiler traces."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def read(*events):
 
 
 def test_a_kernel_counts_for_the_operator_that_launched_it():
-    """Its own time, the operator's name, inputs' format and shape."""
+    """An entry has the kernel's time and the operator's name, input format and shape."""
     (entry,) = read(
         op(7, "aten::mm", ["c10::BFloat16", "c10::BFloat16"], [[128, 1024], [1024, 4096]]),
         kernel(7, "sm90_xmma_gemm_bf16bf16_bf16f32_f32", 250.0),
@@ -41,13 +41,13 @@ def test_a_kernel_counts_for_the_operator_that_launched_it():
         ((kernel(9, "memset", 1),), "other"),
     ],
 )
-def test_formats_come_from_types_and_else_from_names(events, form):
-    """Casts are copies between formats; TF32 shows in the kernel's name alone."""
+def test_formats_come_from_types_or_names(events, form):
+    """Casts are copies between formats; TF32 appears only in the kernel's name."""
     assert [entry.format for entry in read(*events)] == [form]
 
 
 def test_a_kernel_without_an_operator_has_a_short_name():
-    """Template arguments say nothing to a person."""
+    """Template arguments are removed."""
     assert (
         read(kernel(9, "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(int)", 1))[0].op
         == "at::native::reduce_kernel"
@@ -56,7 +56,7 @@ def test_a_kernel_without_an_operator_has_a_short_name():
 
 @pytest.mark.gpu
 def test_a_step_on_a_gpu_has_a_bf16_product():
-    """The profiler's own trace, read back."""
+    """The trace of a real step is read."""
     a = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
     entries = trace_step(lambda: a @ a)
     assert any(e.format == "bf16" and e.op == "mm" and e.seconds > 0 for e in entries)

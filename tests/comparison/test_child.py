@@ -1,4 +1,4 @@
-"""The process in which one run happens."""
+"""The process of one run."""
 
 import json
 import os
@@ -6,21 +6,22 @@ import os
 import pytest
 
 from comparison_jobs import write_job
-from halfstep.comparison.child import main, why_failed
+from halfstep.comparison.child import classify_failure, main
 from halfstep.comparison.record import read_run
 from halfstep.comparison.settings import CompareSettings
+from halfstep.comparison.spec import ChildSpec, TrialSpec
+from halfstep.comparison.variant import Variant
 from halfstep.errors import OverflowStop
 
 
-def converse(tmp_path, requests, fault="pass", *, listening=True, **more):
+def converse(tmp_path, requests, fault="pass", *, connected=True, survey=False):
     """Run the child's main in this process; its exit code and answers."""
-    spec = {
-        "target": str(write_job(tmp_path, fault)), "data_dir": None, "seed": 1, "batch": 8, "out": str(tmp_path / "run.jsonl"),
-        "settings": CompareSettings(steps=8, warmup=2).as_dict(), "contender": {"label": "bf16", "policy": "bf16"}, **more,
-    }  # fmt: skip
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    settings = CompareSettings(steps=8, warmup=2)
+    trial = None if survey else TrialSpec(Variant("bf16", "bf16"), settings, 1, 8, survey=False)
+    spec = ChildSpec(str(write_job(tmp_path, fault)), None, settings, trial, str(tmp_path / "run.jsonl"))
+    (tmp_path / "spec.json").write_text(json.dumps(spec.as_dict()))
     reader, writer = os.pipe()
-    if not listening:
+    if not connected:
         os.close(reader)
         return main([str(tmp_path / "spec.json"), str(writer)], [json.dumps(r) + "\n" for r in requests]), []
     code = main([str(tmp_path / "spec.json"), str(writer)], [json.dumps(r) + "\n" for r in requests])
@@ -28,18 +29,18 @@ def converse(tmp_path, requests, fault="pass", *, listening=True, **more):
         return code, [json.loads(line) for line in answers]
 
 
-def test_a_run_is_a_conversation(tmp_path):
-    """Warm up, two turns, finish: four answers, and the run file is whole."""
+def test_every_request_of_a_run_is_answered(tmp_path):
+    """Warm-up, two turns and finish give four answers and a complete run file."""
     requests = [{"do": "warm"}, {"do": "slice", "count": 3}, {"do": "slice", "count": 3}, {"do": "finish"}]
     code, answers = converse(tmp_path, requests)
     assert (code, [a["is"] for a in answers]) == (0, ["done"] * 4)
     run = read_run(tmp_path / "run.jsonl")
     assert (len(run.loss), [len(turn) for turn in run.slices], run.seed) == (8, [3, 3], 1)
-    assert "stopped_after" not in run.measured
+    assert run.measured.stopped_after is None
 
 
-def test_a_failure_is_answered_and_written_with_what_was_there(tmp_path, capsys):
-    """The fourth loss raises: the answer names the line, and the file has the steps before it."""
+def test_a_failure_is_answered_and_recorded_with_the_steps_before_it(tmp_path, capsys):
+    """The fourth loss raises: the answer names the line, and the file has the first three steps."""
     fault = "import builtins; builtins.n = getattr(builtins, 'n', 0) + 1; assert builtins.n < 4, 'enough'"
     code, answers = converse(tmp_path, [{"do": "warm"}, {"do": "slice", "count": 3}], fault)
     assert code == 1
@@ -47,28 +48,28 @@ def test_a_failure_is_answered_and_written_with_what_was_there(tmp_path, capsys)
     assert "enough" in answers[-1]["reason"]
     assert "job.py:" in answers[-1]["reason"]
     run = read_run(tmp_path / "run.jsonl")
-    assert run.failure["kind"] == "job"
+    assert run.failure.kind == "job"
     assert len(run.loss) == 3
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_survey_is_answered(tmp_path):
-    """Machine and job, and no run file."""
-    code, answers = converse(tmp_path, [{"do": "survey"}], contender=None)
+    """A preflight returns the survey and writes no run file."""
+    code, answers = converse(tmp_path, [{"do": "survey"}], survey=True)
     assert code == 0
     assert answers[0]["survey"]["num_params"] == 161
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_a_parent_that_was_killed_is_no_failure_of_the_run(tmp_path):
-    """Nobody hears the answer: the child ends and writes no run file, so that --resume makes the run again."""
-    code, _ = converse(tmp_path, [{"do": "warm"}, {"do": "slice", "count": 3}], listening=False)
+def test_a_killed_parent_is_not_a_failure_of_the_run(tmp_path):
+    """When the reply pipe is closed the child exits without a run file, so that --resume repeats the run."""
+    code, _ = converse(tmp_path, [{"do": "warm"}, {"do": "slice", "count": 3}], connected=False)
     assert code == 1
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_without_a_parent_it_ends(tmp_path):
-    """The end of its input is the end of the child."""
+def test_the_child_exits_when_its_input_ends(tmp_path):
+    """The end of stdin ends the child with exit code 1."""
     assert converse(tmp_path, [{"do": "warm"}]) == (1, [{"is": "done"}])
 
 
@@ -86,8 +87,8 @@ def test_without_a_parent_it_ends(tmp_path):
         (ValueError("one\ntwo"), "error", "ValueError: one"),
     ],
 )
-def test_failures_are_sorted_by_what_to_do(error, kind, words):
-    """Out of memory, overflow, unsupported, or an error."""
-    found = why_failed(error)
-    assert found["kind"] == kind
-    assert words in found["reason"]
+def test_failures_are_classified_by_the_remedy(error, kind, words):
+    """Out of memory, overflow, unsupported and other errors have different kinds, each with its reason."""
+    failure = classify_failure(error)
+    assert failure.kind == kind
+    assert words in failure.reason

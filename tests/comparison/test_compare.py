@@ -1,4 +1,4 @@
-"""The library call, up to where processes begin."""
+"""`halfstep.compare()`, up to where processes start."""
 
 import dataclasses
 import sys
@@ -8,10 +8,10 @@ import pytest
 
 from comparison_jobs import write_job
 from halfstep.comparison import compare as public
-from halfstep.comparison.compare import _command, compare, home_of, new_folder, prepare_out
-from halfstep.comparison.contender import parse_contenders
+from halfstep.comparison.compare import _command, compare, new_folder, prepare_out, target_of
 from halfstep.comparison.process import INSIDE
 from halfstep.comparison.settings import CompareSettings
+from halfstep.comparison.variant import parse_variants
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.jobs.targets import load_target
 from halfstep.train.stop import StopRequest
@@ -19,41 +19,41 @@ from halfstep.train.stop import StopRequest
 
 @pytest.fixture
 def job(tmp_path):
-    """A job that no module has."""
+    """A job that is not a variable of any module."""
     return dataclasses.replace(load_target(str(write_job(tmp_path))).job)
 
 
 def test_a_job_is_sent_by_its_name(job, monkeypatch):
-    """A global of a module, or of the script that runs, is a target that loads it again; anything else is refused."""
+    """A module-level variable of a module or of the running script becomes a target; anything else raises."""
     module = types.ModuleType("a_module_of_mine")
     module.mine = job
     monkeypatch.setitem(sys.modules, "a_module_of_mine", module)
-    assert home_of(job) == "a_module_of_mine:mine"
+    assert target_of(job) == "a_module_of_mine:mine"
     script = types.ModuleType("__main__")
     script.__file__, script.mine = "/somewhere/script.py", job
     monkeypatch.delitem(sys.modules, "a_module_of_mine")
     monkeypatch.setitem(sys.modules, "__main__", script)
-    assert home_of(job) == "/somewhere/script.py:mine"
+    assert target_of(job) == "/somewhere/script.py:mine"
     del script.mine
-    with pytest.raises(SettingError, match="no global of any module"):
-        home_of(job)
+    with pytest.raises(SettingError, match="not a module-level variable"):
+        target_of(job)
 
 
 def test_a_job_out_of_a_file_is_sent_by_its_file(tmp_path):
-    """What load_target loaded is found where it came from."""
+    """A job that load_target loaded is sent as its file and name."""
     path = write_job(tmp_path)
-    assert home_of(load_target(str(path)).job) == f"{path}:job"
+    assert target_of(load_target(str(path)).job) == f"{path}:job"
 
 
-def test_a_file_that_compares_itself_is_told_so(monkeypatch):
-    """A child that loads a script without the guard does not start children of its own."""
+def test_a_file_that_compares_itself_raises(monkeypatch):
+    """A child that loads a script without the guard does not start children."""
     monkeypatch.setenv(INSIDE, "1")
     with pytest.raises(SettingError, match='if __name__ == "__main__":'):
         compare("digits")
 
 
 def test_nothing_is_overwritten_without_force(tmp_path):
-    """With it, what a comparison wrote goes, and nothing else."""
+    """A non-empty directory raises; `force` removes the files of a comparison and nothing else."""
     out = tmp_path / "out"
     prepare_out(out, force=False)
     (out / "runs").mkdir(parents=True)
@@ -68,8 +68,8 @@ def test_nothing_is_overwritten_without_force(tmp_path):
         prepare_out(out / "mine.txt", force=True)
 
 
-def test_force_leaves_a_folder_alone_that_holds_no_comparison(tmp_path):
-    """A project's own runs/ is not a comparison's, whatever its files are called."""
+def test_force_leaves_a_directory_without_a_comparison_alone(tmp_path):
+    """Files of a project's own runs/ are not removed, whatever their names."""
     (tmp_path / "runs").mkdir()
     for name in ("runs/weights.safetensors", "runs/train.jsonl", "report.html"):
         (tmp_path / name).write_text("mine")
@@ -78,47 +78,47 @@ def test_force_leaves_a_folder_alone_that_holds_no_comparison(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"precisions": ["bf61"]}, "Did you mean 'bf16'"),
         ({"stepz": 3}, "no setting 'stepz'.*steps"),
         ({"steps": 1}, "steps=1"),
-        ({"fail_if": ["bf17.loss > 1"]}, "Unknown row 'bf17'"),
+        ({"fail_if": ["bf17.loss > 1"]}, "unknown row 'bf17'"),
         ({"out": "{tmp}"}, "is not empty"),
     ],
 )
-def test_mistakes_are_found_before_anything_runs(given, message, tmp_path):
-    """Each is one error, and no directory is made."""
+def test_mistakes_are_reported_before_anything_runs(arguments, message, tmp_path):
+    """Each mistake is one error, and no directory is created."""
     (tmp_path / "there").write_text("x")
-    if "out" in given:
-        given = {"out": tmp_path}
+    if "out" in arguments:
+        arguments = {"out": tmp_path}
     with pytest.raises(SettingError, match=message):
-        public("digits", **given)
+        public("digits", **arguments)
 
 
-def test_a_single_text_is_a_list_of_one(tmp_path):
-    """Not its letters: each of these is refused for what it says."""
-    for given, message in (
+def test_a_single_string_is_a_list_of_one(tmp_path):
+    """A string is one precision, peer or gate, not a list of characters."""
+    for arguments, message in (
         ({"precisions": "bf61"}, "Unknown precision 'bf61'"),
         ({"peers": "apex"}, "Unknown peer 'apex'"),
-        ({"fail_if": "bf17.loss > 1"}, "Unknown row 'bf17'"),
+        ({"fail_if": "bf17.loss > 1"}, "unknown row 'bf17'"),
     ):
         with pytest.raises(SettingError, match=message):
-            public("digits", out=tmp_path / "out", **given)
+            public("digits", out=tmp_path / "out", **arguments)
 
 
 def test_a_stop_before_anything_was_measured_leaves_nothing(tmp_path, monkeypatch):
-    """So that the same command can be given again."""
+    """The output directory is removed, so that the same command works again."""
     monkeypatch.setattr(StopRequest, "__bool__", lambda _: True)
     with pytest.raises(SettingError, match="stopped before anything was measured"):
         public(str(write_job(tmp_path)), ["fp32"], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_makes_the_comparison_again(monkeypatch):
-    """Rows, peers and every setting that is not the default; quoted for a shell."""
+def test_the_command_repeats_the_comparison(monkeypatch):
+    """It lists rows, peers and every non-default setting, quoted for a shell."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    rows = parse_contenders(["fp32", "bf16,keep_fp32=head|*.norm"], ["torch-amp:fp16"])
+    rows = parse_variants(["fp32", "bf16,keep_fp32=head|*.norm"], ["torch-amp:fp16"])
     words = _command(rows, CompareSettings(steps=5, max_norm=None), "job.py", "data dir")
     assert " ".join(words) == (
         "OMP_NUM_THREADS=1 halfstep compare job.py --precision fp32 --precision 'bf16,keep_fp32=*.norm|head' --peer torch-amp:fp16 "
@@ -127,14 +127,14 @@ def test_the_command_makes_the_comparison_again(monkeypatch):
 
 
 def test_a_new_folder_is_named_after_the_target():
-    """Plain characters, under runs/."""
+    """The name has only portable characters and lies under runs/."""
     assert new_folder("some/job.py:other").parent.name == "runs"
     assert new_folder("some/job.py:other").name.startswith("compare-job.py-other-")
     assert new_folder(None).name.startswith("compare-digits-")
 
 
 def test_a_job_that_fails_at_once_leaves_no_directory_behind(tmp_path):
-    """What is wrong with the job is said before training, and the same command can be given again."""
+    """A faulty job raises before training, and the same command works again."""
     job = write_job(tmp_path)
     text = job.read_text()
     job.write_text(

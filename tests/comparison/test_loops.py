@@ -1,19 +1,20 @@
-"""One training step, whoever does it."""
+"""The training loops of a comparison."""
 
 import torch
 
 from halfstep.backends.context import RunContext
-from halfstep.comparison.contender import parse_contenders
-from halfstep.comparison.loops import EngineLoop, build_parts, make_loop
+from halfstep.comparison.loops import EngineLoop, make_loop
+from halfstep.comparison.training_loop import build_parts
+from halfstep.comparison.variant import parse_variants
 from halfstep.jobs.builtin import digits_job
 
 RUN = RunContext(batch_size=16)
 
 
-def test_our_own_loop_is_the_engine_and_tells_its_state():
-    """Scale, held tensors, outcome and the engine's truth table."""
+def test_the_engine_loop_exposes_the_engine():
+    """Scale, state tensors, outcome and truth table are the engine's."""
     job = digits_job()
-    loop = make_loop(parse_contenders(["fp16-lean"])[0], build_parts(job, RUN), 1.0)
+    loop = make_loop(parse_variants(["fp16-lean"])[0], build_parts(job, RUN), 1.0)
     assert isinstance(loop, EngineLoop)
     batch = next(iter(job.call("data", RUN, split="train")))
     with loop.forward():
@@ -28,10 +29,3 @@ def test_our_own_loop_is_the_engine_and_tells_its_state():
     with loop.evaluate():
         assert not torch.is_grad_enabled()
     loop.close()
-
-
-def test_a_job_builds_its_parts_on_the_device():
-    """Model, optimizer over its parameters, scheduler over that."""
-    parts = build_parts(digits_job(), RUN)
-    assert {p.device.type for p in parts.model.parameters()} == {"cpu"}
-    assert parts.scheduler.optimizer is parts.optimizer

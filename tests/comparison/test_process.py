@@ -16,7 +16,7 @@ from halfstep.comparison.spec import ChildSpec
 def test_a_child_dies_with_its_parent(tmp_path, monkeypatch):
     """When the pipe closes there is nobody to report to, and it ends by itself."""
     monkeypatch.setattr(process, "_PATIENCE_SECONDS", 600)
-    child = ChildProcess(ChildSpec("digits", None, {}), tmp_path, "x", lambda: False)
+    child = ChildProcess(ChildSpec("digits", None, CompareSettings()), tmp_path, "x", lambda: False)
     child.close()
     assert child._process.returncode == 1
     child.close()
@@ -24,7 +24,7 @@ def test_a_child_dies_with_its_parent(tmp_path, monkeypatch):
 
 def test_waiting_ends_when_asked_to_stop(tmp_path):
     """A stop is noticed while a child works, and the child is ended."""
-    child = ChildProcess(ChildSpec("digits", None, CompareSettings().as_dict()), tmp_path, "x", lambda: True)
+    child = ChildProcess(ChildSpec("digits", None, CompareSettings()), tmp_path, "x", lambda: True)
     with pytest.raises(Stopped):
         child.ask(do="survey")
     child.close()
@@ -35,7 +35,7 @@ def ask_job(tmp_path, code):
     """The answer to a survey of a job file that begins with this code."""
     path = write_job(tmp_path)
     path.write_text(f"import os, subprocess, time\n{code}\n{path.read_text()}")
-    child = ChildProcess(ChildSpec(str(path), None, CompareSettings().as_dict()), tmp_path, "x", lambda: False)
+    child = ChildProcess(ChildSpec(str(path), None, CompareSettings()), tmp_path, "x", lambda: False)
     with contextlib.closing(child):
         return child.ask(do="survey")
 
@@ -44,7 +44,7 @@ def test_a_job_does_not_read_the_requests(tmp_path):
     """Its stdin, and that of the programs it starts, is empty."""
     code = "assert subprocess.run(['cat'], stdout=subprocess.PIPE).stdout == b''\ninput('go on?')"
     answer = ask_job(tmp_path, code)
-    assert (answer["is"], "EOFError" in answer["reason"]) == ("failed", True)
+    assert "EOFError" in answer.failure.reason
 
 
 def test_a_death_is_noticed_though_a_grandchild_lives(tmp_path):
@@ -52,7 +52,7 @@ def test_a_death_is_noticed_though_a_grandchild_lives(tmp_path):
     note = tmp_path / "grandchild"
     job = f"pid = os.fork()\nif pid == 0: time.sleep(3600)\nopen({str(note)!r}, 'w').write(str(pid))\nos._exit(7)"
     answer = ask_job(tmp_path, job)
-    assert "exit code 7" in answer["reason"]
+    assert "exited with code 7" in answer.failure.reason
     os.kill(int(note.read_text()), signal.SIGKILL)  # raises where it had already ended
 
 

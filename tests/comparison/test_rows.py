@@ -1,23 +1,25 @@
 """From runs to rows."""
 
+import dataclasses
 import math
 
 import pytest
 
 from comparison_cases import write_case
-from halfstep.comparison.record import SURVEY, read_json, read_run, run_files
+from halfstep.comparison.record import read_run, run_files
 from halfstep.comparison.rows import METRICS, build_row, final_loss, metric_of, noise_of
+from halfstep.comparison.survey import read_survey
 
 
 def rows_of(folder):
     runs = [read_run(path) for path in run_files(folder)]
-    survey = read_json(folder / SURVEY)
-    groups = {c["label"]: [r for r in runs if r.contender.label == c["label"]] for c in survey["contenders"]}
+    survey = read_survey(folder)
+    groups = {label: [r for r in runs if r.variant.label == label] for label in survey.labels}
     return {label: build_row(group, groups["fp32"], survey, label) for label, group in groups.items()}
 
 
 def test_speed_memory_and_loss_are_against_the_reference(tmp_path):
-    """Twice as fast, a quarter less memory, a loss 0.1 higher: the row says so."""
+    """Speedup, memory ratio, loss gap and FLOP share are relative to fp32 and to the matmul rate."""
     case = (("fp32", 0.010, {}), ("bf16", 0.005, {"gap": 0.1, "peak": 300 * 2**20}))
     rows = rows_of(write_case(tmp_path / "c", case))
     row = rows["bf16"]
@@ -31,8 +33,8 @@ def test_speed_memory_and_loss_are_against_the_reference(tmp_path):
     assert (rows["fp32"].speedup.value, rows["fp32"].loss_gap.value) == (1, 0)
 
 
-def test_within_noise_is_within_noise(tmp_path):
-    """A gap of a hundredth of the seeds' own differences is none."""
+def test_a_small_gap_is_within_noise(tmp_path):
+    """A gap of a hundredth of the difference between seeds is not beyond noise."""
     case = (("fp32", 0.010, {}), ("bf16", 0.010, {"gap": 0.0002}))
     row = rows_of(write_case(tmp_path / "c", case, noise=0.05))["bf16"]
     assert row.beyond_noise is False
@@ -40,7 +42,7 @@ def test_within_noise_is_within_noise(tmp_path):
 
 
 def test_a_slow_machine_in_one_round_does_not_change_a_ratio(tmp_path):
-    """Three times slower in the last repeat, for all rows: the speedup stays 2, though the times spread."""
+    """If all rows are three times slower in the last repeat, the speedup stays 2 although the times vary."""
     case = (("fp32", 0.010, {}), ("bf16", 0.005, {}))
     rows = rows_of(write_case(tmp_path / "c", case, drift=lambda repeat: 3.0 if repeat == 2 else 1.0))
     assert rows["bf16"].speedup.low == pytest.approx(2, rel=0.03)
@@ -48,28 +50,28 @@ def test_a_slow_machine_in_one_round_does_not_change_a_ratio(tmp_path):
     assert rows["bf16"].step_seconds.high > 0.010
 
 
-def test_one_repeat_knows_no_noise(tmp_path):
-    """Without a second seed there is nothing to be beyond."""
+def test_one_repeat_has_no_noise_estimate(tmp_path):
+    """Without a second seed the noise is None."""
     row = rows_of(write_case(tmp_path / "c", repeats=1))["bf16"]
     assert (row.beyond_noise, row.loss_noise) == (None, None)
 
 
-def test_memory_is_split_by_what_it_holds(tmp_path):
-    """The parts add up to the peak."""
+def test_memory_is_split_by_category(tmp_path):
+    """The categories add up to the peak."""
     row = rows_of(write_case(tmp_path / "c"))["fp32"]
     assert sum(row.memory.values()) == row.peak_bytes
     assert list(row.memory) == ["process", "weights", "gradients", "optimizer", "activations, rest"]
 
 
 def test_jobs_that_are_not_deterministic_have_no_gap(tmp_path):
-    """Losses of different weights or batches are not compared; speed is."""
+    """Losses from different weights or batches are not compared, speed is."""
     row = rows_of(write_case(tmp_path / "c", same_batches=False))["bf16"]
     assert (row.loss_gap, row.loss_distance, row.beyond_noise) == (None, None, None)
     assert row.speedup is not None
 
 
 def test_failures_are_rows_with_a_reason(tmp_path):
-    """A run that never began has no figures; its kind and words are there."""
+    """A run that never started has no figures, but its kind and reason."""
     folder = write_case(tmp_path / "c", failures={"bf16": {"kind": "out of memory", "reason": "CUDA out of memory."}})
     row = rows_of(folder)["bf16"]
     assert (row.status, row.step_seconds, row.num_runs) == ("failed", None, 0)
@@ -78,24 +80,22 @@ def test_failures_are_rows_with_a_reason(tmp_path):
 
 
 def test_a_nan_is_a_failure_with_its_step(tmp_path):
-    """Figures stay, and the row says from where on the loss was lost."""
-    import dataclasses
-
+    """The row keeps its timing, and the reason has the first step of the non-finite tail."""
     folder = write_case(tmp_path / "c", repeats=2)
     runs = [read_run(path) for path in run_files(folder)]
-    mine = [r for r in runs if r.contender.label == "bf16"]
+    mine = [r for r in runs if r.variant.label == "bf16"]
     mine[1] = dataclasses.replace(mine[1], loss=(*mine[1].loss[:20], *([math.nan] * 20)))
-    row = build_row(mine, [r for r in runs if r.contender.label == "fp32"], read_json(folder / SURVEY), "bf16")
+    row = build_row(mine, [r for r in runs if r.variant.label == "fp32"], read_survey(folder), "bf16")
     assert row.status == "failed"
-    assert "from step 21 on, seed 1" in row.reason
+    assert "from step 21 on with seed 1" in row.reason
     assert row.nonfinite == 20
     assert row.step_seconds is not None
     assert final_loss(mine[1]) is None
-    assert (row.loss, row.loss_gap) == (None, None)  # the other seed's would pass for the row's
+    assert (row.loss, row.loss_gap) == (None, None)  # the mean of the other seed would hide it
 
 
 def test_figures_of_gates_are_plain_numbers(tmp_path):
-    """Every metric that gates know has a number for a row that went well."""
+    """Every metric is a number for a row that completed."""
     row = rows_of(write_case(tmp_path / "c"))["fp16"]
     figures = {name: metric_of(row, name) for name in METRICS}
     assert all(isinstance(value, int | float) for value in figures.values())
@@ -106,23 +106,21 @@ def test_figures_of_gates_are_plain_numbers(tmp_path):
 
 
 def test_a_slow_step_moves_the_mean_and_not_the_median(tmp_path):
-    """A GPU that slows down for one step in ten: the median is what a step takes, the mean what the run took."""
-    import dataclasses
-
+    """With one slow step per turn, the mean rises and the median does not."""
     folder = write_case(tmp_path / "c", repeats=1)
-    (run,) = (r for p in run_files(folder) if (r := read_run(p)).contender.label == "fp32")
+    (run,) = (r for p in run_files(folder) if (r := read_run(p)).variant.label == "fp32")
     slices = tuple((3 * turn[0], *turn[1:]) for turn in run.slices)
     slowed = dataclasses.replace(run, slices=slices)
-    row = build_row([slowed], [run], read_json(folder / SURVEY), "fp32")
+    row = build_row([slowed], [run], read_survey(folder), "fp32")
     assert row.mean_seconds == pytest.approx(sum(slowed.seconds) / len(slowed.seconds))
     assert row.mean_seconds > 1.1 * row.step_seconds.value
     assert row.step_seconds.value == pytest.approx(
-        build_row([run], [run], read_json(folder / SURVEY), "fp32").step_seconds.value, rel=0.02
+        build_row([run], [run], read_survey(folder), "fp32").step_seconds.value, rel=0.02
     )
 
 
 def test_noise_is_the_mean_distance_of_seeds(tmp_path):
-    """Two seeds have one; one seed has none."""
+    """Two seeds have a distance, one seed has none."""
     runs = [read_run(p) for p in run_files(write_case(tmp_path / "c", repeats=2)) if "fp32" in p.name]
     assert noise_of(runs) > 0
     assert noise_of(runs[:1]) is None

@@ -10,7 +10,7 @@ from halfstep.errors import SettingError
 
 @given(st.integers(2, 5000))
 def test_slices_cover_the_timed_steps(steps):
-    """Warm-up and slices together are all steps, and no slice is a splinter."""
+    """Warm-up and slices add up to all steps, and no slice is too short."""
     settings = CompareSettings(steps=steps)
     slices = settings.slices()
     assert settings.num_warmup + sum(slices) == steps
@@ -18,16 +18,16 @@ def test_slices_cover_the_timed_steps(steps):
     assert len(slices) <= 13
 
 
-def test_settings_travel_as_plain_values():
-    """Out of a file comes what went in, and fields of a later version are left out."""
+def test_settings_survive_a_file():
+    """The same settings are read back, and fields of a later version are ignored."""
     settings = CompareSettings(steps=7, max_norm=None, device="cpu")
     assert CompareSettings.from_dict({**settings.as_dict(), "later": 1}) == settings
 
 
 def test_settings_of_the_command_line_have_their_types():
-    """Numbers are numbers, none is None, a device is text."""
-    found = parse_settings(["seed=3", "max_norm=none", "device=cpu", "warmup=2"])
-    assert found == {"seed": 3, "max_norm": None, "device": "cpu", "warmup": 2}
+    """Numbers, none and strings are converted to the type of their field."""
+    settings = parse_settings(["seed=3", "max_norm=none", "device=cpu", "warmup=2"])
+    assert settings == {"seed": 3, "max_norm": None, "device": "cpu", "warmup": 2}
     assert parse_settings(["max_norm=0.5"]) == {"max_norm": 0.5}
 
 
@@ -45,11 +45,11 @@ def test_settings_of_the_command_line_have_their_types():
         (lambda: parse_settings(["sed=1"]), "Did you mean 'seed'"),
         (lambda: parse_settings(["seed"]), "has no value"),
         (lambda: parse_settings(["seed=1", "seed=2"]), "given twice"),
-        (lambda: parse_settings(["seed=x"]), "whole number"),
+        (lambda: parse_settings(["seed=x"]), "an integer"),
         (lambda: parse_settings(["max_norm=x"]), "a number or none"),
     ],
 )
 def test_mistakes_are_named(make, message):
-    """Each says what was seen and what to write."""
+    """Each error has the wrong value and what to write instead."""
     with pytest.raises(SettingError, match=message):
         make()

@@ -1,88 +1,69 @@
-"""What is looked at before anything is compared."""
+"""The survey of a comparison, as a value and as a file."""
 
 import dataclasses
-import random
+import json
 
 import pytest
-import torch
 
-from comparison_jobs import write_job
-from halfstep.comparison.settings import CompareSettings
-from halfstep.comparison.survey import survey
+from comparison_cases import write_case
+from halfstep.comparison.remainder import read_remainder
+from halfstep.comparison.result import read_comparison
+from halfstep.comparison.survey import SURVEY, read_json, read_survey, write_survey
 from halfstep.errors import SettingError
-from halfstep.jobs.job import JobError
-from halfstep.jobs.targets import load_target
 
 
 @pytest.fixture
-def target(tmp_path):
-    return load_target(str(write_job(tmp_path)))
+def folder(tmp_path):
+    return write_case(tmp_path / "c", stopped=True)
 
 
-def changed(target, **fields):
-    return dataclasses.replace(target, job=dataclasses.replace(target.job, **fields))
+def test_a_survey_is_read_as_it_was_written(folder, tmp_path):
+    """Writing and reading gives the same value, and the file keeps its keys."""
+    values = json.loads((folder / SURVEY).read_text())
+    survey = read_survey(folder)
+    write_survey(tmp_path, survey)
+    assert read_survey(tmp_path) == survey
+    assert json.loads((tmp_path / SURVEY).read_text()) == values
 
 
-def test_a_sound_job_has_no_notes(target):
-    """Machine, parameters, operations and matmul rates are known, and nothing is wrong."""
-    found = survey(target, CompareSettings(batch=8))
-    assert found["notes"] == []
-    assert found["same_weights"]
-    assert found["same_batches"]
-    assert found["num_params"] == 8 * 16 + 16 + 16 + 1
-    # forward and backward of two linear layers; the input needs no gradient
-    assert found["flops_per_step"] == 2 * 8 * (8 * 16 * 2 + 16 * 3)
-    assert found["matmul"][0]["format"] == "fp32"
-    assert (found["batch"], found["samples"], found["device"]) == (8, 8, "cpu")
+def test_questions_about_hardware_are_answered_from_the_survey(folder):
+    """Support levels and matmul rates are looked up by format; an unknown format counts as native and not measured."""
+    survey = dataclasses.replace(read_survey(folder), support={"bf16": ("slow", "half rate")})
+    assert survey.support_for("bf16") == ("slow", "half rate")
+    assert survey.support_for("fp8") == ("native", "")
+    assert survey.matmul_rate("bf16") == 1e11
+    assert survey.matmul_rate("fp8") is None
+    assert survey.labels == ("fp32", "bf16", "fp16")
 
 
-def test_a_job_that_is_not_deterministic_is_noticed(target):
-    """Weights and batches that differ for the same seed are each named, with what to do."""
-    system = random.SystemRandom()
-    found = survey(changed(target, model=lambda: _noisy(system)), CompareSettings(batch=8))
-    assert not found["same_weights"]
-    assert "different initial weights" in found["notes"][0]
-    found = survey(
-        changed(
-            target, data=lambda batch_size: [(torch.full((batch_size, 8), system.random()), torch.zeros(batch_size, 1))]
-        ),
-        CompareSettings(batch=8),
-    )
-    assert not found["same_batches"]
-    assert "different first batch" in found["notes"][0]
+def test_missing_keys_are_named(folder):
+    """A report and --resume name the missing keys; optional ones have defaults."""
+    values = json.loads((folder / SURVEY).read_text())
+    optional = {key: value for key, value in values.items() if key not in {"threads", "flops_per_step"}}
+    (folder / SURVEY).write_text(json.dumps(optional))
+    assert read_survey(folder).threads is None
+    (folder / SURVEY).write_text(json.dumps({k: v for k, v in values.items() if k not in {"contenders", "notes"}}))
+    for reader in (lambda: read_comparison([folder]), lambda: read_remainder(folder)):
+        with pytest.raises(SettingError, match="lacks notes, contenders"):
+            reader()
 
 
-def _noisy(system):
-    model = torch.nn.Linear(8, 1)
-    torch.nn.init.constant_(model.weight, system.random())
-    return model
+@pytest.mark.parametrize(
+    ("key", "value"), [("support", 3), ("settings", []), ("contenders", [{"label": "fp32"}]), ("notes", 1)]
+)
+def test_a_damaged_survey_is_one_error(folder, key, value):
+    """A value of the wrong type is a SettingError with the path, not a traceback."""
+    values = json.loads((folder / SURVEY).read_text())
+    (folder / SURVEY).write_text(json.dumps({**values, key: value}))
+    with pytest.raises(SettingError, match=r"survey\.json"):
+        read_survey(folder)
 
 
-def test_a_job_that_ignores_the_batch_size_is_noticed(target):
-    """What the batches hold is what counts."""
-    found = survey(changed(target, data=lambda: [(torch.zeros(5, 8), torch.zeros(5, 1))]), CompareSettings(batch=8))
-    assert found["samples"] == 5
-    assert "batches of 8 were asked for and hold 5" in found["notes"][0]
-
-
-def test_a_loss_that_is_no_scalar_is_an_error(target):
-    """It would fail in every row; it is said once, before they run."""
-    with pytest.raises(JobError, match="where one number is needed"):
-        survey(changed(target, loss=lambda model, batch: model(batch[0])), CompareSettings(batch=8))
-
-
-def test_validation_that_cannot_work_is_an_error(target):
-    """No batches for it, or a metric that raises: said before anything is trained."""
-    data = target.job.data
-    without = changed(target, data=lambda batch_size, split: data(batch_size, split) if split == "train" else [])
-    with pytest.raises(SettingError, match="gave no batches for split='val'.*some of the training data"):
-        survey(without, CompareSettings(batch=8))
-    with pytest.raises(JobError, match="The metric of the job.*division by zero"):
-        survey(changed(target, metric=lambda model, batch: 1 / 0), CompareSettings(batch=8))
-
-
-def test_a_device_that_is_not_there_is_an_error(target):
-    """With the words to write instead."""
-    for name in ("cuda:7", "gpu"):
-        with pytest.raises(SettingError, match="write auto, cpu or cuda"):
-            survey(target, CompareSettings(device=name))
+def test_files_that_are_not_json_objects_are_rejected(tmp_path):
+    """Broken JSON, a list and a missing file are each named."""
+    for text, message in (("{", "not JSON"), ("[]", "does not contain a JSON object")):
+        (tmp_path / SURVEY).write_text(text)
+        with pytest.raises(SettingError, match=message):
+            read_json(tmp_path / SURVEY)
+    with pytest.raises(SettingError, match="cannot be read"):
+        read_json(tmp_path / "nothing")

@@ -18,11 +18,11 @@ loss.backward()
 """
 IN_A_PEER = """
 from halfstep.jobs.builtin import digits_job
-from halfstep.comparison.contender import parse_contenders
+from halfstep.comparison.variant import parse_variants
 from halfstep.comparison.loops import build_parts, make_loop
 from halfstep.backends.context import RunContext
 run = RunContext(batch_size=2)
-(row,) = parse_contenders([], ["torch-amp"])
+(row,) = parse_variants([], ["torch-amp"])
 job = digits_job()
 loop = make_loop(row, build_parts(job, run), 1.0)
 with loop.forward():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from comparison_cases import write_case
 from halfstep.comparison.result import read_comparison
+from halfstep.comparison.survey import read_survey
 from halfstep.report.compare import CompareProgress, as_text
 
 
@@ -32,15 +33,11 @@ def test_different_warm_ups_are_shown_as_a_range(tmp_path):
     assert "Warm-up, not timed: the first 10 steps of each run" in as_text(comparison)
 
 
-def test_progress_without_a_terminal_is_a_line_per_repeat(capsys):
+def test_progress_without_a_terminal_is_a_line_per_repeat(capsys, tmp_path):
     """Without a terminal there is one line per repeat, not per step, and failures are printed verbatim."""
     progress = CompareProgress()
-    settings = {"repeats": 2, "steps": 10}
-    survey = {
-        "settings": settings, "contenders": [1, 2], "side_by_side": True, "target": "digits", "machine": "a CPU", "batch": 8,
-        "num_params": 1000, "notes": ["a note"],
-    }  # fmt: skip
-    progress.surveyed(survey, 40)
+    folder = write_case(tmp_path / "c", repeats=2, notes=["a note"])
+    progress.surveyed(read_survey(folder), 40)
     for repeat in (0, 0, 0, 1, 1):
         progress.stepped("bf16", repeat, 5)
     progress.failed("fp16", 1, "reason [bold]")

@@ -9,7 +9,7 @@ from halfstep.train.config import TrainConfig, changed_fields, parse_settings
 
 
 def test_set_reaches_exactly_the_fields_in_their_types():
-    """key=value gives ints, floats, booleans, texts and None as the field wants them."""
+    """key=value gives ints, floats, booleans, strings and None, as the type of the field requires."""
     pairs = ["batch=8", "max_norm=0.5", "ema=none", "compile=on", "deterministic=false", "device=cpu", "steps=3"]
     assert parse_settings(pairs) == {
         "batch": 8, "max_norm": 0.5, "ema": None, "compile": True, "deterministic": False, "device": "cpu", "steps": 3,
@@ -31,8 +31,8 @@ def test_set_reaches_exactly_the_fields_in_their_types():
         (["batch=1", "batch=2"], "given twice"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(pairs, message):
-    """Unknown keys, missing values, wrong types and repeats say what is wrong."""
+def test_invalid_settings_raise(pairs, message):
+    """Unknown keys, missing values, wrong types and duplicates are each named."""
     with pytest.raises(HalfstepError, match=message):
         parse_settings(pairs)
 
@@ -50,15 +50,15 @@ def test_a_setting_that_cannot_be_is_refused(pairs, message):
         {"save_every": 0},
     ],
 )
-def test_impossible_numbers_are_refused(bad):
-    """Counts are whole and large enough."""
+def test_invalid_numbers_raise(bad):
+    """Counts must be integers in their range."""
     name, value = next(iter(bad.items()))
     with pytest.raises(HalfstepError, match=f"{name}={value}"):
         TrainConfig(**bad)
 
 
-def test_only_what_shapes_the_trajectory_must_stay_on_resume():
-    """Longer training and other keeping is fine; another batch or seed is not the same run."""
+def test_only_settings_of_the_trajectory_are_fixed_on_resume():
+    """Training length and retention may change, batch and seed may not."""
     saved = dataclasses.asdict(TrainConfig(batch=8, steps=5))
     assert changed_fields(saved, TrainConfig(batch=8, steps=50, keep_last=7)) == []
-    assert changed_fields(saved, TrainConfig(batch=16, seed=1)) == ["batch: 8 then, 16 now", "seed: 0 then, 1 now"]
+    assert changed_fields(saved, TrainConfig(batch=16, seed=1)) == ["batch: was 8, is 16", "seed: was 0, is 1"]

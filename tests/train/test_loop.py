@@ -21,7 +21,7 @@ from halfstep.checkpoint.runlog import read_runlog
 from halfstep.errors import HalfstepError
 from halfstep.jobs.job import Job, JobError
 from halfstep.train import TrainConfig, train
-from halfstep.train.recorder import Silence
+from halfstep.train.recorder import SilentObserver
 
 
 def tiny_job(**changed):
@@ -56,7 +56,7 @@ def weights_of(outcome):
     return masters_of(load_checkpoint(outcome.checkpoint))
 
 
-class Listening(Silence):
+class Listening(SilentObserver):
     """Remembers everything it was told, and may interrupt."""
 
     def __init__(self, stop_at=None):
@@ -75,22 +75,22 @@ class Listening(Silence):
 
 
 def test_a_run_writes_everything_it_promises(tmp_path):
-    """Run file, checkpoints and outcome agree with what the listener saw."""
-    listener = Listening()
+    """Run file, checkpoints and outcome agree with what the observer saw."""
+    observer = Listening()
     config = TrainConfig(batch=16, epochs=3, accumulate=3)
-    outcome = train(tiny_job(), config, precision="bf16", out=tmp_path / "run", listener=listener, command=["test"])
+    outcome = train(tiny_job(), config, precision="bf16", out=tmp_path / "run", observer=observer, command=["test"])
     run = read_runlog(tmp_path / "run" / "run.jsonl")
     assert run.header["policy"] == "bf16"
     assert run.header["config"]["batch"] == 16
     # 4 micro-batches an epoch: a window of 3 and a short one of 1.
     assert [r["attempted"] for r in run.records] == [1, 2, 3, 4, 5, 6]
     assert [r["micro_batch"] for r in run.records] == [3, 4, 7, 8, 11, 12]
-    assert [line.loss for line in listener.lines] == [r["loss"] for r in run.records]
+    assert [line.loss for line in observer.lines] == [r["loss"] for r in run.records]
     assert [e["event"] for e in run.events] == ["truth", "validation", "saved"] + ["validation", "saved"] * 2
     assert run.events[0]["truth"]["rows"]["gradients"] == "fp32"
     assert outcome.steps == 6
     assert outcome.epochs == 3
-    assert outcome.validation == listener.values[-1][1]
+    assert outcome.validation == observer.values[-1][1]
     assert outcome.checkpoint.name == "step-00000006"
     assert outcome.stopped_by is None
 
@@ -109,7 +109,7 @@ def test_a_stopped_and_resumed_run_is_the_run_that_was_never_stopped(precision, 
     """SIGTERM in mid-epoch or at its end, then --resume: the same weights and the same records, bit for bit."""
     config = TrainConfig(batch=16, epochs=4, ema=0.9, accumulate=1)
     plain = train(tiny_job(), config, precision=precision, out=tmp_path / "plain")
-    stopped = train(tiny_job(), config, precision=precision, out=tmp_path / "run", listener=Listening(stop_at))
+    stopped = train(tiny_job(), config, precision=precision, out=tmp_path / "run", observer=Listening(stop_at))
     assert stopped.stopped_by == "SIGTERM"
     assert stopped.steps in {stop_at, stop_at + 1}
     torch.rand(7)
@@ -132,7 +132,7 @@ def test_a_run_can_be_made_longer(tmp_path):
     assert longer.steps == plain.steps == 12
     a, b = weights_of(plain), weights_of(longer)
     assert all(torch.equal(a[name], b[name]) for name in a)
-    with pytest.raises(HalfstepError, match="batch: 16 then, 8 now"):
+    with pytest.raises(HalfstepError, match="batch: was 16, is 8"):
         train(tiny_job(), TrainConfig(batch=8, epochs=4), precision="fp32", out=out, resume=True)
 
 
@@ -177,7 +177,7 @@ def test_a_job_without_metric_keeps_the_lowest_validation_loss(tmp_path):
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path):
     """Without --resume an existing run is refused; with it, an empty one is."""
     train(tiny_job(), TrainConfig(batch=32, steps=1), precision="fp32", out=tmp_path / "run")
-    with pytest.raises(HalfstepError, match="holds a run already"):
+    with pytest.raises(HalfstepError, match="already contains a run"):
         train(tiny_job(), TrainConfig(batch=32, steps=1), precision="fp32", out=tmp_path / "run")
     with pytest.raises(HalfstepError, match="nothing to resume"):
         train(tiny_job(), TrainConfig(batch=32, steps=1), precision="fp32", out=tmp_path / "none", resume=True)

@@ -1,4 +1,4 @@
-"""8-bit moments train to the same place as fp32 ones, within the noise between seeds."""
+"""8-bit moments reach the same loss as fp32 ones, within the noise between seeds."""
 
 import statistics
 
@@ -23,18 +23,18 @@ def same_within_noise(a, b):
 
 def test_digits_with_8_bit_moments_reach_the_accuracy_of_fp32(tmp_path):
     """Validation loss and accuracy over five seeds."""
-    found = {}
+    validations = {}
     for precision in ("fp32", "bf16-lean,states=8bit"):
         values = []
         for seed in SEEDS:
             config = TrainConfig(batch=64, epochs=20, seed=seed, eval_every=20)
             out = tmp_path / f"{precision.replace(',', '-').replace('=', '-')}-{seed}"
             values.append(train(load_target("digits").job, config, precision=precision, out=out).validation)
-        found[precision] = values
+        validations[precision] = values
     for key in ("loss", "metric"):
-        a, b = ([v[key] for v in values] for values in found.values())
+        a, b = ([v[key] for v in values] for values in validations.values())
         assert same_within_noise(a, b), (key, a, b)
-    assert all(v["metric"] >= 0.95 for values in found.values() for v in values)
+    assert all(v["metric"] >= 0.95 for values in validations.values() for v in values)
 
 
 class CharModel(torch.nn.Module):

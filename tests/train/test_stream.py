@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from halfstep.backends.context import RunContext
-from halfstep.checkpoint.rng import rng_state
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import HalfstepError
 from halfstep.jobs.job import Job
-from halfstep.train.stream import DataStream, fingerprint, to_device
+from halfstep.train.stream import DataStream, batch_size_of, fingerprint, to_device
 
 
 def job(data):
@@ -22,18 +22,18 @@ def stream(data, **context):
 
 
 def shuffled(batch_size):
-    """A plain DataLoader, which shuffles by torch's global generator and keeps no position."""
+    """A plain DataLoader, which shuffles with torch's global generator and has no position."""
     return torch.utils.data.DataLoader(torch.arange(20), batch_size=batch_size, shuffle=True)
 
 
 def augmented(batch_size):
-    """Batches that also draw random numbers as they go."""
+    """Batches that also draw random numbers."""
     for batch in shuffled(batch_size):
         yield batch + random.random() + torch.rand(())
 
 
 class Positioned:
-    """A loader with a position of its own."""
+    """A loader with its own position."""
 
     def __init__(self):
         self.at = 0
@@ -69,8 +69,6 @@ def test_a_restored_stream_gives_the_batches_that_would_have_followed(data, stop
     state, rng = first.state(), rng_state()
     expected = [b.clone() for b in batches]
 
-    from halfstep.checkpoint.rng import restore_rng
-
     torch.rand(100)
     again = stream(data)
     again.restore(state)
@@ -78,8 +76,8 @@ def test_a_restored_stream_gives_the_batches_that_would_have_followed(data, stop
     assert all(torch.equal(a, b) for a, b in zip(expected, again.batches(1), strict=True))
 
 
-def test_data_that_cannot_be_repeated_is_noticed():
-    """The first batch drawn again is compared with the first one of the first time."""
+def test_data_that_cannot_be_repeated_raises():
+    """The first batch drawn again must equal the original one."""
     state = {"n": 0}
 
     def changing():
@@ -96,36 +94,36 @@ def test_data_that_cannot_be_repeated_is_noticed():
         next(again.batches(0))
 
 
-def test_data_that_became_shorter_is_noticed():
-    """Fewer batches than were used already is another data set."""
+def test_data_that_became_shorter_raises():
+    """An epoch with fewer batches than were already used is an error."""
     first = stream(lambda: [torch.zeros(1)] * 5)
     batches = first.batches(0)
     for _ in range(4):
         next(batches)
     again = stream(lambda: [torch.zeros(1)] * 2)
     again.restore(first.state())
-    with pytest.raises(HalfstepError, match="fewer batches"):
+    with pytest.raises(HalfstepError, match="now has only 2"):
         next(again.batches(0))
 
 
-def test_a_loader_that_lost_its_position_is_refused():
-    """A position of the loader's own cannot be given to one that keeps none."""
+def test_a_loader_without_position_cannot_restore_one():
+    """A checkpoint with a loader state needs a loader that can load it."""
     first = stream(Positioned)
     next(first.batches(0))
     again = stream(lambda: [torch.zeros(1)] * 5)
     again.restore(first.state())
-    with pytest.raises(HalfstepError, match="keeps its position"):
+    with pytest.raises(HalfstepError, match="has state_dict"):
         next(again.batches(0))
 
 
-def test_no_batches_at_all_is_an_error():
-    """An empty loader would otherwise train nothing for ever."""
+def test_an_empty_loader_raises():
+    """It would otherwise loop forever without training."""
     with pytest.raises(HalfstepError, match="gave no batches"):
         list(stream(list).batches(0))
 
 
-def test_fingerprints_tell_batches_apart():
-    """Values, dtypes, shapes and plain values all count."""
+def test_fingerprints_distinguish_batches():
+    """Tensor values, dtypes, shapes and plain values all count."""
     a = (torch.tensor([1.0, 2.0]), {"id": 3})
     same = (torch.tensor([1.0, 2.0]), {"id": 3})
     assert fingerprint(a) == fingerprint(same)
@@ -135,14 +133,14 @@ def test_fingerprints_tell_batches_apart():
 
 
 def test_only_tensors_move_to_the_device():
-    """Names and numbers in a batch stay as they are."""
+    """Strings and numbers in a batch are not changed."""
     moved = to_device({"x": torch.ones(1), "name": "a"}, torch.device("meta"))
     assert moved["x"].device.type == "meta"
     assert moved["name"] == "a"
 
 
 class Opaque:
-    """A batch that shows nothing of itself but its address."""
+    """A batch with the default repr, which has only its address."""
 
     def __init__(self, x):
         self.x = x
@@ -150,14 +148,14 @@ class Opaque:
 
 @dataclasses.dataclass
 class Shown:
-    """A batch that shows its attributes, one of which is opaque."""
+    """A batch whose repr has its attributes, one of which is opaque."""
 
     x: float
     other: object
 
 
-def test_an_address_is_no_part_of_a_fingerprint():
-    """Objects of the user's own classes are told apart by what they hold, not by where they are."""
+def test_addresses_are_not_part_of_a_fingerprint():
+    """Objects of user classes are distinguished by their content, not by their address."""
     one = torch.ones(3)
     assert fingerprint(Opaque(one)) == fingerprint(Opaque(one.clone()))
     assert fingerprint(Opaque(one)) != fingerprint(Opaque(one + 1))
@@ -166,8 +164,8 @@ def test_an_address_is_no_part_of_a_fingerprint():
     assert fingerprint([one.to_sparse()]) == fingerprint([one.clone().to_sparse()])
 
 
-def test_a_length_is_told_where_there_is_one():
-    """Lists and DataLoaders have one; a generator and a DataLoader over an IterableDataset have not, and are trained all the same."""
+def test_data_without_a_length_has_no_number_of_batches():
+    """Lists and DataLoaders have a length; generators and DataLoaders over an IterableDataset do not, but can be iterated."""
 
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -179,3 +177,10 @@ def test_a_length_is_told_where_there_is_one():
     iterable = stream(lambda batch_size: torch.utils.data.DataLoader(Endless(), batch_size))
     assert iterable.num_batches(0) is None
     assert len(list(iterable.batches(0))) == 3
+
+
+def test_examples_are_counted_by_the_first_tensor():
+    """The first tensor with dimensions decides; without one the default counts."""
+    assert batch_size_of({"x": [torch.zeros(3, 2)], "n": 5}, 9) == 3
+    assert batch_size_of([torch.zeros(0, 2)], 9) == 0
+    assert batch_size_of([1, "a", torch.tensor(2.0)], 9) == 9

@@ -17,8 +17,8 @@ from halfstep.cli.requirements import require_packages
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from halfstep.comparison.conductor import Watcher
     from halfstep.comparison.result import Comparison
+    from halfstep.comparison.runner import Observer
 
 __all__ = ["command"]
 
@@ -164,7 +164,7 @@ def _run(
     quiet: bool,
 ) -> Comparison:
     from halfstep.comparison import compare
-    from halfstep.comparison.contender import DEFAULT_PRECISIONS
+    from halfstep.comparison.variant import DEFAULT_PRECISIONS
 
     with _named_file_errors(), _progress(quiet=quiet) as progress:
         return compare(
@@ -175,20 +175,20 @@ def _run(
             force=force,
             data_dir=data_dir,
             fail_if=gates,
-            watcher=progress,
+            observer=progress,
             **settings,
         )
 
 
 def _resume(folder: Path, gates: tuple[str, ...], *, quiet: bool) -> Comparison:
-    from halfstep.comparison.compare import go_on
+    from halfstep.comparison.compare import resume_comparison
 
     with _named_file_errors(), _progress(quiet=quiet) as progress:
-        return go_on(folder, fail_if=gates, watcher=progress)
+        return resume_comparison(folder, fail_if=gates, observer=progress)
 
 
 @contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Watcher | None]:
+def _progress(*, quiet: bool) -> Iterator[Observer | None]:
     """The live display, or None."""
     from halfstep.report.compare import CompareProgress
 
@@ -255,7 +255,7 @@ def _report(comparison: Comparison, where: Path, gates: tuple[str, ...], *, as_j
     results = [comparison.gate(text) for text in gates]
     if as_json:
         values = comparison.as_dict() | {
-            "gates": [{"text": r.text, "failed": r.failed, "seen": r.seen} for r in results]
+            "gates": [{"text": r.text, "failed": r.failed, "seen": r.values} for r in results]
         }
         click.echo(json.dumps(values, indent=1))
     else:

@@ -130,7 +130,7 @@ def _run(target: Target, overrides: dict[str, Any], policy: str, out: Path, *, s
             resume=saved is not None,
             command=sys.argv,
             source=Source(target.source, target.data_dir),
-            listener=progress,
+            observer=progress,
         )
     finally:
         if progress is not None:

@@ -1,4 +1,4 @@
-"""Runs of the same job in several precisions, side by side, and a verdict over them."""
+"""The same job in several precisions, side by side: isolated runs, statistics and a verdict."""
 
 from halfstep.comparison.compare import compare
 from halfstep.comparison.result import Comparison, read_comparison

@@ -1,8 +1,8 @@
-"""The census of a GPU: the time of its own kernels, taken from the profiler's trace.
+"""The census of a GPU: the time of its kernels, read from a profiler trace.
 
-On a GPU an operator returns before its work is done, so timing calls tells nothing. The profiler notes each kernel's own
-time and, by a number both carry, the operator that launched it, with the types and shapes of its inputs. Kernels whose
-operator is not told (those of `torch.compile` and of Triton often are not) are placed by the name the kernel has.
+On a GPU an operator returns before its work is done, so timing calls is meaningless. The profiler records the time of
+each kernel and, by a shared id, the operator that launched it, with the types and shapes of its inputs. Kernels without a
+recorded operator (common with `torch.compile` and Triton) are classified by their name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TYPES = {
     "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8",
 }  # fmt: skip
 _WIDTH = ("fp8", "fp16", "bf16", "fp32", "fp64")
-# Parts of kernel names, in the order in which they decide; cuBLAS and CUTLASS spell formats in several ways.
+# Parts of kernel names, in order of precedence; cuBLAS and CUTLASS spell formats in several ways.
 _NAMES = (
     ("bf16", re.compile(r"bf16|bfloat16|nv_bfloat", re.IGNORECASE)),
     ("tf32", re.compile(r"tf32", re.IGNORECASE)),
@@ -41,18 +41,20 @@ def trace_step(step: Callable[[], Any]) -> list[Entry]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True, acc_events=True) as seen:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True, acc_events=True
+    ) as profiler:
         step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        seen.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     return list(read_trace(trace))
 
 
 def read_trace(trace: dict[str, Any]) -> Iterator[Entry]:
-    """The kernels of a profiler trace, each with the operator and format it worked for."""
+    """The kernels of a profiler trace, each with its operator and format."""
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
     launchers = {
         event["args"]["External id"]: event
@@ -65,18 +67,18 @@ def read_trace(trace: dict[str, Any]) -> Iterator[Entry]:
         args = event.get("args", {})
         launcher = launchers.get(args.get("External id"), {})
         name = str(launcher.get("name", "")) or _plain(str(event.get("name", "")))
-        given = launcher.get("args", {})
+        inputs = launcher.get("args", {})
         yield Entry(
             name.removeprefix("aten::"),
-            _format(name, given, str(event.get("name", ""))),
+            _format(name, inputs, str(event.get("name", ""))),
             float(event.get("dur", 0)) / 1e6,
-            _sides(name, given),
+            _dimensions(name, inputs),
         )
 
 
-def _format(op: str, given: dict[str, Any], kernel: str) -> str:
+def _format(op: str, inputs: dict[str, Any], kernel: str) -> str:
     by_name = next((form for form, pattern in _NAMES if pattern.search(kernel)), "other")
-    types = {_TYPES[t] for t in given.get("Input type", ()) if t in _TYPES}
+    types = {_TYPES[t] for t in inputs.get("Input type", ()) if t in _TYPES}
     if op in {"aten::copy_", "aten::_to_copy"} or (not types and _COPY.search(kernel)):
         return CASTS if len(types) > 1 else max(types, default=by_name)
     widest = max(types, key=_WIDTH.index, default=None)
@@ -85,10 +87,10 @@ def _format(op: str, given: dict[str, Any], kernel: str) -> str:
     return widest or by_name
 
 
-def _sides(op: str, given: dict[str, Any]) -> tuple[int, ...]:
+def _dimensions(op: str, inputs: dict[str, Any]) -> tuple[int, ...]:
     if op not in {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}:
         return ()
-    matrices = [dims for dims in given.get("Input Dims", ()) if isinstance(dims, list) and len(dims) >= 2]
+    matrices = [dims for dims in inputs.get("Input Dims", ()) if isinstance(dims, list) and len(dims) >= 2]
     if len(matrices) < 2:
         return ()
     left, right = matrices[-2:]

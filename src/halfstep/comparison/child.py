@@ -1,150 +1,136 @@
-"""The process in which one run happens: `python -m halfstep.comparison.child SPEC.json REPLY_FD`.
+"""The process of one run: `python -m halfstep.comparison.child SPEC.json REPLY_FD`.
 
-A process of its own gives each run clean memory statistics, its own TF32 switches and autocast cache, and the right to
-die alone. The parent sends one JSON line per request on stdin and gets one JSON line back on the given descriptor; the
-job's own output goes where the parent pointed it. Requests are
+A separate process gives each run clean memory statistics, its own TF32 switches and autocast cache, and a crash that
+takes nothing else down. The parent sends one JSON line per request on stdin and gets one JSON line back on the reply
+descriptor; the job's own output goes to the log that the parent opened. Requests are
 
     {"do": "warm"}                 build and warm up
     {"do": "slice", "count": n}    train and time n steps
-    {"do": "finish"}               validate, measure the rest, write the run file, end
-    {"do": "wrap"}                 the same in a hurry: nothing but validation
-    {"do": "survey"}               look at machine and job instead
+    {"do": "finish"}               validate, measure the rest, write the run file, exit
+    {"do": "wrap"}                 the same in a hurry: validation only
+    {"do": "survey"}               run the preflight instead
 
 and every answer is `{"is": "done", ...}` or `{"is": "failed", "kind": ..., "reason": ...}`. When stdin ends, the parent is
-gone, and so is the child.
+gone, and the child exits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
+from halfstep.comparison.measurements import Failure, TrialResult
 from halfstep.comparison.record import write_run
-from halfstep.comparison.settings import CompareSettings
-from halfstep.comparison.spec import ChildSpec
+from halfstep.comparison.spec import Answer, ChildSpec, Request
 from halfstep.comparison.trial import Trial
 from halfstep.errors import HalfstepError, MissingError, OverflowStop, SettingError
 from halfstep.hardware.environment import environment
 from halfstep.jobs.job import JobError
-from halfstep.jobs.targets import load_target
+from halfstep.jobs.targets import Target, load_target
 
-__all__ = ["main", "take_stdin", "why_failed"]
+__all__ = ["classify_failure", "detach_stdin", "main"]
 
 
 class _Child:
-    """One run, as the requests come in."""
+    """One run, driven by requests."""
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self.trial: Trial | None = None
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        what = request["do"]
-        target = load_target(self.spec.target, data_dir=self.spec.data_dir) if what in {"survey", "warm"} else None
-        if what == "survey":
-            assert target is not None
-            from halfstep.comparison.survey import survey  # a second of imports that runs do not need
+    def answer(self, request: Request) -> Answer:
+        if request.do == "survey":
+            from halfstep.comparison.preflight import run_preflight  # a second of imports that runs do not need
 
-            return {"survey": survey(target, CompareSettings.from_dict(self.spec.settings))}
-        if what == "warm":
-            assert target is not None
-            self.trial = Trial(target.job, self.spec.trial())
+            return Answer(survey=run_preflight(self._target(), self.spec.settings))
+        if request.do == "warm":
+            assert self.spec.trial is not None
+            self.trial = Trial(self._target().job, self.spec.trial)
             self.trial.warm_up()
-            return {}
+            return Answer()
         assert self.trial is not None
-        if what == "slice":
-            self.trial.run_slice(request["count"])
-            return {}
-        self.trial.finish(quick=what == "wrap")
+        if request.do == "slice":
+            self.trial.run_slice(request.count)
+            return Answer()
+        self.trial.finish(quick=request.do == "wrap")
         self.write()
         self.trial.loop.close()
-        return {}
+        return Answer()
 
-    def write(self, failure: dict[str, str] | None = None) -> None:
-        """The run file, of a failed run as far as it came."""
-        trial, curves = self.trial, {}
-        if trial is not None:
-            with contextlib.suppress(Exception):  # after an error on the device nothing may be readable any more
-                curves = trial.curves()
+    def _target(self) -> Target:
+        return load_target(self.spec.target, data_dir=self.spec.data_dir)
+
+    def write(self, failure: Failure | None = None) -> None:
+        """Write the run file; after a failure, with as much as there is."""
+        assert self.spec.trial is not None
         write_run(
             Path(self.spec.out),
-            spec=asdict(self.spec),
+            spec=self.spec.trial,
+            command=self.spec.command,
             environment=environment(),
-            curves=curves,
-            seconds=[] if trial is None else trial.seconds,
-            slices=[] if trial is None else trial.slices,
-            record={} if trial is None else trial.record,
+            result=TrialResult() if self.trial is None else self.trial.result(),
             failure=failure,
         )
 
 
-def why_failed(error: BaseException) -> dict[str, str]:
-    """The kind of a failure, and a reason a person can act on."""
-    said = str(error).strip() or type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in said:
-        first = said.splitlines()[0]
-        return {"kind": "out of memory", "reason": f"{first} Lower the batch, or see `halfstep plan`."}
+def classify_failure(error: BaseException) -> Failure:
+    """The kind of a failure, and a reason that a user can act on."""
+    message = str(error).strip() or type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in message:
+        return Failure("out of memory", f"{message.splitlines()[0]} Lower the batch, or see `halfstep plan`.")
     if isinstance(error, OverflowStop):
-        return {"kind": "overflow", "reason": said}
+        return Failure("overflow", message)
     if isinstance(error, MissingError):
-        return {"kind": "not installed", "reason": said}
+        return Failure("not installed", message)
     if isinstance(error, JobError):
-        return {"kind": "job", "reason": said}
+        return Failure("job", message)
     if isinstance(error, SettingError | NotImplementedError):
-        return {"kind": "unsupported", "reason": said}
+        return Failure("unsupported", message)
     if isinstance(error, HalfstepError):
-        return {"kind": "error", "reason": said}
-    return {"kind": "error", "reason": f"{type(error).__name__}: {said.splitlines()[0]}"}
+        return Failure("error", message)
+    return Failure("error", f"{type(error).__name__}: {message.splitlines()[0]}")
 
 
-def take_stdin() -> TextIO:
-    """The requests on a descriptor of their own; the job, and every program it starts, reads an empty stdin instead."""
-    own = os.dup(0)
+def detach_stdin() -> TextIO:
+    """The requests on a separate descriptor; the job, and every program it starts, gets an empty stdin instead."""
+    requests = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
-    return os.fdopen(own, encoding="utf-8")
+    return os.fdopen(requests, encoding="utf-8")
 
 
 def main(arguments: list[str], requests: Iterable[str]) -> int:
     """Answer requests until the run is over or the parent is gone."""
-    given = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    spec = replace(ChildSpec(**given), command=tuple(given.get("command", ())))
+    spec = ChildSpec.from_dict(json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     child = _Child(spec)
     with os.fdopen(int(arguments[1]), "wb", buffering=0) as reply:
-
-        def send(message: dict[str, Any]) -> None:
-            reply.write(json.dumps(message).encode() + b"\n")
-
         for line in requests:
-            request = json.loads(line)
+            request = Request.from_dict(json.loads(line))
             try:
-                answer = {"is": "done", **child.answer(request)}
-            except Exception as error:  # whatever the user's code raises becomes a row that says so
+                answer = child.answer(request)
+            except Exception as error:  # whatever the user's code raises becomes a row with that reason
                 traceback.print_exc()
-                failure = why_failed(error)
-                if spec.contender is not None:
-                    child.write(failure)
-                answer = {"is": "failed", **failure}
+                answer = Answer(classify_failure(error))
+                if spec.trial is not None:
+                    child.write(answer.failure)
             try:
-                send(answer)
-            except BrokenPipeError:  # the parent was killed, which is no failure of this run: --resume makes it again
+                reply.write(json.dumps(answer.as_dict()).encode() + b"\n")
+            except BrokenPipeError:  # the parent was killed, which is not a failure of this run: --resume repeats it
                 return 1
-            if answer["is"] == "failed":
+            if answer.failure is not None:
                 return 1
-            if request["do"] in {"finish", "wrap", "survey"}:
+            if request.do in {"finish", "wrap", "survey"}:
                 return 0
     return 1  # the parent is gone
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], take_stdin()))
+    sys.exit(main(sys.argv[1:], detach_stdin()))

@@ -1,8 +1,8 @@
-"""How far the first gradients of a precision are from fp32's: one file from the reference run, one number from the others.
+"""How far the first gradients of a precision are from those of fp32, which the reference run saves to a file.
 
-The first step sees the same weights and the same batch in every row, so a difference of its gradients is the precision's
-own doing and nothing else's. The cosine says whether the step still points the same way; 1 minus it is about half the
-square of the relative error.
+The first step has the same weights and the same batch in every row, so a difference of its gradients is caused by the
+precision alone. The cosine shows whether the step still points in the same direction; 1 minus it is about half the square
+of the relative error.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from halfstep.checkpoint.directory import clean_name
+from halfstep.comparison.measurements import GradientDifference
 
 __all__ = ["compare_gradients", "save_gradients"]
 
 
 @torch.no_grad()
 def save_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: float) -> None:
-    """Write the true gradients in fp32."""
+    """Write the unscaled gradients in fp32."""
     save_file(
         {
             clean_name(name): (param.grad.float() / divisor).cpu().contiguous()
@@ -34,10 +35,10 @@ def save_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: float) 
 
 
 @torch.no_grad()
-def compare_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: float) -> dict[str, float | int]:
-    """Cosine and relative error against the saved gradients, and how many elements became zero.
+def compare_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: float) -> GradientDifference:
+    """Cosine and relative error with respect to the saved gradients, and the number of elements that became zero.
 
-    One tensor at a time is on the device, so that the comparison adds nothing to the peak.
+    Only one tensor at a time is on the device, so that the comparison does not raise the peak.
     """
     dot = own = other = error = 0.0
     vanished = 0
@@ -54,8 +55,8 @@ def compare_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: floa
             error += (mine - theirs).square().sum(dtype=torch.float64).item()
             vanished += int(((mine == 0) & (theirs != 0)).sum())
     length = math.sqrt(own * other)
-    return {
-        "cosine": dot / length if length else math.nan,
-        "relative_error": math.sqrt(error / other) if other else math.nan,
-        "vanished": vanished,
-    }
+    return GradientDifference(
+        cosine=dot / length if length else math.nan,
+        relative_error=math.sqrt(error / other) if other else math.nan,
+        vanished=vanished,
+    )

@@ -10,28 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.comparison.gate import GateResult, check_gate, parse_gate
-from halfstep.comparison.record import SURVEY, RunRecord, read_run, read_survey, run_files
-from halfstep.comparison.rows import METRICS, Row, build_row, metric_of, noise_of, seeds_tell
+from halfstep.comparison.record import RunRecord, read_run, run_files
+from halfstep.comparison.rows import METRICS, Row, build_row, metric_of, noise_of, seeds_differ
+from halfstep.comparison.survey import SURVEY, Survey, read_survey
 from halfstep.comparison.table import plain_table, table_cells
 from halfstep.comparison.verdict import Verdict, judge
 from halfstep.errors import SettingError
+from halfstep.hardware.units import count_text
 
 __all__ = ["SCHEMA", "Comparison", "Part", "merge_parts", "read_comparison"]
 
 SCHEMA = 1
-# Settings that directories must have in common to be one table: otherwise what they do would pass for a row's own doing.
-_HOW = ("steps", "seed", "max_norm", "warmup")
+# Settings that directories must share to be merged into one table: a difference would look like an effect of the precision.
+_SHARED_SETTINGS = ("steps", "seed", "max_norm", "warmup")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison found. `str()` is the table and the verdict; `as_dict()` is what the JSON file holds."""
+    """The result of a comparison. `str()` is the table and the verdict; `as_dict()` is the content of comparison.json."""
 
     rows: tuple[Row, ...]
     verdict: Verdict
     runs: tuple[RunRecord, ...]
-    surveys: tuple[dict[str, Any], ...]  # of each machine, in the order of the directories
-    noise: float | None  # of fp32's loss curve, from seed to seed
+    surveys: tuple[Survey, ...]  # of each machine, in the order of the directories
+    noise: float | None  # mean distance between fp32's loss curves of different seeds
     notes: tuple[str, ...]
     out: Path
     stopped_by: str | None = None
@@ -44,32 +46,28 @@ class Comparison:
         raise SettingError(f"There is no row {label!r}; there are {', '.join(row.label for row in self.rows)}.")
 
     def gate(self, text: str) -> GateResult:
-        """Whether a gate such as "bf16.loss_gap > 0.02" fails; a row that failed or has no run yet passes none."""
-        machines = _machine_names(self.surveys) if len(self.surveys) > 1 else [""]
+        """Evaluate a gate such as "bf16.loss_gap > 0.02"; it fails for a row that failed or has not run yet."""
+        machines = _machine_names(self.surveys)
         pairs = zip(self.surveys, machines, strict=True)
-        labels = [
-            _named(contender["label"], machine) for survey, machine in pairs for contender in survey["contenders"]
-        ]
+        labels = [_named(label, machine) for survey, machine in pairs for label in survey.labels]
         done = [row for row in self.rows if row.status == "done"]
         figures = {row.label: {name: metric_of(row, name) for name in METRICS} for row in done}
         return check_gate(parse_gate(text, labels), figures)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as values that JSON can hold; numbers that it lacks are strings."""
-        plain = {
+        """Everything as JSON-serializable values; non-finite numbers become strings."""
+        values = {
             "schema": SCHEMA,
             "verdict": dataclasses.asdict(self.verdict),
-            "rows": [
-                dataclasses.asdict(row) | {"figures": {m: metric_of(row, m) for m in METRICS}} for row in self.rows
-            ],
+            "rows": [row.as_dict() for row in self.rows],
             "noise": self.noise,
             "notes": list(self.notes),
-            "machines": list(self.surveys),
+            "machines": [survey.as_dict() for survey in self.surveys],
             "curves": [_curves(run) for run in self.runs],
             "stopped_by": self.stopped_by,
         }
-        found: dict[str, Any] = _plain(plain)
-        return found
+        plain: dict[str, Any] = _plain(values)
+        return plain
 
     def __str__(self) -> str:
         headings, cells = table_cells(self.rows)
@@ -78,28 +76,28 @@ class Comparison:
 
 
 def read_comparison(folders: Sequence[Path], *, stopped_by: str | None = None) -> Comparison:
-    """The comparison that the run files of one or several directories make.
+    """Read the run files of one or several directories as one comparison.
 
-    Directories of one machine with different rows are put together. With several machines the rows carry the name of
-    theirs; each is compared with the reference of its own machine, and so is the verdict.
+    Directories of one machine with different rows are merged. With several machines, the label of a row includes its
+    machine; each row is compared with the reference of its own machine, and every machine has its own verdict.
     """
     if not folders:
-        raise SettingError("There is no directory to read a comparison from; name the --out of one.")
+        raise SettingError("There is no directory to read a comparison from; pass the --out of one.")
     parts = merge_parts([_read_part(folder) for folder in folders])
-    names = _machine_names([part.survey for part in parts]) if len(parts) > 1 else [""]
+    names = _machine_names([part.survey for part in parts])
     rows: list[Row] = []
     runs: list[RunRecord] = []
     notes: list[str] = []
     verdicts: list[Verdict] = []
     noise: float | None = None
     for part, name in zip(parts, names, strict=True):
-        own = [dataclasses.replace(run, machine=name) for run in part.runs]
-        mine, reference = _rows_of(own, part.survey, name)
-        rows += mine
-        runs += own
-        verdicts.append(judge(mine, _named(part.survey["reference"], name) if reference else None, part.survey))
+        part_runs = [dataclasses.replace(run, machine=name) for run in part.runs]
+        part_rows, reference = _rows_of(part_runs, part.survey, name)
+        rows += part_rows
+        runs += part_runs
+        verdicts.append(judge(part_rows, _named(part.survey.reference, name) if reference else None, part.survey))
         noise = noise if noise is not None else noise_of(reference)
-        notes += [f"{name}: {note}" if name else note for note in _notes(own, part.survey, mine)]
+        notes += [f"{name}: {note}" if name else note for note in _notes(part_runs, part.survey, part_rows)]
     verdict = verdicts[0]
     if len(parts) > 1:
         text = " ".join(f"On {name}: {v.text}" for name, v in zip(names, verdicts, strict=True))
@@ -112,17 +110,18 @@ def read_comparison(folders: Sequence[Path], *, stopped_by: str | None = None) -
 class Part:
     """The runs of one machine."""
 
-    survey: dict[str, Any]
+    survey: Survey
     runs: tuple[RunRecord, ...]
 
 
 def _read_part(folder: Path) -> Part:
-    survey = read_survey(_inside(folder))
-    return Part(survey, tuple(read_run(path) for path in run_files(folder)))
+    if not (folder / SURVEY).exists():
+        raise SettingError(f"There is no comparison in {folder} ({SURVEY} is missing); pass the --out of one.")
+    return Part(read_survey(folder), tuple(read_run(path) for path in run_files(folder)))
 
 
 def merge_parts(parts: Sequence[Part]) -> list[Part]:
-    """Directories of one machine, job and batch whose rows are all different are one comparison made in instalments."""
+    """Merge directories of the same machine, job, batch and settings whose rows are all different."""
     merged: list[Part] = []
     for part in parts:
         number = next((i for i, other in enumerate(merged) if _belong(other, part)), None)
@@ -134,119 +133,121 @@ def merge_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 def _belong(one: Part, other: Part) -> bool:
-    same = all(one.survey[key] == other.survey[key] for key in ("machine", "source", "batch", "device", "num_params"))
-    torch = one.survey["environment"].get("torch") == other.survey["environment"].get("torch")
-    threads = one.survey.get("threads") == other.survey.get("threads")
-    how = all(one.survey["settings"].get(key) == other.survey["settings"].get(key) for key in _HOW)
-    return same and torch and threads and how and not _labels(one) & _labels(other)
+    return _conditions(one.survey) == _conditions(other.survey) and not {*one.survey.labels} & {*other.survey.labels}
 
 
-def _labels(part: Part) -> set[str]:
-    return {contender["label"] for contender in part.survey["contenders"]}
+def _conditions(survey: Survey) -> tuple[Any, ...]:
+    """Everything that must be equal for rows to be comparable."""
+    job = (survey.machine, survey.source, survey.batch, survey.device, survey.num_params)
+    settings = (getattr(survey.settings, key) for key in _SHARED_SETTINGS)
+    return (*job, survey.environment.get("torch"), survey.threads, *settings)
 
 
 def _join(one: Part, other: Part) -> Part:
-    has_fp32 = [part for part in (one, other) if part.survey["reference"] == "fp32"]
-    note = "The rows come from several directories, and only those of one directory took turns with each other."
-    notes = [*one.survey["notes"], *other.survey["notes"], note]
-    survey = {
-        **one.survey,
-        "contenders": [*one.survey["contenders"], *other.survey["contenders"]],
-        "reference": has_fp32[0].survey["reference"] if has_fp32 else one.survey["reference"],
-        "stopped": one.survey["stopped"] or other.survey["stopped"],
-        "notes": list(dict.fromkeys(notes)),
-        "command": [*one.survey["command"], "&&", *other.survey["command"]],
-    }
+    note = "The rows come from several directories; only those of the same directory took turns with each other."
+    survey = dataclasses.replace(
+        one.survey,
+        variants=(*one.survey.variants, *other.survey.variants),
+        reference="fp32" if other.survey.reference == "fp32" else one.survey.reference,
+        stopped=one.survey.stopped or other.survey.stopped,
+        notes=tuple(dict.fromkeys([*one.survey.notes, *other.survey.notes, note])),
+        command=(*one.survey.command, "&&", *other.survey.command),
+    )
     return Part(survey, (*one.runs, *other.runs))
 
 
-def _rows_of(runs: list[RunRecord], survey: dict[str, Any], name: str) -> tuple[list[Row], list[RunRecord]]:
-    order = [contender["label"] for contender in survey["contenders"]]
-    by_label = {label: [run for run in runs if run.contender.label == label] for label in order}
-    reference = by_label.get(survey["reference"], [])
-    if reference and reference[0].contender.compute != "fp32":
-        reference = []  # the first row of a comparison without fp32 stands for nothing
+def _rows_of(runs: list[RunRecord], survey: Survey, machine: str) -> tuple[list[Row], list[RunRecord]]:
+    by_label = {label: [run for run in runs if run.variant.label == label] for label in survey.labels}
+    reference = by_label.get(survey.reference, [])
+    if reference and reference[0].variant.compute != "fp32":
+        reference = []  # without an fp32 row there is no reference
     rows = [
-        build_row(sorted(found, key=lambda r: r.repeat), reference, survey, _named(label, name))
-        for label, found in by_label.items()
-        if found
+        build_row(sorted(group, key=lambda r: r.repeat), reference, survey, _named(label, machine))
+        for label, group in by_label.items()
+        if group
     ]
     return rows, reference
 
 
-def _notes(runs: list[RunRecord], survey: dict[str, Any], rows: list[Row]) -> list[str]:
-    notes = list(survey["notes"])
-    for what, words in (("weights", "initial weights"), ("batch", "first batch")):
-        for repeat in sorted({run.repeat for run in runs}):
-            seen = {run.measured[what] for run in runs if run.repeat == repeat and what in run.measured}
-            if len(seen) > 1:
-                notes.append(
-                    f"The {words} of repeat {repeat} differ between rows, so their losses do not compare like with like."
-                )
-    reference = [run for run in runs if run.contender.label == survey["reference"] and run.failure is None]
-    if len(reference) > 1 and not seeds_tell(reference):
+def _notes(runs: list[RunRecord], survey: Survey, rows: list[Row]) -> list[str]:
+    notes = [*survey.notes, *_mismatches(runs)]
+    reference = [run for run in runs if run.variant.label == survey.reference and run.failure is None]
+    if len(reference) > 1 and not seeds_differ(reference):
         notes.append(
-            "Every seed gives the same weights and the same first batch, so the repeats tell about speed and not about learning: how far "
-            "fp32 is from itself is not known. Let the job draw from torch's generator without seeding it, or name its argument `seed`."
+            "Every seed gives the same weights and the same first batch, so the repeats measure speed but not the noise of fp32's loss. "
+            "Use torch's generator in the job without seeding it, or add a `seed` argument to its functions."
         )
-    missing = len(survey["contenders"]) - len(rows)
-    if survey["stopped"]:
-        short = sum("stopped_after" in run.measured for run in runs)
-        gaps = [f"{missing} of {len(survey['contenders'])} rows have no run"] if missing else []
-        gaps += [f"{short} {'run is' if short == 1 else 'runs are'} shorter than the others"] if short else []
-        notes.append(f"The comparison was stopped early{': ' * bool(gaps)}{' and '.join(gaps)}." + _fewer(rows))
-    notes += [
-        f"{run.contender.label}: {words} failed ({run.measured[key]})."
-        for key, words in (("split_failed", "timing the parts of a step"), ("census_failed", "the census of operators"))
-        for run in runs
-        if key in run.measured
-    ]
-    notes += [
-        f"{run.contender.label} was cut after {run.measured['stopped_after']} of {run.settings.steps} steps and not repeated: it is so "
-        "much slower than the reference that more of it would take long and tell nothing new."
-        for run in runs
-        if "stopped_after" in run.measured and not survey["stopped"]
-    ]
-    notes += [
-        f"Validation took the first {run.measured['validation_cut']} batches, as many as there are steps: its data has no length, and more "
-        "of it than that."
-        for run in runs
-        if "validation_cut" in run.measured
-    ]
+    if survey.stopped:
+        notes.append(_stop_note(runs, survey, rows))
+    for run in runs:
+        label, measured = run.variant.label, run.measured
+        if measured.split_failed is not None:
+            notes.append(f"{label}: timing the phases of a step failed ({measured.split_failed}).")
+        if measured.census_failed is not None:
+            notes.append(f"{label}: the operator census failed ({measured.census_failed}).")
+        if measured.stopped_after is not None and not survey.stopped:
+            notes.append(
+                f"{label} was cut short after {measured.stopped_after} of {run.settings.steps} steps and not repeated: it is so much "
+                "slower than the reference that more steps would take long and add no information."
+            )
+        if measured.validation_cut is not None:
+            notes.append(
+                f"Validation used the first {measured.validation_cut} batches, as many as there are training steps, because its data "
+                "has no length."
+            )
     notes += [f"{row.label}: {note}" for row in rows for note in row.notes]
     return list(dict.fromkeys(notes + _misaligned(rows, survey)))
 
 
-def _fewer(rows: list[Row]) -> str:
-    """The rows that a stop left with fewer repeats than others, whose losses are then means over other seeds."""
+def _mismatches(runs: list[RunRecord]) -> list[str]:
+    """Repeats whose rows did not start from the same weights and batch."""
+    notes = []
+    for name, words in (("weights_digest", "initial weights"), ("batch_digest", "first batch")):
+        digests: dict[int, set[str]] = {}
+        for run in runs:
+            if (digest := getattr(run.measured, name)) is not None:
+                digests.setdefault(run.repeat, set()).add(digest)
+        notes += [
+            f"The {words} of repeat {repeat} differ between rows, so their losses are not comparable."
+            for repeat in sorted(digests)
+            if len(digests[repeat]) > 1
+        ]
+    return notes
+
+
+def _stop_note(runs: list[RunRecord], survey: Survey, rows: list[Row]) -> str:
+    missing = len(survey.variants) - len(rows)
+    short = sum(run.measured.stopped_after is not None for run in runs)
+    gaps = [f"{missing} of {count_text(len(survey.variants), 'row')} did not run"] if missing else []
+    gaps += [f"{count_text(short, 'run')} ended before the last step"] if short else []
+    note = f"The comparison was stopped early{': ' * bool(gaps)}{' and '.join(gaps)}."
     most = max((row.num_runs for row in rows), default=0)
     fewer = [f"{row.label} ({row.num_runs})" for row in rows if row.num_runs < most]
-    if not fewer:
-        return ""
-    whole = [row.label for row in rows if row.num_runs == most]
-    which = f"fewer are there for {', '.join(fewer)}"
-    if len(whole) < len(fewer):
-        which = f"all are there for {', '.join(whole)} alone"
-    return (
-        f" Of {most} repeats, {which}: compare losses of rows with other repeats by their gap to fp32, which is "
-        "taken seed by seed."
-    )
+    if fewer:  # their losses are means over other seeds
+        note += (
+            f" Only part of the {most} repeats is complete for {', '.join(fewer)}: compare their losses by the gap to fp32, which is "
+            "computed seed by seed."
+        )
+    return note
 
 
-def _misaligned(rows: list[Row], survey: dict[str, Any]) -> list[str]:
-    """Shapes that miss tensor cores; a CPU has none to miss."""
-    found: dict[str, list[str]] = {}
-    for row in rows if survey["device"] == "cuda" else ():
+def _misaligned(rows: list[Row], survey: Survey) -> list[str]:
+    """Shapes that may miss tensor cores, on a GPU."""
+    labels: dict[str, list[str]] = {}
+    for row in rows if survey.device == "cuda" else ():
         for item in (row.census or {}).get("misaligned", []):
-            found.setdefault("x".join(map(str, item["shape"])), []).append(row.label)
+            labels.setdefault("x".join(map(str, item["shape"])), []).append(row.label)
     return [
-        f"Matrix products of {shape} have a side that is no multiple of 8 and may miss tensor cores ({', '.join(labels)})."
-        for shape, labels in found.items()
+        f"Matrix products of shape {shape} have a dimension that is not a multiple of 8 and may miss tensor cores ({', '.join(names)})."
+        for shape, names in labels.items()
     ]
 
 
-def _machine_names(surveys: Sequence[dict[str, Any]]) -> list[str]:
-    names = [str(survey["machine"]) for survey in surveys]
+def _machine_names(surveys: Sequence[Survey]) -> list[str]:
+    """The names that distinguish machines; empty where there is only one."""
+    if len(surveys) < 2:
+        return [""] * len(surveys)
+    names = [survey.machine for survey in surveys]
     return [f"{name} #{i + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
@@ -254,15 +255,9 @@ def _named(label: str, machine: str) -> str:
     return f"{label} @ {machine}" if machine else label
 
 
-def _inside(folder: Path) -> Path:
-    if not (folder / SURVEY).exists():
-        raise SettingError(f"{folder} holds no comparison (there is no {SURVEY} in it); name the --out of one.")
-    return folder
-
-
 def _curves(run: RunRecord) -> dict[str, Any]:
     return {
-        "label": _named(run.contender.label, run.machine),
+        "label": _named(run.variant.label, run.machine),
         "repeat": run.repeat,
         "seed": run.seed,
         "loss": list(run.loss),

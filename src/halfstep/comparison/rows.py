@@ -1,6 +1,6 @@
-"""From runs to rows: what each precision cost and did, over all its repeats, and against the reference.
+"""From runs to rows: speed, memory and loss of each variant over all its repeats, relative to the reference.
 
-Everything relative is formed run by run, with the reference's run of the same seed, before anything is averaged.
+Everything relative is computed run by run, with the reference's run of the same seed, before anything is averaged.
 """
 
 from __future__ import annotations
@@ -9,50 +9,51 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from halfstep.comparison.contender import Contender
 from halfstep.comparison.estimate import Estimate, curve_distance, from_groups, from_values, paired_ratio
 from halfstep.comparison.record import RunRecord
+from halfstep.comparison.survey import Survey
+from halfstep.comparison.variant import Variant
 
-__all__ = ["METRICS", "Row", "build_row", "final_loss", "metric_of", "noise_of", "seeds_tell"]
+__all__ = ["METRICS", "Row", "build_row", "final_loss", "metric_of", "noise_of", "seeds_differ"]
 
 NOT_PREDICTED = "not predicted"
 _LAST = 0.1  # the share of a run's steps whose mean loss is its final loss
-_FEWEST_LAST = 5  # steps that a spread can be taken of
+_MIN_LAST = 5  # steps needed for a standard deviation
 
 
 @dataclass(frozen=True)
 class Row:
-    """One precision or peer, over all its repeats."""
+    """One variant, over all its repeats."""
 
     label: str
-    contender: Contender
+    variant: Variant  # stored as `contender`
     machine: str
-    status: str  # done, or failed with the reason beside it
+    status: str  # done, or failed with a reason
     reason: str
-    num_runs: int  # that were completed
+    num_runs: int  # completed ones
     step_seconds: Estimate | None = None
-    mean_seconds: float | None = None  # of a step, slow ones and all: what a clock over the whole run would give
-    spread: float | None = None  # the middle half of the steps spans this share of the median
+    mean_seconds: float | None = None  # of a step, outliers included: the wall time of the run divided by its steps
+    spread: float | None = None  # interquartile range of the step times divided by their median
     samples_per_second: Estimate | None = None
-    speedup: Estimate | None = None  # against the reference
+    speedup: Estimate | None = None  # relative to the reference
     warmup_seconds: float | None = None
     warmup_steps: int = 0
     peak_bytes: float | None = None
-    memory: dict[str, float] | None = None  # the peak by what it holds, in bytes
-    predicted_bytes: float | None = None  # the peak as `halfstep plan` predicts it
+    memory: dict[str, float] | None = None  # the peak by category, in bytes
+    predicted_bytes: float | None = None  # the peak that `halfstep plan` predicts
     memory_ratio: float | None = None
     split: dict[str, float] | None = None  # seconds of each phase
     flops_per_second: float | None = None
     flops_share: float | None = None  # of the matmul rate measured here in the same format
     loss: Estimate | None = None  # the mean of the last tenth of the steps
-    loss_gap: Estimate | None = None  # against the reference's, seed by seed
-    loss_noise: float | None = None  # the spread (standard deviation) of the reference's final loss over seeds
-    step_noise: float | None = None  # and from step to step, at its end: what there is where seeds do not tell
+    loss_gap: Estimate | None = None  # minus the reference's, seed by seed
+    loss_noise: float | None = None  # standard deviation of the reference's final loss over seeds
+    step_noise: float | None = None  # and over its last steps: used where all seeds give the same run
     loss_distance: float | None = None  # of the whole curve from the reference's
-    beyond_noise: bool | None = None  # whether that is more than the reference's own, from seed to seed
+    beyond_noise: bool | None = None  # whether that exceeds the distance between the reference's own seeds
     val_loss: Estimate | None = None
     metric: Estimate | None = None
     metric_gap: Estimate | None = None
@@ -64,15 +65,21 @@ class Row:
     truth: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values under the keys of comparison.json, with every metric of `METRICS`."""
+        values = asdict(self)
+        del values["variant"]
+        return {**values, "contender": self.variant.as_dict(), "figures": {m: metric_of(self, m) for m in METRICS}}
 
-# What `--fail-if` can ask a row for, and in which words.
+
+# The metrics of a row that `--fail-if` can use, with their meaning.
 METRICS = {
     "step_ms": "median time of a step, in milliseconds",
-    "mean_step_ms": "mean time of a step, in milliseconds: what a clock over the whole run gives",
-    "samples_per_second": "examples trained on per second, at the median time of a step",
-    "speedup": "times as fast as the reference",
+    "mean_step_ms": "mean time of a step, in milliseconds, outliers included",
+    "samples_per_second": "training examples per second, at the median time of a step",
+    "speedup": "speed relative to the reference",
     "memory_gib": "peak memory, in GiB",
-    "memory_ratio": "peak memory against the reference's",
+    "memory_ratio": "peak memory relative to the reference",
     "loss": "training loss at the end",
     "loss_gap": "training loss at the end, minus the reference's",
     "loss_distance": "mean distance of the loss curve from the reference's",
@@ -80,9 +87,9 @@ METRICS = {
     "metric": "validation metric",
     "metric_gap": "validation metric, minus the reference's",
     "skips": "steps skipped, over all repeats",
-    "nonfinite": "steps with a loss that is not finite, over all repeats",
+    "nonfinite": "steps with a non-finite loss, over all repeats",
     "cosine": "cosine of the first gradients with fp32's",
-    "flops_share": "share of the measured matmul rate that the model reaches",
+    "flops_share": "share of the measured matmul rate that the job reaches",
 }
 
 
@@ -105,78 +112,76 @@ def final_loss(run: RunRecord, length: int | None = None) -> float | None:
     return statistics.fmean(last) if last and all(map(math.isfinite, last)) else None
 
 
-def seeds_tell(runs: Sequence[RunRecord]) -> bool:
-    """Whether runs of several seeds are different runs; a job that seeds itself makes the same one again."""
-    return len({(run.measured.get("weights"), run.measured.get("batch")) for run in runs}) > 1
+def seeds_differ(runs: Sequence[RunRecord]) -> bool:
+    """Whether different seeds give different runs; a job that seeds itself repeats the same one."""
+    return len({(run.measured.weights_digest, run.measured.batch_digest) for run in runs}) > 1
 
 
 def noise_of(runs: Sequence[RunRecord]) -> float | None:
-    """How far the reference's own loss curves are apart from seed to seed, in the mean; None where seeds do not tell."""
-    whole = [run for run in runs if run.failure is None]
-    pairs = itertools.combinations(whole if seeds_tell(whole) else [], 2)
-    found = [d for one, other in pairs if (d := curve_distance(one.loss, other.loss)) is not None]
-    return statistics.fmean(found) if found else None
+    """The mean distance between the reference's own loss curves of different seeds; None if all seeds give one run."""
+    completed = [run for run in runs if run.failure is None]
+    pairs = itertools.combinations(completed if seeds_differ(completed) else [], 2)
+    distances = [d for one, other in pairs if (d := curve_distance(one.loss, other.loss)) is not None]
+    return statistics.fmean(distances) if distances else None
 
 
-def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], found: dict[str, Any], label: str) -> Row:
-    """One row out of its runs, the reference's runs and the survey."""
-    contender = runs[0].contender
-    whole = [run for run in runs if run.failure is None]
+def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey: Survey, label: str) -> Row:
+    """One row from its runs, the reference's runs and the survey."""
+    variant = runs[0].variant
+    completed = [run for run in runs if run.failure is None]
     status, reason = _status(runs)
-    base: dict[str, Any] = {
-        "label": label,
-        "contender": contender,
-        "machine": runs[0].machine,
-        "status": status,
-        "reason": reason,
-    }
-    common: dict[str, Any] = {"num_runs": len(whole), "notes": (*contender.notes, *_overflow_note(runs))}
+    row = Row(
+        label,
+        variant,
+        runs[0].machine,
+        status,
+        reason,
+        num_runs=len(completed),
+        notes=(*variant.notes, *_overflow_note(runs)),
+    )
     timed = [run for run in runs if run.slices]
     if not timed:
-        return Row(**base, **common)
+        return row
     reference = [run for run in reference if run.failure is None]
-    turns = [[statistics.median(turn) for turn in run.slices] for run in timed]
-    seconds = from_groups(turns)
+    seconds = from_groups([[statistics.median(turn) for turn in run.slices] for run in timed])
     assert seconds is not None
-    samples = float(timed[0].measured.get("samples") or found["samples"] or found["batch"])
+    samples = float(timed[0].measured.samples or survey.samples or survey.batch)
     steps = [second for run in timed for second in run.seconds]
-    surveyed = next((run.measured for run in timed if {"split", "census"} & set(run.measured)), {})
-    gradients: dict[str, Any] = next((run.measured["gradients"] for run in timed if "gradients" in run.measured), {})
-    memory = _memory(whole)
-    return Row(
-        **base,
-        **common,
-        **_losses(whole, reference, comparable=found["same_weights"] and found["same_batches"]),
-        **_flops(seconds.value, contender.compute, found, samples),
+    surveyed = next((m for run in timed if (m := run.measured).split is not None or m.census is not None), None)
+    gradients = next((run.measured.gradients for run in timed if run.measured.gradients is not None), None)
+    warmups = [run.measured.warmup_seconds for run in timed if run.measured.warmup_seconds is not None]
+    predicted = next((run.measured.predicted for run in completed if run.measured.predicted is not None), None)
+    return replace(
+        row,
+        **_losses(completed, reference, comparable=survey.is_comparable),
+        **_flops(seconds.value, variant.compute, survey, samples),
         step_seconds=seconds,
         mean_seconds=statistics.fmean(steps),
         spread=_spread(steps),
         samples_per_second=seconds.over(samples),
         speedup=_speedup(timed, reference),
-        warmup_seconds=statistics.median(run.measured["warmup_seconds"] for run in timed),
+        warmup_seconds=statistics.median(warmups) if warmups else None,
         warmup_steps=timed[0].settings.num_warmup,
-        peak_bytes=_peak(whole),
-        memory=memory,
-        predicted_bytes=next(
-            (run.measured["predicted"]["peak_bytes"] for run in whole if "predicted" in run.measured), None
-        ),
-        memory_ratio=_ratio(_peak(whole), _peak(reference)),
-        split=surveyed.get("split"),
+        peak_bytes=_peak(completed),
+        memory=_memory(completed),
+        predicted_bytes=None if predicted is None else predicted.peak_bytes,
+        memory_ratio=_ratio(_peak(completed), _peak(reference)),
+        split=None if surveyed is None else surveyed.split,
         skips=sum(sum(run.skipped) for run in runs),
         nonfinite=sum(run.num_nonfinite for run in runs),
-        cosine=_finite(gradients.get("cosine")),
-        gradient_error=_finite(gradients.get("relative_error")),
-        census=surveyed.get("census"),
-        truth=next((run.measured["truth"] for run in timed if run.measured.get("truth")), None),
+        cosine=None if gradients is None else _finite(gradients.cosine),
+        gradient_error=None if gradients is None else _finite(gradients.relative_error),
+        census=None if surveyed is None else surveyed.census,
+        truth=next((run.measured.truth for run in timed if run.measured.truth), None),
     )
 
 
 def _overflow_note(runs: Sequence[RunRecord]) -> tuple[str, ...]:
-    found = [run.measured["gradients"]["cosine"] for run in runs if "gradients" in run.measured]
-    if all(map(math.isfinite, found)):
+    cosines = [run.measured.gradients.cosine for run in runs if run.measured.gradients is not None]
+    if all(map(math.isfinite, cosines)):
         return ()
     return (
-        "the gradients of the first step overflowed, as a loss scale that is still too high makes them; they have no cosine",
+        "the gradients of the first step overflowed, because the initial loss scale is too high; they have no cosine",
     )
 
 
@@ -184,21 +189,26 @@ def _status(runs: Sequence[RunRecord]) -> tuple[str, str]:
     failed = [run for run in runs if run.failure is not None]
     if failed:
         assert failed[0].failure is not None
-        many = f" ({len(failed)} of {len(runs)} runs)" if len(runs) > 1 else ""
-        return "failed", f"{failed[0].failure['kind']}{many}: {failed[0].failure['reason']}"
+        share = f" ({len(failed)} of {len(runs)} runs)" if len(runs) > 1 else ""
+        return "failed", f"{failed[0].failure.kind}{share}: {failed[0].failure.reason}"
     diverged = [(run.seed, run.diverged_at) for run in runs if run.diverged_at is not None]
     if diverged:
         seed, step = diverged[0]
         return (
             "failed",
-            f"NaN ({len(diverged)} of {len(runs)} runs): the loss is not finite from step {step} on, seed {seed}",
+            f"NaN ({len(diverged)} of {len(runs)} runs): the loss is not finite from step {step} on with seed {seed}",
         )
     return "done", ""
 
 
+def _pairs(runs: Sequence[RunRecord], reference: Sequence[RunRecord]) -> list[tuple[RunRecord, RunRecord]]:
+    """Each run with the reference's run of the same seed."""
+    by_repeat = {run.repeat: run for run in reference}
+    return [(run, by_repeat[run.repeat]) for run in runs if run.repeat in by_repeat]
+
+
 def _speedup(runs: Sequence[RunRecord], reference: Sequence[RunRecord]) -> Estimate | None:
-    theirs = {run.repeat: run for run in reference}
-    pairs = [(run, theirs[run.repeat]) for run in runs if run.repeat in theirs]
+    pairs = _pairs(runs, reference)
     return paired_ratio(
         [[statistics.median(turn) for turn in other.slices] for _, other in pairs],
         [[statistics.median(turn) for turn in run.slices] for run, _ in pairs],
@@ -206,33 +216,25 @@ def _speedup(runs: Sequence[RunRecord], reference: Sequence[RunRecord]) -> Estim
 
 
 def _losses(runs: Sequence[RunRecord], reference: Sequence[RunRecord], *, comparable: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    validations = [run.measured.validation for run in runs if run.measured.validation is not None]
+    losses: dict[str, Any] = {
         "loss": _mean([final_loss(run) for run in runs]),
-        "val_loss": _mean([run.measured["validation"]["loss"] for run in runs]),
-        "metric": _mean(
-            [run.measured["validation"]["metric"] for run in runs if "metric" in run.measured["validation"]]
-        ),
+        "val_loss": _mean([validation.loss for validation in validations]),
+        "metric": _mean([validation.metric for validation in validations if validation.metric is not None]),
     }
     if not comparable:
-        return found
-    theirs = {run.repeat: run for run in reference}
-    pairs = [(run, theirs[run.repeat]) for run in runs if run.repeat in theirs]
-    metrics = [
-        a.measured["validation"]["metric"] - b.measured["validation"]["metric"]
-        for a, b in pairs
-        # A metric is of the end of a run: of runs of different lengths it says nothing about their precision.
-        if len(a.loss) == len(b.loss) and "metric" in a.measured["validation"] and "metric" in b.measured["validation"]
-    ]
+        return losses
+    pairs = _pairs(runs, reference)
     distances = [d for a, b in pairs if (d := curve_distance(a.loss, b.loss)) is not None]
     distance = statistics.fmean(distances) if distances else None
     noise = noise_of(reference)
     ends = [value for run in reference if (value := final_loss(run)) is not None]
     return {
-        **found,
-        "loss_noise": statistics.stdev(ends) if len(ends) > 1 and seeds_tell(reference) else None,
+        **losses,
+        "loss_noise": statistics.stdev(ends) if len(ends) > 1 and seeds_differ(reference) else None,
         "step_noise": _step_noise(reference),
-        "loss_gap": _mean([_gap(*pair) for pair in pairs]),
-        "metric_gap": _mean(metrics),
+        "loss_gap": _mean([_loss_gap(*pair) for pair in pairs]),
+        "metric_gap": _mean([gap for pair in pairs if (gap := _metric_gap(*pair)) is not None]),
         "loss_distance": distance,
         "beyond_noise": None if distance is None or noise is None else distance > noise,
     }
@@ -240,52 +242,61 @@ def _losses(runs: Sequence[RunRecord], reference: Sequence[RunRecord], *, compar
 
 def _mean(values: Sequence[float | None]) -> Estimate | None:
     """The mean over seeds; None if one of them has no finite value, because the mean of the others would hide it."""
-    kept = [value for value in values if value is not None and math.isfinite(value)]
-    return from_values(kept) if len(kept) == len(values) else None
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return from_values(finite) if len(finite) == len(values) else None
 
 
 def _step_noise(runs: Sequence[RunRecord]) -> float | None:
-    """The spread of a run's last losses, a tenth of them and at least five, in the mean over runs."""
-    ends = [run.loss[-max(_FEWEST_LAST, int(len(run.loss) * _LAST)) :] for run in runs]
-    found = [statistics.stdev(end) for end in ends if len(end) >= _FEWEST_LAST and all(map(math.isfinite, end))]
-    return statistics.fmean(found) if found else None
+    """The standard deviation of a run's last losses (a tenth of them, at least five), averaged over runs."""
+    ends = [run.loss[-max(_MIN_LAST, int(len(run.loss) * _LAST)) :] for run in runs]
+    deviations = [statistics.stdev(end) for end in ends if len(end) >= _MIN_LAST and all(map(math.isfinite, end))]
+    return statistics.fmean(deviations) if deviations else None
 
 
-def _gap(run: RunRecord, reference: RunRecord) -> float | None:
-    """The difference of final losses; where one run was stopped early, at the last step both have."""
+def _metric_gap(run: RunRecord, reference: RunRecord) -> float | None:
+    """The difference of metrics; None for runs of different lengths, where it would not be due to the precision."""
+    mine, other = run.measured.validation, reference.measured.validation
+    if len(run.loss) != len(reference.loss) or mine is None or other is None:
+        return None
+    return None if mine.metric is None or other.metric is None else mine.metric - other.metric
+
+
+def _loss_gap(run: RunRecord, reference: RunRecord) -> float | None:
+    """The difference of final losses; where one run was stopped early, at the last step that both have."""
     length = min(len(run.loss), len(reference.loss))
     mine, other = final_loss(run, length), final_loss(reference, length)
     return None if mine is None or other is None else mine - other
 
 
-def _flops(seconds: float, compute: str, found: dict[str, Any], samples: float) -> dict[str, Any]:
-    """Operations per second, counted once in fp32: what the model asks for, whatever a precision makes of it."""
-    count = found.get("flops_per_step")
-    if not count:
+def _flops(seconds: float, compute: str, survey: Survey, samples: float) -> dict[str, Any]:
+    """Operations per second. They are counted once, in fp32: the work of the model is the same in every precision."""
+    if not survey.flops_per_step:
         return {}
-    rate = count * samples / (found["samples"] or samples) / seconds
-    measured = {m["format"]: m["gflops_median"] * 1e9 for m in found["matmul"]}
-    return {"flops_per_second": rate, "flops_share": rate / measured[compute] if measured.get(compute) else None}
+    rate = survey.flops_per_step * samples / (survey.samples or samples) / seconds
+    peak_rate = survey.matmul_rate(compute)
+    return {"flops_per_second": rate, "flops_share": rate / peak_rate if peak_rate else None}
 
 
 def _memory(runs: Sequence[RunRecord]) -> dict[str, float] | None:
-    """The peak by what it holds: what is counted exactly, and the rest, which is activations, rest."""
-    whole = [run.measured for run in runs if "peak_bytes" in run.measured]
-    if not whole:
+    """The peak by category: the predicted categories, or exact counts with activations as the rest."""
+    measured = [run.measured for run in runs if run.measured.peak_bytes is not None]
+    if not measured:
         return None
-    one = whole[0]
-    if "predicted" in one:  # by cause, as planned; what was measured beyond that is a part of its own
-        parts = {name: float(size) for name, size in one["predicted"]["parts"].items() if size}
-        beyond = one["peak_bytes"] - one["predicted"]["peak_bytes"]
+    first, peak = measured[0], _peak(runs)
+    assert first.peak_bytes is not None
+    assert peak is not None
+    if first.predicted is not None:
+        parts = {name: float(size) for name, size in first.predicted.parts.items() if size}
+        beyond = first.peak_bytes - first.predicted.peak_bytes
         return parts | ({NOT_PREDICTED: float(beyond)} if beyond > 0 else {})
-    held = {name: float(size) for name, size in one["held"].items()}
-    base = {"process": float(one["base_bytes"])} if one["base_bytes"] else {}
-    rest = statistics.median(m["peak_bytes"] for m in whole) - sum(held.values()) - sum(base.values())
-    return {**base, **held, "activations, rest": max(0.0, rest)}
+    allocated = {name: float(size) for name, size in (first.allocated or {}).items()}
+    base = {"process": float(first.base_bytes)} if first.base_bytes else {}
+    rest = peak - sum(allocated.values()) - sum(base.values())
+    return {**base, **allocated, "activations, rest": max(0.0, rest)}
 
 
 def _peak(runs: Sequence[RunRecord]) -> float | None:
-    peaks = [run.measured["peak_bytes"] for run in runs if "peak_bytes" in run.measured]
+    peaks = [run.measured.peak_bytes for run in runs if run.measured.peak_bytes is not None]
     return statistics.median(peaks) if peaks else None
 
 

@@ -1,4 +1,4 @@
-"""How a comparison is run: how long, how often, on what, as one frozen value that travels to the child processes."""
+"""The settings of a comparison: length, repeats, batch and device, as one frozen value that the child processes share."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from halfstep.errors import SettingError, unknown
 __all__ = ["CompareSettings", "parse_settings"]
 
 DEFAULT_STEPS = 200
-MOST_WARMUP = 10  # steps; compilation, autotuning and the first growth of optimizer states are over by then
-MOST_SEED = 2**62
-# A slice is what a run does before another takes its turn: long against the switch (a millisecond), short against the
-# drift of a machine (seconds to minutes).
+MAX_WARMUP = 10  # steps; compilation, autotuning and the allocation of optimizer states are done by then
+SEED_LIMIT = 2**62
+# A slice is the number of steps before another run takes its turn: long compared with the switch (a millisecond), short
+# compared with the drift of a machine (seconds to minutes).
 SHORTEST_SLICE, NUM_SLICES = 5, 12
 
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """Length, repeats and place of a comparison; repeat r uses the seed `seed + r` for every row."""
+    """Length, repeats and device of a comparison; repeat r uses the seed `seed + r` in every row."""
 
     steps: int = DEFAULT_STEPS
     repeats: int = 3
     batch: int | None = None  # None: the target's own, else 64
     seed: int = 0
     max_norm: float | None = 1.0
-    warmup: int | None = None  # steps trained but not timed; None: a quarter of them, 10 at most
+    warmup: int | None = None  # steps trained but not timed; None: a quarter of them, at most 10
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -37,27 +37,27 @@ class CompareSettings:
             if value is None and name in {"batch", "warmup"}:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SettingError(f"{name}={value!r} must be a whole number of at least {least}.")
-        if self.seed >= MOST_SEED:
-            raise SettingError(f"seed={self.seed} is more than torch's generator takes; give one below 2**62.")
+                raise SettingError(f"{name}={value!r} must be an integer of at least {least}.")
+        if self.seed >= SEED_LIMIT:
+            raise SettingError(f"seed={self.seed} is too large for torch's generator; use a seed below 2**62.")
         norm = self.max_norm
         if norm is not None and (isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0):
-            raise SettingError(f"max_norm={norm!r} must be a number above 0; max_norm=none does not clip.")
+            raise SettingError(f"max_norm={norm!r} must be a number above 0; max_norm=none disables clipping.")
         if self.warmup is not None and self.warmup >= self.steps:
-            raise SettingError(f"warmup={self.warmup} leaves none of the {self.steps} steps to be timed; lower it.")
+            raise SettingError(f"warmup={self.warmup} leaves none of the {self.steps} steps for timing; lower it.")
 
     @property
     def num_warmup(self) -> int:
-        """Steps at the start that are not timed."""
-        return self.warmup if self.warmup is not None else max(1, min(MOST_WARMUP, self.steps // 4))
+        """The number of steps at the start that are not timed."""
+        return self.warmup if self.warmup is not None else max(1, min(MAX_WARMUP, self.steps // 4))
 
     def slices(self) -> tuple[int, ...]:
-        """The timed steps, cut into turns."""
+        """The number of timed steps in each turn."""
         timed = self.steps - self.num_warmup
         length = max(SHORTEST_SLICE, -(-timed // NUM_SLICES))
-        whole, rest = divmod(timed, length)
-        # A short tail would be a slice of its own with a poor median; it goes to the last whole one.
-        return (timed,) if not whole else (*([length] * (whole - 1)), length + rest)
+        full, rest = divmod(timed, length)
+        # A short tail would be a slice with a poor median; it is added to the last full one.
+        return (timed,) if not full else (*([length] * (full - 1)), length + rest)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for files."""
@@ -65,25 +65,25 @@ class CompareSettings:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The settings out of a file; fields of a later Halfstep are left out."""
+        """The settings that `as_dict` wrote; fields of a later version are ignored."""
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
-    """The fields that `key=value` texts of the command line set, in their own types."""
+    """The fields set by `key=value` arguments, converted to their types."""
     known = CompareSettings().as_dict()
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = (part.strip() for part in pair.partition("="))
         if key not in known:
             raise unknown("setting", key, known, "Only these can be set with --set.")
         if not equals or not text:
             raise SettingError(f"--set {pair!r} has no value; write --set {key}=VALUE.")
-        if key in found:
-            raise SettingError(f"--set {key} is given twice; keep one.")
-        found[key] = text if key == "device" else _number(key, text)
-    return found
+        if key in settings:
+            raise SettingError(f"--set {key} is given twice; remove one.")
+        settings[key] = text if key == "device" else _number(key, text)
+    return settings
 
 
 def _number(key: str, text: str) -> float | int | None:
@@ -92,5 +92,5 @@ def _number(key: str, text: str) -> float | int | None:
     try:
         return float(text) if key == "max_norm" else int(text)
     except ValueError:
-        wanted = "a number or none" if key == "max_norm" else "a whole number"
-        raise SettingError(f"--set {key}={text!r} is not {wanted}.") from None
+        expected = "a number or none" if key == "max_norm" else "an integer"
+        raise SettingError(f"--set {key}={text!r} is not {expected}.") from None

@@ -1,139 +1,142 @@
-"""What is looked at before anything is compared: the machine, and whether the job can be compared at all.
+"""The survey of a comparison: the machine, the job, and how the comparison was run.
 
-The survey runs in a process of its own and takes one fp32 step. It finds the mistakes that would otherwise show in
-every row at once, and those that would not show at all: a job whose weights or batches differ from one process to the
-next compares apples with pears, and one that ignores the batch size has another throughput than its user thinks.
+`preflight` measures the first part in a child process and the runner adds the rest. It is stored as `survey.json`;
+`as_dict` and `from_dict` are the only places that know the stored keys. Nothing here needs torch, so that a report can
+be rebuilt without it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from halfstep.backends.context import RunContext
-from halfstep.checkpoint.rng import seed_everything
-from halfstep.comparison.clock import largest_resident_bytes
-from halfstep.comparison.loops import build_parts
 from halfstep.comparison.settings import CompareSettings
-from halfstep.comparison.trial import batch_size_of
+from halfstep.comparison.variant import Variant
 from halfstep.errors import SettingError
-from halfstep.hardware.accelerator import pick_device
-from halfstep.hardware.environment import environment
-from halfstep.hardware.measure import measure_matmuls
-from halfstep.hardware.probe import probe
-from halfstep.hardware.tf32 import set_tf32
-from halfstep.jobs.job import Job, trainable
-from halfstep.jobs.targets import Target
-from halfstep.train.stream import DataStream, fingerprint, to_device
 
-__all__ = ["DEFAULT_BATCH", "survey"]
+__all__ = ["SURVEY", "Survey", "read_json", "read_survey", "write_survey"]
 
-DEFAULT_BATCH = 64
+SURVEY = "survey.json"  # in the directory of a comparison
+_OPTIONAL = ("threads", "resident_bytes", "has_metric", "flops_per_step")
 
 
-def survey(target: Target, settings: CompareSettings) -> dict[str, Any]:
-    """Machine, job and notes, as plain values."""
-    device = _usable_device(settings.device)
-    batch = settings.batch or dict(target.defaults).get("batch", DEFAULT_BATCH)
-    hardware = probe()
-    notes: list[str] = []
-    step = _one_step(target.job, settings, batch, device, notes)
-    return {
-        "target": target.name,
-        "source": target.source,
-        "data_dir": target.data_dir,
-        "batch": batch,
-        "device": device.type,
-        "machine": hardware.name if device.type in {hardware.kind, "cuda"} else device.type,
-        "support": {name: [hardware.support[name], hardware.support.why(name)] for name in hardware.support},
-        "environment": environment(),
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "matmul": [dataclasses.asdict(m) for m in measure_matmuls(seconds=1.0)] if _measurable(device) else [],
-        "resident_bytes": largest_resident_bytes(),
-        "has_metric": target.job.metric is not None,
-        "notes": notes,
-        **step,
-    }
+@dataclass(frozen=True)
+class Survey:
+    """Machine and job, measured before anything is compared, and the rows and settings of the comparison."""
+
+    target: str
+    source: str  # the target in a form that loads it from any directory
+    data_dir: str | None
+    batch: int
+    device: str
+    machine: str
+    support: dict[str, tuple[str, str]]  # format -> (native, slow or emulated; the reason)
+    environment: dict[str, Any]
+    matmul: tuple[dict[str, Any], ...]  # the matmul rate of each format, as halfstep.hardware.measure reports it
+    notes: tuple[str, ...]
+    same_weights: bool  # the same seed gives the same initial weights
+    same_batches: bool  # and the same first batch
+    num_params: int
+    samples: int | None  # examples in the first batch
+    threads: int | None = None  # of torch on a CPU
+    resident_bytes: int = 0
+    has_metric: bool = False
+    flops_per_step: int | None = None
+    # Set by the runner.
+    settings: CompareSettings = dataclasses.field(default_factory=CompareSettings)
+    variants: tuple[Variant, ...] = ()
+    reference: str = ""  # the label of the row that the others are compared with
+    command: tuple[str, ...] = ()
+    side_by_side: bool = False  # all rows of a round are alive at once and take turns
+    stopped: bool = True  # until the last run is done, so that a comparison that was killed counts as stopped too
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether losses and gradients of two rows with the same seed can be compared."""
+        return self.same_weights and self.same_batches
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of the rows, in order."""
+        return tuple(variant.label for variant in self.variants)
+
+    def support_for(self, form: str) -> tuple[str, str]:
+        """How the hardware supports a format, and the reason."""
+        return self.support.get(form, ("native", ""))
+
+    def matmul_rate(self, form: str) -> float | None:
+        """Floating-point operations per second of large matrix products in a format, if measured."""
+        return next((m["gflops_median"] * 1e9 for m in self.matmul if m["format"] == form), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values under their stored keys."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        variants = values.pop("variants")
+        return {
+            **values,
+            "support": {form: list(level) for form, level in self.support.items()},
+            "matmul": list(self.matmul),
+            "notes": list(self.notes),
+            "settings": self.settings.as_dict(),
+            "contenders": [variant.as_dict() for variant in variants],
+            "command": list(self.command),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The survey that `as_dict` wrote; a missing key is a KeyError with the names of all missing ones."""
+        names = ["contenders" if item.name == "variants" else item.name for item in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in values and name not in _OPTIONAL]
+        if missing:
+            raise KeyError(", ".join(missing))
+        fields = {name: values[name] for name in names if name in values}
+        variants = tuple(Variant.from_dict(item) for item in fields.pop("contenders"))
+        return cls(
+            **{
+                **fields,
+                "support": {form: (level, why) for form, (level, why) in values["support"].items()},
+                "matmul": tuple(values["matmul"]),
+                "notes": tuple(values["notes"]),
+                "settings": CompareSettings.from_dict(values["settings"]),
+                "variants": variants,
+                "command": tuple(values["command"]),
+            }
+        )
 
 
-def _usable_device(name: str) -> torch.device:
+def read_survey(folder: Path) -> Survey:
+    """The survey of a comparison's directory."""
+    path = folder / SURVEY
     try:
-        device = pick_device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        return Survey.from_dict(read_json(path))
+    except KeyError as error:
         raise SettingError(
-            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}); write auto, cpu or cuda."
+            f"{path} lacks {error.args[0]}; it is damaged, or was not written by this version of halfstep compare."
         ) from error
-    return device
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, SettingError):
+            raise
+        raise SettingError(
+            f"{path} is damaged ({type(error).__name__}: {error}); run the comparison again, or restore the file."
+        ) from error
 
 
-def _measurable(device: torch.device) -> bool:
-    """`measure_matmuls` measures the machine's accelerator if it has one."""
-    return device.type != "cpu" or not torch.accelerator.is_available()
+def write_survey(folder: Path, survey: Survey) -> None:
+    """Write the survey into a comparison's directory."""
+    (folder / SURVEY).write_text(json.dumps(survey.as_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-def _one_step(
-    job: Job, settings: CompareSettings, batch: int, device: torch.device, notes: list[str]
-) -> dict[str, Any]:
-    """One fp32 forward and backward: its operations, and what the job does that a comparison has to know."""
-    run = RunContext(device, seed=settings.seed, batch_size=batch)
-    if device.type == "cuda":
-        set_tf32(False)
-    prints = []
-    for _ in range(2):
-        seed_everything(settings.seed)
-        parts = build_parts(job, run)
-        weights = fingerprint([p for _, p in trainable(parts.model)])
-        raw = next(iter(DataStream(job, run, split="train").batches(0)))
-        prints.append((weights, fingerprint(raw)))
-    found: dict[str, Any] = {
-        "same_weights": prints[0][0] == prints[1][0],
-        "same_batches": prints[0][1] == prints[1][1],
-        "num_params": sum(p.numel() for _, p in trainable(parts.model)),
-        "samples": batch_size_of(raw),
-        "flops_per_step": None,
-    }
-    _note(found, batch, notes)
-    counter = FlopCounterMode(display=False)
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a comparison's directory."""
     try:
-        parts.model.train()
-        with counter:
-            loss = job.call("loss", run, model=parts.model, batch=to_device(raw, device), epoch=0, split="train")
-            loss.backward()
-        _validate_once(job, parts.model, run)
-    except torch.OutOfMemoryError:
-        notes.append("One fp32 step does not fit in memory here, so its operations could not be counted.")
-    else:
-        found["flops_per_step"] = counter.get_total_flops()
-    return found
-
-
-def _validate_once(job: Job, model: Any, run: RunContext) -> None:
-    """One batch of validation, which comes last in a run: what is wrong with it must not cost the training before it."""
-    raw = next(iter(DataStream(job, run, split="val").batches(0)))
-    model.eval()
-    with torch.no_grad():
-        for name in ("loss", "metric") if job.metric is not None else ("loss",):
-            job.call(name, run, model=model, batch=to_device(raw, run.device), epoch=0, split="val")
-
-
-def _note(found: dict[str, Any], batch: int, notes: list[str]) -> None:
-    if not found["same_weights"]:
-        notes.append(
-            "The job is not deterministic: the same seed gave different initial weights twice. Speed and memory are comparable, "
-            "losses and gradients are not. Draw initial weights from torch's generator, which is seeded for every run."
-        )
-    if not found["same_batches"]:
-        notes.append(
-            "The job is not deterministic: the same seed gave a different first batch twice. Speed and memory are comparable, "
-            "losses and gradients are not. Shuffle by torch's generator, or name the argument `seed` in the job's data."
-        )
-    samples = found["samples"]
-    if samples is not None and samples != batch:
-        notes.append(
-            f"The job ignores the batch size: batches of {batch} were asked for and hold {samples}. Samples per second count "
-            f"what the batches hold; name the argument `batch_size` in the job's data to change it."
-        )
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError(f"{path} cannot be read: {error.strerror or error}. Check the path.") from error
+    except ValueError as error:
+        raise SettingError(f"{path} is not JSON ({error}); it was not written by halfstep compare.") from error
+    if not isinstance(value, dict):
+        raise SettingError(f"{path} does not contain a JSON object; it was not written by halfstep compare.")
+    return value

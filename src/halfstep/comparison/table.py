@@ -1,4 +1,4 @@
-"""The table of a comparison, as cells of text."""
+"""The table of a comparison, as text cells."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from halfstep.comparison.estimate import Estimate
 from halfstep.comparison.rows import Row
+from halfstep.hardware.units import bytes_text, seconds_text
 
-__all__ = ["fit_columns", "plain_table", "show_bytes", "show_interval", "show_seconds", "table_cells"]
+__all__ = ["fit_columns", "plain_table", "show_interval", "table_cells"]
 
 HEADINGS = ("precision", "step", "samples/s", "speed", "peak", "loss", "gap to fp32", "metric", "skipped", "cosine")
-# What a narrow terminal does without, the first first.
+# Columns that a narrow terminal drops, in this order.
 _DISPENSABLE = ("cosine", "loss", "skipped", "step", "metric", "samples/s", "gap to fp32")
 
 
 def table_cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings, and one row of cells for each row; a column nobody fills is left out."""
+    """Headings, and one row of cells for each row; empty columns are left out."""
     cells = [_cells(row) for row in rows]
     used = [i for i in range(len(HEADINGS)) if i == 0 or any(line[i] not in {"", "-"} for line in cells)]
     return tuple(HEADINGS[i] for i in used), [tuple(line[i] for i in used) for line in cells]
@@ -24,16 +25,16 @@ def table_cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, .
 def fit_columns(
     headings: Sequence[str], cells: Sequence[Sequence[str]], width: int
 ) -> tuple[list[str], list[list[str]], list[str]]:
-    """The table without the columns that do not fit into `width`, the least telling first, and which those were."""
-    kept, dropped = list(range(len(headings))), []
+    """The table without the columns that do not fit into `width`, and the names of the dropped ones."""
+    columns, dropped = list(range(len(headings))), []
     for name in _DISPENSABLE:
-        widths = [max(len(line[i]) for line in (headings, *cells)) for i in kept]
+        widths = [max(len(line[i]) for line in (headings, *cells)) for i in columns]
         if sum(widths) + 2 * len(widths) <= width:
             break
         if name in headings:
-            kept.remove(headings.index(name))
+            columns.remove(headings.index(name))
             dropped.append(name)
-    return [headings[i] for i in kept], [[line[i] for i in kept] for line in cells], dropped
+    return [headings[i] for i in columns], [[line[i] for i in columns] for line in cells], dropped
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -42,10 +43,10 @@ def _cells(row: Row) -> tuple[str, ...]:
     failed = " failed" if row.status == "failed" else ""
     return (
         row.label + failed,
-        show_seconds(row.step_seconds.value),
+        seconds_text(row.step_seconds.value),
         _number(row.samples_per_second),
         show_interval(row.speedup),
-        "-" if row.peak_bytes is None else show_bytes(row.peak_bytes),
+        "-" if row.peak_bytes is None else bytes_text(row.peak_bytes),
         "-" if row.loss is None else f"{row.loss.value:.4f}",
         _gap(row),
         _metric(row.metric),
@@ -57,8 +58,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _gap(row: Row) -> str:
     if row.loss_gap is None:
         return "-"
-    mark = "" if row.beyond_noise is None else " beyond noise" if row.beyond_noise else ""
-    return f"{row.loss_gap.value:+.4f}{mark}"
+    return f"{row.loss_gap.value:+.4f}{' beyond noise' if row.beyond_noise else ''}"
 
 
 def _metric(estimate: Estimate | None) -> str:
@@ -81,23 +81,8 @@ def show_interval(estimate: Estimate | None) -> str:
     return f"{estimate.value:.2f}x ({estimate.low:.2f} to {estimate.high:.2f})"
 
 
-def show_seconds(seconds: float) -> str:
-    """A time in the unit a person would choose."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-
-def show_bytes(count: float) -> str:
-    """A size in the unit a person would choose."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
-    return f"{count:.0f} B"
-
-
 def plain_table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """Aligned columns with nothing but spaces between them."""
+    """Columns aligned with spaces."""
     widths = [max(len(line[i]) for line in (headings, *cells)) for i in range(len(headings))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (headings, *cells)

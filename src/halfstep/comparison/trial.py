@@ -1,9 +1,9 @@
-"""One run of one row: train, time, measure, and write everything down.
+"""One run of one row: train, time and measure.
 
-The order of things matters. The first step also gives the gradients that are compared with fp32's. Warm-up steps are
-trained but not timed. Timed steps come in slices, between which other rows take their turns. Only when training is over
-are the things done that would disturb it: validation, then a few steps split into their phases with the device
-synchronised between, then one step under the census. What those last steps change is measured by nobody.
+The order matters. The first step also yields the gradients that are compared with fp32's. Warm-up steps are trained but
+not timed. Timed steps come in slices, between which other rows take their turns. Everything that would disturb training
+comes after it: validation, then a few steps timed phase by phase with the device synchronized in between, then one step
+under the census. Nothing is measured after those last steps.
 """
 
 from __future__ import annotations
@@ -13,62 +13,59 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state, seed_everything
 from halfstep.comparison.census import DispatchCensus, write_census
 from halfstep.comparison.census_trace import trace_step
-from halfstep.comparison.clock import StepClock, peak_bytes, reset_peak, resident_bytes, synchronise
+from halfstep.comparison.clock import StepClock, peak_bytes, reset_peak, resident_bytes, synchronize
 from halfstep.comparison.gradients import compare_gradients, save_gradients
-from halfstep.comparison.loops import Loop, Outcome, build_parts, make_loop
+from halfstep.comparison.loops import make_loop
+from halfstep.comparison.measurements import Curves, Measurements, PredictedPeak, TrialResult, Validation
 from halfstep.comparison.spec import TrialSpec
+from halfstep.comparison.training_loop import StepOutcome, TrainingLoop, build_parts
 from halfstep.engine.compiling import records_graphs
 from halfstep.jobs.job import Job, trainable
-from halfstep.train.stream import DataStream, fingerprint, to_device
+from halfstep.train.stream import DataStream, batch_size_of, fingerprint, to_device
 
-__all__ = ["PHASES", "Trial", "batch_size_of"]
+__all__ = ["PHASES", "Trial"]
 
 PHASES = ("data", "forward", "backward", "step")
-NUM_SPLIT = 5  # steps whose phases are timed apart
-NUM_WATCHED = 3  # steps under the census of a CPU, of which the least time of each operator counts
-
-
-def batch_size_of(batch: Any) -> int | None:
-    """Examples in a batch: the first dimension of its first tensor."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return None
+NUM_SPLIT = 5  # steps whose phases are timed separately
+NUM_WATCHED = 3  # steps under the CPU census; the minimum time of each operator counts
 
 
 class Trial:
-    """A run in the making; `record` holds what has been measured so far."""
+    """A run in progress; `measurements` has what was measured so far."""
 
     def __init__(self, job: Job, spec: TrialSpec) -> None:
         self.job, self.spec = job, spec
         self.context = RunContext.single(spec.settings.device, seed=spec.seed, batch_size=spec.batch)
         self.device = self.context.device
-        self.record: dict[str, Any] = {"base_bytes": resident_bytes() if self.device.type == "cpu" else 0}
+        self.measurements = Measurements(base_bytes=resident_bytes() if self.device.type == "cpu" else 0)
         seed_everything(spec.seed)
         parts = build_parts(job, self.context)
-        self._named = trainable(parts.model)  # peers wrap the model, and its names with it
-        self.record["weights"] = fingerprint([p for _, p in self._named])
-        self.loop: Loop = make_loop(spec.contender, parts, spec.settings.max_norm)
+        self._named = trainable(parts.model)  # before a baseline wraps the model and changes the names
+        self._add(weights_digest=fingerprint([p for _, p in self._named]))
+        self.loop: TrainingLoop = make_loop(spec.variant, parts, spec.settings.max_norm)
         self.loop.model.train()
-        seed_everything(spec.seed)  # whatever a row drew while it was set up, all rows train on the same numbers
+        seed_everything(spec.seed)  # setup may draw random numbers; all rows train on the same ones
         self._batches = self._endless(DataStream(job, self.context, split="train"))
         self._clock = StepClock(self.device)
         self._losses: list[Tensor] = []
-        self._outcomes: list[Callable[[], Outcome]] = []
+        self._outcomes: list[Callable[[], StepOutcome]] = []
         self._sizes: list[int] = []
         self.seconds: list[float] = []  # of every timed step
         self.slices: list[int] = []  # steps in each turn
-        self._curves: dict[str, list[Any]] | None = None
+        self._curves: Curves | None = None
+
+    def _add(self, **values: Any) -> None:
+        self.measurements = replace(self.measurements, **values)
 
     def _endless(self, stream: DataStream) -> Iterator[tuple[int, Any]]:
         epoch = 0
@@ -80,14 +77,16 @@ class Trial:
     # --- training ----------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """The first steps: compilation, autotuning, optimizer states; their time is noted as a whole."""
+        """The first steps (compilation, autotuning, optimizer states), timed as a whole."""
         start = time.perf_counter()
         for number in range(self.spec.settings.num_warmup):
             self._step(first=number == 0)
-        synchronise(self.device)
-        self.record["warmup_seconds"] = time.perf_counter() - start
-        self.record["warmup_steps"] = self.spec.settings.num_warmup
-        self.record["warmup_peak_bytes"] = peak_bytes(self.device)
+        synchronize(self.device)
+        self._add(
+            warmup_seconds=time.perf_counter() - start,
+            warmup_steps=self.spec.settings.num_warmup,
+            warmup_peak_bytes=peak_bytes(self.device),
+        )
         reset_peak(self.device)
 
     def run_slice(self, count: int) -> None:
@@ -102,15 +101,15 @@ class Trial:
     def _step(self, *, first: bool = False) -> None:
         epoch, raw = next(self._batches)
         if first:
-            self.record["batch"] = fingerprint(raw)
+            self._add(batch_digest=fingerprint(raw))
         loss = self._forward(epoch, to_device(raw, self.device))
         self.loop.backward(loss)
         if first:
             self._compare_gradients()
-            self._weigh()
+            self._count_bytes()
         self._outcomes.append(self.loop.step())
-        self._losses.append(loss.detach().to(torch.float32, copy=True))  # a CUDA graph writes the next one over it
-        self._sizes.append(batch_size_of(raw) or self.spec.batch)
+        self._losses.append(loss.detach().to(torch.float32, copy=True))  # a CUDA graph overwrites it on replay
+        self._sizes.append(batch_size_of(raw, self.spec.batch))
 
     def _forward(self, epoch: int, batch: Any, split: str = "train") -> Tensor:
         with self.loop.forward():
@@ -126,97 +125,111 @@ class Trial:
         if self.spec.is_reference:
             save_gradients(path, self._named, self.loop.divisor())
         elif path.exists():
-            self.record["gradients"] = compare_gradients(path, self._named, self.loop.divisor())
+            self._add(gradients=compare_gradients(path, self._named, self.loop.divisor()))
 
-    def _weigh(self) -> None:
-        """Bytes of weights and gradients; the optimizer's are there after the step."""
+    def _count_bytes(self) -> None:
+        """Bytes of weights and gradients; optimizer states exist only after the step."""
         params = [p for _, p in self._named]
         grads = [p.grad for p in params if p.grad is not None]
-        self.record["held"] = {"weights": _bytes(params), "gradients": _bytes(grads)}
+        self._add(allocated={"weights": _bytes(params), "gradients": _bytes(grads)})
 
     # --- after training ----------------------------------------------------------------------------------------
 
     def finish(self, *, quick: bool = False) -> None:
-        """Everything that is measured once training is over, or only the quick part of it."""
-        self.record["peak_bytes"] = peak_bytes(self.device)
-        if records_graphs(self.spec.contender.compile, self.device):
-            # A replay takes memory that the allocator counted only while the graph was recorded.
-            self.record["peak_bytes"] = max(self.record["peak_bytes"], self.record["warmup_peak_bytes"])
-        self.record["held"]["optimizer"] = _bytes(self.loop.state_tensors())
-        self.record["truth"] = self.loop.truth()
-        self.record["samples"] = statistics.median(self._sizes)
-        self.record["validation"] = self._validate()
-        self._curves = self.curves()  # before further steps add to the engine's
+        """Everything that is measured after training, or only the quick part of it."""
+        peak = peak_bytes(self.device)
+        if records_graphs(self.spec.variant.compile, self.device):
+            # The memory of a graph replay is counted by the allocator only while the graph is recorded.
+            peak = max(peak, self.measurements.warmup_peak_bytes or 0)
+        self._add(
+            peak_bytes=peak,
+            allocated={**(self.measurements.allocated or {}), "optimizer": _bytes(self.loop.state_tensors())},
+            truth=self.loop.truth(),
+            samples=statistics.median(self._sizes),
+        )
+        self._add(validation=self._validate())
+        self._curves = self.curves()  # before further steps add to the engine's results
         if len(self._losses) < self.spec.settings.steps:
-            self.record["stopped_after"] = len(self._losses)
+            self._add(stopped_after=len(self._losses))
         if self.spec.survey and quick:
-            self.record["unsurveyed"] = True  # what follows is missing, and `--resume` makes the run again
+            self._add(unsurveyed=True)  # the rest is missing, and `--resume` repeats the run
         elif self.spec.survey:
-            self.loop.end_schedule()  # OneCycleLR, for one, raises when it is stepped beyond its total_steps
-            for name, measure in (("split", self._split), ("census", self._census)):
-                try:
-                    self.record[name] = measure()
-                except Exception as error:  # a profiler that is not allowed here must not cost the run that is done
-                    said = (str(error).strip().splitlines() or [""])[0]
-                    self.record[f"{name}_failed"] = f"{type(error).__name__}: {said}"
-            if self.device.type == "cuda" and not self.spec.contender.compile:  # which the prediction does not know
-                self._predict()
+            self._survey()
+
+    def _survey(self) -> None:
+        """Phases, census and predicted memory: once per row."""
+        self.loop.end_schedule()  # OneCycleLR, for one, raises when it is stepped beyond its total_steps
+        for name, measure in (("split", self._split), ("census", self._census)):
+            try:
+                self._add(**{name: measure()})
+            except Exception as error:  # a profiler without permissions must not cost the finished run
+                message = (str(error).strip().splitlines() or [""])[0]
+                self._add(**{f"{name}_failed": f"{type(error).__name__}: {message}"})
+        if self.device.type == "cuda" and not self.spec.variant.compile:  # the prediction does not cover compilation
+            self._predict()
 
     def _predict(self) -> None:
-        """What `halfstep plan` says of this run, to stand beside what was measured."""
-        from halfstep.planning import predict_peak  # a second of imports, after everything was timed
+        """The peak that `halfstep plan` predicts for this run, to compare with the measured one."""
+        from halfstep.planning import predict_peak  # a second of imports, after all timing
 
-        estimate = predict_peak(self.job, self.spec.contender.policy, self.spec.batch, seed=self.spec.seed)
+        estimate = predict_peak(self.job, self.spec.variant.policy, self.spec.batch, seed=self.spec.seed)
         if estimate is not None:
-            self.record["predicted"] = {"peak_bytes": estimate.peak_bytes, "parts": dict(estimate.peak.breakdown)}
+            self._add(predicted=PredictedPeak(estimate.peak_bytes, dict(estimate.peak.breakdown)))
 
-    def curves(self) -> dict[str, list[Any]]:
-        """Loss, gradient norm, scale and skips of every training step; waits for the device."""
+    def result(self) -> TrialResult:
+        """Everything so far; the curves are empty where a device error made them unreadable."""
+        curves = Curves()
+        with contextlib.suppress(Exception):
+            curves = self.curves()
+        return TrialResult(curves, tuple(self.seconds), tuple(self.slices), self.measurements)
+
+    def curves(self) -> Curves:
+        """Loss, gradient norm, scale and skips of every training step; synchronizes with the device."""
         if self._curves is not None:
             return self._curves
         losses = torch.stack(self._losses).tolist() if self._losses else []
         outcomes = [read() for read in self._outcomes[: len(losses)]]
-        return {
-            "loss": losses,
-            "grad_norm": [o.grad_norm for o in outcomes],
-            "scale": [o.scale for o in outcomes],
-            "skipped": [o.skipped for o in outcomes],
-        }
+        return Curves(
+            tuple(losses),
+            tuple(o.grad_norm for o in outcomes),
+            tuple(o.scale for o in outcomes),
+            tuple(o.skipped for o in outcomes),
+        )
 
-    def _validate(self) -> dict[str, float]:
-        before = rng_state()
+    def _validate(self) -> Validation:
+        random_numbers = rng_state()
         sums = {"loss": 0.0} | ({"metric": 0.0} if self.job.metric is not None else {})
         total = 0
-        where = {"model": self.loop.model, "epoch": 0, "split": "val"}
+        arguments = {"model": self.loop.model, "epoch": 0, "split": "val"}
         stream = DataStream(self.job, self.context, split="val")
-        # Data without a length may have no end: as many batches as there were steps are enough, the same in every row.
-        most = self.spec.settings.steps if stream.num_batches(0) is None else None
+        # Data without a length may be infinite: use as many batches as there are steps, the same in every row.
+        limit = self.spec.settings.steps if stream.num_batches(0) is None else None
         with self._uncompiled(), self.loop.evaluate():
             for number, raw in enumerate(stream.batches(0)):
-                if number == most:
-                    self.record["validation_cut"] = most
+                if number == limit:
+                    self._add(validation_cut=limit)
                     break
                 batch = to_device(raw, self.device)
-                size = batch_size_of(batch) or 1
+                size = batch_size_of(batch, 1)
                 for name in sums:
-                    sums[name] += float(self.job.call(name, self.context, batch=batch, **where)) * size
+                    sums[name] += float(self.job.call(name, self.context, batch=batch, **arguments)) * size
                 total += size
-        restore_rng(before)
-        return {name: value / total for name, value in sums.items()}
+        restore_rng(random_numbers)
+        return Validation(**{name: value / total for name, value in sums.items()})
 
     def _split(self) -> dict[str, float]:
-        """Median seconds of each phase, in steps that wait for the device between phases."""
+        """Median seconds of each phase, in steps that synchronize between phases."""
         times: dict[str, list[float]] = {phase: [] for phase in PHASES}
 
         def timed(phase: str, work: Callable[[], Any]) -> Any:
             start = time.perf_counter()
             result = work()
-            synchronise(self.device)
+            synchronize(self.device)
             times[phase].append(time.perf_counter() - start)
             return result
 
         for _ in range(NUM_SPLIT):
-            synchronise(self.device)
+            synchronize(self.device)
             epoch, batch = timed("data", self._next_on_device)
             loss = timed("forward", functools.partial(self._forward, epoch, batch))
             timed("backward", functools.partial(self.loop.backward, loss))
@@ -229,33 +242,33 @@ class Trial:
 
     def _census(self) -> dict[str, Any] | None:
         epoch, batch = self._next_on_device()
-        wanted = self.spec.contender.compute
+        requested = self.spec.variant.compute
         if self.device.type == "cuda":
             kernels = trace_step(lambda: self._one_step(epoch, batch, lambda _: None))
-            # Without leave to read the GPU's counters a profiler sees no kernel, and nothing can be said.
-            return write_census([kernels], "profiler", wanted=wanted) if kernels else None
+            # Without permission to read the GPU's counters the profiler records no kernels.
+            return write_census([kernels], "profiler", requested=requested) if kernels else None
         watched = []
-        with self._uncompiled():  # compiled kernels are not seen by the dispatcher
+        with self._uncompiled():  # compiled kernels bypass the dispatcher
             for _ in range(NUM_WATCHED):
                 census = DispatchCensus()
                 with census:
                     self._one_step(epoch, batch, functools.partial(setattr, census, "phase"))
                 watched.append(census.entries)
-        return write_census(watched, "dispatch", wanted=wanted)
+        return write_census(watched, "dispatch", requested=requested)
 
     def _uncompiled(self) -> contextlib.AbstractContextManager[Any]:
-        """Without compilation: validation would otherwise compile the model anew, a minute for ten batches."""
-        if not self.spec.contender.compile:
+        """Without compilation: validation would otherwise recompile the model, a minute for ten batches."""
+        if not self.spec.variant.compile:
             return contextlib.nullcontext()
         stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
         return stance
 
-    def _one_step(self, epoch: int, batch: Any, note: Callable[[str], None]) -> None:
-        note("forward")
+    def _one_step(self, epoch: int, batch: Any, enter_phase: Callable[[str], None]) -> None:
+        enter_phase("forward")
         loss = self._forward(epoch, batch)
-        note("backward")
+        enter_phase("backward")
         self.loop.backward(loss)
-        note("step")
+        enter_phase("step")
         self.loop.step()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from halfstep.hardware.units import seconds_text
 
 if TYPE_CHECKING:
     from halfstep.comparison.gate import GateResult
     from halfstep.comparison.result import Comparison
+    from halfstep.comparison.survey import Survey
 
 __all__ = ["WIDTH", "CompareProgress", "as_text"]
 
@@ -43,18 +44,18 @@ class CompareProgress:
         if self.console.is_terminal:
             self._bar.start()
 
-    def surveyed(self, survey: dict[str, Any], total_steps: int) -> None:
+    def surveyed(self, survey: Survey, total_steps: int) -> None:
         """Print what is compared, on which machine."""
         self._bar.update(self._task, total=total_steps)
-        self._repeats = survey["settings"]["repeats"]
-        variants, steps = len(survey["contenders"]), survey["settings"]["steps"]
-        order = "interleaved" if survey["side_by_side"] else "one after another"
+        self._repeats = survey.settings.repeats
+        variants, steps = len(survey.variants), survey.settings.steps
+        order = "interleaved" if survey.side_by_side else "one after another"
         self.console.print(
-            f"{survey['target']} on {survey['machine']}: {variants} precisions x {self._repeats} repeats x {steps} steps, {order}; "
-            f"batch {survey['batch']}, {survey['num_params']:,} parameters",
+            f"{survey.target} on {survey.machine}: {variants} precisions x {self._repeats} repeats x {steps} steps, {order}; "
+            f"batch {survey.batch}, {survey.num_params:,} parameters",
             soft_wrap=True,
         )
-        for note in survey["notes"]:
+        for note in survey.notes:
             self.console.print(f"note: {note}", markup=False, soft_wrap=True)
 
     def stepped(self, label: str, repeat: int, count: int) -> None:

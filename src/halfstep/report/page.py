@@ -91,7 +91,7 @@ def _about(comparison: Comparison, data: Values) -> str:
 
 def _verdict(comparison: Comparison) -> dict[str, Any]:
     verdict = comparison.verdict
-    used = next((row for row in comparison.rows if verdict.use in {row.label, row.contender.label}), None)
+    used = next((row for row in comparison.rows if verdict.use in {row.label, row.variant.label}), None)
     return {
         "kind": _KINDS[verdict.kind],
         "headline": _HEADLINES[verdict.kind].format(use=verdict.use),

@@ -133,7 +133,7 @@ def truth_table(values: dict[str, Any]) -> Table | None:
         return None
     names = list(dict.fromkeys(name for row in rows for name in row["truth"]["rows"] if name != "precision"))
     lines = [(name, *(row["truth"]["rows"].get(name, "-") for row in rows)) for name in names]
-    for key, heading in (("lossy", "lossy"), ("gives_up", "waived guarantees")):
+    for key, heading in (("lossy", "lossy"), ("waived_guarantees", "waived guarantees")):
         if any(row["truth"][key] for row in rows):
             lines.append((heading, *("; ".join(row["truth"][key]) or "-" for row in rows)))
     heads = ("", *(row["label"] for row in rows))

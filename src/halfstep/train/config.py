@@ -1,4 +1,4 @@
-"""The settings of a training run: one frozen dataclass, and `--set key=value` on exactly its fields."""
+"""The settings of a training run: one frozen dataclass, whose fields are the keys of `--set key=value`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from halfstep.errors import SettingError, unknown
 
 __all__ = ["TrainConfig", "changed_fields", "parse_settings"]
 
-# What shapes the trajectory: a resumed run must have the same, or it would not be the same run.
+# Settings that determine the trajectory: a resumed run must have the same values.
 FIXED = ("batch", "seed", "accumulate", "max_norm", "ema", "deterministic")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long and how to train; None means off, or for epochs and steps, not limited by it."""
+    """How long and how to train; None means off, or for epochs and steps, no limit."""
 
     batch: int = 64  # examples in a micro-batch
     epochs: int | None = None
-    steps: int | None = None  # optimizer steps; the run ends with whichever limit comes first
+    steps: int | None = None  # optimizer steps; the first limit reached ends the run
     seed: int = 0
     accumulate: int = 1
     max_norm: float | None = 1.0
     ema: float | None = None
-    compile: bool | str = False  # a text is a mode of torch.compile
+    compile: bool | str = False  # a string is a torch.compile mode
     deterministic: bool = False
     gradient_release: bool = False
     eval_every: int = 1  # epochs between validations; the end of the run is always validated
@@ -48,29 +48,29 @@ class TrainConfig:
         _at_least("keep_best", self.keep_best, 0)
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
-            raise SettingError(f"seed={self.seed} is more than torch's generators take; write a number below 2^63.")
+            raise SettingError(f"seed={self.seed} is too large for torch's generators; use a number below 2^63.")
         check_compile(self.compile)
 
 
 def _at_least(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SettingError(f"{name}={value!r} must be a whole number of at least {least}.")
+        raise SettingError(f"{name}={value!r} must be an integer of at least {least}.")
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
-    """The fields that `key=value` texts set, in their own types."""
+    """The fields set by `key=value` arguments, converted to their types."""
     hints = typing.get_type_hints(TrainConfig)
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = (part.strip() for part in pair.partition("="))
         if key not in hints:
             raise unknown("setting", key, hints, "Only these can be set with --set.")
         if not equals:
             raise SettingError(f"--set {pair!r} has no value; write --set {key}=VALUE.")
-        if key in found:
-            raise SettingError(f"--set {key} is given twice; keep one.")
-        found[key] = _parse(key, text, hints[key])
-    return found
+        if key in settings:
+            raise SettingError(f"--set {key} is given twice; remove one.")
+        settings[key] = _parse(key, text, hints[key])
+    return settings
 
 
 def _parse(key: str, text: str, hint: Any) -> Any:
@@ -85,18 +85,18 @@ def _parse(key: str, text: str, hint: Any) -> Any:
         if int in kinds:
             return int(text)
         if float in kinds:
-            return float(text)  # what a number means is checked by whoever uses it
+            return float(text)  # its range is checked where it is used
     except (ValueError, KeyError):
-        wanted = " or ".join("none" if k is type(None) else k.__name__ for k in kinds)
-        raise SettingError(f"--set {key}={text!r} is not a value of type {wanted}.") from None
+        expected = " or ".join("none" if k is type(None) else k.__name__ for k in kinds)
+        raise SettingError(f"--set {key}={text!r} is not a value of type {expected}.") from None
     return text
 
 
 def changed_fields(saved: dict[str, Any], now: TrainConfig) -> list[str]:
-    """Fields that shape the trajectory and differ from those of the run that is resumed."""
-    here = dataclasses.asdict(now)
+    """Fields that determine the trajectory and differ from those of the resumed run."""
+    current = dataclasses.asdict(now)
     return [
-        f"{name}: {saved[name]!r} then, {here[name]!r} now"
+        f"{name}: was {saved[name]!r}, is {current[name]!r}"
         for name in FIXED
-        if name in saved and saved[name] != here[name]
+        if name in saved and saved[name] != current[name]
     ]

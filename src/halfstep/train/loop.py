@@ -1,8 +1,8 @@
 """The training loop over a Job: what `halfstep train` does, as one function.
 
-Each epoch trains, validates and saves; a stop asked for by a signal ends the step, saves and returns. A run that is
-resumed goes on bit for bit as if it had not been stopped: weights, masters, moments, loss scale, schedules, averages,
-random numbers and the place in the data are all in the checkpoint.
+Each epoch trains, validates and saves; after a signal the current step is finished, a checkpoint is written and the run
+ends. A resumed run continues bit for bit as if it had not been stopped: weights, masters, moments, loss scale, schedules,
+EMA, random-number state and the position in the data are all in the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,28 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backends.context import RunContext
-from halfstep.checkpoint.directory import load_checkpoint
-from halfstep.checkpoint.retention import CheckpointFolder
-from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
-from halfstep.engine.state import checkpoint_parts
+from halfstep.engine.result import StepResult
 from halfstep.errors import SettingError
 from halfstep.events import say
 from halfstep.hardware.environment import environment
 from halfstep.jobs.job import Job
-from halfstep.train.config import TrainConfig, changed_fields
+from halfstep.train.checkpoints import Progress, RunCheckpoints
+from halfstep.train.config import TrainConfig
 from halfstep.train.memory import PeakCounter, compare_memory
-from halfstep.train.recorder import Listener, Recorder, Silence
-from halfstep.train.resume import Source
+from halfstep.train.recorder import Observer, Recorder, SilentObserver
+from halfstep.train.resume import RUN_FILE, Source
 from halfstep.train.stop import StopRequest
-from halfstep.train.stream import DataStream, to_device
+from halfstep.train.stream import DataStream, batch_size_of, to_device
+from halfstep.train.validation import validate
 
 __all__ = ["TrainOutcome", "train"]
 
-CHECKPOINTS, RUN_FILE, BOARD = "checkpoints", "run.jsonl", "tensorboard"
-# The place in the data when the next epoch has not begun: no epoch has this number.
-_START = {"epoch": -1, "batch": 0, "rng": None, "first": None, "loader": None}
+TENSORBOARD = "tensorboard"  # in the directory of a run
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class TrainOutcome:
     loss: float | None  # of the last training step
     validation: dict[str, float]
     checkpoint: Path | None
-    stopped_by: str | None  # the signal's name, if one ended the run
+    stopped_by: str | None  # the name of the signal that stopped the run
 
 
 def train(
@@ -65,24 +62,24 @@ def train(
     resume: bool = False,
     command: Sequence[str] = (),
     source: Source | None = None,
-    listener: Listener | None = None,
+    observer: Observer | None = None,
 ) -> TrainOutcome:
-    """Train `job` and write run file, checkpoints and TensorBoard logs under `out`; `source` says what loads the job again."""
+    """Train `job` and write run file, checkpoints and TensorBoard logs under `out`; `source` loads the job on a resume."""
     if config.steps is None and config.epochs is None:
-        raise SettingError("The run has no end: give steps or epochs.")
-    told: dict[str, Any] = {"command": list(command)} | (
-        {} if source is None else {"source": dataclasses.asdict(source)}
-    )
-    run = _Run(job, config, precision, out, resume=resume, told=told, listener=listener or Silence())
+        raise SettingError("The run has no end: set steps or epochs.")
+    header: dict[str, Any] = {"command": list(command)}
+    if source is not None:
+        header["source"] = dataclasses.asdict(source)
+    run = _Run(job, config, precision, out, resume=resume, header=header, observer=observer or SilentObserver())
     with StopRequest() as stop:
         try:
-            return run.go(stop)
+            return run.train(stop)
         finally:
             run.close()
 
 
 class _Run:
-    """One run's objects; lives for one call of `train`."""
+    """The objects of one run; lives for one call of `train`."""
 
     def __init__(
         self,
@@ -92,64 +89,26 @@ class _Run:
         out: Path,
         *,
         resume: bool,
-        told: dict[str, Any],
-        listener: Listener,
+        header: dict[str, Any],
+        observer: Observer,
     ) -> None:
-        self.job, self.config, self.out = job, config, out
-        self.folder = CheckpointFolder(out / CHECKPOINTS, config.keep_last, config.keep_best)
-        self.resumed = resume
-        found = self._find(resume)
+        self.job, self.config, self.out, self.resumed = job, config, out, resume
+        self.checkpoints = RunCheckpoints(out, config, resume=resume, has_metric=job.metric is not None)
         torch.manual_seed(config.seed)
         self.context = RunContext.single(config.device, seed=config.seed, batch_size=config.batch)
-        self.device = self.context.device
-        self.memory = PeakCounter(self.device)
-        self.model, self.engine = self._build(precision)
+        self.memory = PeakCounter(self.context.device)
+        self.model, self.engine = _build(job, self.context, config, precision)
         self.data = DataStream(job, self.context, split="train")
-        self.validation = DataStream(job, self.context, split="val")
-        self.values: dict[str, float] = {}
-        self.first_epoch = 0
-        log = self._open_log(found, told)
-        self.recorder = Recorder(log, listener, out / BOARD)
-        self.saved: Path | None = found
-        self.saved_at = -1  # the step of this attempt's last checkpoint
-        if found is not None:
-            self._resume(found)
+        self.validation_data = DataStream(job, self.context, split="val")
+        self.recorder = Recorder(self._open_log(header), observer, out / TENSORBOARD)
+        self.progress = self.checkpoints.restore(self.engine, self.data)
+        self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
         self._loss_sum: Tensor | None = None
         self._num_losses = self._samples = 0
 
-    def _find(self, resume: bool) -> Path | None:
-        found = self.folder.latest() if self.folder.root.exists() else None
-        run_file = self.out / RUN_FILE
-        if not resume:
-            if run_file.exists() or found is not None:
-                raise SettingError(f"{self.out} holds a run already; give --resume to go on with it, or another --out.")
-            return None
-        if found is None and not run_file.exists():
-            raise SettingError(f"There is nothing to resume in {self.out}; start the run without --resume.")
-        return found
-
-    def _build(self, precision: str) -> tuple[nn.Module, Engine]:
-        config, context = self.config, self.context
-        model = self.job.call("model", context).to(self.device)
-        optimizer = self.job.call("optimizer", context, model=model)
-        scheduler = self.job.call("scheduler", context, optimizer=optimizer, model=model)
-        engine = Engine(
-            model,
-            optimizer,
-            precision,
-            max_norm=config.max_norm,
-            accumulate=config.accumulate,
-            scheduler=scheduler,
-            ema=config.ema,
-            compile=config.compile,
-            deterministic=config.deterministic,
-            gradient_release=config.gradient_release,
-        )
-        return model, engine
-
-    def _open_log(self, found: Path | None, told: dict[str, Any]) -> RunLog:
+    def _open_log(self, header: dict[str, Any]) -> RunLog:
         path = self.out / RUN_FILE
-        if path.exists() and (found is not None or path.stat().st_size):
+        if path.exists() and (self.checkpoints.latest is not None or path.stat().st_size):
             return RunLog(path)
         self.out.mkdir(parents=True, exist_ok=True)
         return RunLog.create(
@@ -158,61 +117,48 @@ class _Run:
             truth=self.engine.truth().as_dict(),
             environment=environment(),
             config=dataclasses.asdict(self.config),
-            **told,
+            **header,
         )
 
-    def _resume(self, found: Path) -> None:
-        checkpoint = load_checkpoint(found)
-        extra = checkpoint.state["extra"]
-        changed = changed_fields(extra["config"], self.config)
-        if changed:
-            raise SettingError(
-                f"The run in {self.out} was started with other settings ({'; '.join(changed)}); resume with the same."
-            )
-        self.engine.load(checkpoint)
-        self.data.restore(extra["data"])
-        self.first_epoch, self.values = extra["epoch"], extra["values"]
-        self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
-
-    def go(self, stop: StopRequest) -> TrainOutcome:
-        engine, config = self.engine, self.config
-        log = self.recorder.log
-        if self.saved is not None or self.resumed:
+    def train(self, stop: StopRequest) -> TrainOutcome:
+        engine, config, log = self.engine, self.config, self.recorder.log
+        if self.resumed:
             log.resume(
                 attempted=engine.progress.attempts,
                 applied=engine.progress.applied,
                 micro_batch=engine.progress.micro_batches,
             )
-        self.recorder.listener.started(engine, self._total_steps())
-        epoch = self.first_epoch
-        while not self._done(epoch) and not stop:
-            ended = self._train_epoch(epoch, stop)
+        self.recorder.observer.started(engine, self._total_steps())
+        while not self._done(self.progress.epoch) and not stop:
+            epoch = self.progress.epoch
+            ended_by = self._train_epoch(epoch, stop)
             self.recorder.flush(wait=True)
-            if ended == "stop":
+            if ended_by == "stop":
                 break
-            last = ended == "steps" or self._done(epoch + 1)
+            epoch_done = ended_by == "epoch"
+            last = not epoch_done or self._done(epoch + 1)
             validated = last or (epoch + 1) % config.eval_every == 0
             if validated:
-                self._validate(epoch)
+                self._validate()
             if last or config.save_every is None:
-                self._save(epoch, whole=ended == "epoch", validated=validated)
-            if ended == "epoch":
-                epoch += 1
+                self._save(epoch_done=epoch_done, validated=validated)
+            if epoch_done:
+                self.progress = dataclasses.replace(self.progress, epoch=epoch + 1)
             if last:
                 break
-        if stop and self.saved_at != engine.progress.attempts:
-            self._save(epoch, whole=False, validated=False)
+        if stop and self.checkpoints.saved_at != engine.progress.attempts:
+            self._save(epoch_done=False, validated=False)
         if (peak := self.memory.peak()) is not None and not stop:
             log.event("memory", **compare_memory(self.job, engine.policy, config, peak))
-        return self._outcome(epoch, stop)
+        return self._outcome(stop)
 
     def _train_epoch(self, epoch: int, stop: StopRequest) -> str:
-        """Train one epoch; what ended it: its data ("epoch"), the limit of steps ("steps"), or a signal ("stop")."""
+        """Train one epoch; returns what ended it: its data ("epoch"), the step limit ("steps"), or a signal ("stop")."""
         config = self.config
         self.model.train()
         self.recorder.restart_clock()
         for batch in self.data.batches(epoch):
-            self._micro_batch(to_device(batch, self.device), epoch)
+            self._micro_batch(to_device(batch, self.context.device), epoch)
             if self.engine.in_window:
                 continue
             if self._steps_done():
@@ -220,7 +166,7 @@ class _Run:
             if stop:
                 return "stop"
             if config.save_every is not None and self.engine.progress.attempts % config.save_every == 0:
-                self._save(epoch, whole=False, validated=False)
+                self._save(epoch_done=False, validated=False)
         if self.engine.in_window:
             self._record(self.engine.step(last=True), epoch)
         return "epoch"
@@ -229,15 +175,15 @@ class _Run:
         with self.engine.forward():
             loss = self.job.call("loss", self.context, model=self.model, batch=batch, epoch=epoch, split="train")
         self.engine.backward(loss)
-        loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph writes the next one over it
+        loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph overwrites it on replay
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._num_losses += 1
-        self._samples += _batch_size(batch, self.config.batch)
+        self._samples += batch_size_of(batch, self.config.batch)
         result = self.engine.step()
         if result.boundary:
             self._record(result, epoch)
 
-    def _record(self, result: Any, epoch: int) -> None:
+    def _record(self, result: StepResult, epoch: int) -> None:
         assert self._loss_sum is not None
         self.recorder.push(
             result,
@@ -246,69 +192,20 @@ class _Run:
             micro_batch=self.engine.progress.micro_batches,
             samples=self._samples,
         )
-        self.recorder.note_truth(self.engine)
+        self.recorder.record_truth(self.engine)
         self._loss_sum, self._num_losses, self._samples = None, 0, 0
 
-    def _validate(self, epoch: int) -> None:
-        """Loss and metric over the validation split, weighed by the batches' sizes.
+    def _validate(self) -> None:
+        epoch = self.progress.epoch
+        values = validate(self.job, self.context, self.model, self.engine, self.validation_data, epoch)
+        self.progress = Progress(epoch, values)
+        self.recorder.validated(epoch, self.engine.progress.attempts, values)
 
-        The random numbers that validation draws (a DataLoader draws one by being iterated) are given back, so that when
-        and how often a run is validated does not change its training.
-        """
-        random_numbers = rng_state()
-        loss_sum = torch.zeros((), device=self.device, dtype=torch.float64)
-        metric_sum = torch.zeros((), device=self.device, dtype=torch.float64)
-        total = 0
-        where = {"model": self.model, "epoch": epoch, "split": "val"}
-        with self.engine.evaluate(ema=self.engine.ema is not None):
-            for raw in self.validation.batches(epoch):
-                batch = to_device(raw, self.device)
-                size = _batch_size(batch, self.config.batch)
-                loss_sum += self.job.call("loss", self.context, batch=batch, **where).detach().double() * size
-                if self.job.metric is not None:
-                    metric_sum += (
-                        torch.as_tensor(
-                            self.job.call("metric", self.context, batch=batch, **where), device=self.device
-                        ).double()
-                        * size
-                    )
-                total += size
-        restore_rng(random_numbers)
-        self.values = {"loss": (loss_sum / total).item()}
-        if self.job.metric is not None:
-            self.values["metric"] = (metric_sum / total).item()
-        self.recorder.validated(epoch, self.engine.progress.attempts, self.values)
-
-    def _save(self, epoch: int, *, whole: bool, validated: bool) -> None:
-        """Write a checkpoint in epoch `epoch`, of which all batches are used if it is `whole`."""
+    def _save(self, *, epoch_done: bool, validated: bool) -> None:
         self.recorder.flush(wait=True)
-        extra = {
-            "epoch": epoch + whole,
-            "values": self.values,
-            "config": dataclasses.asdict(self.config),
-            "data": _START if whole else self.data.state(),
-        }
-        weights, state, meta = checkpoint_parts(self.engine.state_dict(), extra)
-        metric, higher = self._score(validated=validated)
-        self.saved = self.folder.save(
-            self.engine.progress.attempts,
-            weights=weights,
-            state=state,
-            meta=meta,
-            metric=metric,
-            higher_is_better=higher,
-        )
-        self.saved_at = self.engine.progress.attempts
-        self.recorder.log.event("saved", path=self.saved.name)
-        self.recorder.listener.saved(self.saved)
+        path = self.checkpoints.save(self.engine, self.data, self.progress, epoch_done=epoch_done, validated=validated)
+        self.recorder.saved(path)
         self.recorder.restart_clock()
-
-    def _score(self, *, validated: bool) -> tuple[float | None, bool]:
-        if not validated or not self.values:
-            return None, self.config.higher_is_better if self.job.metric is not None else False
-        if "metric" in self.values:
-            return self.values["metric"], self.config.higher_is_better
-        return self.values["loss"], False
 
     def _steps_done(self) -> bool:
         return self.config.steps is not None and self.engine.progress.attempts >= self.config.steps
@@ -317,28 +214,28 @@ class _Run:
         return (self.config.epochs is not None and epoch >= self.config.epochs) or self._steps_done()
 
     def _total_steps(self) -> int | None:
-        """The steps the run will have taken at its end, if that can be known."""
-        config, batches = self.config, self.data.num_batches(self.first_epoch)
+        """The number of steps at the end of the run, if it is known in advance."""
+        config, batches = self.config, self.data.num_batches(self.progress.epoch)
         if config.epochs is None or batches is None:
             return config.steps
         total = config.epochs * -(-batches // config.accumulate)
         return total if config.steps is None else min(total, config.steps)
 
-    def _outcome(self, epoch: int, stop: StopRequest) -> TrainOutcome:
-        engine, last = self.engine, self.recorder.last
+    def _outcome(self, stop: StopRequest) -> TrainOutcome:
+        engine, last, checkpoint = self.engine, self.recorder.last, self.checkpoints.latest
         if stop.signal is not None:
             say(
-                f"Stopped by {stop.signal.name} after step {engine.progress.attempts}; saved {self.saved}. Go on with --resume."
+                f"Stopped by {stop.signal.name} after step {engine.progress.attempts}; saved {checkpoint}. Continue with --resume."
             )
         return TrainOutcome(
             self.out,
             str(engine.policy),
             engine.progress.attempts,
-            epoch,
+            self.progress.epoch,
             engine.progress.attempts - engine.progress.applied,
             None if last is None else last.loss,
-            self.values,
-            self.saved,
+            self.progress.values,
+            checkpoint,
             None if stop.signal is None else stop.signal.name,
         )
 
@@ -347,11 +244,20 @@ class _Run:
         self.engine.close()
 
 
-def _batch_size(batch: Any, otherwise: int) -> int:
-    """Examples in a batch: the first dimension of its first tensor."""
-    from torch.utils import _pytree as pytree
-
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return otherwise
+def _build(job: Job, run: RunContext, config: TrainConfig, precision: str) -> tuple[nn.Module, Engine]:
+    """The job's model on the run's device, and the engine over it."""
+    model = job.call("model", run).to(run.device)
+    optimizer = job.call("optimizer", run, model=model)
+    engine = Engine(
+        model,
+        optimizer,
+        precision,
+        max_norm=config.max_norm,
+        accumulate=config.accumulate,
+        scheduler=job.call("scheduler", run, optimizer=optimizer, model=model),
+        ema=config.ema,
+        compile=config.compile,
+        deterministic=config.deterministic,
+        gradient_release=config.gradient_release,
+    )
+    return model, engine

@@ -1,7 +1,7 @@
-"""Where a run writes what happens: the run file, TensorBoard if it is installed, and whoever listens.
+"""Records a run: the run file, TensorBoard if it is installed, and an observer.
 
-Losses are read back like everything else: pushed behind the step that made them and written when they arrive, so that
-logging every step costs no wait.
+Losses are read back asynchronously, like all results of a step: they are queued behind the step and written when they
+arrive, so that logging every step adds no synchronization.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
 from halfstep.scaling.readback import Readback
 
-__all__ = ["Listener", "Recorder", "Silence", "StepLine"]
+__all__ = ["Observer", "Recorder", "SilentObserver", "StepLine"]
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """One optimizer step as it is shown and recorded."""
+    """One optimizer step, as recorded and shown."""
 
     step: int
     epoch: int
@@ -37,56 +37,56 @@ class StepLine:
     samples_per_second: float
 
 
-class Listener(Protocol):
-    """Somebody who shows a run while it goes on."""
+class Observer(Protocol):
+    """Receives the progress of a run."""
 
     def started(self, engine: Engine, total_steps: int | None) -> None:
-        """The run begins."""
+        """The run starts."""
 
     def stepped(self, line: StepLine) -> None:
-        """A step's outcome has arrived."""
+        """The result of a step has arrived."""
 
     def validated(self, epoch: int, values: dict[str, float]) -> None:
-        """A validation is done."""
+        """A validation finished."""
 
     def saved(self, path: Path) -> None:
-        """A checkpoint is whole."""
+        """A checkpoint was written."""
 
 
-class Silence:
-    """A listener that shows nothing."""
+class SilentObserver:
+    """An observer that ignores everything."""
 
     def started(self, engine: Engine, total_steps: int | None) -> None:
-        """Nothing."""
+        """Ignore it."""
 
     def stepped(self, line: StepLine) -> None:
-        """Nothing."""
+        """Ignore it."""
 
     def validated(self, epoch: int, values: dict[str, float]) -> None:
-        """Nothing."""
+        """Ignore it."""
 
     def saved(self, path: Path) -> None:
-        """Nothing."""
+        """Ignore it."""
 
 
 class Recorder:
-    """Collects losses and outcomes, and writes one line per optimizer step."""
+    """Collects losses and results, and writes one line per optimizer step."""
 
-    def __init__(self, log: RunLog, listener: Listener, tensorboard: Path | None) -> None:
-        self.log, self.listener = log, listener
+    def __init__(self, log: RunLog, observer: Observer, tensorboard: Path | None) -> None:
+        self.log, self.observer = log, observer
         self._board = _board(tensorboard)
         self._losses = Readback()
         self._started = time.perf_counter()
         self._skips = 0
         self.last: StepLine | None = None
 
-    def note_truth(self, engine: Engine) -> None:
-        """Record the truth table as the first step left it; the file's first line had to be written before it."""
+    def record_truth(self, engine: Engine) -> None:
+        """Record the truth table after the first step; the header of the file was written before it."""
         if engine.progress.attempts == 1:
             self.log.event("truth", truth=engine.truth().as_dict())
 
     def push(self, result: StepResult, loss: Tensor, *, epoch: int, micro_batch: int, samples: int) -> None:
-        """Note a step; it is written when its values have arrived."""
+        """Queue a step; it is written when its values have arrived."""
         now = time.perf_counter()
         rate = samples / max(now - self._started, 1e-9)
         self._started = now
@@ -94,7 +94,7 @@ class Recorder:
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
-        """Write what has arrived."""
+        """Write the steps whose values have arrived, or with `wait`, all of them."""
         for (result, epoch, micro_batch, rate), (loss,) in self._losses.deliver(wait=wait):
             self._skips += result.skipped
             line = StepLine(
@@ -116,21 +116,26 @@ class Recorder:
                 "train", {"loss": loss, "lr": line.lr, "scale": line.scale or 1.0, "skips": self._skips}, line.step
             )
             self.last = line
-            self.listener.stepped(line)
+            self.observer.stepped(line)
 
     def start_from(self, *, skips: int) -> None:
-        """Go on counting from a resumed run."""
+        """Continue the count of skipped steps of a resumed run."""
         self._skips = skips
 
     def restart_clock(self) -> None:
-        """Leave what came in between (validation, saving) out of the next step's speed."""
+        """Exclude the time since the last step (validation, saving) from the speed of the next one."""
         self._started = time.perf_counter()
 
     def validated(self, epoch: int, step: int, values: dict[str, float]) -> None:
-        """Note a validation."""
+        """Record a validation."""
         self.log.event("validation", epoch=epoch, **values)
         self._scalars("val", values, step)
-        self.listener.validated(epoch, values)
+        self.observer.validated(epoch, values)
+
+    def saved(self, path: Path) -> None:
+        """Record a checkpoint."""
+        self.log.event("saved", path=path.name)
+        self.observer.saved(path)
 
     def close(self) -> None:
         """Write everything and close the files."""

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM ask a run to stop; it finishes its step, saves and says so."""
+"""SIGINT and SIGTERM request a stop; the run finishes its step, saves and exits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """A `with` block in which the signals only set `signal`; a second one of the same kind acts as usual."""
+    """A `with` block in which the signals only set `signal`; a second one of the same kind has its usual effect."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
+        if threading.current_thread() is threading.main_thread():  # the only thread that may set handlers
             for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(
@@ -34,6 +34,6 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.signal is not None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        signal.signal(number, self._before[self.signal])  # the next one is meant: do not hold it up
+        signal.signal(number, self._before[self.signal])  # a second signal ends the process at once

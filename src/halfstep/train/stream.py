@@ -1,10 +1,10 @@
-"""The training data of a run, with a position that can be saved and gone back to.
+"""The data of a run, with a position that can be saved and restored.
 
-A loader that has `state_dict` and `load_state_dict` keeps its own position. For any other iterable the position is a
-count: on resume the random number generators are set to where they were when the epoch began, so that the loader
-shuffles as it did then, the batches already used are drawn again and dropped, and the generators are set to where they
-were when the run stopped. The first batch drawn again is compared with the one of the first time by its fingerprint, so
-that data which cannot be repeated is noticed and not trained on twice.
+A loader with `state_dict` and `load_state_dict` stores its own position. For any other iterable the position is a count:
+on resume the random-number generators are set to their state at the start of the epoch, so that the loader shuffles as
+it did then, the batches already used are drawn again and dropped, and the generators are set to their state at the
+checkpoint. The first batch drawn again is compared with the original one by its fingerprint, so that data which cannot
+be repeated is detected instead of being trained on twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -23,27 +23,39 @@ from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.jobs.job import Job, read_arguments
 
-__all__ = ["DataStream", "fingerprint", "to_device"]
+__all__ = ["DataStream", "batch_size_of", "fingerprint", "to_device"]
 
 
 def fingerprint(batch: Any) -> str:
-    """A digest of a batch's tensors and plain values."""
+    """A digest of the tensors and plain values of a batch."""
     digest = hashlib.sha256()
     for leaf in _leaves(batch):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:  # an address is another one in every process
+        else:  # an address differs from process to process
             digest.update(re.sub(r"\bat 0x[0-9a-f]+", "", repr(leaf)).encode())
     return digest.hexdigest()
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    """The leaves of a batch; of an object that shows nothing of itself, those of its attributes as well."""
+    """The leaves of a batch, including the attributes of objects with the default repr."""
     for leaf in pytree.tree_leaves(batch):
         yield leaf
         if getattr(type(leaf), "__repr__", None) is object.__repr__:
             yield from pytree.tree_leaves(getattr(leaf, "__dict__", {}))
+
+
+@overload
+def batch_size_of(batch: Any, default: int) -> int: ...
+@overload
+def batch_size_of(batch: Any, default: None = None) -> int | None: ...
+def batch_size_of(batch: Any, default: int | None = None) -> int | None:
+    """The number of examples in a batch: the first dimension of its first tensor, or `default` without one."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return default
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -56,18 +68,18 @@ class DataStream:
 
     def __init__(self, job: Job, run: RunContext, *, split: str) -> None:
         self._job, self._run, self._split = job, run, split
-        asked = read_arguments(job.data)
-        # A loader that is not told the epoch is made once and iterated again, as DataLoaders usually are.
-        self._per_epoch = "epoch" in {*asked.required, *asked.optional}
+        arguments = read_arguments(job.data)
+        # A loader without an `epoch` argument is created once and iterated again, as is usual for DataLoaders.
+        self._per_epoch = "epoch" in {*arguments.required, *arguments.optional}
         self._loader: Any = None
-        self._made_for = -1  # the epoch the loader stands at
+        self._made_for = -1  # the epoch of the loader
         self.epoch = self.batch = 0
         self._rng: Any = None
         self._first: str | None = None
         self._resume: dict[str, Any] | None = None
 
     def batches(self, epoch: int) -> Iterator[Any]:
-        """The batches of `epoch`, from the restored position if that is in it."""
+        """The batches of `epoch`, from the restored position if it lies in this epoch."""
         self.epoch, self.batch = epoch, 0
         with self._job.guard("data"):
             loader = self._make(epoch)
@@ -91,16 +103,16 @@ class DataStream:
         if self.batch == 0:
             raise SettingError(
                 f"{self._job.describe('data')} gave no batches for split={self._split!r}, epoch {epoch}. "
-                "Each split needs one at least; without data to validate on, give some of the training data for it."
+                "Each split needs at least one; without validation data, return part of the training data for split='val'."
             )
 
     def num_batches(self, epoch: int) -> int | None:
-        """How many batches the epoch has, if its loader can tell."""
+        """The number of batches of an epoch, if its loader has a length."""
         with self._job.guard("data"):
             loader = self._make(epoch)
             try:
                 return len(loader)
-            except TypeError:  # a generator has no length, and a DataLoader over an IterableDataset only seems to
+            except TypeError:  # a generator, or a DataLoader over an IterableDataset
                 return None
 
     def _make(self, epoch: int) -> Any:
@@ -108,19 +120,19 @@ class DataStream:
             return self._loader
         self._made_for = epoch
         set_epoch = getattr(self._loader, "set_epoch", None)
-        if callable(set_epoch):  # keeps its worker processes
+        if callable(set_epoch):  # reuses its worker processes
             set_epoch(epoch)
-        elif self._loader is None or self._per_epoch or isinstance(self._loader, Iterator):  # an iterator is used up
+        elif self._loader is None or self._per_epoch or isinstance(self._loader, Iterator):  # an iterator is exhausted
             self._loader = self._job.call("data", self._run, split=self._split, epoch=epoch)
         return self._loader
 
     def state(self) -> dict[str, Any]:
         """The position, as plain values and tensors."""
-        own = self._loader.state_dict() if _keeps_position(self._loader) else None
+        own = self._loader.state_dict() if _has_position(self._loader) else None
         return {"epoch": self.epoch, "batch": self.batch, "rng": self._rng, "first": self._first, "loader": own}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position; the random number generators must be those of that moment by now."""
+        """Continue from a saved position; call it after the random-number state of the checkpoint was restored."""
         self._resume = state
 
     def _replay(self, loader: Any, saved: dict[str, Any]) -> Iterator[Any]:
@@ -128,9 +140,9 @@ class DataStream:
         batches: Iterator[Any]
         self._rng, self._first, self.batch = saved["rng"], saved["first"], saved["batch"]
         if saved["loader"] is not None:
-            if not _keeps_position(loader):
+            if not _has_position(loader):
                 raise SettingError(
-                    "The run was saved with a data loader that keeps its position, and this one does not; use the same data."
+                    "The checkpoint was written with a data loader that has state_dict(), and this one has not; use the same loader."
                 )
             with self._job.guard("data"):
                 loader.load_state_dict(saved["loader"])
@@ -149,17 +161,18 @@ class DataStream:
             batch = next(batches, _END)
             if batch is _END:
                 raise SettingError(
-                    f"The data has fewer batches than when the run was saved ({index} of {saved['batch']}); it changed."
+                    f"The data changed: the checkpoint was written after {saved['batch']} batches, and the epoch now has only {index}. "
+                    "Use the same data."
                 )
             if index == 0 and saved["first"] is not None and fingerprint(batch) != saved["first"]:
                 raise SettingError(
-                    "The first batch of this epoch is another than when the run was saved, so the data cannot be repeated. Shuffle by "
-                    "torch's generator or by the seed and epoch arguments, or give the loader state_dict()/load_state_dict()."
+                    "The first batch of this epoch differs from the one of the checkpoint, so the data cannot be repeated. Shuffle with "
+                    "torch's generator or with the seed and epoch arguments, or add state_dict() and load_state_dict() to the loader."
                 )
 
 
 _END = object()
 
 
-def _keeps_position(loader: Any) -> bool:
+def _has_position(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from halfstep.backends.context import RunContext
-from halfstep.comparison.contender import parse_contenders
-from halfstep.comparison.loops import build_parts, make_loop
+from halfstep.comparison.loops import make_loop
+from halfstep.comparison.training_loop import build_parts
+from halfstep.comparison.variant import parse_variants
 from halfstep.errors import MissingError
 from halfstep.jobs.builtin import digits_job
 
@@ -13,10 +14,10 @@ RUN = RunContext(batch_size=16)
 
 
 def train(text, steps=4, max_norm=1.0, peer=True):
-    (contender,) = parse_contenders([], [text]) if peer else parse_contenders([text])
+    (variant,) = parse_variants([], [text]) if peer else parse_variants([text])
     job = digits_job()
     torch.manual_seed(0)
-    loop = make_loop(contender, build_parts(job, RUN), max_norm)
+    loop = make_loop(variant, build_parts(job, RUN), max_norm)
     data = iter(job.call("data", RUN, split="train"))
     losses, outcomes = [], []
     for _ in range(steps):

@@ -9,13 +9,13 @@ import pytest
 
 from comparison_jobs import FAULTY, write_job
 from halfstep.comparison import compare
-from halfstep.comparison.conductor import Conductor, Quiet, _Live
-from halfstep.comparison.contender import parse_contenders
+from halfstep.comparison.runner import Runner, SilentObserver, _ActiveRun
 from halfstep.comparison.settings import CompareSettings
+from halfstep.comparison.variant import parse_variants
 from halfstep.errors import HalfstepError
 
 
-class Witness(Quiet):
+class Witness(SilentObserver):
     """Notes who did what, in order."""
 
     def __init__(self):
@@ -42,7 +42,7 @@ def faulty(tmp_path_factory):
         batch=8,
         warmup=2,
         out=folder / "out",
-        watcher=witness,
+        observer=witness,
     )
     return comparison, witness, folder / "out"
 
@@ -53,7 +53,7 @@ def test_one_failure_does_not_stop_the_others(faulty):
     status = {row.label: row.status for row in comparison.rows}
     assert status == {"fp32": "done", "bf16": "failed", "fp16": "failed", "fp8": "failed", "torch-amp:fp32": "done"}
     assert "the loss is not finite from step 1 on" in comparison.row("bf16").reason
-    assert "ended by SIGKILL" in comparison.row("fp16").reason
+    assert "killed by SIGKILL" in comparison.row("fp16").reason
     assert "not built yet" in comparison.row("fp8").reason
     assert comparison.row("bf16").nonfinite == 24
     assert comparison.row("bf16").skips == 24
@@ -108,41 +108,41 @@ def test_a_job_may_change_the_folder(tmp_path, monkeypatch):
 
 def test_rows_that_do_not_fit_together_run_one_after_the_other(tmp_path, monkeypatch):
     """On a GPU always, and on a CPU where memory would be short."""
-    contenders = parse_contenders(["fp32", "bf16"])
-    conductor = Conductor(
-        contenders, CompareSettings(), tmp_path, target=None, data_dir=None, command=(), watcher=Quiet(), stopped=lambda: False
+    variants = parse_variants(["fp32", "bf16"])
+    runner = Runner(
+        variants, CompareSettings(), tmp_path, target=None, data_dir=None, command=(), observer=SilentObserver(), stopped=lambda: False
     )  # fmt: skip
-    assert conductor._fits_together({"device": "cpu", "resident_bytes": 2**20})
-    assert not conductor._fits_together({"device": "cpu", "resident_bytes": 2**50})
-    assert not conductor._fits_together({"device": "cuda", "resident_bytes": 2**20})
+    assert runner._fits_together("cpu", 2**20)
+    assert not runner._fits_together("cpu", 2**50)
+    assert not runner._fits_together("cuda", 2**20)
 
 
 def test_a_row_that_is_far_too_slow_is_cut(tmp_path):
     """After two turns and ten seconds at 20 times the reference's pace, a row has told what it can; others go on."""
-    rows = parse_contenders(["fp32", "bf16", "fp16", "bf16-lean"])
-    conductor = Conductor(
-        rows, CompareSettings(), tmp_path, target=None, data_dir=None, command=(), watcher=Quiet(), stopped=lambda: False
+    rows = parse_variants(["fp32", "bf16", "fp16", "bf16-lean"])
+    runner = Runner(
+        rows, CompareSettings(), tmp_path, target=None, data_dir=None, command=(), observer=SilentObserver(), stopped=lambda: False
     )  # fmt: skip
-    left = list(conductor.settings.slices())[2:]
+    left = list(runner.settings.slices())[2:]
     seconds = (0.3, 60.0, 5.0, 9.0)  # bf16 is too slow, fp16 is not, bf16-lean has not taken long yet
-    live = [_Live(row, None, None, list(left), 32, took) for row, took in zip(rows, seconds, strict=True)]
-    conductor._cut_slow(live)
+    live = [_ActiveRun(row, None, None, list(left), 32, took) for row, took in zip(rows, seconds, strict=True)]
+    runner._cut_slow(live)
     assert [run.turns for run in live] == [left, [], left, left]
-    assert conductor.given_up == {"bf16"}
-    conductor._cut_slow([run for run in live if run.contender.label != "fp32"])
-    assert conductor.given_up == {"bf16"}
+    assert runner.abandoned == {"bf16"}
+    runner._cut_slow([run for run in live if run.variant.label != "fp32"])
+    assert runner.abandoned == {"bf16"}
 
 
 def test_the_next_process_starts_while_the_one_before_ends(tmp_path, monkeypatch):
     """As on a GPU: one run after the other, the next begun before `finish`; a failure between does not stop them."""
     order = []
-    start, finish = Conductor._start, Conductor._finish
-    monkeypatch.setattr(Conductor, "_fits_together", lambda *_: False)
-    monkeypatch.setattr(Conductor, "_may_start_early", lambda _: True)
+    start, finish = Runner._start, Runner._finish
+    monkeypatch.setattr(Runner, "_fits_together", lambda *_: False)
+    monkeypatch.setattr(Runner, "_may_start_early", lambda *_: True)
     monkeypatch.setattr(
-        Conductor, "_start", lambda self, row, *a: (order.append(f"start {row.label}"), start(self, row, *a))[1]
+        Runner, "_start", lambda self, row, *a: (order.append(f"start {row.label}"), start(self, row, *a))[1]
     )
-    monkeypatch.setattr(Conductor, "_finish", lambda self, *a: (order.append("finish"), finish(self, *a))[1])
+    monkeypatch.setattr(Runner, "_finish", lambda self, *a: (order.append("finish"), finish(self, *a))[1])
     done = compare(str(write_job(tmp_path)), ["fp32", "fp8", "bf16"], steps=4, repeats=2, batch=8, out=tmp_path / "out")
     first = ["start fp32", "start fp8", "finish", "start bf16", "finish", "finish"]
     assert order == [*first, "start bf16", "start fp32", "finish", "finish"]
@@ -207,7 +207,7 @@ def test_a_load_during_half_the_comparison_does_not_change_the_verdict(tmp_path)
             else:
                 busy.unlink(missing_ok=True)
 
-    loaded = compare(str(job), out=tmp_path / "loaded", watcher=HalfWay(), **options)
+    loaded = compare(str(job), out=tmp_path / "loaded", observer=HalfWay(), **options)
     assert (calm.verdict.use, calm.verdict.kind) == (loaded.verdict.use, loaded.verdict.kind) == ("fp32", "slower")
     assert calm.row("bf16").speedup.value == pytest.approx(0.5)
     assert loaded.row("bf16").speedup.value == pytest.approx(0.5, rel=0.15)

@@ -1,0 +1,151 @@
+"""Checks before anything is compared: which machine this is, and whether the job can be compared at all.
+
+The preflight runs in its own process and takes one fp32 step. It catches mistakes that would otherwise show up in every
+row at once, and those that would not show up at all: a job whose weights or batches differ from one process to the next
+compares apples with oranges, and one that ignores the batch size has a different throughput than its user thinks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import seed_everything
+from halfstep.comparison.clock import largest_resident_bytes
+from halfstep.comparison.settings import CompareSettings
+from halfstep.comparison.survey import Survey
+from halfstep.comparison.training_loop import build_parts
+from halfstep.errors import SettingError
+from halfstep.hardware.accelerator import pick_device
+from halfstep.hardware.environment import environment
+from halfstep.hardware.measure import measure_matmuls
+from halfstep.hardware.probe import probe
+from halfstep.hardware.tf32 import set_tf32
+from halfstep.jobs.job import Job, trainable
+from halfstep.jobs.targets import Target
+from halfstep.train.stream import DataStream, batch_size_of, fingerprint, to_device
+
+__all__ = ["DEFAULT_BATCH", "run_preflight"]
+
+DEFAULT_BATCH = 64
+
+
+@dataclass(frozen=True)
+class _JobFacts:
+    """What one step shows about a job."""
+
+    same_weights: bool
+    same_batches: bool
+    num_params: int
+    samples: int | None
+    flops_per_step: int | None
+
+
+def run_preflight(target: Target, settings: CompareSettings) -> Survey:
+    """Survey machine and job; raises what would fail in every row."""
+    device = _usable_device(settings.device)
+    batch = settings.batch or dict(target.defaults).get("batch", DEFAULT_BATCH)
+    hardware = probe()
+    facts = _one_step(target.job, settings, batch, device)
+    return Survey(
+        target=target.name,
+        source=target.source,
+        data_dir=target.data_dir,
+        batch=batch,
+        device=device.type,
+        machine=hardware.name if device.type in {hardware.kind, "cuda"} else device.type,
+        support={name: (hardware.support[name], hardware.support.why(name)) for name in hardware.support},
+        environment=environment(),
+        threads=torch.get_num_threads() if device.type == "cpu" else None,
+        matmul=tuple(dataclasses.asdict(m) for m in measure_matmuls(seconds=1.0)) if _measurable(device) else (),
+        resident_bytes=largest_resident_bytes(),
+        has_metric=target.job.metric is not None,
+        notes=tuple(_notes(facts, batch)),
+        settings=settings,
+        **dataclasses.asdict(facts),
+    )
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = pick_device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingError(
+            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}); write auto, cpu or cuda."
+        ) from error
+    return device
+
+
+def _measurable(device: torch.device) -> bool:
+    """`measure_matmuls` measures the machine's accelerator if it has one."""
+    return device.type != "cpu" or not torch.accelerator.is_available()
+
+
+def _one_step(job: Job, settings: CompareSettings, batch: int, device: torch.device) -> _JobFacts:
+    """One fp32 forward and backward: its operations, and the properties of the job that a comparison depends on."""
+    run = RunContext(device, seed=settings.seed, batch_size=batch)
+    if device.type == "cuda":
+        set_tf32(False)
+    digests = []
+    for _ in range(2):
+        seed_everything(settings.seed)
+        parts = build_parts(job, run)
+        weights = fingerprint([p for _, p in trainable(parts.model)])
+        raw = next(iter(DataStream(job, run, split="train").batches(0)))
+        digests.append((weights, fingerprint(raw)))
+    counter = FlopCounterMode(display=False)
+    flops: int | None = None
+    try:
+        parts.model.train()
+        with counter:
+            loss = job.call("loss", run, model=parts.model, batch=to_device(raw, device), epoch=0, split="train")
+            loss.backward()
+        _validate_once(job, parts.model, run)
+        flops = counter.get_total_flops()
+    except torch.OutOfMemoryError:
+        pass  # lower precisions may fit; the notes name it
+    (first_weights, first_batch), (second_weights, second_batch) = digests
+    return _JobFacts(
+        same_weights=first_weights == second_weights,
+        same_batches=first_batch == second_batch,
+        num_params=sum(p.numel() for _, p in trainable(parts.model)),
+        samples=batch_size_of(raw),
+        flops_per_step=flops,
+    )
+
+
+def _validate_once(job: Job, model: nn.Module, run: RunContext) -> None:
+    """One validation batch. Validation comes last in a run, and a mistake in it must not cost the training before it."""
+    raw = next(iter(DataStream(job, run, split="val").batches(0)))
+    model.eval()
+    with torch.no_grad():
+        for name in ("loss", "metric") if job.metric is not None else ("loss",):
+            job.call(name, run, model=model, batch=to_device(raw, run.device), epoch=0, split="val")
+
+
+def _notes(facts: _JobFacts, batch: int) -> list[str]:
+    notes = []
+    if not facts.same_weights:
+        notes.append(
+            "The job is not deterministic: the same seed gave different initial weights twice. Speed and memory are comparable, "
+            "losses and gradients are not. Initialize weights from torch's generator, which is seeded for every run."
+        )
+    if not facts.same_batches:
+        notes.append(
+            "The job is not deterministic: the same seed gave a different first batch twice. Speed and memory are comparable, "
+            "losses and gradients are not. Shuffle with torch's generator, or add a `seed` argument to the job's data function."
+        )
+    if facts.samples is not None and facts.samples != batch:
+        notes.append(
+            f"The job ignores the batch size: {batch} was requested, but its batches contain {facts.samples} examples. Samples per "
+            "second count the actual examples; add a `batch_size` argument to the job's data function to change it."
+        )
+    if facts.flops_per_step is None:
+        notes.append("One fp32 step does not fit in memory here, so its operations could not be counted.")
+    return notes

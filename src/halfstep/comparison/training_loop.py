@@ -1,0 +1,77 @@
+"""The training loop of one run, as a comparison sees it: the few calls made on Halfstep and on the baselines alike.
+
+A loop owns model, optimizer and scheduler. Nothing it does in a step reads a value back from the device: the outcome of
+a step is a function that is called after the run, so that measuring adds no synchronization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from halfstep.backends.context import RunContext
+from halfstep.jobs.job import Job
+
+__all__ = ["Parts", "StepOutcome", "TrainingLoop", "build_parts"]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The result of one optimizer step."""
+
+    grad_norm: float | None  # of the unscaled gradients, before clipping; None where the loop does not compute it
+    scale: float | None
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a job builds for one run."""
+
+    model: nn.Module
+    optimizer: Any
+    scheduler: Any
+
+
+class TrainingLoop(Protocol):
+    """The calls a comparison makes."""
+
+    model: nn.Module
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """A block that computes in the loop's precision."""
+
+    def evaluate(self) -> AbstractContextManager[Any]:
+        """A block for validation: the same precision, eval mode, no gradients."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Backpropagate."""
+
+    def step(self) -> Callable[[], StepOutcome]:
+        """Update; the returned function reads the outcome."""
+
+    def divisor(self) -> float:
+        """The factor that gradients carry between backward and step: the loss scale."""
+
+    def state_tensors(self) -> list[Tensor]:
+        """The tensors in the optimizer's state."""
+
+    def truth(self) -> dict[str, Any]:
+        """The truth table, as plain values."""
+
+    def end_schedule(self) -> None:
+        """Detach the scheduler, which may have reached the end of its schedule; further steps leave it alone."""
+
+    def close(self) -> None:
+        """Undo the setup."""
+
+
+def build_parts(job: Job, run: RunContext) -> Parts:
+    """Model, optimizer and scheduler of a job on the run's device."""
+    model = job.call("model", run).to(run.device)
+    optimizer = job.call("optimizer", run, model=model)
+    return Parts(model, optimizer, job.call("scheduler", run, optimizer=optimizer, model=model))
