@@ -204,11 +204,11 @@ def test_the_planner_counts_the_states_that_a_step_makes(precision):
     data = [(torch.randn(8, 16), torch.randint(4, (8,)))]
     train(model, engine, data)
     entries = [item for state in engine.optimizers[0].state.values() for item in state.items()]
-    held = {"master": 0, "states": 0}
+    actual = {"master": 0, "states": 0}
     for name, tensor in entries:
-        held["master" if name in {"low", "master"} else "states"] += tensor.numel() * tensor.element_size()
+        actual["master" if name in {"low", "master"} else "states"] += tensor.numel() * tensor.element_size()
     breakdown = Estimator(job, Policy.parse(precision)).at(8).peak.breakdown
-    assert {cause: breakdown.get(cause, 0) for cause in held} == held
+    assert {cause: breakdown.get(cause, 0) for cause in actual} == actual
 
 
 def test_a_plan_can_be_made():

@@ -46,7 +46,7 @@ def adamw_factors_kernel(
     """Advance the step counts unless the flag is set, and compute each tensor's factors for this step."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = tensor < num_tensors
-    row = settings + _NUM_SETTINGS * tl.load(group_of + tensor, mask=there, other=0)
+    row = settings + tl.load(group_of + tensor, mask=there, other=0) * _NUM_SETTINGS
     lr = tl.load(row + _LR, mask=there, other=0.0)
     beta1 = tl.load(row + _BETA1, mask=there, other=0.5)
     beta2 = tl.load(row + _BETA2, mask=there, other=0.5)
@@ -59,7 +59,7 @@ def adamw_factors_kernel(
     # beta^t by exp and log in float64, and 0^t = 0; 1 - beta^t in fp32 would be off by about 100 ulp.
     power1 = tl.where(beta1 > 0, tl.exp(wide * tl.log(tl.maximum(beta1, 1e-300))), 0.0)
     power2 = tl.where(beta2 > 0, tl.exp(wide * tl.log(tl.maximum(beta2, 1e-300))), 0.0)
-    out = factors + _NUM_FACTORS * tensor
+    out = factors + tensor * _NUM_FACTORS
     tl.store(out + _OF_GRAD, ((1 - 2 * maximize) / tl.load(divisor)).to(tl.float32), mask=there)
     tl.store(out + _OF_MASTER, (1 - lr * weight_decay * decoupled).to(tl.float32), mask=there)
     tl.store(out + _L2, (weight_decay * (1 - decoupled)).to(tl.float32), mask=there)

@@ -30,7 +30,7 @@ def lean_step(
     state: dict[str, Tensor],  # in this layout, with the number of applied steps in `step`; changed in place
     layout: Layout,
     update: Update,
-    divisor: Tensor | None = None,  # 0-dim: what the gradient is to be divided by
+    divisor: Tensor | None = None,  # 0-dim: the gradient is divided by it
     found_inf: Tensor | None = None,  # 0-dim: anything but 0 skips the step
 ) -> None:
     """Advance weight, master, moments and step count by one step, or leave every bit of them if the flag is set."""

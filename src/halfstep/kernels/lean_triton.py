@@ -89,7 +89,7 @@ def _read_master(weight_at, master_at, offsets, left, WEIGHT: tl.constexpr, MAST
 def _write_master(
     weight_at, master_at, offsets, master, left, WEIGHT: tl.constexpr, MASTER: tl.constexpr, FULL: tl.constexpr
 ):
-    """The weight, and what is stored next to it."""
+    """Store the weight, and the rest of the master next to it."""
     if WEIGHT == _WEIGHT_FP32:
         store(weight_at, offsets, master, left, FULL)
     else:
@@ -224,12 +224,12 @@ def _lean_kernel(
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     tensor = tl.load(chunks + 2 * program).to(tl.int64)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
-    row = pointers + _NUM_POINTERS * tensor
+    row = pointers + tensor * _NUM_POINTERS
     # The random numbers of a position and a step are a hash of both: what is constant in the chunk is computed once.
     seed = start.to(tl.uint32) * 0x9E3779B1 + tl.load(steps + tensor).to(tl.uint32) * 0x85EBCA77
     left = CHUNK if FULL else tl.load(numels + tensor) - start
     _step_chunk(
-        row, factors + _NUM_FACTORS * tensor, seed, start, left, RULE, GRAD, WEIGHT, MASTER, MOMENT, CHUNK, FULL
+        row, factors + tensor * _NUM_FACTORS, seed, start, left, RULE, GRAD, WEIGHT, MASTER, MOMENT, CHUNK, FULL
     )
 
 

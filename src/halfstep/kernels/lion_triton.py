@@ -40,14 +40,14 @@ def lion_factors_kernel(
     """Advance the step counts unless the flag is set, and compute each tensor's factors for this step."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = tensor < num_tensors
-    row = settings + _NUM_SETTINGS * tl.load(group_of + tensor, mask=there, other=0)
+    row = settings + tl.load(group_of + tensor, mask=there, other=0) * _NUM_SETTINGS
     lr = tl.load(row + _LR, mask=there, other=0.0)
     beta1 = tl.load(row + _BETA1, mask=there, other=0.0)
     beta2 = tl.load(row + _BETA2, mask=there, other=0.0)
     weight_decay = tl.load(row + _WEIGHT_DECAY, mask=there, other=0.0)
     maximize = tl.load(row + _MAXIMIZE, mask=there, other=0.0)
     step = tl.load(steps + tensor, mask=there, other=0.0) + 1
-    out = factors + _NUM_FACTORS * tensor
+    out = factors + tensor * _NUM_FACTORS
     tl.store(out + _OF_GRAD, ((1 - 2 * maximize) / tl.load(divisor)).to(tl.float32), mask=there)
     tl.store(out + _OF_MASTER, (1 - lr * weight_decay).to(tl.float32), mask=there)
     tl.store(out + _MOMENT_IN_DIRECTION, beta1.to(tl.float32), mask=there)

@@ -43,7 +43,7 @@ def sgd_factors_kernel(
     """Advance the step counts unless the flag is set, and compute each tensor's factors for this step."""
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = tensor < num_tensors
-    row = settings + _NUM_SETTINGS * tl.load(group_of + tensor, mask=there, other=0)
+    row = settings + tl.load(group_of + tensor, mask=there, other=0) * _NUM_SETTINGS
     lr = tl.load(row + _LR, mask=there, other=0.0)
     momentum = tl.load(row + _MOMENTUM, mask=there, other=0.0)
     dampening = tl.load(row + _DAMPENING, mask=there, other=0.0)
@@ -51,7 +51,7 @@ def sgd_factors_kernel(
     has_momentum = tl.load(row + _HAS_MOMENTUM, mask=there, other=0.0)
     step = tl.load(steps + tensor, mask=there, other=0.0) + 1
     first = step == 1  # the first gradient enters undamped, as in torch
-    out = factors + _NUM_FACTORS * tensor
+    out = factors + tensor * _NUM_FACTORS
     maximize = tl.load(row + _MAXIMIZE, mask=there, other=0.0)
     tl.store(out + _OF_GRAD, ((1 - 2 * maximize) / tl.load(divisor)).to(tl.float32), mask=there)
     tl.store(out + _OF_MASTER, (1 + 0 * lr).to(tl.float32), mask=there)

@@ -65,6 +65,6 @@ def _disable_step(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None
     optimizer.step = step  # type: ignore[method-assign,assignment]
 
     def mark(*_: object) -> None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what schedulers look at
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - schedulers check it
 
     lean.register_step_post_hook(mark)

@@ -157,7 +157,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def take_master(self, param: Tensor, master: Tensor) -> None:
-        """Set a parameter to this fp32 value: its weight, and what is stored next to it."""
+        """Set a parameter to this fp32 value: its weight, and the rest of the master next to it."""
         state = self.state[param]
         for name in MASTER_ENTRIES:
             state.pop(name, None)
