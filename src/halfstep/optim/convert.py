@@ -60,11 +60,18 @@ def _convert_master(state: dict[str, Any], param: Tensor, layout: Layout) -> dic
     return {name: value for name, value in state.items() if name not in MASTER_ENTRIES} | entries
 
 
-def plain(state: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
-    """A state as torch's own optimizers store it: fp32 moments, no master; it shares no memory with `state`."""
+def plain(state: Mapping[str, Any], moments: Sequence[str] | None = None) -> dict[str, Any]:
+    """A state as torch's own optimizers store it: fp32 moments, no master; it shares no memory with `state`.
+
+    Without `moments`, those are the entries with scales and the bf16 ones.
+    """
+    scaled = {name for name in state if f"{name}_scale" in state}
+    if moments is None:
+        moments = [n for n, v in state.items() if n in scaled or (isinstance(v, Tensor) and v.dtype is torch.bfloat16)]
+    dropped = {*MASTER_ENTRIES, *(f"{name}_scale" for name in scaled)}
     copies = {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in state.items()
-        if name not in MASTER_ENTRIES and not (name.endswith("_scale") and name.removesuffix("_scale") in state)
+        if name not in dropped
     }
     return copies | {name: restore(state, name).clone() for name in moments if name in state}
