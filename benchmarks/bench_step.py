@@ -72,10 +72,10 @@ def ours(params, optimizer):
     path = choose_path(optimizer, holder)
     scaler = LossScaler(init_scale=1.0, growth_interval=10**9)
     device = params[0].device
-    grads, kept = [p.grad for p in params], {}
+    grads, tables = [p.grad for p in params], {}
 
     def step():
-        decision = decide(grads, scaler.scale_on(device), 1e9, lambda flag: flag, kept)
+        decision = decide(grads, scaler.scale_on(device), 1e9, lambda flag: flag, tables)
         take_step([path], decision, divides=True)
         scaler.advance(decision.found_inf)
 
@@ -83,7 +83,7 @@ def ours(params, optimizer):
 
 
 def o2_by_hand(params):
-    """fp32 masters kept by hand beside bf16 weights, as Apex O2 users wrote it."""
+    """fp32 masters next to bf16 weights, managed by hand as Apex O2 users wrote it."""
     masters = [p.detach().float() for p in params]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
 
@@ -148,7 +148,7 @@ def lean(params, master, states):
 
 
 def bench_steps(shapes, rounds, count, only):
-    """One row per implementation: name, bytes moved, median, min, max, held bytes and peak over held of one step."""
+    """One row per implementation: name, bytes moved, median, min, max, allocated bytes, and the peak of one step over them."""
     rows = []
     for name, dtype, moved, make in CASES:
         if only and not any(text in name for text in only):
@@ -161,16 +161,16 @@ def bench_steps(shapes, rounds, count, only):
         try:
             step = make(params)
             times = timed(step, rounds=rounds)
-        except Exception as error:  # a peer that is not installed or cannot run here is a row that says so
+        except Exception as error:  # a peer that is not installed or cannot run here becomes a row with the reason
             rows.append((name, moved, None, f"{type(error).__name__}: {str(error)[:60]}", "", ""))
             continue
         torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated() - before
+        allocated = torch.cuda.memory_allocated() - before
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        rows.append((name, moved, *times, f"{held / count:.2f}", f"{peak / held:.3f}"))
+        rows.append((name, moved, *times, f"{allocated / count:.2f}", f"{peak / allocated:.3f}"))
     return rows
 
 
@@ -190,7 +190,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_l_16", help="a ViT of this package, or gpt_1b")
     parser.add_argument(
-        "--only", action="append", help="run only the implementations whose name holds one of these texts"
+        "--only", action="append", help="run only the implementations whose name contains one of these texts"
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out")
@@ -204,19 +204,19 @@ def main():
         f"halfstep {halfstep.__version__}; {environment()}",
         f"copy bandwidth {bandwidth / 1e9:.0f} GB/s; device time of one step, median (min to max) of {args.rounds} rounds of 10",
         "",
-        "| implementation | bytes/param moved | floor ms | ms | share of copy bandwidth | held bytes/param | peak / held |",
+        "| implementation | bytes/param moved | floor ms | ms | share of copy bandwidth | allocated bytes/param | peak / allocated |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, moved, *rest in bench_steps(shapes, args.rounds, count, args.only):
         if rest[0] is None:
             lines.append(f"| {name} | | | did not run: {rest[1]} | | | |")
             continue
-        median, low, high, held, peak = rest
+        median, low, high, allocated, peak = rest
         floor = moved * count / bandwidth * 1e3 if moved else None
         share = f"{floor / median:.0%}" if floor else ""
         shown = f"{floor:.2f}" if floor else ""
         lines.append(
-            f"| {name} | {moved or ''} | {shown} | {median:.3f} ({low:.3f} to {high:.3f}) | {share} | {held} | {peak} |"
+            f"| {name} | {moved or ''} | {shown} | {median:.3f} ({low:.3f} to {high:.3f}) | {share} | {allocated} | {peak} |"
         )
     text = "\n".join(lines)
     print(text)

@@ -19,7 +19,8 @@ loss.backward()
 IN_A_PEER = """
 from halfstep.jobs.builtin import digits_job
 from halfstep.comparison.variant import parse_variants
-from halfstep.comparison.loops import build_parts, make_loop
+from halfstep.comparison.loops import make_loop
+from halfstep.comparison.training_loop import build_parts
 from halfstep.backends.context import RunContext
 run = RunContext(batch_size=2)
 (row,) = parse_variants([], ["torch-amp"])

@@ -130,7 +130,7 @@ def test_gradients_with_a_lazy_conjugate_are_taken():
     st.data(),
 )
 def test_one_bad_element_anywhere_makes_the_norm_non_finite(kinds, bad, data):
-    """An inf or NaN at any position of any gradient is seen."""
+    """An inf or NaN at any position of any gradient is detected."""
     grads = [random_grad(shape, dtype, i) for i, (shape, dtype) in enumerate(kinds)]
     values = dense_values(grads[data.draw(st.integers(0, len(grads) - 1), label="gradient")]).reshape(-1)
     position = data.draw(st.integers(0, values.numel() - 1), label="position")

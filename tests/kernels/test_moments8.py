@@ -21,7 +21,7 @@ def scales_of(x, scales):
 
 @given(values)
 def test_a_signed_value_is_off_by_at_most_half_the_distance_between_codes(numbers):
-    """The stated bound of the first moment holds, and signs are kept."""
+    """The first moment is within its stated bound, and signs are preserved."""
     x = torch.tensor(numbers)
     codes, scales = encode_signed(x)
     back = decode(codes, scales)
@@ -34,7 +34,7 @@ def test_a_signed_value_is_off_by_at_most_half_the_distance_between_codes(number
 
 @given(values, st.integers(1, 10**6))
 def test_an_unsigned_value_is_off_by_at_most_the_distance_and_never_becomes_zero(numbers, step):
-    """The stated bound of the second moment holds; what is above zero stays above zero."""
+    """The second moment is within its stated bound; a value above zero stays above zero."""
     x = torch.tensor(numbers).abs()
     codes, scales = encode_unsigned(x, torch.tensor(float(step)))
     back = decode(codes, scales)

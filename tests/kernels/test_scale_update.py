@@ -83,7 +83,7 @@ def test_deepspeed_golden_trace_at_the_floor():
 def test_random_traces_follow_an_independent_statement_of_each_rule(
     semantics, trace, interval, hysteresis, init, room, growth, backoff
 ):
-    """Scale and hysteresis follow the re-stated rule on any trace, held at floor and cap."""
+    """Scale and hysteresis follow the re-stated rule on any trace, clamped at floor and cap."""
     hysteresis = 1 if semantics == "torch" else hysteresis
     floor, cap = 2.0 ** (init - room[0]), 2.0 ** (init + room[1])
     rule = LossScale.dynamic(
@@ -154,9 +154,9 @@ def test_update_can_be_captured_in_a_cuda_graph():
     with torch.cuda.graph(graph):
         scale_update(scale, counters, flag, rule)
     trace = [c == "x" for c in "......x.x....xx....."]
-    seen = []
+    scales = []
     for overflow in trace:
         flag.fill_(float(overflow))
         graph.replay()
-        seen.append(float(scale))
-    assert seen == replay(rule, trace)[0]
+        scales.append(float(scale))
+    assert scales == replay(rule, trace)[0]

@@ -12,22 +12,22 @@ from halfstep.kernels.sgd import SGDSettings, sgd_update
 EPS32 = torch.finfo(torch.float32).eps
 
 
-def stated_in_float64(p, g, b, t, how):
+def stated_in_float64(p, g, b, t, settings):
     """SGD as torch's documentation states it, in float64; and the size of its terms."""
-    lr = float(how.lr)
+    lr = float(settings.lr)
     p, g = p.double(), g.double()
-    g = -g if how.maximize else g
-    g_size = g.abs() + how.weight_decay * p.abs()
-    g = g + how.weight_decay * p
+    g = -g if settings.maximize else g
+    g_size = g.abs() + settings.weight_decay * p.abs()
+    g = g + settings.weight_decay * p
     direction, size = g, g_size
     if b is not None:
-        b_size = g_size if t == 1 else how.momentum * b.double().abs() + g_size
-        b = g if t == 1 else how.momentum * b.double() + (1 - how.dampening) * g
-        direction, size = (g + how.momentum * b, g_size + b_size) if how.nesterov else (b, b_size)
+        b_size = g_size if t == 1 else settings.momentum * b.double().abs() + g_size
+        b = g if t == 1 else settings.momentum * b.double() + (1 - settings.dampening) * g
+        direction, size = (g + settings.momentum * b, g_size + b_size) if settings.nesterov else (b, b_size)
     return p - lr * direction, b, torch.maximum(p.abs(), lr * size), size
 
 
-settings = st.builds(
+any_settings = st.builds(
     SGDSettings,
     lr=st.sampled_from([1e-4, 0.1, 1.0]),
     momentum=st.sampled_from([0.5, 0.9, 0.99]),
@@ -38,14 +38,14 @@ settings = st.builds(
 )
 
 
-@given(settings, st.booleans(), st.sampled_from([1, 2, 1000]), st.integers(0, 9999), st.integers(-20, 10))
-def test_one_step_is_float64s_within_a_few_ulp(how, has_momentum, t, seed, exponent):
+@given(any_settings, st.booleans(), st.sampled_from([1, 2, 1000]), st.integers(0, 9999), st.integers(-20, 10))
+def test_one_step_is_float64s_within_a_few_ulp(settings, has_momentum, t, seed, exponent):
     """Weights and buffer of one step differ from float64 by a few ulp of their largest term."""
     generator = torch.Generator().manual_seed(seed)
     p, g, b = (torch.randn(64, generator=generator) for _ in range(3))
     g, b = g * 2.0**exponent, b * 2.0**exponent if has_momentum else None
-    new, buffer = sgd_update(p, g, b, torch.tensor(float(t)), how)
-    exact, exact_buffer, size, buffer_size = stated_in_float64(p, g, b, t, how)
+    new, buffer = sgd_update(p, g, b, torch.tensor(float(t)), settings)
+    exact, exact_buffer, size, buffer_size = stated_in_float64(p, g, b, t, settings)
     assert new.dtype is torch.float32
     assert ((new.double() - exact).abs() <= 6 * EPS32 * torch.maximum(size, exact.abs())).all()
     if has_momentum:
@@ -55,11 +55,11 @@ def test_one_step_is_float64s_within_a_few_ulp(how, has_momentum, t, seed, expon
         assert buffer is None
 
 
-def test_the_first_gradient_enters_undamped_whatever_the_buffer_holds():
-    """At step 1 the buffer becomes the gradient, even if it holds garbage."""
-    how = SGDSettings(0.1, 0.9, 0.5, 0.0, nesterov=False)
+def test_the_first_gradient_enters_undamped_whatever_is_in_the_buffer():
+    """At step 1 the buffer becomes the gradient, even if it contains garbage."""
+    settings = SGDSettings(0.1, 0.9, 0.5, 0.0, nesterov=False)
     grad = torch.tensor([1.0, -2.0])
-    new, buffer = sgd_update(torch.zeros(2), grad, torch.full((2,), torch.nan), torch.tensor(1.0), how)
+    new, buffer = sgd_update(torch.zeros(2), grad, torch.full((2,), torch.nan), torch.tensor(1.0), settings)
     assert torch.equal(buffer, grad)
     assert torch.equal(new, grad * -0.1)
 
@@ -76,8 +76,8 @@ def test_inputs_are_left_alone():
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64)], ids=repr)
 def test_results_are_fp32_in_the_shape_that_came(shape, lr):
     """A parameter of no dimensions must not become float64 by promotion, even with a float64 learning rate."""
-    how = SGDSettings(lr, 0.9, 0.0, 0.1, nesterov=True)
-    for new in sgd_update(torch.rand(shape), torch.rand(shape), torch.rand(shape), torch.tensor(2.0), how):
+    settings = SGDSettings(lr, 0.9, 0.0, 0.1, nesterov=True)
+    for new in sgd_update(torch.rand(shape), torch.rand(shape), torch.rand(shape), torch.tensor(2.0), settings):
         assert new.dtype is torch.float32
         assert new.shape == shape
 
@@ -106,13 +106,13 @@ def test_tracks_torch_over_200_steps(momentum, maximize, weight_decay, tensor_lr
         nesterov=nesterov,
         maximize=maximize,
     )
-    how = SGDSettings(lr, momentum, dampening, weight_decay, nesterov, maximize)
+    settings = SGDSettings(lr, momentum, dampening, weight_decay, nesterov, maximize)
     p, buffer = start.clone(), torch.zeros(6, 5) if momentum else None
     for t in range(1, 201):
         grad = torch.sin(p) + torch.randn(6, 5, generator=generator)
         param.grad = grad.double()
         optimizer.step()
-        p, buffer = sgd_update(p, grad, buffer, torch.tensor(float(t)), how)
+        p, buffer = sgd_update(p, grad, buffer, torch.tensor(float(t)), settings)
     scale = max(1.0, p.abs().max().item())
     assert torch.allclose(p.double(), param.detach(), rtol=0, atol=200 * EPS32 * scale)
     if momentum:

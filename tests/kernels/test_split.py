@@ -13,7 +13,7 @@ EDGES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
 
 def from_bits(patterns):
-    """fp32 numbers with these 32-bit patterns, given as a non-negative integers."""
+    """fp32 numbers with these 32-bit patterns, written as non-negative integers."""
     patterns = torch.as_tensor(patterns, dtype=torch.int64)
     return torch.where(patterns >= 1 << 31, patterns - (1 << 32), patterns).to(torch.int32).view(torch.float32)
 
@@ -57,13 +57,13 @@ def test_bf16_split_inverts_every_class_of_pattern_bit_for_bit():
 
 @given(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=20))
 def test_bf16_split_inverts_any_pattern(patterns):
-    """The law holds for patterns that nobody thought of."""
+    """The law is true for random bit patterns."""
     assert_bf16_split_inverts(from_bits(patterns))
 
 
 @given(st.floats(width=32, allow_nan=False))
 def test_bf16_split_inverts_any_number(value):
-    """The law holds for numbers as people write them."""
+    """The law is true for ordinary numbers."""
     assert_bf16_split_inverts(torch.tensor([value]))
 
 
@@ -157,7 +157,7 @@ def test_fp16_split_below_the_normal_range_is_within_its_bound():
 
 
 @given(st.floats(-65504, 65504, width=32))
-def test_fp16_split_holds_its_law_for_any_number(value):
+def test_fp16_split_follows_its_law_for_any_number(value):
     """Exact where the weight is normal, within 2^-40 where it is not."""
     master = torch.tensor([value])
     weight, low = split(master, FP16)
@@ -203,7 +203,7 @@ def test_split_keeps_the_shape(dtype, shape):
     ids=["transposed", "strided", "flipped", "expanded", "channels_last"],
 )
 def test_split_takes_any_memory_layout(dtype, view):
-    """Elements are split as they are seen, not as they lie in memory."""
+    """Elements are split in logical order, not in memory order."""
     master = view(torch.randn(6, 8))
     dense = master.clone(memory_format=torch.contiguous_format)
     weight, low = split(master, dtype)

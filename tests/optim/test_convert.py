@@ -28,7 +28,7 @@ def trained(cls, dtype, steps=3, **options):
     [(AdamW, torch.optim.AdamW, {}), (Adam, torch.optim.Adam, {}), (SGD, torch.optim.SGD, {"momentum": 0.9})],
 )
 def test_torchs_state_comes_in_without_loss_and_goes_out_again(cls, stock, options):
-    """A stock optimizer's state loads into ours, ours back into a stock one, and all three go on alike."""
+    """A stock optimizer's state loads into ours, ours back into a stock one, and all three continue alike."""
     params, torchs = trained(stock, FP32, **options)
     copies = [nn.Parameter(p.detach().clone()) for p in params]
     ours = cls(copies, lr=0.5, **options)
@@ -68,7 +68,7 @@ def test_moments_change_layout_by_their_values(source, target):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("source", "target"), [("split", "fp32"), ("fp32", "split")])
 def test_masters_change_layout_exactly(dtype, source, target):
-    """A split master becomes a whole one of the same value, and back."""
+    """A split master becomes an fp32 one of the same value, and back."""
     params, saved = trained(AdamW, dtype, master=source)
     other_params, other = trained(AdamW, dtype, steps=0, master=target)
     for p, q in zip(params, other_params, strict=True):
@@ -80,8 +80,8 @@ def test_masters_change_layout_exactly(dtype, source, target):
         assert ("low" in other.state[q]) == (target == "split")
 
 
-def test_a_whole_master_loads_into_fp32_weights_and_half_a_one_does_not():
-    """The fp32 master is the weight; the lower half alone cannot be placed, and that is said."""
+def test_an_fp32_master_loads_into_fp32_weights_and_a_split_one_does_not():
+    """An fp32 master becomes the weight; the low half alone cannot be loaded, and the error explains it."""
     params, saved = trained(AdamW, BF16, master="fp32")
     others = [nn.Parameter(p.detach().float()) for p in params]
     optimizer = AdamW(others, lr=0.1)
@@ -94,7 +94,7 @@ def test_a_whole_master_loads_into_fp32_weights_and_half_a_one_does_not():
         AdamW([nn.Parameter(p.detach().float()) for p in params], lr=0.1).load_state_dict(saved.state_dict())
 
 
-def test_the_pieces_name_what_they_hold():
+def test_master_in_and_plain_read_any_layout():
     """`master_in` finds either form or nothing; `plain` leaves torch's entries only."""
     master = torch.randn(20)
     weight, low = split(master, BF16)
@@ -103,12 +103,13 @@ def test_the_pieces_name_what_they_hold():
     assert master_in({}, weight) is None
     _, optimizer = trained(AdamW, BF16, master="split", states="8bit")
     stored = optimizer.state_dict()["state"][0]
-    assert plain(stored, optimizer.moments).keys() == {"step", "exp_avg", "exp_avg_sq"}
-    assert all(value.dtype is FP32 for value in plain(stored, optimizer.moments).values())
+    for moments in (optimizer.moments, None):
+        assert plain(stored, moments).keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(value.dtype is FP32 for value in plain(stored, moments).values())
 
 
 def test_repr_names_the_layout():
-    """What an optimizer holds is in its repr, with torch's list of groups."""
+    """The layout is in the optimizer's repr, with torch's list of groups."""
     shown = repr(Lion([nn.Parameter(torch.ones(2))], lr=0.25, states="8bit"))
     assert shown.startswith("Lion (master=policy, states=8bit")
     assert "lr: 0.25" in shown

@@ -1,4 +1,4 @@
-"""The fused Adam, on a GPU or in Triton's interpreter (TRITON_INTERPRET=1): the reference, faults, odd shapes."""
+"""The fused step, on a GPU or in Triton's interpreter (TRITON_INTERPRET=1): the reference, faults, odd shapes."""
 
 import math
 import os
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import halfstep
 from halfstep.engine.steps import choose_path, decide, take_step
 from halfstep.kernels.available import triton_runs_on
+from halfstep.kernels.table import table_bytes
 from halfstep.optim.fused import FusedStep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,11 +43,11 @@ def give_gradients(params, step, *, scale=1.0):
 
 
 def state_of(params, optimizer):
-    found = {}
+    tensors = {}
     for i, p in enumerate(params):
-        found[f"{i}.weight"] = p.detach().clone()
-        found |= {f"{i}.{k}": v.clone() for k, v in optimizer.state[p].items()}
-    return found
+        tensors[f"{i}.weight"] = p.detach().clone()
+        tensors |= {f"{i}.{k}": v.clone() for k, v in optimizer.state[p].items()}
+    return tensors
 
 
 def identical(a, b):
@@ -155,7 +156,7 @@ def test_one_step_of_the_kernel_is_within_2_ulp_of_the_reference(layout, cls, op
         assert ((mine - theirs).abs() / ulp).max() <= 2
 
 
-def test_layouts_with_fp32_moments_hold_the_same_masters():
+def test_layouts_with_fp32_moments_have_the_same_masters():
     """Split, fp32 copy and plain fp32 weights give bit-identical masters from the same start and gradients."""
     outcomes = []
     g = torch.Generator().manual_seed(0)
@@ -202,7 +203,7 @@ def test_the_same_run_gives_the_same_bits():
 
 
 def test_odd_addresses_strided_gradients_and_mixed_dtypes():
-    """Tensors not aligned to 16 bytes, transposed gradients and several dtypes in one optimizer are all right."""
+    """Tensors not aligned to 16 bytes, transposed gradients and several dtypes in one optimizer follow the reference."""
     base = torch.randn(1031, device=DEVICE)
     odd = torch.nn.Parameter(base[1:])
     assert odd.data_ptr() % 16
@@ -247,7 +248,7 @@ def test_tensors_may_come_and_go_between_steps():
     assert torch.allclose(extra, torch.full_like(extra, (1 - 0.005) ** 2 - 0.995 * 0.5 - 0.5), atol=1e-4)
 
 
-def test_states_are_saved_loaded_and_gone_on_with():
+def test_training_resumes_from_a_loaded_state():
     """A loaded optimizer steps as the saved one would have."""
     params, optimizer = build(torch.bfloat16, "split", "8bit")
     give_gradients(params, 0)
@@ -266,7 +267,7 @@ def test_states_are_saved_loaded_and_gone_on_with():
 
 @pytest.mark.gpu
 def test_a_captured_step_follows_the_learning_rate():
-    """The step is captured in a CUDA graph; between replays the learning rate changes and is obeyed."""
+    """The step is captured in a CUDA graph; between replays the learning rate changes and takes effect."""
     params, optimizer = build(torch.float32, "none", "fp32", sizes=[(1000,)], weight_decay=0.0)
     give_gradients(params, 0)
     stream = torch.cuda.Stream()
@@ -323,11 +324,11 @@ def test_a_tensor_past_2_to_the_31_elements():
     st.sampled_from(["fp32", "8bit"]),
     st.data(),
 )
-def test_one_bad_element_anywhere_makes_the_whole_step_a_no_op(sizes, dtype, bad, states, data):
-    """Found by pass 1 at any place of any tensor, tails included, and obeyed by pass 2 in every tensor."""
+def test_one_bad_element_anywhere_makes_the_step_a_no_op(sizes, dtype, bad, states, data):
+    """Pass 1 detects it at any position of any tensor, tails included, and pass 2 then changes no tensor."""
     master = "none" if dtype is torch.float32 else "split"
     params, optimizer = build(dtype, master, states, sizes=[(n,) for n in sizes])
-    path, kept = choose_path(optimizer, torch.nn.ParameterList(params)), {}
+    path, tables = choose_path(optimizer, torch.nn.ParameterList(params)), {}
     divisor = torch.full((), 2.0, device=DEVICE)
     before = None
     for step in range(3):
@@ -336,7 +337,7 @@ def test_one_bad_element_anywhere_makes_the_whole_step_a_no_op(sizes, dtype, bad
             before = state_of(params, optimizer)
             which = data.draw(st.integers(0, len(sizes) - 1))
             params[which].grad[data.draw(st.integers(0, sizes[which] - 1))] = bad
-        decision = decide([p.grad for p in params], divisor, 1.0, lambda flag: flag, kept)
+        decision = decide([p.grad for p in params], divisor, 1.0, lambda flag: flag, tables)
         take_step([path], decision, divides=True)
         assert decision.found_inf.item() == float(step > 0)
         if before is not None:
@@ -352,12 +353,12 @@ def test_the_decision_of_the_kernel_is_that_of_torch():
         for scale in (1.0, 1024.0, 0.0):
             divisor = torch.tensor(scale, device=DEVICE)
             norm = squares.sum().sqrt() / divisor
-            found = (~(norm.isfinite() & (divisor > 0))).float()
+            flag = (~(norm.isfinite() & (divisor > 0))).float()
             for max_norm in (None, 1.0, 1):
                 clipped = divisor if max_norm is None else divisor * ((norm + 1e-6) / max_norm).clamp(min=1)
                 with np.errstate(all="ignore"):  # the interpreter computes in NumPy
                     judged = judge(squares, divisor, max_norm)
-                for mine, wanted in zip(judged, (found, norm, clipped), strict=True):
+                for mine, wanted in zip(judged, (flag, norm, clipped), strict=True):
                     assert torch.allclose(mine, wanted, rtol=1e-6, atol=0, equal_nan=True)
 
 
@@ -392,13 +393,23 @@ def test_a_hundred_thousand_tensors_are_one_step():
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer = halfstep.optim.AdamW(params, lr=0.1, weight_decay=0.0, master="none", states="fp32")
-    kept = {}
+    tables = {}
     path = choose_path(optimizer, torch.nn.ParameterList(params))
-    decision = decide([p.grad for p in params], torch.ones((), device="cuda"), None, lambda flag: flag, kept)
+    decision = decide([p.grad for p in params], torch.ones((), device="cuda"), None, lambda flag: flag, tables)
     take_step([path], decision, divides=False)
     assert decision.norm.item() == pytest.approx(sum(p.numel() for p in params) ** 0.5, rel=1e-5)
     for i in (0, 1, 7, 99_999):
         assert torch.allclose(params[i], torch.full_like(params[i], 0.9))
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_the_tables_have_the_size_that_the_planner_counts(states):
+    """`table_bytes`, which knows only sizes, gives the bytes of the tables that a step has built."""
+    params, optimizer = build(torch.bfloat16, "split", states)
+    give_gradients(params, 0)
+    optimizer.step()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.int8}[states]
+    assert optimizer._fused.table_bytes() == table_bytes([p.numel() for p in params], dtype)
 
 
 def test_the_interpreter_switch_is_what_this_run_used():

@@ -30,7 +30,6 @@ from halfstep.scaling.scaler import Scaler
 __all__ = ["RunParts", "checkpoint_parts", "engine_state", "load_state", "names_of", "restore_extra", "state_of"]
 
 STATE_VERSION = 1
-_ALL_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _load_converted(parts: RunParts, own: dict[str, str], weights: dict[str, Ten
     separate: dict[str, Tensor] = {}  # masters that are not the weights themselves
     plain_states = []
     for optimizer, names, saved in zip(parts.optimizers, state["names"], state["optimizers"], strict=True):
-        moments = optimizer.moments if isinstance(optimizer, LeanOptimizer) else _ALL_MOMENTS
+        moments = optimizer.moments if isinstance(optimizer, LeanOptimizer) else None
         order = [index for group in saved["param_groups"] for index in group["params"]]
         entries = {}
         for name, index in zip(map(clean_name, names), order, strict=True):

@@ -17,7 +17,7 @@ def _installed() -> bool:
 
 
 def triton_runs_on(device: torch.device) -> bool:
-    """True for a GPU with Triton installed, and for the CPU when Triton's interpreter was switched on before."""
+    """True for a GPU with Triton installed, and for the CPU when Triton's interpreter was switched on before the import."""
     if not _installed():
         return False
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")

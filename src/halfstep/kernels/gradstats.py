@@ -1,8 +1,8 @@
-"""What a step must know about its gradients: are they all finite, and how long is the vector.
+"""What a step must know about its gradients: whether all are finite, and their norm.
 
-The norm is taken over the gradients as they are, still multiplied by the loss scale, in fp32 whatever their dtype
+The norm is computed from the gradients as they are, still multiplied by the loss scale, in fp32 whatever their dtype
 (squares of fp16 values overflow fp16). It is inf or NaN exactly if an element is, or if the sum of squares leaves
-fp32's range, which is as unusable; so one reduction answers both questions.
+fp32's range, which is just as unusable; so one reduction answers both questions.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _KERNEL_DTYPES = (torch.float32, *DTYPES_16_BIT)
 def dense_values(grad: Tensor) -> Tensor:
     """The real, dense elements behind a gradient; in-place changes to them change the gradient."""
     if grad.is_sparse:
-        grad = grad._values()  # noqa: SLF001 - the documented values() refuses uncoalesced tensors and autograd's own
+        grad = grad._values()  # noqa: SLF001 - the documented values() rejects uncoalesced tensors and autograd's own
     if grad.is_complex():
         return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
     return grad
 
 
-def known_sums(grads: Sequence[Tensor], kept: dict[Any, Any] | None) -> Tensor | None:
-    """The sums of squares, by one launch, if these are the very gradients of the last call of `total_norm`.
+def known_sums(grads: Sequence[Tensor], tables: dict[Any, Any] | None) -> Tensor | None:
+    """The sums of squares, by one launch, if these gradients have the addresses of those in the last `total_norm`.
 
-    That is the usual step: the allocator gave the same memory again, and no gradient has to be looked at from the host.
+    That is the usual step: the allocator returned the same memory, and the host need not examine each gradient.
     """
-    known = None if kept is None or not grads else kept.get("all")
+    known = None if tables is None or not grads else tables.get("all")
     if known is None or not known.knows(grads):
         return None
     sums: Tensor = known.same_sums(grads)
     return sums
 
 
-def total_norm(grads: Sequence[Tensor], device: torch.device, kept: dict[Any, Any] | None = None) -> Tensor:
-    """The 2-norm over all elements of all gradients, in fp32 on `device` (fp64 gradients: taken in fp64).
+def total_norm(grads: Sequence[Tensor], device: torch.device, tables: dict[Any, Any] | None = None) -> Tensor:
+    """The 2-norm over all elements of all gradients, in fp32 on `device` (fp64 gradients: computed in fp64).
 
-    `kept` is a dictionary that the caller keeps from step to step: the tables of the one-launch kernel live in it, and
-    without it the kernel is not used.
+    `tables` is a dictionary that the caller passes at every step: the tables of the one-launch kernel are stored in it,
+    and without it the kernel is not used.
     """
     norms: list[Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -55,28 +55,28 @@ def total_norm(grads: Sequence[Tensor], device: torch.device, kept: dict[Any, An
         if values.numel():
             groups.setdefault((values.device, values.dtype), []).append(values)
     for key, group in groups.items():
-        norms.append(_group_norm(key, group, kept).to(device, torch.float32, non_blocking=True))
-    if kept is not None:
+        norms.append(_group_norm(key, group, tables).to(device, torch.float32, non_blocking=True))
+    if tables is not None:
         only = len(groups) == 1 and len(group) == len(grads) and not any(g.is_sparse or g.is_complex() for g in grads)
-        kept["all"] = kept.get(key) if only else None
+        tables["all"] = tables.get(key) if only else None
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _group_norm(key: tuple[torch.device, torch.dtype], group: list[Tensor], kept: dict[Any, Any] | None) -> Tensor:
+def _group_norm(key: tuple[torch.device, torch.dtype], group: list[Tensor], tables: dict[Any, Any] | None) -> Tensor:
     device, dtype = key
     if (
-        kept is not None
+        tables is not None
         and dtype in _KERNEL_DTYPES
         and triton_runs_on(device)
         and all(g.is_contiguous() for g in group)
     ):
         from halfstep.kernels.gradstats_triton import GradStats
 
-        stats: GradStats | None = kept.get(key)
+        stats: GradStats | None = tables.get(key)
         if stats is None:
-            stats = kept[key] = GradStats()
+            stats = tables[key] = GradStats()
         norm: Tensor = stats.sums(group).sum().sqrt()
         return norm
     accumulate = torch.float64 if dtype is torch.float64 else torch.float32

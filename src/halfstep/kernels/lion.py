@@ -9,32 +9,54 @@ m = beta2 m + (1 - beta2) g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from torch import Tensor
 
-__all__ = ["LionSettings", "lion_update"]
+__all__ = ["LionColumn", "LionSettings", "lion_update"]
+
+
+class LionColumn(IntEnum):
+    """Columns of a group's row in the kernels' float64 table of settings."""
+
+    LR = 0
+    BETA1 = 1
+    BETA2 = 2
+    WEIGHT_DECAY = 3
+    MAXIMIZE = 4
 
 
 @dataclass(frozen=True)
 class LionSettings:
-    """The numbers of one Lion step; `lr` may be a tensor."""
+    """The settings of one Lion step; `lr` may be a tensor."""
 
     lr: float | Tensor
     betas: tuple[float, float]
     weight_decay: float
     maximize: bool = False
 
+    def row(self) -> tuple[float, ...]:
+        """The settings in the order of `LionColumn`."""
+        values = {
+            LionColumn.LR: self.lr,
+            LionColumn.BETA1: self.betas[0],
+            LionColumn.BETA2: self.betas[1],
+            LionColumn.WEIGHT_DECAY: self.weight_decay,
+            LionColumn.MAXIMIZE: self.maximize,
+        }
+        return tuple(float(values[column]) for column in LionColumn)
+
 
 def lion_update(
     master: Tensor,  # fp32
     grad: Tensor,  # fp32, already divided by the scale
     exp_avg: Tensor,  # fp32
-    how: LionSettings,
+    settings: LionSettings,
 ) -> tuple[Tensor, Tensor]:
     """The new master and moment."""
-    beta1, beta2 = how.betas
-    if how.maximize:
+    beta1, beta2 = settings.betas
+    if settings.maximize:
         grad = -grad
     direction = (exp_avg * beta1 + grad * (1 - beta1)).sign()
-    master = master * (1 - how.lr * how.weight_decay) - direction * how.lr
+    master = master * (1 - settings.lr * settings.weight_decay) - direction * settings.lr
     return master.float(), exp_avg * beta2 + grad * (1 - beta2)

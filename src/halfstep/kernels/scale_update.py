@@ -1,4 +1,4 @@
-"""The loss-scale update: five published rules, one function, no read-back.
+"""The loss-scale update: five published rules, one function, no host synchronisation.
 
 Every dynamic loss scaler lowers the scale after overflows and raises it after a run of clean steps. The
 systems people come from disagree on the details, so the details have names:
@@ -26,27 +26,10 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.available import triton_runs_on
+from halfstep.kernels.counters import COUNTERS, new_counters
 from halfstep.precision.loss_scale import LossScale
 
 __all__ = ["COUNTERS", "new_counters", "scale_update"]
-
-# The int64 vector, in this order:
-COUNTERS = (
-    "growth_tracker",  # clean steps since the last overflow or growth
-    "hysteresis_left",  # overflows that may still pass; apex and megatron count on below zero
-    "consecutive_skips",
-    "skips",
-    "updates",  # DeepSpeed's cur_iter
-    "last_overflow",  # DeepSpeed's last_overflow_iter, -1 before the first
-)
-
-
-def new_counters(rule: LossScale, device: torch.device | str = "cpu") -> Tensor:
-    """The counters of a scaler that has not seen a step."""
-    counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
-    counters[COUNTERS.index("hysteresis_left")].fill_(rule.hysteresis)
-    counters[COUNTERS.index("last_overflow")].fill_(-1)
-    return counters
 
 
 @torch.no_grad()
@@ -57,7 +40,7 @@ def scale_update(scale: Tensor, counters: Tensor, found_inf: Tensor, rule: LossS
 
         scale_update_triton.scale_update(scale, counters, found_inf.reshape(()).to(torch.float32), rule)
         return
-    # Not `found_inf == 1`: torch sums flags over devices, and a NaN flag is no clean step either.
+    # Not `found_inf == 1`: torch sums flags over devices, and a NaN flag is not a clean step either.
     overflow = (found_inf != 0).to(torch.int64).reshape(())
     clean = 1 - overflow
     tracker, left, consecutive, skips, updates, last = counters.unbind()

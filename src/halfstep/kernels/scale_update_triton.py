@@ -1,6 +1,6 @@
 """The loss-scale update in one launch; `kernels.scale_update` is the readable reference, rule by rule.
 
-The reference is some forty small tensor operations, and on a GPU each is a launch of its own.
+The reference is about forty small tensor operations, each a separate launch on a GPU.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfstep.kernels.counters import COUNTERS
 from halfstep.precision.loss_scale import SEMANTICS, LossScale
 
 __all__ = ["scale_update"]
+
+_TRACKER, _LEFT, _CONSECUTIVE, _SKIPS, _UPDATES, _LAST = (tl.constexpr(i) for i in range(len(COUNTERS)))
+_TORCH, _APEX, _MEGATRON, _DEEPSPEED, _CONSECUTIVE_DEEPSPEED = (tl.constexpr(i) for i in range(len(SEMANTICS)))
 
 
 @triton.jit
 def _scale_update_kernel(
     scale_at,  # fp32 ()
-    counters,  # int64 (6,): growth_tracker, hysteresis_left, consecutive_skips, skips, updates, last_overflow
+    counters,  # int64 (6,): COUNTERS
     found_inf,  # fp32 ()
     growth_interval,
     hysteresis,
@@ -25,50 +29,50 @@ def _scale_update_kernel(
     backoff,
     min_scale,
     max_scale,
-    RULE: tl.constexpr,  # the place in SEMANTICS
+    RULE: tl.constexpr,  # index in SEMANTICS
     DYNAMIC: tl.constexpr,
 ):
     flag = tl.load(found_inf)
     overflow = ((flag != 0) | (flag != flag)).to(tl.int64)
     clean = 1 - overflow
-    updates = tl.load(counters + 4)
-    last = tl.load(counters + 5)
+    updates = tl.load(counters + _UPDATES)
+    last = tl.load(counters + _LAST)
     if DYNAMIC:
-        tracker = (tl.load(counters) + 1) * clean
-        left = tl.load(counters + 1)
-        if RULE >= 3:
+        tracker = (tl.load(counters + _TRACKER) + 1) * clean
+        left = tl.load(counters + _LEFT)
+        if RULE >= _DEEPSPEED:  # both of DeepSpeed's
             since = updates - last - 1
             grow = ((since > 0) & (since % growth_interval == 0)).to(tl.int64) * clean
         else:
             grow = (tracker >= growth_interval).to(tl.int64) * clean
-        if RULE == 0:
+        if RULE == _TORCH:
             lower = overflow
-        elif RULE == 1:
+        elif RULE == _APEX:
             lower = overflow * (left - 1 <= 0).to(tl.int64)
             left = (left - 1) * overflow + hysteresis * clean
-        elif RULE == 2:
+        elif RULE == _MEGATRON:
             left = left - overflow
             lower = overflow * (left <= 0).to(tl.int64)
             left = left * (1 - grow) + hysteresis * grow
         else:
             lower = overflow * (left <= 1).to(tl.int64)
             left = left - overflow * (1 - lower)
-            refill = clean if RULE == 4 else grow
+            refill = clean if RULE == _CONSECUTIVE_DEEPSPEED else grow
             left = left * (1 - refill) + hysteresis * refill
         scale = tl.load(scale_at)
         lowered = tl.maximum(scale * backoff, min_scale)
         raised = tl.minimum(scale, max_scale / growth) * growth
         tl.store(scale_at, tl.where(lower == 1, lowered, tl.where(grow == 1, raised, scale)))
-        tl.store(counters, tracker * (1 - grow))
-        tl.store(counters + 1, left)
-    tl.store(counters + 2, (tl.load(counters + 2) + 1) * overflow)
-    tl.store(counters + 3, tl.load(counters + 3) + overflow)
-    tl.store(counters + 4, updates + 1)
-    tl.store(counters + 5, last * clean + updates * overflow)
+        tl.store(counters + _TRACKER, tracker * (1 - grow))
+        tl.store(counters + _LEFT, left)
+    tl.store(counters + _CONSECUTIVE, (tl.load(counters + _CONSECUTIVE) + 1) * overflow)
+    tl.store(counters + _SKIPS, tl.load(counters + _SKIPS) + overflow)
+    tl.store(counters + _UPDATES, updates + 1)
+    tl.store(counters + _LAST, last * clean + updates * overflow)
 
 
 def scale_update(scale: Tensor, counters: Tensor, found_inf: Tensor, rule: LossScale) -> None:
-    """As the reference's: advance scale and counters in place by one step."""
+    """Advance `scale` and `counters` in place by one step, as the reference does."""
     _scale_update_kernel[(1,)](
         scale,
         counters,

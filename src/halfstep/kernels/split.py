@@ -1,7 +1,7 @@
-"""Split masters: an fp32 number as a 16-bit weight that the model computes with, and 16 more bits beside it.
+"""Split masters: an fp32 number as a 16-bit weight that the model computes with, and 16 more bits stored next to it.
 
 bf16. The master's 32 bits, read as an integer, are split so that the upper half is the nearest bf16 (ties away
-from zero) and the lower half is what was rounded off, as a signed number:
+from zero) and the lower half is the rounding error, as a signed number:
 
     hi = (bits + 0x8000) >> 16          lo = bits - (hi << 16)          bits = (hi << 16) + lo
 
@@ -11,7 +11,7 @@ hi 0x7FC0 and lo 0, because rounding up could carry a NaN's bits into another pa
 largest value rounds to inf; it still inverts, but the model computes with inf, so the caller must treat it as an
 overflow.
 
-fp16. The weight is the nearest fp16 (ties to even) and the residual is what was rounded off, in units of ulp / 2^15
+fp16. The weight is the nearest fp16 (ties to even) and the residual is the rounding error, in units of ulp / 2^15
 of the weight. fp32 has 13 more fraction bits than fp16 and a unit is two bits finer than that, so for weights that
 are normal in fp16 the master is exact. Below 2^-14 fp16's ulp stays at 2^-24, a unit is 2^-39, and the master is
 off by at most 2^-40.

@@ -1,4 +1,4 @@
-"""Optimizers that hold an fp32 master beside 16-bit weights."""
+"""Optimizers that keep fp32 masters for 16-bit weights, and moments in fp32, bf16 or 8 bits."""
 
 from halfstep.optim.adamw import Adam, AdamW
 from halfstep.optim.adopt import adopt

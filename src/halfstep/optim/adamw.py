@@ -10,16 +10,17 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 from halfstep.kernels.adamw import AdamSettings, adamw_update
+from halfstep.kernels.layout import Rule
 from halfstep.optim.adopt import ADOPTS
-from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.fused import FusedOptimizer
 
 __all__ = ["Adam", "AdamW"]
 
 
-class AdamW(LeanOptimizer):
+class AdamW(FusedOptimizer):
     """AdamW for 16-bit weights, with the arguments of torch.optim.AdamW and `master=`, `states=`."""
 
-    rule: ClassVar[str] = "adam"
+    rule: ClassVar[Rule | None] = Rule.ADAM
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     unsigned: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
     decoupled: ClassVar[bool] = True
@@ -53,27 +54,9 @@ class AdamW(LeanOptimizer):
         }
         super().__init__(params, defaults, master=master, states=states)
 
-    def settings(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """A group's row of the kernels' table of settings."""
-        beta1, beta2 = (float(b) for b in group["betas"])
-        decoupled = group.get("decoupled_weight_decay", self.decoupled)
-        return (
-            float(group["lr"]),
-            beta1,
-            beta2,
-            float(group["eps"]),
-            float(group["weight_decay"]),
-            float(decoupled),
-            float(group["maximize"]),
-        )
-
-    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """First and second moment, and for amsgrad the largest second."""
-        return self.moments if group["amsgrad"] else self.moments[:2]
-
-    def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
-        """One Adam step on fp32 tensors."""
-        how = AdamSettings(
+    def settings(self, group: dict[str, Any]) -> AdamSettings:
+        """A group's settings, for `update` and for the kernels."""
+        return AdamSettings(
             group["lr"],
             group["betas"],
             group["eps"],
@@ -82,11 +65,21 @@ class AdamW(LeanOptimizer):
             group["maximize"],
             group["amsgrad"],
         )
+
+    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """First and second moment, and for amsgrad the largest second."""
+        if group["amsgrad"] and self.states == "8bit":
+            raise SettingError(
+                "amsgrad needs the largest second moment, which 8 bits cannot store; use states=fp32 or bf16 with it."
+            )
+        return self.moments if group["amsgrad"] else self.moments[:2]
+
+    def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
+        """One Adam step on fp32 tensors."""
         largest = state.get("max_exp_avg_sq")
-        master, m, v, largest = adamw_update(
-            master, grad, state["exp_avg"], state["exp_avg_sq"], largest, state["step"], how
+        master, state["exp_avg"], state["exp_avg_sq"], largest = adamw_update(
+            master, grad, state["exp_avg"], state["exp_avg_sq"], largest, state["step"], self.settings(group)
         )
-        state["exp_avg"], state["exp_avg_sq"] = m, v
         if largest is not None:
             state["max_exp_avg_sq"] = largest
         return master

@@ -1,4 +1,4 @@
-"""Adoption: a lean optimizer takes over one of torch's, with its groups, its state and its schedulers."""
+"""Adoption: a lean optimizer replaces one of torch's, with its groups, its state and its schedulers."""
 
 from __future__ import annotations
 
@@ -12,53 +12,49 @@ from halfstep.optim.lean import LeanOptimizer
 
 __all__ = ["ADOPTS", "adopt", "adopts"]
 
-ADOPTS: dict[type, Callable[..., LeanOptimizer]] = {}  # stock class -> the class that takes it over
+ADOPTS: dict[type, Callable[..., LeanOptimizer]] = {}  # stock class -> the lean class that replaces it
 
 
 def adopts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a lean class can take over this optimizer exactly."""
+    """Whether a lean class can replace this optimizer exactly."""
     return type(optimizer) in ADOPTS
 
 
 def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> LeanOptimizer:
-    """A lean optimizer that takes over a stock one, sharing its group dictionaries and its state.
+    """A lean optimizer that replaces a stock one, sharing its group dictionaries and its state.
 
-    Schedulers bound to the stock optimizer go on working, because they change the same dictionaries.
+    Schedulers bound to the stock optimizer keep working, because they change the same dictionaries.
     """
     if isinstance(optimizer, LeanOptimizer):
         for name, wanted in (("master", master), ("states", states)):
             own = getattr(optimizer, name)
             if own not in {"policy", wanted}:
                 raise SettingError(
-                    f"The optimizer was built with {name}={own!r}, but the policy says {name}={wanted}. Build it with "
+                    f"The optimizer was built with {name}={own!r}, but the policy has {name}={wanted}. Build it with "
                     f"{name}='policy', or write {name}={own} in the precision."
                 )
         optimizer.master, optimizer.states = master, states
         return optimizer
     if not adopts(optimizer):
         raise SettingError(
-            f"Lean presets need an optimizer that holds masters, and {type(optimizer).__name__} does not. Use torch's Adam, "
+            f"Lean presets need an optimizer with fp32 masters, and {type(optimizer).__name__} has none. Use torch's Adam, "
             "AdamW or SGD (they are adopted), halfstep.optim, or a preset with fp32 weights such as bf16 or fp16."
         )
     target = ADOPTS[type(optimizer)]
     lean = target(optimizer.param_groups, master=master, states=states)
-    lean.param_groups = optimizer.param_groups
-    lean.defaults = optimizer.defaults
-    for param in list(optimizer.state):  # torch's own state, or a lean one if it was adopted before
-        lean.state[param] = lean._converted(optimizer.state.pop(param), param)  # noqa: SLF001 - our own class
-    lean._stock, optimizer.state = optimizer, lean.state  # noqa: SLF001 - our own class
-    _refuse_to_step(optimizer, lean)
+    lean.take_over(optimizer)
+    _disable_step(optimizer, lean)
     say(
         f"{type(optimizer).__name__} was adopted as halfstep.optim.{type(lean).__name__} (master={master}, states={states})."
     )
     return lean
 
 
-def _refuse_to_step(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None:
-    """The stock optimizer no longer owns its weights; stepping it would bypass the masters."""
+def _disable_step(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None:
+    """Make `step` of the stock optimizer raise: it would bypass the masters."""
     # The text, not the objects: a cycle would keep weights and states on the GPU until the next garbage collection.
     text = (
-        f"This {type(optimizer).__name__} was adopted by halfstep.optim.{type(lean).__name__}, which holds the masters; "
+        f"This {type(optimizer).__name__} was adopted by halfstep.optim.{type(lean).__name__}, which has the masters; "
         "call engine.step() instead of optimizer.step()."
     )
 
@@ -69,6 +65,6 @@ def _refuse_to_step(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> No
     optimizer.step = step  # type: ignore[method-assign,assignment]
 
     def mark(*_: object) -> None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - what schedulers look at
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - schedulers check it
 
     lean.register_step_post_hook(mark)

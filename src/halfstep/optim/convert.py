@@ -1,6 +1,6 @@
-"""Optimizer states from one layout to another: fp32, bf16 and 8-bit moments, split, whole and no masters, torch's own.
+"""Optimizer states from one layout to another: fp32, bf16 and 8-bit moments, split, fp32 and no masters, torch's own.
 
-Every layout stands for the same logical state: a step count, fp32 moments, an fp32 master. Converting goes through it.
+Every layout represents the same logical state: a step count, fp32 moments, an fp32 master. Converting goes through it.
 Into fp32 nothing is lost; into bf16 or 8 bits moments are rounded as a step would round them.
 """
 
@@ -12,44 +12,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.moments8 import decode, encode_signed, encode_unsigned
-from halfstep.kernels.split import join
+from halfstep.errors import SettingError
+from halfstep.kernels.layout import MASTER_ENTRIES, Layout, master_in, restore
+from halfstep.precision.formats import DTYPES_16_BIT, format_name
 
-__all__ = ["master_in", "pack", "plain", "restore"]
-
-_MASTERS = ("low", "master")
-
-
-def restore(stored: Mapping[str, Any], name: str) -> Tensor:
-    """A stored moment in fp32."""
-    value: Tensor = stored[name]
-    scales = stored.get(f"{name}_scale")
-    return value.float() if scales is None else decode(value, scales)
+__all__ = ["convert", "master_in", "plain", "restore"]
 
 
-def pack(states: str, name: str, value: Tensor, step: Tensor, *, unsigned: bool) -> dict[str, Tensor]:
-    """A moment as it is stored: in fp32, in bf16, or as 8-bit codes and the scales of their blocks."""
-    if states == "bf16":
-        return {name: value.to(torch.bfloat16)}
-    if states != "8bit":
-        return {name: value}
-    codes, scales = encode_unsigned(value, step) if unsigned else encode_signed(value)
-    return {name: codes, f"{name}_scale": scales}
+def convert(saved: Mapping[str, Any], param: Tensor, layout: Layout) -> dict[str, Any]:
+    """A saved state of `param` in this layout: a bit-exact copy if it has that layout already.
 
-
-def master_in(stored: Mapping[str, Any], weight: Tensor) -> Tensor | None:
-    """The fp32 master that a stored state holds for this weight, or None where the weight is all there is."""
-    if "master" in stored:
-        master: Tensor = stored["master"]
-        return master
-    return join(weight, stored["low"]) if "low" in stored else None
-
-
-def plain(stored: Mapping[str, Any], moments: Sequence[str]) -> dict[str, Any]:
-    """A state as torch's own optimizers hold it: fp32 moments, no master; sharing no memory with what is stored."""
-    found = {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in stored.items()
-        if name not in _MASTERS and not (name.endswith("_scale") and name.removesuffix("_scale") in stored)
+    Where the master's storage changes, the weight is set to the master's rounding.
+    """
+    state = {
+        name: value.detach().clone().to(param.device) if isinstance(value, Tensor) else value
+        for name, value in saved.items()
+        if value is not None
     }
-    return found | {name: restore(stored, name).clone() for name in moments if name in stored}
+    moments = [name for name in layout.moments if name in state]
+    if "step" in state:
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
+    elif moments:  # torch's SGD counts no steps; all that matters is that the next is not the first
+        state["step"] = torch.ones((), dtype=torch.float32, device=param.device)
+    for name in moments:
+        stored_as = "8bit" if f"{name}_scale" in state else format_name(state[name].dtype)
+        if stored_as != layout.states:
+            value = restore(state, name)
+            state.pop(f"{name}_scale", None)
+            state |= layout.pack(name, value, state["step"])
+    return _convert_master(state, param, layout)
+
+
+def _convert_master(state: dict[str, Any], param: Tensor, layout: Layout) -> dict[str, Any]:
+    if layout.master_entry(param.dtype) in state or not state.keys() & set(MASTER_ENTRIES):
+        return state
+    if "low" in state and param.dtype not in DTYPES_16_BIT:
+        raise SettingError(
+            f"The state has the low halves of split 16-bit weights, and the parameter of shape {tuple(param.shape)} is "
+            f"{str(param.dtype).removeprefix('torch.')}. Load it through an Engine, which has both halves."
+        )
+    master = master_in(state, param.detach())
+    assert master is not None
+    weight, entries = layout.pack_master(master, param.dtype)
+    with torch.no_grad():
+        param.copy_(weight)
+    return {name: value for name, value in state.items() if name not in MASTER_ENTRIES} | entries
+
+
+def plain(state: Mapping[str, Any], moments: Sequence[str] | None = None) -> dict[str, Any]:
+    """A state as torch's own optimizers store it: fp32 moments, no master; it shares no memory with `state`.
+
+    Without `moments`, those are the entries with scales and the bf16 ones.
+    """
+    scaled = {name for name in state if f"{name}_scale" in state}
+    if moments is None:
+        moments = [n for n, v in state.items() if n in scaled or (isinstance(v, Tensor) and v.dtype is torch.bfloat16)]
+    dropped = {*MASTER_ENTRIES, *(f"{name}_scale" for name in scaled)}
+    copies = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+        if name not in dropped
+    }
+    return copies | {name: restore(state, name).clone() for name in moments if name in state}

@@ -1,56 +1,138 @@
-"""The driver of the fused step: tables from the optimizer's groups and states, two or three launches for all.
+"""Lean optimizers with kernels: one launch updates all tensors.
 
-Step counts live in one device vector, and each parameter's `state["step"]` is a view of its place in it, so that state
-dicts look like torch's. The groups' settings are a small float64 table, copied from pinned memory at every step: the
+`FusedOptimizer` is `LeanOptimizer` with a rule that the Triton kernels implement; where they cannot run, the reference
+does the step. `FusedStep` is the driver: tables from the optimizer's groups and states, and two or three launches.
+
+Step counts are stored in one device vector, and each parameter's `state["step"]` is a view of its element, so that state
+dicts look like torch's. The groups' settings are a small float64 table, copied from pinned memory when they change: the
 learning rate may change between steps, also between replays of a captured CUDA graph.
 """
 
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.errors import SettingError
 from halfstep.kernels.available import triton_runs_on
-from halfstep.kernels.table import ChunkTable, to_device
+from halfstep.kernels.layout import Rule
+from halfstep.kernels.table import LAUNCH_SHAPES, NUM_MOMENTS, NUM_SETTINGS, ChunkTable, Pointer, to_device
+from halfstep.optim.lean import LeanOptimizer
 from halfstep.precision.formats import DTYPES_16_BIT
 
-__all__ = ["FusedStep"]
+__all__ = ["FusedOptimizer", "FusedStep"]
 
 State = Mapping[str, Tensor]
+Row = tuple[float, ...]
 _DTYPES = (torch.float32, *DTYPES_16_BIT)
+_WITHOUT_MOMENTS = {Rule.SGD: Rule.PLAIN_SGD}
+
+
+class KernelSettings(Protocol):
+    """A group's settings as a row of the kernels' table."""
+
+    def row(self) -> Row: ...
+
+
+class FusedOptimizer(LeanOptimizer):
+    """A lean optimizer that the kernels can step: `rule` names the arithmetic, `settings` gives a group's numbers."""
+
+    rule: ClassVar[Rule | None] = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "update" in cls.__dict__ and "rule" not in cls.__dict__:
+            cls.rule = None  # a subclass that changes the arithmetic must not be stepped by its parent's kernel
+
+    @abstractmethod
+    def settings(self, group: dict[str, Any]) -> KernelSettings:
+        """A group's settings, for `update` and for the kernels."""
+
+    def has_kernels(self, group: dict[str, Any]) -> bool:
+        """Whether kernels step the parameters of this group on a GPU: those of at most two moments."""
+        return self.rule is not None and len(self.moments_of(group)) <= NUM_MOMENTS
+
+    def step_together(self, *, ready: bool) -> bool:
+        """Step all parameters by kernels, on a GPU; whether it did.
+
+        With `ready` only if nothing but the gradients' addresses has changed since the last such step, so that the usual
+        step does not examine every tensor again.
+        """
+        if self.rule is None:
+            return False
+        fused: FusedStep | None = self.__dict__.get("_fused")
+        if fused is None:
+            fused = self._fused = FusedStep(self.rule, self.moments)
+        if not ready:
+            active = [(i, p) for i, g in enumerate(self.param_groups) for p in g["params"] if p.grad is not None]
+            if not active:
+                return True
+            fused.prepare([p for _, p in active], self.state, [i for i, _ in active])
+        elif not fused.is_ready([p for g in self.param_groups for p in g["params"]], self.state):
+            return False
+        return fused.step(self._rows(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+
+    @torch.no_grad()
+    def step_tensor(self, group: dict[str, Any], param: Tensor, found_inf: Tensor) -> None:
+        """Update one parameter alone, or leave it if the flag is set: for updates inside backward."""
+        self._check_supported(param)
+        self._create_state(group, param)
+        if self.rule is not None:
+            singles: dict[Tensor, FusedStep] = self.__dict__.setdefault("_singles", {})
+            fused = singles.get(param)
+            if fused is None or not fused.is_ready([param], self.state):
+                fused = singles[param] = FusedStep(self.rule, self.moments)
+                fused.prepare([param], self.state, [0])
+            if fused.step([self.settings(group).row()], None, found_inf):
+                return
+        self._step_by_reference(group, param, None, found_inf)
+
+    def prepare_replay(self) -> None:
+        """Make the groups' current settings visible to the next replay of a CUDA graph that contains a step."""
+        fused = self.__dict__.get("_fused")
+        if fused is None:
+            raise SettingError(
+                "prepare_replay() before any step: capture a step() of this optimizer in a CUDA graph first."
+            )
+        fused.prepare_replay(self._rows())
+
+    def _rows(self) -> list[Row]:
+        return [self.settings(group).row() for group in self.param_groups]
 
 
 class FusedStep:
-    """Steps many tensors at once; keeps its tables while the tensors stay the same.
+    """Steps many tensors at once; reuses its tables while the tensors stay the same.
 
-    `rule` names the arithmetic ("adam", "sgd", "lion"), `moments` the state entries it works on.
+    `rule` is the arithmetic, `moments` are the state entries of the optimizer, those that the kernel updates first.
     """
 
-    def __init__(self, rule: str, moments: Sequence[str]) -> None:
-        self._rule, self._moments = rule, tuple(moments)
+    def __init__(self, rule: Rule, moments: Sequence[str]) -> None:
+        self._rule = rule
+        self._moments, self._unsupported = tuple(moments[:NUM_MOMENTS]), frozenset(moments[NUM_MOMENTS:])
         self._params: list[Tensor] = []
         self._states: list[dict[str, Tensor]] = []
-        self._state: Mapping[Tensor, Any] | None = None  # the optimizer's, which holds them
+        self._state: Mapping[Tensor, Any] | None = None  # the optimizer's mapping that contains them
         self._addresses: list[int] = []  # of the weights, to notice `param.data = ...`
         self._views: list[Tensor] = []
-        self._steps = self._group_of = self._hyper = torch.empty(0)
-        self._settings: list[tuple[float, ...]] = []
-        self._hyper_host: Tensor | None = None
-        self._pointers: np.ndarray | None = None  # int64 (T, 7) on the host
+        self._steps = self._group_of = self._settings = torch.empty(0)
+        self._rows: list[Row] = []  # the settings on the device
+        self._settings_host: Tensor | None = None
+        self._pointers: np.ndarray | None = None  # int64 (T, len(Pointer)) on the host
         self._table = torch.empty(0)  # the same on the device
         self._kinds: tuple[Any, ...] = ()
         self._launches: list[Any] = []
 
     def prepare(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Tensor]], group_of: Sequence[int]) -> None:
-        """Take over these parameters, which all have gradients and whole states; forget the others."""
+        """Build tables for these parameters, which all have gradients and complete states, and forget any others."""
         self._params = []
         states = [state[p] for p in params]
-        if not self._takes(params, states):
+        if not self._supports(params, states):
             return
         device = params[0].device
         self._params, self._states, self._state = params, states, state
@@ -73,69 +155,75 @@ class FusedStep:
             and all(s["step"] is v for s, v in zip(self._states, self._views, strict=True))
         )
 
-    def step(self, settings: list[tuple[float, ...]], divisor: Tensor | None, found_inf: Tensor | None) -> bool:
-        """One step for all prepared parameters; False if there are none."""
+    def step(self, rows: list[Row], divisor: Tensor | None, found_inf: Tensor | None) -> bool:
+        """One step for all prepared parameters, with these settings per group; False if there are none."""
         if not self._params:
             return False
         from halfstep.kernels.lean_triton import prepare_factors
 
         device = self._params[0].device
-        self._refresh_hyper(settings, device)
+        self._refresh_settings(rows, device)
         grads: list[Tensor] = [p.grad for p in self._params]  # type: ignore[misc]
         if not self._refresh_pointers(grads, device):
             return False
         one = torch.ones((), dtype=torch.float32, device=device) if divisor is None else divisor.reshape(())
         flag = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf.reshape(())
-        factors = prepare_factors(self._rule, self._hyper, self._group_of, self._steps, one, flag)
+        factors = prepare_factors(self._rule, self._settings, self._group_of, self._steps, one, flag)
         for launch in self._launches:
             launch(self._table, factors, self._steps, flag)
         return True
 
+    def prepare_replay(self, rows: list[Row]) -> None:
+        """Put new settings where a captured graph will read them at its next replay."""
+        assert self._settings_host is not None
+        self._settings_host.copy_(_settings_table(rows))
+
+    def table_bytes(self) -> int:
+        """Device bytes of the tables, the groups' settings aside."""
+        chunks = [launch.chunks for launch in self._launches]
+        tables = [self._table, self._steps, self._group_of]
+        tables += [tensor for table in chunks for tensor in (table.rows, table.numels, table.bounds)]
+        return sum(t.numel() * t.element_size() for t in tables)
+
+    def _refresh_settings(self, rows: list[Row], device: torch.device) -> None:
+        if device.type != "cuda":
+            self._settings = _settings_table(rows)
+            return
+        capturing = torch.cuda.is_current_stream_capturing()
+        if rows == self._rows and not capturing:
+            return
+        table = _settings_table(rows)
+        if self._settings_host is None or self._settings_host.shape != table.shape:
+            self._settings_host = torch.empty_like(table, pin_memory=True)
+            self._settings = torch.empty_like(table, device=device)
+        self._rows = rows
+        if capturing:
+            # The graph will read this very buffer at each replay; `prepare_replay` writes it.
+            self._settings_host.copy_(table)
+            self._settings.copy_(self._settings_host, non_blocking=True)
+        else:
+            # A fresh pinned buffer: the copy out of the last step's may still be in flight.
+            self._settings.copy_(table.pin_memory(), non_blocking=True)
+
     def _refresh_pointers(self, grads: list[Tensor], device: torch.device) -> bool:
         """Bring the device's table up to date; copied only if an address changed."""
         addresses = np.array([g.data_ptr() for g in grads], dtype=np.int64)
-        if self._pointers is not None and np.array_equal(addresses, self._pointers[:, 0]):
+        if self._pointers is not None and np.array_equal(addresses, self._pointers[:, Pointer.GRAD]):
             return True
         if not all(g.is_contiguous() and g.dtype in _DTYPES for g in grads):
-            self._params = []  # strided gradients: the reference takes them
+            self._params = []  # strided gradients: left to the reference
             return False
         if self._pointers is None:
-            self._pointers = np.array(
-                [self._row(p, s) for p, s in zip(self._params, self._states, strict=True)], dtype=np.int64
-            )
-        self._pointers[:, 0] = addresses
+            rows = [self._pointer_row(p, s) for p, s in zip(self._params, self._states, strict=True)]
+            self._pointers = np.array(rows, dtype=np.int64)
+        self._pointers[:, Pointer.GRAD] = addresses
         self._table = to_device(self._pointers, device)
-        self._plan(grads, device)
+        self._plan_launches(grads, device)
         return True
 
-    def _refresh_hyper(self, settings: list[tuple[float, ...]], device: torch.device) -> None:
-        if device.type != "cuda":
-            self._hyper = torch.tensor(settings, dtype=torch.float64)
-            return
-        capturing = torch.cuda.is_current_stream_capturing()
-        if settings == self._settings and not capturing:
-            return
-        rows = torch.tensor(settings, dtype=torch.float64)
-        if self._hyper_host is None or self._hyper_host.shape != rows.shape:
-            self._hyper_host = torch.empty_like(rows, pin_memory=True)
-            self._hyper = torch.empty_like(rows, device=device)
-        self._settings = settings
-        if capturing:
-            # The graph will read this very buffer at each replay; `prepare_replay` writes it.
-            self._hyper_host.copy_(rows)
-            self._hyper.copy_(self._hyper_host, non_blocking=True)
-        else:
-            # A fresh pinned buffer: the one of the last step may still be on its way.
-            self._hyper.copy_(rows.pin_memory(), non_blocking=True)
-
-    def prepare_replay(self, settings: list[tuple[float, ...]]) -> None:
-        """Put new settings where a captured graph will read them at its next replay."""
-        assert self._hyper_host is not None
-        self._hyper_host.copy_(torch.tensor(settings, dtype=torch.float64))
-
-    def _plan(self, grads: Sequence[Tensor], device: torch.device) -> None:
+    def _plan_launches(self, grads: Sequence[Tensor], device: torch.device) -> None:
         """One launch per combination of dtypes; usually there is one."""
-        from halfstep.kernels.lean_triton import LeanLaunch, chunk_of
+        from halfstep.kernels.lean_triton import LeanLaunch
 
         assert self._pointers is not None
         aligned = tuple((self._pointers % 16 == 0).all(axis=1).tolist())
@@ -145,36 +233,44 @@ class FusedStep:
         self._kinds = (kinds, aligned)
         self._launches = []
         for kind in dict.fromkeys(kinds):
-            # Tensors of other kinds count as empty here, so that rows have the same number in every table.
+            # Tensors of other kinds count as empty here, so that a tensor has the same index in every table.
             sizes = [p.numel() if k == kind else 0 for p, k in zip(self._params, kinds, strict=True)]
             rule, *dtypes = kind
-            self._launches.append(LeanLaunch(rule, ChunkTable(sizes, aligned, chunk_of(dtypes[-1]), device), *dtypes))
+            chunk, _ = LAUNCH_SHAPES[dtypes[-1]]
+            self._launches.append(LeanLaunch(rule, ChunkTable(sizes, aligned, chunk, device), *dtypes))
 
     def _kind(self, grad: Tensor, param: Tensor, state: State) -> tuple[Any, ...]:
-        """What a launch must agree in: the rule, and the dtypes of gradient, weight, what is held beside it, moments."""
-        held = _held(state, param)
+        """What the tensors of a launch must agree in: the rule, and the dtypes of gradient, weight, master, moments."""
+        master = _master_entry(state)
         moment = state.get(self._moments[0])
-        rule = f"plain_{self._rule}" if moment is None else self._rule
-        return (rule, grad.dtype, param.dtype, None if held is param else held.dtype, getattr(moment, "dtype", None))
+        rule = _WITHOUT_MOMENTS[self._rule] if moment is None else self._rule
+        return (rule, grad.dtype, param.dtype, getattr(master, "dtype", None), getattr(moment, "dtype", None))
 
-    def _takes(self, params: Sequence[Tensor], states: Sequence[State]) -> bool:
+    def _supports(self, params: Sequence[Tensor], states: Sequence[State]) -> bool:
         """Whether the kernels handle these tensors: one device, dense, no moments beyond those of the rule."""
         devices = {p.device for p in params}
         if len(devices) != 1 or not triton_runs_on(next(iter(devices))):
             return False
         return all(
-            p.dtype in _DTYPES and p.is_contiguous() and "max_exp_avg_sq" not in s
+            p.dtype in _DTYPES and p.is_contiguous() and not self._unsupported & s.keys()
             for p, s in zip(params, states, strict=True)
         )
 
-    def _row(self, param: Tensor, state: State) -> list[int]:
-        """The addresses of one tensor's row, the weight's own where there is nothing; the gradient's is filled in later."""
-        names = (*self._moments, *[""] * (2 - len(self._moments)))
-        places = [param, _held(state, param), *(state.get(n, param) for n in names)]
-        places += [state.get(f"{n}_scale", state.get(n, param)) for n in names]
-        return [0, *(t.data_ptr() for t in places)]
+    def _pointer_row(self, param: Tensor, state: State) -> list[int]:
+        """The addresses of one tensor's row: the weight's where there is nothing, and for the gradient until it is known."""
+        tensors: dict[Pointer, Tensor | None] = {Pointer.MASTER: _master_entry(state)}
+        columns = ((Pointer.FIRST, Pointer.FIRST_SCALE), (Pointer.SECOND, Pointer.SECOND_SCALE))
+        for name, (moment, scale) in zip(self._moments, columns, strict=False):
+            tensors[moment] = state.get(name)
+            tensors[scale] = state.get(f"{name}_scale", state.get(name))
+        filled = [tensors.get(column) for column in Pointer]
+        return [param.data_ptr() if tensor is None else tensor.data_ptr() for tensor in filled]
 
 
-def _held(state: State, param: Tensor) -> Tensor:
-    """What is held beside a weight; the weight itself where nothing is."""
-    return state.get("low", state.get("master", param))
+def _settings_table(rows: list[Row]) -> Tensor:
+    """The groups' rows as the kernels' table, padded to its width."""
+    return torch.tensor([(*row, *[0.0] * (NUM_SETTINGS - len(row))) for row in rows], dtype=torch.float64)
+
+
+def _master_entry(state: State) -> Tensor | None:
+    return state.get("low", state.get("master"))

@@ -8,19 +8,21 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from halfstep.errors import SettingError
+from halfstep.kernels.layout import Rule
 from halfstep.kernels.lion import LionSettings, lion_update
-from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.fused import FusedOptimizer
 
 __all__ = ["Lion"]
 
 
-class Lion(LeanOptimizer):
+class Lion(FusedOptimizer):
     """Lion (Chen et al., 2023) for weights of any precision, with `master=`, `states=`; one moment instead of Adam's two.
 
-    Its update is the sign of a moment, so it wants a learning rate 3 to 10 times below Adam's, and as much more decay.
+    Its update is the sign of a moment, so it needs a learning rate 3 to 10 times lower than Adam's, and weight decay as
+    many times higher.
     """
 
-    rule: ClassVar[str] = "lion"
+    rule: ClassVar[Rule | None] = Rule.LION
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     def __init__(
@@ -41,17 +43,11 @@ class Lion(LeanOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, master=master, states=states)
 
-    def settings(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """A group's row of the kernels' table of settings."""
-        beta1, beta2 = (float(b) for b in group["betas"])
-        return (float(group["lr"]), beta1, beta2, float(group["weight_decay"]), float(group["maximize"]), 0.0, 0.0)
-
-    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The one moment."""
-        return self.moments
+    def settings(self, group: dict[str, Any]) -> LionSettings:
+        """A group's settings, for `update` and for the kernels."""
+        return LionSettings(group["lr"], group["betas"], group["weight_decay"], group["maximize"])
 
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One Lion step on fp32 tensors."""
-        how = LionSettings(group["lr"], group["betas"], group["weight_decay"], group["maximize"])
-        master, state["exp_avg"] = lion_update(master, grad, state["exp_avg"], how)
+        master, state["exp_avg"] = lion_update(master, grad, state["exp_avg"], self.settings(group))
         return master

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SettingError
+from halfstep.kernels.layout import Rule
 from halfstep.kernels.sgd import SGDSettings, sgd_update
 from halfstep.optim.adopt import ADOPTS
-from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.fused import FusedOptimizer
 
 __all__ = ["SGD"]
 
 
-class SGD(LeanOptimizer):
+class SGD(FusedOptimizer):
     """SGD for 16-bit weights, with the arguments of torch.optim.SGD and `master=`, `states=`."""
 
-    rule: ClassVar[str] = "sgd"
+    rule: ClassVar[Rule | None] = Rule.SGD
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __init__(
@@ -39,7 +40,7 @@ class SGD(LeanOptimizer):
             raise SettingError(f"lr={lr!r}, momentum={momentum!r} and weight_decay={weight_decay!r} must be 0 or more.")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise SettingError(
-                f"nesterov needs momentum above 0 and no dampening; seen {momentum!r} and {dampening!r}."
+                f"nesterov needs momentum above 0 and no dampening, not momentum={momentum!r} and dampening={dampening!r}."
             )
         defaults = {
             "lr": lr,
@@ -51,26 +52,19 @@ class SGD(LeanOptimizer):
         }
         super().__init__(params, defaults, master=master, states=states)
 
-    def settings(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """A group's row of the kernels' table of settings."""
+    def settings(self, group: dict[str, Any]) -> SGDSettings:
+        """A group's settings, for `update` and for the kernels."""
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        return (*(float(group[name]) for name in names), float(bool(group["momentum"])))
+        return SGDSettings(*(group[name] for name in names))
 
-    def names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         """A momentum buffer, where there is momentum."""
         return self.moments if group["momentum"] else ()
 
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One SGD step on fp32 tensors."""
-        how = SGDSettings(
-            group["lr"],
-            group["momentum"],
-            group["dampening"],
-            group["weight_decay"],
-            group["nesterov"],
-            group["maximize"],
-        )
-        master, buffer = sgd_update(master, grad, state.get("momentum_buffer"), state["step"], how)
+        buffer = state.get("momentum_buffer")
+        master, buffer = sgd_update(master, grad, buffer, state["step"], self.settings(group))
         if buffer is not None:
             state["momentum_buffer"] = buffer
         return master

@@ -1,10 +1,10 @@
-"""What an optimizer holds and takes: states, masters, tables and temporaries, for each way a step is made.
+"""What an optimizer allocates: states, masters, tables and temporaries, for each way of stepping.
 
-    lean        halfstep.optim: moments as the policy says, masters beside 16-bit weights, tables of the kernels
+    lean        halfstep.optim: moments and masters by the declared layout, and the kernels' tables
     fused       torch's fused Adam, AdamW, SGD and Adagrad: their states, and no temporaries
-    plain       anything else: its `step` is run on fake tensors, and what it makes is counted
+    plain       anything else: its `step` is run on fake tensors, and what it allocates is counted
 
-The first two need no run, because what they hold is known to the byte.
+The first two need no run, because their states are known to the byte.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.engine.steps import choose_path
-from halfstep.kernels.moments8 import num_blocks
+from halfstep.kernels.table import table_bytes
 from halfstep.optim.adopt import ADOPTS, adopt
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.precision.formats import DTYPES_16_BIT, FORMATS
 from halfstep.precision.policy import Policy
 
-__all__ = ["Held", "held_by", "prepare_optimizer"]
+__all__ = ["Held", "held_by", "prepare_optimizer", "run_plain", "states_of", "step_scratch"]
 
-_CHUNK, _ROW, _POINTERS = 256, 8, 56  # of the fused kernels' tables: elements, bytes of a row, bytes per tensor
-_REFERENCE_COPIES = 6  # fp32 tensors of one parameter's size that the unfused lean step has at once, at most
+_REFERENCE_COPIES = 6  # fp32 tensors of one parameter's size that the reference step has at once, at most
 
 
 @dataclass(frozen=True)
 class Held:
-    """One tensor that stays: what for, how large, and whether the update makes it or the Engine's start."""
+    """One tensor that stays allocated: its category, its size, and whether the first update allocates it or the Engine."""
 
     cause: str
     num_bytes: int
@@ -43,7 +41,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: n
     if policy.params != "fp32" or policy.states != "fp32":
         master = policy.master if policy.params != "fp32" else "none"
         if isinstance(optimizer, LeanOptimizer) or type(optimizer) not in ADOPTS:
-            return adopt(optimizer, master=master, states=policy.states), "lean"  # which refuses what it cannot take
+            return adopt(optimizer, master=master, states=policy.states), "lean"  # raises for what it cannot adopt
         return ADOPTS[type(optimizer)](optimizer.param_groups, master=master, states=policy.states), "lean"
     if isinstance(optimizer, LeanOptimizer):
         return optimizer, "lean"
@@ -52,55 +50,62 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: n
 
 
 def held_by(optimizer: Any, kind: str) -> list[Held]:
-    """Everything a lean or fused optimizer holds after its first step, in the order it is made."""
-    found = []
-    for group in optimizer.param_groups:
-        for param in (p for p in group["params"] if p.requires_grad):
-            if kind == "lean":
-                found += _lean(optimizer, group, param)
-            else:
-                found += _fused(group, param)
+    """Everything a lean or fused optimizer has allocated after its first step, in the order of allocation."""
     if kind == "lean":
-        params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-        chunks = sum(-(-p.numel() // _CHUNK) for p in params)
-        found.append(Held("states", _ROW * chunks + _POINTERS * len(params)))
-    return found
+        return _lean(optimizer)
+    return [
+        state
+        for group in optimizer.param_groups
+        for param in _trainable(group)
+        for state in _fused_states(group, param)
+    ]
 
 
-def _lean(optimizer: LeanOptimizer, group: dict[str, Any], param: Tensor) -> list[Held]:
-    numel = param.numel()
-    found = []
-    if param.dtype in DTYPES_16_BIT and optimizer.master != "none":
-        found.append(Held("master", numel * (4 if optimizer.master == "fp32" else 2), by_step=False))
-    for _ in optimizer.names(group):
-        if optimizer.states == "8bit":
-            found += [Held("states", numel), Held("states", 4 * num_blocks(numel))]
-        else:
-            states = "fp32" if optimizer.states == "policy" else optimizer.states
-            found.append(Held("states", numel * int(FORMATS[states].bytes)))
-    return found
+def _lean(optimizer: LeanOptimizer) -> list[Held]:
+    layout, states = optimizer.layout, []
+    by_kernels = all(optimizer.has_kernels(group) for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        for param in _trainable(group):
+            master = layout.master_bytes(param.numel(), param.dtype)
+            if master:
+                states.append(Held("master", master, by_step=False))
+            if not by_kernels:
+                states.append(Held("states", 4))  # the step count; the kernels have them in one table
+            for _ in optimizer.moments_of(group):
+                states += [Held("states", size) for size in layout.moment_bytes(param.numel())]
+    if by_kernels:
+        sizes = [p.numel() for group in optimizer.param_groups for p in _trainable(group)]
+        states.append(Held("states", table_bytes(sizes, layout.moment_dtype)))
+    return states
 
 
-def _fused(group: dict[str, Any], param: Tensor) -> list[Held]:
+def _fused_states(group: dict[str, Any], param: Tensor) -> list[Held]:
+    """The states of torch's fused optimizers, recognised by the settings of their groups."""
+    size = param.numel() * param.element_size()
     if "betas" in group:
-        moments = 3 if group.get("amsgrad") else 2
-        return [Held("states", 4), *(Held("states", param.numel() * param.element_size()) for _ in range(moments))]
+        return [Held("states", 4), *[Held("states", size)] * (3 if group.get("amsgrad") else 2)]
     if "momentum" in group:
-        return [Held("states", param.numel() * param.element_size())] if group["momentum"] else []
-    return [Held("states", 4, by_step=False), Held("states", param.numel() * param.element_size(), by_step=False)]
+        return [Held("states", size)] if group["momentum"] else []
+    return [Held("states", 4, by_step=False), Held("states", size, by_step=False)]
+
+
+def _trainable(group: dict[str, Any]) -> list[Tensor]:
+    return [p for p in group["params"] if p.requires_grad]
 
 
 def step_scratch(optimizer: Any, kind: str) -> int:
-    """Bytes that a lean or fused step takes while it runs."""
-    unfused = [g for g in optimizer.param_groups if g.get("amsgrad")] if kind == "lean" else []
-    return _REFERENCE_COPIES * 4 * max((p.numel() for g in unfused for p in g["params"]), default=0)
+    """Bytes of temporaries while a lean or fused step runs; with kernels there are none."""
+    groups = optimizer.param_groups
+    if kind != "lean" or all(optimizer.has_kernels(group) for group in groups):
+        return 0
+    return _REFERENCE_COPIES * 4 * max((p.numel() for group in groups for p in group["params"]), default=0)
 
 
 def run_plain(optimizer: torch.optim.Optimizer, run: Callable[[], None]) -> str:
-    """Step a plain optimizer on fake tensors by `run`; what could not be traced, or nothing."""
+    """Step a plain optimizer on fake tensors by `run`; the reason why it could not be traced, or nothing."""
     for group in optimizer.param_groups:
         if group.get("foreach", 0) is None:
-            group["foreach"] = True  # what torch chooses on a GPU by itself
+            group["foreach"] = True  # torch's own choice on a GPU
     try:
         run()
     except Exception as error:
