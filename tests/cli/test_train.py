@@ -119,7 +119,7 @@ def test_the_moving_average_can_be_exported(job_file, tmp_path):
         (["train", "{job}", "--resume"], "--resume needs --out"),
         (["train", "{job}", "--resume", "--out", "{tmp}/nothing"], "nothing to resume"),
         (["train", "{job}", "--resume", "--out", "{tmp}", "-p", "fp32", "-p", "bf16"], "one run"),
-        (["export", "{tmp}"], "holds no checkpoint"),
+        (["export", "{tmp}"], "has no checkpoint"),
         (["export", "{tmp}/nothing"], "nothing"),
         (["export", "{job}"], "job.py"),
     ],

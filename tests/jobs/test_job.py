@@ -463,7 +463,7 @@ def test_a_loss_per_example_is_rejected():
     """The error for a loss with more than one element has its shape and suggests averaging."""
     torch = pytest.importorskip("torch")
     job = make(loss=lambda model, batch: torch.zeros(4), metric=lambda model, batch: torch.tensor(0.5))
-    with pytest.raises(JobError, match=r"of shape \(4,\) instead of one number; average it"):
+    with pytest.raises(JobError, match=r"of shape \(4,\) where one number is needed; average it"):
         job.call("loss", model=1, batch=2)
     assert job.call("metric", model=1, batch=2) == 0.5
 

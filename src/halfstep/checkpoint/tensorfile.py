@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,8 +114,9 @@ class TensorReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._stack = ExitStack()
         try:
-            self._file = safe_open(path, framework="pt").__enter__()
+            self._file = self._stack.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
             raise self._invalid(f"is not a valid safetensors file ({error})") from None
         self._num_bytes = path.stat().st_size
@@ -125,7 +127,7 @@ class TensorReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.__exit__(None, None, None)
+        self._stack.close()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

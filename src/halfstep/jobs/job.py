@@ -344,7 +344,7 @@ def _not_iterable(value: Any) -> str:
 def _not_loss(value: Any) -> str:
     if not hasattr(value, "backward") or not hasattr(value, "numel"):
         return "not a tensor to call backward on"
-    return "" if value.numel() == 1 else f"of shape {tuple(value.shape)} instead of one number; average it"
+    return "" if value.numel() == 1 else f"of shape {tuple(value.shape)} where one number is needed; average it"
 
 
 def _not_number(value: Any) -> str:
