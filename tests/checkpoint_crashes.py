@@ -1,7 +1,7 @@
 """Programs that save checkpoints and die: `loop ROOT` saves until it is killed, `points ROOT` dies at every call.
 
 `points` forks a child for each call that touches the disk; the child dies right before that call. The parent prints,
-for each death, what the folder then held.
+for each death, what is left in the folder.
 """
 
 import json
@@ -19,7 +19,7 @@ WATCHED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 def save(folder, step, size=16):
-    """One checkpoint whose contents tell its step."""
+    """Save a checkpoint whose contents identify its step."""
     state = {"m": torch.full((size,), float(step)), "step": step}
     folder.save(
         step, weights={"w": torch.full((size,), float(step))}, state=state, meta={"step": step}, metric=-abs(step - 2)
@@ -79,7 +79,7 @@ def points(root):
     start, here = root / "start", root / "here"
     for step in (1, 2, 3, 4):
         save(CheckpointFolder(start, keep_last=2, keep_best=1), step)
-    found = []
+    outcomes = []
     for number in range(1, 1000):
         shutil.rmtree(here, ignore_errors=True)
         shutil.copytree(start, here)
@@ -90,10 +90,10 @@ def points(root):
         steps = held(here)
         latest = CheckpointFolder(here).latest()
         names = sorted(path.name for path in here.iterdir())
-        found.append({"status": status, "steps": steps, "latest": latest.name, "names": names})
+        outcomes.append({"status": status, "steps": steps, "latest": latest.name, "names": names})
         if status == 0:
             break
-    print(json.dumps(found))
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

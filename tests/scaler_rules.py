@@ -1,4 +1,4 @@
-"""Independent re-statements of the five scaler rules, written from their sources' logic in plain Python."""
+"""Independent implementations of the five scaler rules in plain Python, written from the logic of their sources."""
 
 
 class TorchRule:
@@ -28,7 +28,7 @@ class TorchRule:
 
 
 class ApexRule(TorchRule):
-    """update_scale_hysteresis.cu: an overflow passes while the tracker stays above 0; a clean step refills it."""
+    """update_scale_hysteresis.cu: an overflow is tolerated while the tracker stays above 0; a clean step resets it."""
 
     def update(self, overflow):
         if overflow:
@@ -42,7 +42,7 @@ class ApexRule(TorchRule):
 
 
 class MegatronRule(TorchRule):
-    """DynamicGradScaler: refilled only by growth."""
+    """DynamicGradScaler: hysteresis is reset only by growth."""
 
     def update(self, overflow):
         if overflow:

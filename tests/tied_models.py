@@ -8,7 +8,7 @@ from halfstep.engine.engine import Engine
 
 
 class Tied(nn.Module):
-    """A language model whose head is its embedding."""
+    """A language model whose head is tied to its embedding."""
 
     def __init__(self):
         super().__init__()
@@ -22,7 +22,7 @@ class Tied(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A part of a model behind the level that torch.compile puts in between."""
+    """A submodule behind the level that torch.compile inserts."""
 
     def __init__(self, inner):
         super().__init__()
@@ -41,7 +41,7 @@ def trained(model, precision, steps=4, optimizer=None, **options):
 
 
 def train(model, engine, steps):
-    """A few steps of predicting the next of 16 numbers."""
+    """Train for a few steps on predicting the next of 16 numbers."""
     for i in range(steps):
         x = torch.randint(0, 16, (32,), generator=torch.Generator().manual_seed(i))
         with engine.forward():

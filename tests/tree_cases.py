@@ -1,4 +1,4 @@
-"""Trees of every kind a checkpoint holds, and a comparison that overlooks nothing."""
+"""Strategies for every kind of tree that a checkpoint can store, and an exact comparison."""
 
 import math
 import struct
@@ -16,7 +16,7 @@ DTYPES = [
 
 
 def bits(tensor):
-    """The raw bytes of a tensor, whatever its dtype."""
+    """The raw bytes of a tensor of any dtype."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
@@ -42,7 +42,7 @@ def same(a, b):
 
 @st.composite
 def tensors(draw):
-    """A tensor of any dtype with random bits, of rank 0 to 3, empty now and then, not always contiguous."""
+    """A tensor of any dtype with random bits, of rank 0 to 3, sometimes empty, not always contiguous."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     data = draw(st.binary(min_size=math.prod(shape) * dtype.itemsize, max_size=math.prod(shape) * dtype.itemsize))

@@ -1,4 +1,4 @@
-"""Data that the built-in jobs train on, under its public name; `halfstep.jobs.data` defines it."""
+"""Public names of the data of the built-in jobs, which `halfstep.jobs.data` defines."""
 
 from halfstep.jobs.data import (
     Batch,

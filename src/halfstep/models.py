@@ -1,4 +1,4 @@
-"""Models that ship with Halfstep, under their public name; `halfstep.jobs.models` defines them."""
+"""Public names of the models that ship with Halfstep, which `halfstep.jobs.models` defines."""
 
 from halfstep.jobs.models import (
     SIZES,

@@ -19,14 +19,14 @@ EVERY_FILE = [*FILES, "manifest.json"]
 
 
 def save(path, weights=None, state=None, **meta):
-    """A small checkpoint."""
+    """Save a small checkpoint."""
     return save_checkpoint(path, weights=weights or {"w": torch.arange(6.0)}, state=state, meta=meta)
 
 
 @given(TREES, TREES)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_a_checkpoint_gives_back_what_was_saved(tmp_path_factory, first, second):
-    """Weights, state and meta survive the disk exactly."""
+def test_a_checkpoint_round_trips(tmp_path_factory, first, second):
+    """Weights, state and meta are restored exactly."""
     weights = {"a": torch.randn(2, 3), "b": torch.ones((), dtype=torch.bfloat16), "c": torch.empty(0)}
     path = tmp_path_factory.mktemp("round") / "ckpt"
     save_checkpoint(
@@ -41,7 +41,7 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path_factory, first, second)
     shutil.rmtree(path)
 
 
-def test_nothing_but_the_five_files_is_left(tmp_path):
+def test_a_save_leaves_only_the_five_files(tmp_path):
     """No temporary file or directory remains after a save, and none of the files is a pickle."""
     path = save(tmp_path / "deep" / "er" / "ckpt")
     assert sorted(p.name for p in path.iterdir()) == sorted(EVERY_FILE)
@@ -51,9 +51,9 @@ def test_nothing_but_the_five_files_is_left(tmp_path):
 
 
 def test_pickle_is_neither_written_nor_read(tmp_path, monkeypatch):
-    """Saving and loading work with pickle and torch.load taken away."""
+    """Saving and loading work without pickle and torch.load."""
 
-    def refuse(*_, **__):
+    def fail(*_, **__):
         raise AssertionError("pickle was used")
 
     for module, names in (
@@ -61,11 +61,11 @@ def test_pickle_is_neither_written_nor_read(tmp_path, monkeypatch):
         (torch, ["save", "load"]),
     ):
         for name in names:
-            monkeypatch.setattr(module, name, refuse)
+            monkeypatch.setattr(module, name, fail)
     load_checkpoint(save(tmp_path / "ckpt", state={"x": torch.ones(2)}))
 
 
-def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
+def test_tied_weights_are_stored_once_and_tied_after_loading(tmp_path):
     """Two names of one tensor are one tensor on disk and after loading."""
     shared = torch.randn(3)
     path = save(tmp_path / "ckpt", {"emb": shared, "other": torch.zeros(2), "head": shared, "part": shared[:2]})
@@ -88,13 +88,13 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
         ("_fsdp_wrapped_module.a._checkpoint_wrapped_module.b", "a.b"),
     ],
 )
-def test_wrappers_leave_no_trace_in_names(name, clean):
+def test_wrapper_levels_are_removed_from_names(name, clean):
     """DDP, FSDP, compile and activation checkpointing do not change the names on disk."""
     assert clean_name(name) == clean
 
 
 def test_a_compiled_wrapped_model_is_saved_under_its_own_names(tmp_path):
-    """A checkpoint of a wrapped model loads into the bare one, and the other way round."""
+    """A checkpoint of a wrapped model loads into the bare one, and vice versa."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3))
     wrapped = {f"_orig_mod.module.{name}": value for name, value in model.state_dict().items()}
     loaded = load_checkpoint(save(tmp_path / "ckpt", wrapped))
@@ -103,8 +103,8 @@ def test_a_compiled_wrapped_model_is_saved_under_its_own_names(tmp_path):
     assert list(check_weights(loaded.weights, wrapped)) == list(wrapped)
 
 
-def test_names_that_meet_are_refused_unless_they_are_one_tensor(tmp_path):
-    """Stripping a wrapper's level never loses a weight."""
+def test_names_that_collide_are_rejected_unless_they_are_one_tensor(tmp_path):
+    """Removing a wrapper's level from names never loses a weight."""
     a, b = torch.ones(2), torch.zeros(2)
     save(tmp_path / "fine", {"a": a, "module.a": a, "b": a, "module.b": a})
     assert set(load_checkpoint(tmp_path / "fine").weights) == {"a", "b"}
@@ -122,15 +122,15 @@ def test_names_that_meet_are_refused_unless_they_are_one_tensor(tmp_path):
         ({"a": torch.ones(1, device="meta")}, "meta tensor"),
     ],
 )
-def test_weights_that_cannot_be_stored_are_refused_by_name(tmp_path, weights, message):
-    """The refusal comes before anything is written."""
+def test_weights_that_cannot_be_stored_are_rejected_by_name(tmp_path, weights, message):
+    """The error is raised before anything is written."""
     with pytest.raises(SettingError, match=message):
         save(tmp_path / "ckpt", weights)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_meta_holds_no_tensors_and_state_no_objects(tmp_path):
-    """Both are refused by path before anything is written."""
+def test_tensors_in_meta_and_objects_in_state_are_rejected(tmp_path):
+    """Both raise an error with their path before anything is written."""
     with pytest.raises(SettingError, match=r"meta\.loss is a tensor"):
         save(tmp_path / "ckpt", loss=torch.ones(1))
     with pytest.raises(SettingError, match=r"state\.hook is a .*function"):
@@ -138,8 +138,8 @@ def test_meta_holds_no_tensors_and_state_no_objects(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_path_is_never_replaced(tmp_path):
-    """An empty directory may become a checkpoint; anything else stays what it is."""
+def test_an_existing_path_is_never_overwritten(tmp_path):
+    """An empty directory may become a checkpoint; anything else is never overwritten."""
     (tmp_path / "empty").mkdir()
     load_checkpoint(save(tmp_path / "empty"))
     (tmp_path / "file").write_text("mine")
@@ -150,8 +150,8 @@ def test_an_existing_path_is_never_replaced(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_tensors_of_the_state_go_where_they_belong(tmp_path):
-    """What lived on the CPU stays there; weights and the rest go to the device that was asked for."""
+def test_tensors_of_the_state_are_loaded_to_their_device(tmp_path):
+    """State tensors that were on the CPU stay there; weights are loaded to the requested device."""
     path = save(tmp_path / "ckpt", state={"rng": torch.get_rng_state()})
     loaded = load_checkpoint(path, device="meta")
     assert loaded.weights["w"].device.type == "meta"
@@ -160,7 +160,7 @@ def test_tensors_of_the_state_go_where_they_belong(tmp_path):
 
 @pytest.mark.parametrize("call", range(7))
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, call):
-    """Whichever file or folder meets the full disk, the rest of it is removed and earlier checkpoints stay."""
+    """Whichever sync fails on the full disk, the partial checkpoint is removed and earlier ones are kept."""
     old = save(tmp_path / "old")
     real, calls = os.fsync, []
 
@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, call):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
-        HalfstepError, match=r"could not be saved: No space left on device. It needs \d+ bytes and \d+ are free"
+        HalfstepError, match=r"could not be saved: No space left on device. It needs \d+ B and [\d.,]+ \w+ are free"
     ):
         save(tmp_path / "new")
     monkeypatch.undo()
@@ -181,44 +181,44 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, call):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Requires: [POSIX resource limits]")
-def test_a_write_the_system_refuses_leaves_nothing_behind(tmp_path):
-    """A real limit of the operating system in the middle of a tensor is reported and cleaned up."""
+def test_a_write_that_the_system_rejects_leaves_nothing_behind(tmp_path):
+    """A file-size limit that is hit in the middle of a tensor is reported, and the partial checkpoint removed."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
-        with pytest.raises(HalfstepError, match=r"File too large. It needs 8\d{6} bytes"):
+        with pytest.raises(HalfstepError, match=r"File too large. It needs 7.63 MiB and"):
             save(tmp_path / "new", {"w": torch.zeros(2 * 10**6)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
     """A read-only parent, or a file in its place, is an error that names the folder."""
     (tmp_path / "file").write_text("x")
-    with pytest.raises(HalfstepError, match=r"could not be saved: .*how many are free is not known in .*file/sub"):
+    with pytest.raises(HalfstepError, match=r"could not be saved: .*the free space is unknown in .*file/sub"):
         save(tmp_path / "file" / "sub" / "ckpt")
 
-    def refuse(*_, **__):
+    def deny(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    monkeypatch.setattr("pathlib.Path.mkdir", deny)
     with pytest.raises(HalfstepError, match=r"could not be saved: Permission denied.*write permission"):
         save(tmp_path / "ckpt")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="Requires: [a user other than root]")
-def test_a_read_only_parent_is_said(tmp_path):
+def test_a_read_only_parent_is_reported(tmp_path):
     """A parent without write permission is an error that names it."""
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(HalfstepError, match="Permission denied"):
         save(tmp_path / "locked" / "ckpt")
 
 
-def test_an_interrupt_cleans_up_and_goes_on(tmp_path, monkeypatch):
-    """Ctrl-C while saving leaves no temporary directory and is still Ctrl-C."""
+def test_an_interrupt_cleans_up_and_propagates(tmp_path, monkeypatch):
+    """Ctrl-C while saving leaves no temporary directory and still raises KeyboardInterrupt."""
 
     def interrupt(_):
         raise KeyboardInterrupt
@@ -229,12 +229,12 @@ def test_an_interrupt_cleans_up_and_goes_on(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_filesystem_that_cannot_sync_folders_is_fine(tmp_path, monkeypatch):
-    """Some network filesystems refuse to sync a directory; the files are synced all the same."""
+def test_a_filesystem_that_cannot_sync_folders_is_accepted(tmp_path, monkeypatch):
+    """Some network filesystems cannot sync a directory; the files are synced anyway."""
     real, synced = os.fsync, []
 
     def picky(handle):
-        if os.path.isdir(f"/proc/self/fd/{handle}"):  # noqa: PTH112 a name of the kernel's, not of a file
+        if os.path.isdir(f"/proc/self/fd/{handle}"):  # noqa: PTH112 - an entry of /proc, not a file
             raise OSError(errno.EINVAL, "Invalid argument")
         synced.append(handle)
         return real(handle)
@@ -244,8 +244,8 @@ def test_a_filesystem_that_cannot_sync_folders_is_fine(tmp_path, monkeypatch):
     assert len(synced) == 5
 
 
-def test_the_lock_lets_savers_share_and_keeps_cleaners_out(tmp_path, monkeypatch):
-    """Several processes may save into one folder; nobody clears it meanwhile."""
+def test_the_lock_is_shared_by_saves_and_excludes_clean_up(tmp_path, monkeypatch):
+    """Several processes may save into one folder; none may clean it up meanwhile."""
     with folder_lock(tmp_path, exclusive=False) as first, folder_lock(tmp_path, exclusive=False) as second:
         assert (first, second) == (True, True)
         with folder_lock(tmp_path, exclusive=True) as alone:
@@ -274,8 +274,8 @@ def test_weights_that_do_not_fit_are_listed_with_both_shapes():
     assert "2 different: a (saved [2] float32, model [2, 2] float32), b (saved [3] float32, model [3] float16)" in text
 
 
-def test_saving_holds_one_extra_copy_of_one_tensor_at_most(tmp_path, monkeypatch):
-    """The copy of one tensor is gone before the next one is made."""
+def test_saving_copies_at_most_one_tensor_at_a_time(tmp_path, monkeypatch):
+    """The copy of one tensor is freed before the next one is made."""
     real, copies = torch.empty_like, []
 
     def watched(*args, **kwargs):

@@ -19,30 +19,30 @@ EVERY_FILE = [*FILES, "manifest.json"]
 
 
 def save(path, weights=None, state=None, **meta):
-    """A small checkpoint."""
+    """Save a small checkpoint."""
     return save_checkpoint(path, weights=weights or {"w": torch.arange(6.0)}, state=state, meta=meta)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A checkpoint with something in every file; tests put back what they change."""
+def intact(tmp_path_factory):
+    """A checkpoint with something in every file; tests restore what they change."""
     state = {"optimizer": {0: {"m": torch.randn(5)}}, "rng": (1, torch.get_rng_state()[:16])}
-    return save(tmp_path_factory.mktemp("whole") / "ckpt", {"a.weight": torch.randn(4, 3)}, state, step=3)
+    return save(tmp_path_factory.mktemp("intact") / "ckpt", {"a.weight": torch.randn(4, 3)}, state, step=3)
 
 
 @pytest.fixture
-def damaged(whole):
-    """The checkpoint, whose files are put back after the test."""
-    before = {name: (whole / name).read_bytes() for name in EVERY_FILE}
-    yield whole, before
+def damaged(intact):
+    """The checkpoint, whose files are restored after the test."""
+    before = {name: (intact / name).read_bytes() for name in EVERY_FILE}
+    yield intact, before
     for name, data in before.items():
-        (whole / name).write_bytes(data)
+        (intact / name).write_bytes(data)
 
 
 @given(st.data())
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_flipped_bit_anywhere_is_refused(damaged, data):
-    """No single wrong bit in any file gets through, and the error names the file."""
+def test_a_flipped_bit_anywhere_is_rejected(damaged, data):
+    """A single wrong bit in any file raises an error that names the file."""
     path, before = damaged
     name = data.draw(st.sampled_from(EVERY_FILE))
     position = data.draw(st.integers(0, len(before[name]) * 8 - 1))
@@ -54,8 +54,8 @@ def test_a_flipped_bit_anywhere_is_refused(damaged, data):
     (path / name).write_bytes(before[name])
 
 
-def test_every_byte_of_the_manifest_counts(damaged):
-    """The manifest protects itself as well as the others."""
+def test_every_byte_of_the_manifest_is_checked(damaged):
+    """The manifest's checksum covers the manifest itself."""
     path, before = damaged
     for position in range(len(before["manifest.json"])):
         raw = bytearray(before["manifest.json"])
@@ -67,8 +67,8 @@ def test_every_byte_of_the_manifest_counts(damaged):
 
 @given(st.data())
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_truncated_file_is_refused(damaged, data):
-    """A file cut anywhere is refused by name."""
+def test_a_truncated_file_is_rejected(damaged, data):
+    """A file truncated anywhere raises an error that names it."""
     path, before = damaged
     name = data.draw(st.sampled_from(EVERY_FILE))
     (path / name).write_bytes(before[name][: data.draw(st.integers(0, len(before[name]) - 1))])
@@ -78,8 +78,8 @@ def test_a_truncated_file_is_refused(damaged, data):
 
 
 @pytest.mark.parametrize("name", EVERY_FILE)
-def test_a_missing_or_grown_file_is_refused(damaged, name):
-    """Every file is needed, and none may have more than was saved."""
+def test_a_missing_or_grown_file_is_rejected(damaged, name):
+    """Every file is required, and none may be longer than it was saved."""
     path, before = damaged
     (path / name).write_bytes(before[name] + b"\n")
     with pytest.raises(SettingError, match=f"{name} (has grown|was altered)"):
@@ -90,7 +90,7 @@ def test_a_missing_or_grown_file_is_refused(damaged, name):
 
 
 def test_reading_only_the_meta_checks_what_it_reads(damaged):
-    """`read_meta` finds missing bytes anywhere and altered ones in meta.json, without reading tensors."""
+    """`read_meta` detects missing bytes anywhere and altered ones in meta.json, without reading tensors."""
     path, before = damaged
     assert read_meta(path) == {"step": 3}
     (path / "meta.json").write_bytes(before["meta.json"].replace(b"3", b"4"))
@@ -103,7 +103,7 @@ def test_reading_only_the_meta_checks_what_it_reads(damaged):
 
 
 def forge(path, change):
-    """Change files of a checkpoint and make the manifest agree, as other software might."""
+    """Change files of a checkpoint and write a matching manifest, as other software might."""
     import hashlib
 
     change(path)
@@ -129,8 +129,8 @@ def forge(path, change):
         ("model.safetensors", "short"),
     ],
 )
-def test_well_signed_nonsense_is_refused(damaged, name, text):
-    """Files that agree with their manifest but not with the format end in a clear error."""
+def test_invalid_contents_with_a_valid_manifest_are_rejected(damaged, name, text):
+    """Files that match their manifest but not the format raise a clear error."""
     path, _ = damaged
     forge(path, lambda p: (p / name).write_text(text))
     with pytest.raises(SettingError, match="Halfstep"):
@@ -138,17 +138,17 @@ def test_well_signed_nonsense_is_refused(damaged, name, text):
 
 
 def test_a_newer_version_says_to_upgrade(damaged, monkeypatch):
-    """A checkpoint of a later format is told from a damaged one."""
+    """A checkpoint of a newer format is distinguished from a damaged one."""
     path, _ = damaged
     monkeypatch.setattr("halfstep.checkpoint.files.VERSION", 7)
     forge(path, lambda _: None)
     monkeypatch.undo()
-    with pytest.raises(SettingError, match="format version 7, and this Halfstep reads up to 1; upgrade"):
+    with pytest.raises(SettingError, match="format version 7, but this Halfstep reads at most 1; upgrade"):
         load_checkpoint(path)
 
 
-def test_a_manifest_of_another_format_or_list_is_refused(damaged, monkeypatch):
-    """A valid checksum alone does not make a checkpoint."""
+def test_a_manifest_of_another_format_or_list_is_rejected(damaged, monkeypatch):
+    """A manifest with a valid checksum but another format or list of files is not a checkpoint."""
     path, _ = damaged
     (path / "manifest.json").write_bytes(render_manifest({"../../evil": {"bytes": 1, "sha256": ""}}))
     with pytest.raises(SettingError, match="lists the files"):
@@ -156,18 +156,18 @@ def test_a_manifest_of_another_format_or_list_is_refused(damaged, monkeypatch):
     monkeypatch.setattr("halfstep.checkpoint.files.FORMAT", "other-format")
     forge(path, lambda _: None)
     monkeypatch.undo()
-    with pytest.raises(SettingError, match="of the format 'other-format'"):
+    with pytest.raises(SettingError, match="has the format 'other-format'"):
         load_checkpoint(path)
 
 
-def test_a_missing_path_is_said(tmp_path):
-    """The first thing to check is the path."""
+def test_a_missing_path_is_reported(tmp_path):
+    """A path that does not exist raises an error with the path."""
     with pytest.raises(SettingError, match="There is no checkpoint at"):
         load_checkpoint(tmp_path / "nothing")
 
 
-def test_pickles_are_recognised_and_never_opened(tmp_path):
-    """A file of torch.save, a bare pickle and folders of them are refused by what they are."""
+def test_pickles_are_recognized_and_never_opened(tmp_path):
+    """A file of torch.save, a bare pickle and folders of them raise an error that identifies them as pickles."""
     torch.save({"a": torch.ones(1)}, tmp_path / "model.weights")
     (tmp_path / "bare").write_bytes(pickle.dumps([1]))
     (tmp_path / "old.pt").write_bytes(b"anything")
@@ -180,20 +180,20 @@ def test_pickles_are_recognised_and_never_opened(tmp_path):
     assert zipfile.is_zipfile(tmp_path / "model.weights")
 
 
-def test_other_things_are_refused_with_the_way_out(tmp_path, whole):
-    """Files, folders and manifests of others each get their own advice."""
+def test_other_paths_are_rejected_with_advice(tmp_path, intact):
+    """Foreign files, folders and manifests each get their own advice."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "manifest.json").write_text(json.dumps({"name": "an app"}))
     (tmp_path / "notes.txt").write_text("hello")
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "weights.safetensors")
     cases = {
-        tmp_path / "empty": "has no manifest.json. It holds nothing",
+        tmp_path / "empty": "has no manifest.json. It contains nothing",
         tmp_path / "foreign": "written by something else",
         tmp_path / "notes.txt": "a checkpoint is a directory",
         tmp_path / "weights.safetensors": "safetensors.torch.load_file",
-        whole / "model.safetensors": f"give the directory {whole}",
-        whole.parent: f"is a folder of checkpoints, not one: give one of them, such as {whole}",
+        intact / "model.safetensors": f"pass its directory, {intact}",
+        intact.parent: f"is a folder of checkpoints; pass one of them, such as {intact}",
     }
     for path, advice in cases.items():
         with pytest.raises(SettingError) as caught:
@@ -202,22 +202,22 @@ def test_other_things_are_refused_with_the_way_out(tmp_path, whole):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
-def test_a_file_that_cannot_be_read_is_said(whole, monkeypatch, name):
-    """A permission or disk error is not a traceback."""
+def test_a_file_that_cannot_be_read_is_reported(intact, monkeypatch, name):
+    """A permission or disk error raises a SettingError that names the file."""
     real = Path.open
 
-    def refuse(self, *args, **kwargs):
+    def deny(self, *args, **kwargs):
         if self.name == name:
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "open", deny)
     with pytest.raises(SettingError, match=f"{name} cannot be read: Permission denied"):
-        load_checkpoint(whole)
+        load_checkpoint(intact)
 
 
-def test_random_order_of_damage_never_hands_out_half_a_checkpoint(damaged):
-    """Several faults at once still end in one clear error."""
+def test_several_damaged_files_never_load(damaged):
+    """Several damaged files at once still raise a clear error."""
     path, before = damaged
     rng = random.Random(0)
     for _ in range(30):

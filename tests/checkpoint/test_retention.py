@@ -22,13 +22,13 @@ PROGRAM = Path(__file__).parents[1] / "checkpoint_crashes.py"
 
 
 def save(folder, step, metric=None, **options):
-    """A small checkpoint of that step."""
+    """Save a small checkpoint of that step."""
     weights = {"w": torch.tensor([float(step)])}
     return folder.save(step, weights=weights, state={"step": step}, meta={"step": step}, metric=metric, **options)
 
 
 def names(root):
-    """What is in the folder, hidden names included."""
+    """The names in the folder, hidden ones included."""
     return sorted(path.name for path in root.iterdir())
 
 
@@ -44,8 +44,8 @@ def test_names_sort_by_step_and_latest_is_the_newest(tmp_path):
     assert load_checkpoint(path).meta["folder"] == {"step": 1234, "order": 3, "metric": None, "higher_is_better": True}
 
 
-def test_the_last_and_the_best_stay(tmp_path):
-    """What is neither among the last nor among the best is removed."""
+def test_the_last_and_the_best_are_kept(tmp_path):
+    """A checkpoint that is neither among the last nor among the best is removed."""
     folder = CheckpointFolder(tmp_path, keep_last=2, keep_best=1)
     for step, metric in enumerate([0.5, 0.9, 0.1, 0.2, math.nan, None]):
         save(folder, step, metric)
@@ -78,7 +78,7 @@ def test_rotation_keeps_exactly_the_last_and_the_best(tmp_path_factory, metrics,
 
 
 def test_a_run_that_went_back_resumes_from_what_it_saved_last(tmp_path):
-    """The order of saving counts and not the step, and the same step can be saved again."""
+    """The order of saving decides, not the step, and the same step can be saved again."""
     folder = CheckpointFolder(tmp_path, keep_last=3)
     for step in (100, 200, 150, 200):
         path = save(folder, step)
@@ -87,8 +87,8 @@ def test_a_run_that_went_back_resumes_from_what_it_saved_last(tmp_path):
     assert names(tmp_path) == ["step-00000150", "step-00000200", "step-00000200-2"]
 
 
-def test_damaged_checkpoints_are_passed_over_and_said(tmp_path, caplog):
-    """The newest whole one is found; damaged and foreign ones stay where they are and are named."""
+def test_damaged_checkpoints_are_skipped_with_a_warning(tmp_path, caplog):
+    """`latest` returns the newest complete one; damaged and foreign ones are kept and named in warnings."""
     folder = CheckpointFolder(tmp_path, keep_last=1)
     first = save(folder, 1)
     folder.keep_last = None
@@ -100,18 +100,18 @@ def test_damaged_checkpoints_are_passed_over_and_said(tmp_path, caplog):
     (tmp_path / "notes").mkdir()
     with caplog.at_level(logging.WARNING, "halfstep"):
         assert folder.latest() == first
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 4
-    assert "state.json is missing" in said[0]
-    assert "is truncated" in said[1]
-    assert "was not saved by CheckpointFolder" in said[2]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 4
+    assert "state.json is missing" in messages[0]
+    assert "is truncated" in messages[1]
+    assert "was not saved by CheckpointFolder" in messages[2]
     folder.keep_last = 1
     save(folder, 6)
-    assert len(names(tmp_path)) == 6  # only step 1 went
+    assert len(names(tmp_path)) == 6  # only step 1 was removed
 
 
-def test_leftovers_are_cleared_but_never_under_a_live_save(tmp_path):
-    """A temporary directory of a dead process goes; that of a living one stays."""
+def test_leftovers_are_removed_but_never_during_a_save(tmp_path):
+    """The temporary directory of a dead process is removed; that of a running one is not."""
     folder = CheckpointFolder(tmp_path)
     (tmp_path / ".tmp-dead").mkdir()
     (tmp_path / ".tmp-dead" / "model.safetensors").write_text("half")
@@ -126,8 +126,8 @@ def test_leftovers_are_cleared_but_never_under_a_live_save(tmp_path):
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_a_failed_save_leaves_the_set_as_it_was(tmp_path, monkeypatch):
-    """A full disk costs the new checkpoint and nothing else."""
+def test_a_failed_save_leaves_the_folder_unchanged(tmp_path, monkeypatch):
+    """A full disk loses the new checkpoint and nothing else."""
     folder = CheckpointFolder(tmp_path, keep_last=1, keep_best=0)
     save(folder, 1)
 
@@ -142,23 +142,23 @@ def test_a_failed_save_leaves_the_set_as_it_was(tmp_path, monkeypatch):
     assert folder.latest() == tmp_path / "step-00000001"
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_no_reason_to_stop(tmp_path, monkeypatch, caplog):
-    """The new checkpoint counts; the old one is named for removal by hand."""
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
+    """The new checkpoint is saved, and a warning names the old one."""
     folder = CheckpointFolder(tmp_path, keep_last=1)
     save(folder, 1)
 
-    def refuse(*_):
+    def deny(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(Path, "rename", deny)
     with caplog.at_level(logging.WARNING, "halfstep"):
         save(folder, 2)
     assert "step-00000001 could not be removed: Permission denied" in caplog.text
     assert len(folder.checkpoints()) == 2
 
 
-def test_settings_that_make_no_sense_are_refused(tmp_path):
-    """Each wrong setting is named, before anything is written."""
+def test_invalid_settings_are_rejected(tmp_path):
+    """Each invalid setting raises an error that names it, before anything is written."""
     with pytest.raises(SettingError, match="keep_last=0"):
         CheckpointFolder(tmp_path, keep_last=0)
     with pytest.raises(SettingError, match="keep_best=-1"):
@@ -166,7 +166,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path):
     folder = CheckpointFolder(tmp_path)
     with pytest.raises(SettingError, match="step=-1"):
         save(folder, -1)
-    with pytest.raises(SettingError, match="'folder', which is the folder's own"):
+    with pytest.raises(SettingError, match="'folder', which CheckpointFolder writes itself"):
         folder.save(1, weights={}, state=None, meta={"folder": 1})
     save(folder, 1, 0.5)
     with pytest.raises(SettingError, match="cannot be compared"):
@@ -179,14 +179,14 @@ def test_settings_that_make_no_sense_are_refused(tmp_path):
 def test_death_at_any_call_leaves_the_old_set_or_the_old_set_and_the_new(tmp_path):
     """A process that dies before any one of its calls to the disk never leaves half a checkpoint that counts."""
     run = subprocess.run([sys.executable, PROGRAM, "points", tmp_path], capture_output=True, text=True, check=True)
-    found = json.loads(run.stdout)
-    assert len(found) > 20
-    assert [f["status"] for f in found] == [9] * (len(found) - 1) + [0]
-    seen = {tuple(f["steps"]) for f in found}
-    assert seen == {(2, 3, 4), (2, 3, 4, 5), (2, 4, 5)}  # before, with the new one, after the old one went
-    for f in found:
+    outcomes = json.loads(run.stdout)
+    assert len(outcomes) > 20
+    assert [f["status"] for f in outcomes] == [9] * (len(outcomes) - 1) + [0]
+    step_sets = {tuple(f["steps"]) for f in outcomes}
+    assert step_sets == {(2, 3, 4), (2, 3, 4, 5), (2, 4, 5)}  # before, with the new one, after the old one was removed
+    for f in outcomes:
         assert f["latest"] == f"step-{f['steps'][-1]:08d}"
-        assert f["names"] == [f"step-{step:08d}" for step in f["steps"]]  # leftovers are gone
+        assert f["names"] == [f"step-{step:08d}" for step in f["steps"]]  # leftovers are removed
 
 
 def kill_while_saving(root, rounds, rng):

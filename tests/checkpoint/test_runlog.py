@@ -18,7 +18,7 @@ from halfstep.errors import HalfstepError, SettingError
 
 
 def start(path, **extra):
-    """A run file with its first line."""
+    """Start a run file."""
     return RunLog.create(
         path,
         command=["halfstep", "train"],
@@ -30,7 +30,7 @@ def start(path, **extra):
 
 
 def steps(log, *numbers, attempt=0):
-    """One line per step, every step applied, one micro-batch each."""
+    """Write one line per step, each applied, with one micro-batch each."""
     for n in numbers:
         log.step(micro_batch=n, attempted=n, applied=n, loss=1 / n, attempt=attempt)
 
@@ -56,8 +56,8 @@ FIELDS = st.dictionaries(TEXT.filter(lambda name: name not in {"kind", "event", 
 
 @given(FIELDS, FIELDS)
 @settings(deadline=None)
-def test_every_value_comes_back(tmp_path_factory, first, second):
-    """Numbers, infinities, NaN and any text survive the file, which stays ASCII and one line per record."""
+def test_every_value_round_trips(tmp_path_factory, first, second):
+    """Numbers, infinities, NaN and any text are restored from the file, which is ASCII with one line per record."""
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     names = {"micro_batch", "attempted", "applied"}
     with start(path) as log:
@@ -73,7 +73,7 @@ def test_every_value_comes_back(tmp_path_factory, first, second):
 
 
 def test_the_first_line_describes_the_run(tmp_path):
-    """Schema, id, command, policy, truth table and environment come first, and what else was given."""
+    """The first line has schema, id, command, policy, truth table, environment and all other fields passed."""
     log = start(tmp_path / "deep" / "run.jsonl", run_id="r1", seed=3)
     header = json.loads(log.path.read_text())
     assert header.pop("time") > 1.7e9
@@ -92,8 +92,8 @@ def test_the_first_line_describes_the_run(tmp_path):
     assert str(read_runlog(log.path)) == "run r1: 0 step records, 0 events, 0 resumes"
 
 
-def test_lines_are_there_before_the_file_is_closed(tmp_path):
-    """A reader beside the run sees every record at once."""
+def test_lines_are_readable_before_the_file_is_closed(tmp_path):
+    """A concurrent reader sees every record immediately."""
     log = start(tmp_path / "run.jsonl")
     steps(log, 1, 2)
     assert len(read_runlog(log.path).records) == 2
@@ -104,7 +104,7 @@ def test_lines_are_there_before_the_file_is_closed(tmp_path):
 
 
 def test_events_carry_the_counts_of_the_last_step(tmp_path):
-    """An event can be placed in the run without searching for its neighbours."""
+    """An event has the counts of the last step, so its position in the run is known."""
     with start(tmp_path / "run.jsonl") as log:
         log.event("started")
         log.step(micro_batch=8, attempted=2, applied=1)
@@ -115,8 +115,8 @@ def test_events_carry_the_counts_of_the_last_step(tmp_path):
     assert second["value"] == math.inf
 
 
-def test_a_resume_replaces_what_was_done_again(tmp_path):
-    """Records and events beyond the checkpoint are dropped, those up to it stay, over several resumes."""
+def test_a_resume_replaces_repeated_work(tmp_path):
+    """Over several resumes, records and events after the checkpoint are dropped and those before it are kept."""
     path = tmp_path / "run.jsonl"
     with start(path) as log:
         steps(log, 1, 2, 3, 4, 5)
@@ -139,8 +139,8 @@ def test_a_resume_replaces_what_was_done_again(tmp_path):
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=5))
 @settings(deadline=None, max_examples=50)
-def test_after_any_resumes_each_step_is_there_once(tmp_path_factory, attempts):
-    """Whatever is lost and repeated, readers see every step once, from the last attempt that made it."""
+def test_after_any_resumes_each_step_appears_once(tmp_path_factory, attempts):
+    """Whatever is lost and repeated, readers see every step once, from the last attempt."""
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     expected, done = {}, 0
     log = start(path)
@@ -166,8 +166,8 @@ def test_micro_batches_beyond_the_checkpoint_are_replaced_too(tmp_path):
     assert [r["micro_batch"] for r in read_runlog(log.path).records] == [1, 2, 3, 4]
 
 
-def test_going_on_needs_a_resume(tmp_path):
-    """Steps cannot be appended to an earlier attempt without saying where it went on."""
+def test_continuing_requires_a_resume(tmp_path):
+    """Steps cannot be appended to an earlier attempt without a resume record."""
     with start(tmp_path / "run.jsonl") as log:
         steps(log, 1)
     log = RunLog(log.path)
@@ -180,17 +180,17 @@ def test_going_on_needs_a_resume(tmp_path):
 
 @given(st.data())
 @settings(deadline=None, max_examples=60)
-def test_a_crash_at_any_byte_loses_the_last_line_at_most(tmp_path_factory, data):
-    """Cut anywhere after its first line, the file can be read and gone on with, and nothing is corrupted."""
+def test_a_crash_at_any_byte_loses_at_most_the_last_line(tmp_path_factory, data):
+    """Truncated anywhere after its first line, the file can be read and continued without corruption."""
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
     with start(path) as log:
         steps(log, 1, 2, 3)
     raw = path.read_bytes()
     first = raw.index(b"\n")
-    cut = first + data.draw(st.integers(0, 10**6)) % (len(raw) - first + 1)  # lengths differ with the time of day
+    cut = first + data.draw(st.integers(0, 10**6)) % (len(raw) - first + 1)  # the length depends on the timestamps
     junk = data.draw(st.sampled_from([b"", b"\x00\x00", b"\xff", b"[1]"])) if cut > first else b""
     path.write_bytes(raw[:cut] + junk)
-    ended = raw[:cut].count(b"\n") + (raw[cut : cut + 1] == b"\n" and not junk)  # a whole line may lack its newline
+    ended = raw[:cut].count(b"\n") + (raw[cut : cut + 1] == b"\n" and not junk)  # a complete line may lack its newline
     run = read_runlog(path)
     assert len(run.records) == ended - 1
     with RunLog(path) as log:
@@ -202,8 +202,8 @@ def test_a_crash_at_any_byte_loses_the_last_line_at_most(tmp_path_factory, data)
     assert all(json.loads(line) for line in path.read_bytes().splitlines())
 
 
-def test_a_torn_last_line_is_noted(tmp_path):
-    """The reader leaves it out and says so."""
+def test_a_torn_last_line_is_reported(tmp_path):
+    """The reader ignores an incomplete last line and sets `torn`."""
     with start(tmp_path / "run.jsonl") as log:
         steps(log, 1, 2)
     log.path.write_bytes(log.path.read_bytes()[:-5])
@@ -227,14 +227,14 @@ def test_a_torn_last_line_is_noted(tmp_path):
         (b"[" * 5000, "line 3: not a JSON object"),
     ],
 )
-def test_a_bad_line_in_the_middle_is_refused_by_number(tmp_path, line, message):
-    """Damage is reported with the line and the way out."""
+def test_a_bad_line_in_the_middle_is_rejected_by_number(tmp_path, line, message):
+    """Damage raises an error with the line number and advice."""
     with start(tmp_path / "run.jsonl") as log:
         steps(log, 1, 2)
     lines = log.path.read_bytes().split(b"\n")
     lines.insert(2, line)
     log.path.write_bytes(b"\n".join(lines))
-    with pytest.raises(SettingError, match=rf"{message}.*(restore it|remove that line)"):
+    with pytest.raises(SettingError, match=rf"{message}.*(restore it|delete that line)"):
         read_runlog(log.path)
 
 
@@ -246,12 +246,12 @@ def test_a_bad_line_in_the_middle_is_refused_by_number(tmp_path, line, message):
         (b"hello\n", "line 1: not a JSON object"),
         (b"\x80\x02\n", "line 1: not UTF-8"),
         (b'{"a":1}\n', "line 1: not the first line of a Halfstep run file"),
-        (b'{"kind":"run","schema":2,"run":"x"}\n', "line 1: schema 2, and this Halfstep reads up to 1; upgrade"),
+        (b'{"kind":"run","schema":2,"run":"x"}\n', "line 1: schema 2, but this Halfstep reads at most 1; upgrade"),
         (b'{"kind":"run","schema":"nan","run":"x"}\n', "line 1: not the first line"),
     ],
 )
-def test_what_is_no_run_file_is_refused(tmp_path, raw, message):
-    """Empty, foreign and newer files each get their own answer, from the reader and the writer alike."""
+def test_other_files_are_rejected(tmp_path, raw, message):
+    """Empty, foreign and newer files each raise their own error, in the reader and in the writer."""
     path = tmp_path / "run.jsonl"
     path.write_bytes(raw)
     for use in (read_runlog, RunLog):
@@ -260,8 +260,8 @@ def test_what_is_no_run_file_is_refused(tmp_path, raw, message):
     assert path.read_bytes() == raw
 
 
-def test_paths_that_cannot_be_used_are_said(tmp_path):
-    """A missing file, a directory and a file in the place of a folder are errors with the path."""
+def test_unusable_paths_are_reported(tmp_path):
+    """A missing file, a directory and a file in place of a folder raise errors with the path."""
     with pytest.raises(SettingError, match=r"nothing cannot be read: No such file"):
         read_runlog(tmp_path / "nothing")
     with pytest.raises(SettingError, match="cannot be read: Is a directory"):
@@ -272,7 +272,7 @@ def test_paths_that_cannot_be_used_are_said(tmp_path):
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path):
-    """`create` starts in an empty file or a new one, and nowhere else."""
+    """`create` accepts only a new or an empty file."""
     path = tmp_path / "run.jsonl"
     path.touch()
     start(path).close()
@@ -289,15 +289,15 @@ def test_an_existing_run_is_never_overwritten(tmp_path):
         (lambda log: log.step(micro_batch=1.5, attempted=1, applied=1), "micro_batch=1.5 is not a count"),
         (lambda log: log.step(micro_batch=1, attempted=True, applied=0), "attempted=True is not a count"),
         (lambda log: log.resume(attempted=-1, applied=0), "attempted=-1 is not a count"),
-        (lambda log: log.step(micro_batch=1, attempted=1, applied=1, time=3), "the field 'time' of its own"),
-        (lambda log: log.event("x", attempted=3), "the field 'attempted' of its own"),
+        (lambda log: log.step(micro_batch=1, attempted=1, applied=1, time=3), "field 'time' is reserved"),
+        (lambda log: log.event("x", attempted=3), "field 'attempted' is reserved"),
         (lambda log: log.event("x", value={"a": [object()]}), r"event\.value\.a\[0\] is a object"),
         (lambda log: log.event("x", value={1: 2}), r"event\.value is a dict"),
         (lambda log: log.event("x", value=1j), "is a complex"),
     ],
 )
-def test_what_a_run_file_cannot_hold_is_refused(tmp_path, call, message):
-    """Wrong counts and values are refused by name and write nothing."""
+def test_values_that_cannot_be_stored_are_rejected(tmp_path, call, message):
+    """Invalid counts and values raise an error that names them, and nothing is written."""
     with start(tmp_path / "run.jsonl") as log:
         before = log.path.read_bytes()
         with pytest.raises(SettingError, match=message):
@@ -305,16 +305,16 @@ def test_what_a_run_file_cannot_hold_is_refused(tmp_path, call, message):
         assert log.path.read_bytes() == before
 
 
-def test_a_value_that_contains_itself_is_refused(tmp_path):
-    """A loop ends in an error and not in a stack overflow."""
+def test_a_value_that_contains_itself_is_rejected(tmp_path):
+    """A cycle raises an error instead of overflowing the stack."""
     loop = []
     loop.append(loop)
     with start(tmp_path / "run.jsonl") as log, pytest.raises(SettingError, match="contains itself"):
         log.event("x", loop=loop)
 
 
-def test_numbers_of_numpy_are_numbers(tmp_path):
-    """What metrics usually arrive as needs no conversion."""
+def test_numpy_numbers_are_stored_as_numbers(tmp_path):
+    """NumPy scalars, the usual type of metrics, need no conversion."""
     with start(tmp_path / "run.jsonl") as log:
         log.step(
             micro_batch=np.int64(1), attempted=1, applied=1, loss=np.float32(0.5), norm=np.float64("nan"), n=np.int32(3)
@@ -324,8 +324,8 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     assert math.isnan(record["norm"])
 
 
-def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
-    """When half a line was written, it is taken back and the error says why."""
+def test_a_full_disk_leaves_complete_lines(tmp_path, monkeypatch):
+    """A partially written line is removed again, and the error gives the reason."""
     log = start(tmp_path / "run.jsonl")
     steps(log, 1)
     before = log.path.read_bytes()
@@ -348,7 +348,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
 
 
 def test_a_killed_run_keeps_every_line_it_wrote(tmp_path):
-    """SIGKILL costs nothing that was recorded."""
+    """SIGKILL loses no recorded line."""
     program = (
         "import os, signal, sys; from halfstep.checkpoint.runlog import RunLog\n"
         "log = RunLog.create(sys.argv[1], command='x', policy='fp32', truth={}, environment={})\n"
@@ -361,15 +361,15 @@ def test_a_killed_run_keeps_every_line_it_wrote(tmp_path):
     assert len(read_runlog(tmp_path / "run.jsonl").records) == 100
 
 
-def test_the_environment_names_versions_and_machine_but_no_person_host_or_path(monkeypatch):
-    """What is needed to compare runs is there; what identifies someone is not."""
+def test_the_environment_has_versions_and_machine_but_no_user_host_or_path(monkeypatch):
+    """The environment has what is needed to compare runs and nothing that identifies a person or a machine."""
     import torch
 
-    found = environment()
-    text = json.dumps(found)
-    assert found["python"] == platform.python_version()
-    assert found["torch"] == torch.__version__
-    assert found["halfstep"]
+    versions = environment()
+    text = json.dumps(versions)
+    assert versions["python"] == platform.python_version()
+    assert versions["torch"] == torch.__version__
+    assert versions["halfstep"]
     assert str(Path.home()) not in text
     assert len(platform.node()) < 4 or platform.node() not in text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -380,12 +380,12 @@ def test_the_environment_names_versions_and_machine_but_no_person_host_or_path(m
 
 
 def test_the_environment_does_not_load_torch(monkeypatch):
-    """Versions come from the installed packages where a program has not loaded them."""
+    """Versions of packages that are not loaded come from their metadata."""
     monkeypatch.delitem(sys.modules, "torch")
-    found = environment()
+    versions = environment()
     assert "torch" not in sys.modules
-    assert found["gpus"] == []
-    assert found["torch"].split("+")[0]
+    assert versions["gpus"] == []
+    assert versions["torch"].split("+")[0]
     monkeypatch.setattr("importlib.metadata.version", _missing)
     assert environment()["torch"] is None
 

@@ -16,7 +16,7 @@ from tree_cases import TREES, same
 
 
 def through_json(tree):
-    """The tree after its way through text; tensors are handed over as they are."""
+    """The tree after conversion to JSON text and back; tensors are copied directly."""
     node, tensors = tree_to_json(tree)
     text = json.dumps(node, allow_nan=False)
     text.encode("ascii")
@@ -24,13 +24,13 @@ def through_json(tree):
 
 
 @given(TREES)
-def test_every_tree_comes_back_exactly(tree):
-    """Types, order, keys, infinities and the bits of every number survive JSON."""
+def test_every_tree_round_trips_exactly(tree):
+    """Types, order, keys, infinities and the bits of every number are restored from JSON."""
     assert same(through_json(tree), tree)
 
 
-def test_one_tensor_in_two_places_stays_one():
-    """What was shared is stored once and shared again."""
+def test_a_shared_tensor_stays_shared():
+    """A tensor that occurs twice is stored once and shared again after loading."""
     x = torch.arange(3.0)
     node, tensors = tree_to_json({"a": x, "b": [x, x[:2]]})
     assert len(tensors) == 2
@@ -40,7 +40,7 @@ def test_one_tensor_in_two_places_stays_one():
 
 
 def test_equal_paths_get_different_names():
-    """A key with a dot in it is not taken for a path, and no tensor is named like the header's metadata."""
+    """A key with a dot is not confused with a path, and no tensor gets the name of the header's metadata."""
     tree = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "__metadata__": torch.ones(2)}
     node, tensors = tree_to_json(tree)
     assert len(tensors) == 3
@@ -49,8 +49,8 @@ def test_equal_paths_get_different_names():
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_optimizer_states_survive(make):
-    """A stock optimizer's state, integer keys included, comes back and loads."""
+def test_optimizer_states_round_trip(make):
+    """The state of torch's optimizers, integer keys included, is restored and loads."""
     params = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
     optimizer = make(params, lr=0.1)
     sum((p * p).sum() for p in params).backward()
@@ -60,10 +60,10 @@ def test_optimizer_states_survive(make):
     make(params, lr=0.2).load_state_dict(back)
 
 
-def test_scheduler_states_survive():
-    """Counters, infinities and nested schedulers come back as they were."""
+def test_scheduler_states_round_trip():
+    """Counters, infinities and nested schedulers are restored exactly."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    made = [
+    schedulers = [
         lr_scheduler.MultiStepLR(optimizer, [3, 5]),
         lr_scheduler.OneCycleLR(optimizer, 0.1, 10),
         lr_scheduler.CyclicLR(optimizer, 0.1, 0.2),
@@ -74,11 +74,11 @@ def test_scheduler_states_survive():
         lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
         lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
     ]
-    for scheduler in made:
+    for scheduler in schedulers:
         assert same(through_json(scheduler.state_dict()), scheduler.state_dict())
 
 
-def test_random_generators_go_on_where_they_were():
+def test_random_generators_continue_from_a_restored_state():
     """Python's, NumPy's (both kinds) and torch's generators repeat their numbers from the restored state."""
     rng = np.random.default_rng(7)
     old = np.random.RandomState(7)
@@ -92,13 +92,13 @@ def test_random_generators_go_on_where_they_were():
 
 
 class Colour(enum.IntEnum):
-    """An int that is more than an int."""
+    """A subclass of int."""
 
     RED = 1
 
 
 class Point(NamedTuple):
-    """A tuple that is more than a tuple."""
+    """A subclass of tuple."""
 
     x: int
     y: int
@@ -113,42 +113,42 @@ class Point(NamedTuple):
         torch.empty(2, dtype=torch.bits8) if hasattr(torch, "bits8") else object(),
     ],
 )  # fmt: skip
-def test_what_cannot_be_stored_is_refused_by_its_path(value):
-    """The error names the place in the tree, so that it can be found."""
-    with pytest.raises(SettingError, match=r"^state\.optimizer\.0\.thing .*cannot hold"):
+def test_values_that_cannot_be_stored_are_rejected_by_path(value):
+    """The error contains the path of the value in the tree."""
+    with pytest.raises(SettingError, match=r"^state\.optimizer\.0\.thing .*cannot store"):
         tree_to_json({"optimizer": [{"thing": value}]})
 
 
-def test_a_key_that_cannot_be_stored_is_refused():
-    """Keys are held to the same rule as values."""
+def test_a_key_that_cannot_be_stored_is_rejected():
+    """Keys are checked like values."""
     with pytest.raises(SettingError, match=r"state\.a has the key .* of type Colour"):
         tree_to_json({"a": {Colour.RED: 1}})
     with pytest.raises(SettingError, match=r"state\.a\.key\.0 is a .*frozenset"):
         tree_to_json({"a": {(frozenset(),): 1}})
 
 
-def test_a_tree_that_contains_itself_is_refused():
-    """A loop ends in an error and not in a stack overflow."""
+def test_a_tree_that_contains_itself_is_rejected():
+    """A cycle raises an error instead of overflowing the stack."""
     tree = {}
     tree["again"] = [tree]
     with pytest.raises(SettingError, match="contains itself"):
         tree_to_json(tree)
 
 
-def test_an_unknown_tag_is_refused():
-    """A kind of entry that a later version may add is not taken for data."""
+def test_an_unknown_tag_is_rejected():
+    """A kind of entry that a newer version may add is not read as data."""
     with pytest.raises(SettingError, match=r"unknown kind '\$set'"):
         tree_from_json({"a": {"$set": [1]}}, lambda *_: None)
 
 
-def test_the_kind_of_device_is_remembered():
-    """A tensor that did not live on the CPU says so, and the loader is told."""
-    asked = []
-    tree_from_json({"a": {"$tensor": "a", "on": "cuda"}, "b": {"$tensor": "b"}}, lambda *args: asked.append(args))
-    assert asked == [("a", "cuda"), ("b", "cpu")]
+def test_the_device_type_is_stored():
+    """The device type of a tensor that was not on the CPU is stored and passed to the loader."""
+    calls = []
+    tree_from_json({"a": {"$tensor": "a", "on": "cuda"}, "b": {"$tensor": "b"}}, lambda *args: calls.append(args))
+    assert calls == [("a", "cuda"), ("b", "cpu")]
 
 
 @pytest.mark.gpu
 def test_a_tensor_on_a_gpu_is_marked():
-    """Where a tensor lived is part of the saved form."""
+    """The JSON form of a GPU tensor has its device type."""
     assert tree_to_json([torch.ones(1, device="cuda")])[0] == [{"$tensor": "0", "on": "cuda"}]

@@ -119,7 +119,7 @@ def test_the_ema_can_be_exported(job_file, tmp_path):
         (["train", "{job}", "--resume"], "--resume needs --out"),
         (["train", "{job}", "--resume", "--out", "{tmp}/nothing"], "resume"),
         (["train", "{job}", "--resume", "--out", "{tmp}", "-p", "fp32", "-p", "bf16"], "one run"),
-        (["export", "{tmp}"], "no checkpoint"),
+        (["export", "{tmp}"], "has no checkpoint"),
         (["export", "{tmp}/nothing"], "nothing"),
         (["export", "{job}"], "job.py"),
     ],

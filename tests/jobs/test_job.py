@@ -26,20 +26,20 @@ AVAILABLE = {name: f"the {name}" for name in ARGUMENTS}
 
 
 class Parameter:
-    """Looks like a parameter."""
+    """A stand-in for a parameter."""
 
     def __init__(self, requires_grad=True):
         self.requires_grad = requires_grad
 
 
 class Model:
-    """Looks like a module, so that these tests need no torch."""
+    """A stand-in for a module, so that these tests do not need torch."""
 
     def __init__(self):
         self.all = {"a": Parameter(), "frozen": Parameter(requires_grad=False), "b": Parameter()}
 
     def named_parameters(self):
-        """As torch has it."""
+        """As in torch."""
         return self.all.items()
 
     def __call__(self, x):
@@ -48,16 +48,16 @@ class Model:
 
 
 class Loss:
-    """Looks like a tensor of one element."""
+    """A stand-in for a tensor with one element."""
 
     shape = ()
 
     def backward(self):
-        """As torch has it."""
+        """As in torch."""
         raise NotImplementedError
 
     def numel(self):
-        """As torch has it."""
+        """As in torch."""
         return 1
 
 
@@ -65,7 +65,7 @@ OPTIMIZER = SimpleNamespace(step=lambda: None, param_groups=[])
 
 
 def make(**changes):
-    """A job that works, with some fields changed."""
+    """A valid job with some fields replaced."""
     fields = {
         "model": Model,
         "data": lambda split: [split],
@@ -78,15 +78,15 @@ def make(**changes):
 # ---- call_by_name -----------------------------------------------------------------------------------------------
 
 
-def test_a_callable_receives_just_what_it_names():
-    """Only the named arguments are given, by name."""
+def test_a_callable_receives_only_the_arguments_it_names():
+    """Only the named arguments are passed, by name."""
     assert call_by_name(lambda batch, model: (model, batch), AVAILABLE) == ("the model", "the batch")
     assert call_by_name(lambda: "nothing", AVAILABLE) == "nothing"
     assert call_by_name(lambda *, seed: seed, AVAILABLE) == "the seed"
 
 
 def test_a_default_is_replaced_only_by_a_known_name():
-    """A defaulted argument that is known is given; one that is not keeps its default."""
+    """An argument with a default is passed if its name is known, and keeps its default otherwise."""
     assert call_by_name(lambda seed=1, width=2: (seed, width), AVAILABLE) == ("the seed", 2)
     assert call_by_name(lambda seed=1, width=2: (seed, width), {}) == (1, 2)
 
@@ -97,7 +97,7 @@ def test_variadic_arguments_receive_nothing():
 
 
 def test_classes_methods_and_callable_objects_are_called_by_name():
-    """The signature of __init__, of a bound method, of __call__ and of a static method is what counts."""
+    """The signatures of __init__, bound methods, __call__ and static methods are used."""
 
     class Thing:
         def __init__(self, seed):
@@ -125,7 +125,7 @@ def test_classes_methods_and_callable_objects_are_called_by_name():
     assert call_by_name(Thing.static, AVAILABLE) == "the device"
 
 
-def test_what_partial_has_bound_stays_bound():
+def test_arguments_bound_by_partial_stay_bound():
     """A keyword or position bound by functools.partial is never replaced, even through nested partials."""
 
     def function(model, seed, batch_size, rank=0):
@@ -151,8 +151,8 @@ def test_a_wrapped_function_keeps_its_names():
     assert call_by_name(decorate(lambda seed: seed), AVAILABLE) == "the seed"
 
 
-def test_an_unknown_required_argument_names_the_nearest_and_the_known():
-    """The error has the bad name, a guess, and the list."""
+def test_an_unknown_required_argument_is_rejected_with_a_suggestion():
+    """The error has the unknown name, the nearest known one and the list."""
     with pytest.raises(SettingError) as caught:
         call_by_name(lambda bacth: bacth, AVAILABLE)
     message = str(caught.value)
@@ -161,14 +161,14 @@ def test_an_unknown_required_argument_names_the_nearest_and_the_known():
     assert ", ".join(ARGUMENTS) in message
 
 
-def test_nothing_available_is_said():
-    """With no arguments on offer the list says none."""
+def test_the_error_without_available_arguments_lists_none():
+    """If no arguments are available, the list of known names is "none"."""
     with pytest.raises(SettingError, match="Known here: none"):
         call_by_name(lambda x: x, {})
 
 
-def test_positional_only_arguments_are_refused():
-    """A '/' in the signature gets advice, unless the argument has a default and is nobody's name."""
+def test_positional_only_arguments_are_rejected():
+    """A '/' in the signature raises an error with advice, unless the argument has a default and an unknown name."""
     with pytest.raises(SettingError, match=r"'model' by position only.*remove the '/'"):
         call_by_name(lambda model, /: model, AVAILABLE)
     with pytest.raises(SettingError, match="'seed' by position only"):
@@ -176,8 +176,8 @@ def test_positional_only_arguments_are_refused():
     assert call_by_name(lambda width=3, /, *, seed: (width, seed), AVAILABLE) == (3, "the seed")
 
 
-def test_a_signature_that_cannot_be_read_is_refused():
-    """A callable without readable argument names gets the advice to wrap it."""
+def test_a_signature_that_cannot_be_read_is_rejected():
+    """The error for a callable without readable argument names suggests a lambda."""
 
     class Opaque:
         __signature__ = "nonsense"
@@ -200,8 +200,8 @@ def _readable(function):
     return True
 
 
-def test_what_is_not_callable_is_refused():
-    """A value in place of a function is named by its type."""
+def test_a_value_that_is_not_callable_is_rejected():
+    """The error for a value in place of a function has its type."""
     with pytest.raises(SettingError, match="an object of type int, which cannot be called"):
         read_arguments(3)
 
@@ -209,15 +209,15 @@ def test_what_is_not_callable_is_refused():
 @given(
     required=st.lists(st.sampled_from(sorted(ARGUMENTS)), unique=True),
     optional=st.lists(st.sampled_from([*sorted(ARGUMENTS), "width", "depth"]), unique=True),
-    given_names=st.sets(st.sampled_from(sorted(ARGUMENTS))),
+    available_names=st.sets(st.sampled_from(sorted(ARGUMENTS))),
 )
-def test_every_signature_gets_exactly_its_own(required, optional, given_names):
-    """For any signature: required names arrive or raise, optional ones arrive or keep their default."""
+def test_every_signature_gets_exactly_its_arguments(required, optional, available_names):
+    """For any signature, required names are passed or raise, and optional ones are passed or keep their default."""
     optional = [name for name in optional if name not in required]
     text = ", ".join(["*", *required, *(f"{name}=None" for name in optional)]) if required or optional else ""
     function = eval(f"lambda {text}: dict(locals())")
-    available = {name: AVAILABLE[name] for name in given_names}
-    if set(required) - given_names:
+    available = {name: AVAILABLE[name] for name in available_names}
+    if set(required) - available_names:
         with pytest.raises(SettingError):
             call_by_name(function, available)
     else:
@@ -225,11 +225,11 @@ def test_every_signature_gets_exactly_its_own(required, optional, given_names):
 
 
 def test_arguments_are_a_value():
-    """What was read of a signature can be compared and printed."""
+    """The arguments of a signature can be compared and printed."""
     assert read_arguments(lambda model, seed=0, **rest: None) == Arguments(("model",), ("seed",), variadic=True)
 
 
-# ---- making a Job -----------------------------------------------------------------------------------------------
+# ---- building a Job ---------------------------------------------------------------------------------------------
 
 
 def test_a_job_is_a_frozen_value():
@@ -239,8 +239,8 @@ def test_a_job_is_a_frozen_value():
 
 
 @pytest.mark.parametrize("which", FIELDS)
-def test_a_misspelt_argument_fails_when_the_job_is_made(which):
-    """Every field is checked at construction, with its own list of names."""
+def test_a_misspelt_argument_fails_when_the_job_is_built(which):
+    """Every field is checked at construction against its own list of names."""
     with pytest.raises(SettingError) as caught:
         make(**{which: lambda sede: None})
     assert f"Job({which}=...) has an unknown argument 'sede'. Did you mean 'seed'?" in str(caught.value)
@@ -248,14 +248,14 @@ def test_a_misspelt_argument_fails_when_the_job_is_made(which):
         assert name in str(caught.value)
 
 
-def test_a_name_that_does_not_exist_yet_is_told_apart_from_a_misspelt_one():
-    """A model cannot be built from a batch, and the message says why."""
+def test_a_name_that_does_not_exist_yet_has_its_own_error():
+    """A model cannot be built from a batch, and the error explains why."""
     with pytest.raises(SettingError, match="'batch', which does not exist yet when it is called"):
         make(model=lambda batch: None)
 
 
 def test_a_built_object_in_place_of_a_callable_gets_an_example():
-    """A module, a loader or None where a function belongs is refused with what to write."""
+    """A module, a loader or None in place of a function raises an error with an example."""
     with pytest.raises(SettingError, match=r"not an object of type Model; write e.g. model=lambda: MyModel\(\)"):
         make(model=Model())
     with pytest.raises(SettingError, match=r"not an object of type list; write e.g. data=lambda batch_size"):
@@ -264,16 +264,16 @@ def test_a_built_object_in_place_of_a_callable_gets_an_example():
         make(optimizer=None)
 
 
-def test_a_decorator_that_hides_the_names_is_found_out():
-    """A loss that can be given nothing is refused, and the usual cause is named."""
+def test_a_decorator_that_hides_the_names_is_reported():
+    """A loss that names no arguments is rejected, and the error has the usual cause."""
     with pytest.raises(SettingError, match=r"names none of the arguments.*functools.wraps"):
         make(loss=lambda *args, **kwargs: None)
     with pytest.raises(SettingError, match="names none of the arguments it could use, so"):
         make(optimizer=lambda lr=3: None)
 
 
-def test_shard_takes_classes_and_patterns():
-    """One class or pattern may stand alone; anything else is refused."""
+def test_shard_accepts_classes_and_patterns():
+    """A single class or pattern needs no tuple; any other type is rejected."""
     assert make(shard="blocks.*").shard == ("blocks.*",)
     assert make(shard=Model).shard == (Model,)
     assert make(shard=[Model, "head"]).shard == (Model, "head")
@@ -285,54 +285,67 @@ def test_shard_takes_classes_and_patterns():
 # ---- calling a Job ----------------------------------------------------------------------------------------------
 
 
-def test_call_gives_the_field_its_names():
-    """The trainer hands over everything it has; the callable gets what it names."""
+def test_call_passes_the_values_that_the_field_names():
+    """The caller may pass more values than the callable names."""
     job = make(data=lambda split, seed=1: [split, seed])
     assert job.call("data", split="val", seed=5, rank=0) == ["val", 5]
     assert job.call("data", split="val") == ["val", 1]
 
 
+def test_call_takes_rank_seed_and_device_from_the_run_context():
+    """The RunContext provides its five values, and values passed by name override them."""
+    torch = pytest.importorskip("torch")
+    from halfstep.backends.context import RunContext
+
+    job = make(
+        data=lambda split, batch_size, seed, rank, world_size, device: [batch_size, seed, rank, world_size, device]
+    )
+    run_context = RunContext(rank=1, world_size=2, seed=5, batch_size=3)
+    assert job.call("data", run_context, split="val") == [3, 5, 1, 2, torch.device("cpu")]
+    assert job.call("data", run_context, split="val", seed=7)[1] == 7
+
+
 def test_params_are_the_trainable_ones():
-    """`params` and `named_params` come from the model, frozen parameters left out."""
-    model, seen = Model(), {}
+    """`params` and `named_params` come from the model, without frozen parameters."""
+    model, received = Model(), {}
 
     def optimizer(params, named_params):
-        seen.update(params=params, named_params=named_params)
+        received.update(params=params, named_params=named_params)
         return OPTIMIZER
 
     make(optimizer=optimizer).call("optimizer", model=model)
-    assert seen["params"] == [model.all["a"], model.all["b"]]
-    assert seen["named_params"] == [("a", model.all["a"]), ("b", model.all["b"])] == trainable(model)
+    assert received["params"] == [model.all["a"], model.all["b"]]
+    assert received["named_params"] == [("a", model.all["a"]), ("b", model.all["b"])] == trainable(model)
 
 
-def test_params_that_were_given_are_not_replaced():
-    """A caller that has its own list of parameters keeps it."""
-    seen = []
-    job = make(optimizer=lambda params: seen.append(params) or OPTIMIZER)
+def test_params_that_were_passed_are_not_replaced():
+    """A caller may pass its own list of parameters."""
+    received = []
+    job = make(optimizer=lambda params: received.append(params) or OPTIMIZER)
     job.call("optimizer", model=Model(), params=["mine"])
-    assert seen == [["mine"]]
+    assert received == [["mine"]]
 
 
-def test_absent_optional_fields_give_none():
-    """A job without metric and scheduler can be asked for them."""
+def test_absent_optional_fields_return_none():
+    """Calling the metric or scheduler of a job without them returns None."""
     assert make().call("metric", model=1, batch=2) is None
     assert make().call("scheduler", optimizer=1) is None
 
 
-def test_a_missing_value_is_said_with_what_there_is():
-    """A required name that the caller does not have is an error, not a TypeError inside the user's code."""
-    with pytest.raises(SettingError, match=r"needs 'split', not known.*known: 'seed'"):
+def test_a_missing_value_is_reported_with_the_available_ones():
+    """A required name that the caller does not pass raises a SettingError, not a TypeError in the user's code."""
+    with pytest.raises(SettingError, match=r"needs 'split', which this call does not provide \(it provides: 'seed'\)"):
         make().call("data", seed=1)
 
 
 def test_an_unknown_field_lists_the_fields():
-    """A field that does not exist is refused."""
+    """The error for an unknown field lists the fields."""
     with pytest.raises(SettingError, match="no field 'losss' to call; it has model, data, loss"):
         make().call("losss")
 
 
 def test_an_error_in_a_callable_names_field_type_message_and_line():
-    """The user sees which field failed, how, and on which of their lines; the original is the cause."""
+    """The error has the field, the exception and the user's line; the original is the cause."""
 
     def loss(model, batch):
         return 1 / 0
@@ -349,15 +362,15 @@ def test_an_error_in_a_callable_names_field_type_message_and_line():
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
 
 
-def test_a_named_job_is_called_by_its_name():
-    """A name replaces the place in the message."""
+def test_a_named_job_is_described_by_its_name():
+    """The name replaces the location in the message."""
     assert make(name="mine").describe("loss") == "The loss of job 'mine'"
     assert "defined at" in make(loss=functools.partial(lambda model, batch: 1)).describe("loss")
     assert make(metric=None).describe("metric") == "The metric of the job"
 
 
-def test_the_line_is_the_users_even_when_a_library_raised():
-    """The deepest line of the user's own code is shown, not the library's."""
+def test_the_line_is_the_users_even_if_a_library_raised():
+    """The deepest line of the user's code is shown, not the library's."""
 
     def data(split):
         return functools.reduce(lambda a, b: inspect.signature(3), [1, 2])
@@ -366,15 +379,15 @@ def test_the_line_is_the_users_even_when_a_library_raised():
         make(data=data).call("data", split="train")
 
 
-def test_a_line_of_installed_code_is_shown_when_there_is_no_other():
-    """Without any line of the user's own, the first one below Halfstep is shown."""
+def test_a_line_of_installed_code_is_shown_if_there_is_no_other():
+    """Without a line of user code, the first one outside Halfstep is shown."""
     with pytest.raises(JobError, match=r"failed at .*inspect\.py:\d+: TypeError: 3 is not"):
         make(data=functools.partial(inspect.signature, 3)).call("data")
     assert user_line(ValueError("never raised")) == ""
 
 
-def test_errors_that_already_say_what_to_do_pass_untouched():
-    """Halfstep's own errors are not wrapped a second time."""
+def test_errors_of_halfstep_pass_unchanged():
+    """Halfstep's own errors are not wrapped."""
 
     def data(split):
         raise SettingError("as it is")
@@ -383,7 +396,7 @@ def test_errors_that_already_say_what_to_do_pass_untouched():
         make(data=data).call("data", split="train")
 
 
-def test_running_out_of_memory_passes_untouched():
+def test_out_of_memory_errors_pass_unchanged():
     """The batch finder has to see the original exception."""
     torch = pytest.importorskip("torch")
     for kind in (MemoryError, torch.OutOfMemoryError):
@@ -395,8 +408,8 @@ def test_running_out_of_memory_passes_untouched():
             make(loss=loss).call("loss", model=1, batch=2)
 
 
-def test_a_stop_by_the_user_passes_untouched():
-    """Ctrl-C is not an error of the job."""
+def test_a_keyboard_interrupt_passes_unchanged():
+    """Ctrl-C is not reported as an error of the job."""
 
     def loss(model, batch):
         raise KeyboardInterrupt
@@ -406,7 +419,7 @@ def test_a_stop_by_the_user_passes_untouched():
 
 
 def test_guard_names_the_field_of_an_error_while_iterating():
-    """An exception inside a generator of batches is the data's; its end is not an error."""
+    """An exception in a generator of batches is reported for the data; StopIteration is not an error."""
 
     def data(split):
         yield 1
@@ -423,7 +436,7 @@ def test_guard_names_the_field_of_an_error_while_iterating():
 
 
 @pytest.mark.parametrize(
-    ("which", "result", "said"),
+    ("which", "result", "message"),
     [
         ("model", None, "returned None, not a module"),
         ("model", Model, "returned the class Model, not a module"),
@@ -435,19 +448,19 @@ def test_guard_names_the_field_of_an_error_while_iterating():
         ("scheduler", 3, "type int, not a scheduler"),
     ],
 )
-def test_a_wrong_result_is_refused_with_an_example(which, result, said):
-    """What a callable returns is checked where it returns it, and the message shows how to write it."""
+def test_a_wrong_result_is_rejected_with_an_example(which, result, message):
+    """The result of a callable is checked when it returns, and the error has an example."""
     call = {"model": lambda: result, "data": lambda: result, "optimizer": lambda params: result}
     call["scheduler"] = lambda optimizer: result
     job = make(**{which: call.get(which, lambda model, batch: result)})
     with pytest.raises(JobError) as caught:
         job.call(which, model=Model(), batch=1, params=[], optimizer=OPTIMIZER) if which != "model" else job.call(which)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert f"Write e.g. {which}=" in str(caught.value)
 
 
-def test_a_loss_per_example_is_told_to_be_averaged():
-    """A loss with more than one element names its shape."""
+def test_a_loss_per_example_is_rejected():
+    """The error for a loss with more than one element has its shape and suggests averaging."""
     torch = pytest.importorskip("torch")
     job = make(loss=lambda model, batch: torch.zeros(4), metric=lambda model, batch: torch.tensor(0.5))
     with pytest.raises(JobError, match=r"of shape \(4,\) where one number is needed; average it"):
@@ -455,8 +468,8 @@ def test_a_loss_per_example_is_told_to_be_averaged():
     assert job.call("metric", model=1, batch=2) == 0.5
 
 
-def test_torch_classes_serve_as_they_are():
-    """Optimizer and scheduler classes of torch are callables that name their arguments."""
+def test_torch_classes_can_be_used_directly():
+    """torch's optimizer and scheduler classes are valid fields."""
     torch = pytest.importorskip("torch")
     job = make(
         model=lambda: torch.nn.Linear(2, 1),
@@ -472,7 +485,7 @@ def test_torch_classes_serve_as_they_are():
 
 
 def test_job_needs_no_torch_to_be_imported():
-    """A job file can be checked where torch is not installed."""
+    """A job file can be loaded without torch."""
     code = (
         "import sys; sys.modules['torch'] = None; import halfstep.jobs.job, halfstep.jobs.targets, halfstep.jobs.files"
     )

@@ -27,7 +27,7 @@ number = 3
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Writes a file into the current folder, and forgets every module that a test loaded from it."""
+    """A function that writes a file into the current folder; modules loaded from there are unloaded afterwards."""
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
 
@@ -42,11 +42,11 @@ def write(tmp_path, monkeypatch):
         if getattr(sys.modules[name], "__file__", None) and sys.modules[name].__file__.startswith(str(tmp_path)):
             del sys.modules[name]
     target_files._folders.clear()
-    target_files._neighbours.clear()
+    target_files._siblings.clear()
 
 
 def fails(text, **options):
-    """The message with which a target is refused."""
+    """The error message for an invalid target."""
     with pytest.raises(SettingError) as caught:
         load_target(text, **options)
     assert "Traceback" not in str(caught.value)
@@ -56,8 +56,8 @@ def fails(text, **options):
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_gives_its_job(write):
-    """A path loads the file's `job`, and a name behind a colon another one."""
+def test_a_file_provides_its_job(write):
+    """A path loads the file's `job`, and a name after a colon another one."""
     path = write("mine.py", JOB)
     target = load_target("mine.py")
     assert target == Target("mine.py", target.job, f"{path}:job")
@@ -67,7 +67,7 @@ def test_a_file_gives_its_job(write):
 
 
 def test_source_loads_the_same_target_from_anywhere(write, monkeypatch):
-    """What a worker process is sent does not depend on the current folder."""
+    """The source of a target does not depend on the current folder."""
     path = write("mine.py", JOB)
     source = load_target("mine.py:other").source
     monkeypatch.chdir(path.parent.parent)
@@ -75,7 +75,7 @@ def test_source_loads_the_same_target_from_anywhere(write, monkeypatch):
 
 
 def test_a_file_runs_once_until_it_changes(write):
-    """Two targets in one file share its classes; an edited file is read again."""
+    """Two targets in one file share its classes; an edited file is run again."""
     write("mine.py", JOB)
     first = load_target("mine.py").job
     assert load_target("mine.py").job is first
@@ -83,8 +83,8 @@ def test_a_file_runs_once_until_it_changes(write):
     assert load_target("mine.py").job is not first
 
 
-def test_sys_path_is_as_before(write):
-    """Loading leaves sys.path alone, also when the file raises."""
+def test_sys_path_is_restored(write):
+    """Loading does not change sys.path, even if the file raises."""
     before = list(sys.path)
     write("mine.py", JOB)
     load_target("mine.py")
@@ -93,20 +93,20 @@ def test_sys_path_is_as_before(write):
     assert sys.path == before
 
 
-def test_neighbours_of_a_file_can_be_imported(write):
-    """A file imports modules from its own folder, at once or later inside a function."""
-    write("a/early_neighbour.py", "VALUE = 1")
-    write("a/late_neighbour.py", "VALUE = 2")
-    data = "def data():\n    import late_neighbour\n    return [early_neighbour.VALUE, late_neighbour.VALUE]\n"
+def test_siblings_of_a_file_can_be_imported(write):
+    """A file can import modules from its folder, at the top or later inside a function."""
+    write("a/early_sibling.py", "VALUE = 1")
+    write("a/late_sibling.py", "VALUE = 2")
+    data = "def data():\n    import late_sibling\n    return [early_sibling.VALUE, late_sibling.VALUE]\n"
     write(
         "a/mine.py",
-        "import early_neighbour\n" + data + JOB + "\nlate = Job(job.model, data, job.loss, job.optimizer)\n",
+        "import early_sibling\n" + data + JOB + "\nlate = Job(job.model, data, job.loss, job.optimizer)\n",
     )
     assert load_target("a/mine.py:late").job.call("data") == [1, 2]
 
 
-def test_neighbours_of_the_same_name_are_not_mixed_up(write):
-    """Two files that import their own `model_code` each get their own."""
+def test_siblings_of_the_same_name_are_not_confused(write):
+    """Two files that import `model_code` each get the one in their folder."""
     for folder in ("a", "b"):
         write(f"{folder}/model_code.py", f"VALUE = {folder!r}")
         write(
@@ -119,8 +119,8 @@ def test_neighbours_of_the_same_name_are_not_mixed_up(write):
     assert load_target("b/mine.py").job.call("data") == ["b"]
 
 
-def test_installed_packages_below_a_file_are_not_forgotten(write):
-    """Packages in a .venv beside the file stay loaded when the next file comes; the file's own modules do not."""
+def test_installed_packages_below_a_file_are_not_unloaded(write):
+    """Packages in a .venv next to the file stay loaded when the next file is loaded; sibling modules do not."""
     write("a/.venv/installed_thing/__init__.py", "VALUE = 1")
     write("a/own_package/__init__.py", "")
     write("a/own_package/part.py", "")
@@ -139,7 +139,7 @@ def test_installed_packages_below_a_file_are_not_forgotten(write):
 
 
 def test_classes_of_a_file_pickle_to_a_spawned_process(write):
-    """A process that never saw the file finds it by the module's name."""
+    """A new process locates the file by the name of its module."""
     write("mine.py", JOB)
     (item,) = load_target("mine.py").job.call("data", split="val")
     assert pickle.loads(pickle.dumps(item)).value == "val"
@@ -147,8 +147,8 @@ def test_classes_of_a_file_pickle_to_a_spawned_process(write):
         assert pool.apply(getattr, (item, "value")) == "val"
 
 
-def test_a_name_that_is_no_path_is_not_found():
-    """The finder answers only for names it made."""
+def test_a_name_without_an_encoded_path_is_not_found():
+    """The finder handles only names that `module_name` returns."""
     with pytest.raises(ModuleNotFoundError):
         __import__("halfstep.jobs.files.xnothex")
     with pytest.raises(ModuleNotFoundError):
@@ -156,29 +156,29 @@ def test_a_name_that_is_no_path_is_not_found():
 
 
 def test_a_missing_file_suggests_the_nearest(write):
-    """A misspelt path names the file that was most likely meant, or the missing folder."""
+    """The error for a misspelt path has the most similar file, or the missing folder."""
     write("train_job.py", JOB)
     assert "train_jb.py does not exist; did you mean train_job.py?" in fails("train_jb.py")
     assert "nowhere/x.py does not exist, nor does its folder nowhere" in fails("nowhere/x.py")
     assert "nowhere/x does not exist" in fails("nowhere/x")
 
 
-def test_a_file_that_changes_the_folder_is_found_again(write):
-    """The source of a target is where its file was, not where the file went."""
+def test_a_file_that_changes_the_working_directory_can_be_loaded_again(write):
+    """The source of a target is the path before its file changed the working directory."""
     path = write("going.py", f"import os\nos.mkdir('there')\nos.chdir('there')\n{JOB}")
     assert load_target("going.py").source == f"{path}:job"
 
 
-def test_a_file_that_raises_shows_type_message_and_line(write):
-    """The user's error is one line with its place, also when it comes from a neighbour."""
+def test_an_error_in_a_file_has_type_message_and_line(write):
+    """The user's exception becomes one line with its location, also if a sibling module raised it."""
     path = write("bad.py", "x = 1\n\nraise KeyError('weights')\n")
     assert fails("bad.py") == f"The job file bad.py failed while it was loaded at {path}:3: KeyError: 'weights'"
-    inner = write("neighbour.py", "y = 1\n1 / 0\n")
-    write("worse.py", "import neighbour\n")
+    inner = write("sibling.py", "y = 1\n1 / 0\n")
+    write("worse.py", "import sibling\n")
     assert f"at {inner}:2: ZeroDivisionError: division by zero" in fails("worse.py")
 
 
-def test_a_file_that_fails_is_run_again_after_it_is_mended(write):
+def test_a_file_that_failed_can_be_loaded_after_it_is_fixed(write):
     """A failed load leaves nothing behind."""
     write("mine.py", "1 / 0")
     fails("mine.py")
@@ -186,8 +186,8 @@ def test_a_file_that_fails_is_run_again_after_it_is_mended(write):
     assert load_target("mine.py").name == "mine.py"
 
 
-def test_a_job_refused_in_a_file_keeps_its_own_message(write):
-    """An error of Halfstep is shown as it is, with the line."""
+def test_an_invalid_job_in_a_file_keeps_its_message(write):
+    """An error of Halfstep is shown unchanged, with the line."""
     path = write(
         "bad.py",
         "from halfstep.jobs.job import Job\njob = Job(lambda: 0, lambda: 0, lambda modle: 0, lambda params: 0)",
@@ -197,13 +197,13 @@ def test_a_job_refused_in_a_file_keeps_its_own_message(write):
 
 
 def test_a_file_that_is_not_python_shows_the_line(write):
-    """A syntax error names file and line."""
+    """A syntax error has file and line."""
     path = write("bad.py", "x = 1\ny = = 2\n")
     assert fails("bad.py") == f"The job file bad.py is not valid Python at {path}:2: invalid syntax."
 
 
-def test_a_file_that_exits_is_told_how_to_stay(write):
-    """A file that ends the program while it is loaded gets the advice to guard its main."""
+def test_a_file_that_exits_raises_with_advice(write):
+    """The error for a file that exits while it is loaded suggests a `__main__` guard."""
     write("bad.py", "import sys\nsys.exit(4)\n")
     message = fails("bad.py")
     assert "exit 4" in message
@@ -211,21 +211,21 @@ def test_a_file_that_exits_is_told_how_to_stay(write):
 
 
 def test_a_file_without_job_lists_the_jobs_it_has(write):
-    """The names that would work are listed; so is their absence."""
+    """The error lists the jobs of the file, or states that there is none."""
     write("mine.py", JOB.replace("job = ", "first = ", 1))
     assert "mine.py has no 'job'. It has these jobs: mine.py:first, mine.py:other" in fails("mine.py")
     write("empty.py", "x = 1")
-    assert "empty.py has no 'job'. It has no Job at all; write job = halfstep.Job(...)" in fails("empty.py")
+    assert "empty.py has no 'job'. It has no Job; write job = halfstep.Job(...)" in fails("empty.py")
 
 
-def test_a_name_that_is_not_a_job_says_what_it_is(write):
-    """The type of the wrong value is shown."""
+def test_a_name_that_is_not_a_job_is_rejected(write):
+    """The error has the type of the value."""
     write("mine.py", JOB)
     assert "'number' in mine.py is of type int, not a halfstep.Job" in fails("mine.py:number")
 
 
-def test_a_folder_and_a_foreign_file_are_refused(write):
-    """A folder lists its Python files; a file that does not end in .py is named as such."""
+def test_folders_and_other_files_are_rejected(write):
+    """The error for a folder lists its Python files; a file without .py is reported as such."""
     write("jobs/one.py", JOB)
     assert "jobs is a folder (it has one.py); name a job file in it, such as jobs/one.py" in fails("jobs")
     write("empty/x.txt", "")
@@ -238,8 +238,8 @@ def test_a_folder_and_a_foreign_file_are_refused(write):
 # ---- modules ----------------------------------------------------------------------------------------------------
 
 
-def test_a_module_gives_its_job(write):
-    """package.module:name imports from the current folder, too."""
+def test_a_module_provides_its_job(write):
+    """package.module:name also imports from the current folder."""
     write("mypkg/__init__.py", "")
     write("mypkg/jobs.py", JOB)
     target = load_target("mypkg.jobs:job")
@@ -247,8 +247,8 @@ def test_a_module_gives_its_job(write):
     assert "mypkg.jobs has no 'jib'" in fails("mypkg.jobs:jib")
 
 
-def test_a_module_that_cannot_be_imported_says_why(write):
-    """Not there, needing something that is not there, and raising are three different messages."""
+def test_a_module_that_cannot_be_imported_is_reported(write):
+    """A missing module, a missing import in it and an exception have three different errors."""
     assert "no module 'nowhere_at_all'" in fails("nowhere_at_all.jobs:job")
     write("broken_import.py", "import not_installed_anywhere\n")
     message = fails("broken_import:job")
@@ -258,8 +258,8 @@ def test_a_module_that_cannot_be_imported_says_why(write):
     assert f"at {path}:2: ValueError: no" in fails("raising_module:job")
 
 
-def test_a_module_without_a_name_is_told_to_add_it():
-    """package.module alone is one step short."""
+def test_a_module_without_a_job_name_is_rejected():
+    """The error for package.module without a name shows the complete form."""
     assert "write some.module:job" in fails("some.module")
 
 
@@ -267,7 +267,7 @@ def test_a_module_without_a_name_is_told_to_add_it():
 
 
 def test_unknown_names_list_the_forms_and_the_nearest():
-    """A misspelt built-in name gets a suggestion and every form a target can have."""
+    """The error for a misspelt built-in name has a suggestion and every form of a target."""
     message = fails("vit_b16")
     assert "Did you mean 'vit_b_16'?" in message
     assert all(name in message for name in BUILT_IN)
@@ -277,7 +277,7 @@ def test_unknown_names_list_the_forms_and_the_nearest():
 
 
 def test_digits_is_the_default():
-    """No target means digits, whose parts fit together."""
+    """Without a target the job is digits, and its parts fit together."""
     torch = pytest.importorskip("torch")
     target = load_target()
     assert (target.name, target.source) == ("digits", "digits")
@@ -300,16 +300,16 @@ def test_digits_is_the_default():
     assert rates[-1] == pytest.approx(5e-5)
 
 
-def test_data_dir_without_effect_is_refused(write):
-    """A data folder for a job that brings its own data is an error."""
+def test_data_dir_without_effect_is_rejected(write):
+    """A data folder for a job with its own data raises an error."""
     write("mine.py", JOB)
     assert "no effect on the target 'mine.py'" in fails("mine.py", data_dir=".")
     assert "no effect on the target 'digits'" in fails("digits", data_dir=".")
 
 
 @pytest.mark.parametrize("name", BUILT_IN[1:])
-def test_vits_come_with_synthetic_images(name):
-    """Every ViT name gives a job whose data fits its model."""
+def test_vits_train_on_synthetic_images(name):
+    """Every ViT name is a job whose data fits its model."""
     torch = pytest.importorskip("torch")
     job = load_target(name).job
     with torch.device("meta"):
@@ -321,7 +321,7 @@ def test_vits_come_with_synthetic_images(name):
     assert job.call("scheduler", optimizer=optimizer).get_last_lr() == [pytest.approx(3e-4 / 500)]
 
 
-def test_a_data_folder_decides_the_classes(write):
+def test_a_data_folder_determines_the_classes(write):
     """With a folder, the model has as many classes as the folder."""
     pytest.importorskip("torch")
     image = pytest.importorskip("PIL.Image")
@@ -338,16 +338,16 @@ def test_a_data_folder_decides_the_classes(write):
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
-def test_a_library_that_is_not_installed_says_what_to_install(monkeypatch, library):
-    """The message has the command that installs it."""
+def test_a_missing_library_raises_an_install_command(monkeypatch, library):
+    """The error has the command that installs the library."""
     pytest.importorskip("torch")
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingError, match=r'pip install "halfstep\[vision\]"'):
         load_target(f"{library}:resnet18")
 
 
-def test_a_library_built_for_another_torch_is_told_apart(write, monkeypatch):
-    """A torchvision that does not fit raises RuntimeError on import; the message names torch's version."""
+def test_a_library_built_for_another_torch_has_its_own_error(write, monkeypatch):
+    """The error for a torchvision that raises RuntimeError on import has torch's version."""
     torch = pytest.importorskip("torch")
     path = write("torchvision.py", "raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
@@ -355,11 +355,11 @@ def test_a_library_built_for_another_torch_is_told_apart(write, monkeypatch):
     with pytest.raises(MissingError) as caught:
         load_target("torchvision:resnet18")
     assert "(operator torchvision::nms does not exist). Its build" in str(caught.value)
-    assert f"does not fit torch {torch.__version__}" in str(caught.value)
+    assert f"does not match torch {torch.__version__}" in str(caught.value)
 
 
-def test_built_ins_without_torch_say_what_to_install(monkeypatch):
-    """Even the default target explains what is missing."""
+def test_built_ins_without_torch_raise_an_error(monkeypatch):
+    """The default target without torch raises a MissingError that names torch."""
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingError, match="torch"):
         load_target()
@@ -381,7 +381,7 @@ def fake_model(torch, num_classes):
 
 
 def test_timm_names_become_jobs(monkeypatch):
-    """A timm model is built without weights at its own image size; unknown names get the nearest."""
+    """A timm model is built without weights at its image size; the error for unknown names suggests the nearest."""
     torch = pytest.importorskip("torch")
     timm = ModuleType("timm")
     timm.list_models = lambda: ["resnet18", "vit_tiny"]
@@ -400,7 +400,7 @@ def test_timm_names_become_jobs(monkeypatch):
 
 
 def test_torchvision_names_become_jobs(monkeypatch):
-    """A torchvision classifier is built without weights at its own image size."""
+    """A torchvision classifier is built without weights at its image size."""
     torch = pytest.importorskip("torch")
     weights = SimpleNamespace(DEFAULT=SimpleNamespace(transforms=lambda: SimpleNamespace(crop_size=[40])))
     vision = ModuleType("torchvision")
@@ -416,7 +416,7 @@ def test_torchvision_names_become_jobs(monkeypatch):
 
 
 def test_an_error_of_a_built_in_job_names_the_job():
-    """A wrong batch is reported with the job's name."""
+    """The error for a wrong batch has the job's name."""
     pytest.importorskip("torch")
     job = load_target("digits").job
     with pytest.raises(JobError, match="The loss of job 'digits' failed at"):
@@ -424,6 +424,6 @@ def test_an_error_of_a_built_in_job_names_the_job():
 
 
 def test_target_names_are_all_known_to_the_models():
-    """Every ViT that can be built can be named."""
+    """The built-in targets are digits and every ViT size."""
     vit = pytest.importorskip("halfstep.jobs.models.vit")
     assert set(targets.BUILT_IN) == {"digits", *vit.SIZES}

@@ -1,4 +1,4 @@
-"""The drop-in GradScaler: torch's behaviour where that is sound, and the faults of the stock class mended."""
+"""The drop-in GradScaler: torch's behaviour where it is sound, and the faults of torch's class fixed."""
 
 import copy
 import math
@@ -44,8 +44,8 @@ def train(scaler_class, trace, *, fused, clip, **settings_):
 
 @settings(max_examples=40, deadline=None)
 @given(trace=st.lists(st.booleans(), max_size=12), fused=st.booleans(), clip=st.booleans())
-def test_a_healthy_run_is_torchs_bit_for_bit(trace, fused, clip):
-    """Above the floor, weights and scales equal the stock class's exactly."""
+def test_a_healthy_run_equals_torchs_bit_for_bit(trace, fused, clip):
+    """Above min_scale, weights and scales are exactly those of torch's class."""
     if sum(trace) > 5:
         trace = trace[:5]
     theirs, their_scales = train(STOCK, trace, fused=fused, clip=clip)
@@ -55,7 +55,7 @@ def test_a_healthy_run_is_torchs_bit_for_bit(trace, fused, clip):
 
 
 def test_it_is_torchs_class_with_torchs_defaults():
-    """isinstance holds, and the defaults are torch's."""
+    """The class is a subclass of torch's with torch's defaults."""
     ours, theirs = OURS("cpu"), STOCK("cpu")
     assert isinstance(ours, torch.amp.GradScaler)
     for name in ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval", "is_enabled"):
@@ -80,14 +80,14 @@ def overflow_until_dead(scaler_class, **settings_):
 
 
 def test_f5_stock_scale_falls_to_zero_and_writes_nan():
-    """Fault F5 on stock torch: after enough overflows a healthy step puts NaN into the weights."""
+    """Fault F5 of torch: after enough overflows a healthy step writes NaN to the weights."""
     scaler, model = overflow_until_dead(STOCK)
     assert scaler.get_scale() == 0.0
     assert any(p.isnan().any() for p in model.parameters())
 
 
-def test_f5_here_the_scale_stays_at_its_floor_and_weights_finite():
-    """Fault F5 held: the scale stops at 1 and the healthy step is a healthy step."""
+def test_f5_our_scale_stays_at_its_minimum_and_weights_finite():
+    """Fault F5 fixed: the scale stops at 1 and the healthy step leaves finite weights."""
     scaler, model = overflow_until_dead(OURS, max_skips=None)
     assert scaler.get_scale() == 1.0
     assert all(p.isfinite().all() for p in model.parameters())
@@ -95,7 +95,7 @@ def test_f5_here_the_scale_stays_at_its_floor_and_weights_finite():
 
 
 def step_with_overflow_on_two_devices(scaler_class, make_optimizer):
-    """One process, model parallel over two devices, an overflow on each: torch adds the two flags up."""
+    """One process, model parallel over two devices, an overflow on each: torch adds the two flags."""
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = make_optimizer([parameter])
     scaler = scaler_class("cpu", init_scale=2.0)
@@ -103,7 +103,7 @@ def step_with_overflow_on_two_devices(scaler_class, make_optimizer):
     parameter.grad = torch.full((4,), math.inf)
     scaler.unscale_(optimizer)
     flags = scaler._found_inf_per_device(optimizer)
-    flags[torch.device("cpu", 1)] = torch.ones(())  # the second device's flag, as its own check would leave it
+    flags[torch.device("cpu", 1)] = torch.ones(())  # the flag of a second device, as its overflow check would set it
     scaler.step(optimizer)
     return parameter, optimizer, scaler
 
@@ -118,14 +118,14 @@ FUSED = {
 
 @pytest.mark.parametrize("name", FUSED)
 def test_f3_stock_applies_the_bad_step_when_two_devices_overflow(name):
-    """Fault F3 on stock torch: a flag of 2 is not 1, so the fused kernel steps into inf or NaN."""
+    """Fault F3 of torch: a flag of 2 is not 1, so the fused kernel writes inf or NaN."""
     parameter, _, _ = step_with_overflow_on_two_devices(STOCK, FUSED[name])
     assert not parameter.isfinite().all()
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_f3_here_the_step_is_skipped_however_many_devices_overflow(name):
-    """Fault F3 held: weights and step counts are untouched, and the scale backs off once."""
+def test_f3_our_step_is_skipped_however_many_devices_overflow(name):
+    """Fault F3 fixed: weights and step counts are unchanged, and the scale backs off once."""
     parameter, optimizer, scaler = step_with_overflow_on_two_devices(OURS, FUSED[name])
     assert torch.equal(parameter, torch.ones(4))
     steps = [s["step"].item() for s in optimizer.state.values() if "step" in s]
@@ -137,8 +137,8 @@ def test_f3_here_the_step_is_skipped_however_many_devices_overflow(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FUSED)
-def test_f3_held_with_real_parameters_on_two_devices(name):
-    """A model spread over CPU and GPU, both overflowing, is left untouched."""
+def test_f3_fixed_with_real_parameters_on_two_devices(name):
+    """A model split over CPU and GPU, both overflowing, is unchanged."""
     params = [torch.nn.Parameter(torch.ones(4, device=d)) for d in ("cuda", "cpu")]
     optimizer = FUSED[name](params)
     scaler = OURS("cuda", init_scale=2.0)
@@ -161,7 +161,7 @@ def overflowing_steps(scaler, optimizer, model, count):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_stuck_run_stops_and_names_parameters(fused):
-    """The max_skips-th skipped update in a row raises with the model's own names."""
+    """The max_skips-th skipped update in a row raises an error with the model's parameter names."""
     model, optimizer = problem(fused=fused)
     scaler = OURS("cpu", max_skips=4, named_parameters=model.named_parameters())
     overflowing_steps(scaler, optimizer, model, 3)
@@ -187,15 +187,15 @@ def test_stuck_run_uses_the_optimizers_names_or_positions():
      {"init_scale": 0.5}, {"init_scale": math.nan}, {"min_scale": 0.0}, {"max_skips": 0}, {"growth_interval": 1.5}],
     ids=str,
 )  # fmt: skip
-def test_impossible_settings_are_refused(bad):
-    """What torch accepts and cannot work is a HalfstepError with the value."""
+def test_invalid_settings_are_rejected(bad):
+    """A setting that torch accepts but that cannot work raises a HalfstepError with the value."""
     name, value = next(iter(bad.items()))
     with pytest.raises(HalfstepError, match=f"{name}={value}"):
         OURS("cpu", **bad)
 
 
 def test_setters_are_checked_and_keep_growing():
-    """A shorter interval than the steps already counted stops torch's growth for good; not ours."""
+    """An interval shorter than the steps already counted stops growth for ever in torch, but not here."""
 
     def clean_step(scaler):
         model, optimizer = problem(optimizer=torch.optim.SGD)
@@ -223,8 +223,8 @@ def test_setters_are_checked_and_keep_growing():
             setter(value)
 
 
-def test_update_takes_a_new_scale_as_torch_does_and_an_int_too():
-    """A float, an int or a tensor sets the scale; one below the floor is refused or held."""
+def test_update_accepts_a_new_scale():
+    """A float, an int or a tensor sets the scale; a number below min_scale is rejected, a tensor clamped."""
     scaler = OURS("cpu")
     scaler.scale(torch.tensor(1.0))
     scaler.update(8.0)
@@ -238,8 +238,8 @@ def test_update_takes_a_new_scale_as_torch_does_and_an_int_too():
             scaler.update(bad)
 
 
-def test_a_positional_closure_is_refused_like_a_keyword_one():
-    """torch lets a positional closure through, unscaled."""
+def test_a_positional_closure_is_rejected_like_a_keyword_one():
+    """A closure raises; torch would run a positional one unscaled."""
     model, optimizer = problem()
     scaler = OURS("cpu")
     scaler.scale(model(torch.ones(1, 3)).sum()).backward()
@@ -249,7 +249,7 @@ def test_a_positional_closure_is_refused_like_a_keyword_one():
 
 
 def test_disabled_scaler_is_transparent():
-    """enabled=False steps plainly, scales nothing and has an empty state."""
+    """With enabled=False steps are normal, nothing is scaled and the state is empty."""
     model, optimizer = problem()
     scaler = OURS("cpu", enabled=False, growth_factor=0.0)
     loss = model(torch.ones(1, 3)).sum()
@@ -265,7 +265,7 @@ def test_disabled_scaler_is_transparent():
 
 
 def test_pickle_and_deepcopy_keep_scale_tracker_and_counts():
-    """A copy goes on where the original was."""
+    """A copy has the same state and counts as the original."""
     model, optimizer = problem()
     scaler = OURS("cpu", growth_interval=7, named_parameters=model.named_parameters())
     overflowing_steps(scaler, optimizer, model, 2)
@@ -274,7 +274,7 @@ def test_pickle_and_deepcopy_keep_scale_tracker_and_counts():
         assert clone.counts() == ScalerCounts(2, 2, 2)
 
 
-def test_state_goes_to_torch_and_back():
+def test_state_is_exchanged_with_torch_and_others():
     """torch loads our state; we load torch's, LossScaler's and DeepSpeed's."""
     model, optimizer = problem()
     scaler = OURS("cpu", growth_interval=9)
@@ -292,8 +292,8 @@ def test_state_goes_to_torch_and_back():
     assert (target.get_scale(), target.get_growth_interval(), target._get_growth_tracker()) == (256.0, 50, 7)
 
 
-def test_loading_mends_or_refuses_a_bad_state(caplog):
-    """A collapsed scale is lifted and said; an empty state, a NoScaler's or nonsense is refused."""
+def test_loading_repairs_or_rejects_a_bad_state(caplog):
+    """A collapsed scale is raised with a warning; an empty state, a NoScaler's or an invalid one is rejected."""
     scaler = OURS("cpu")
     scaler.load_state_dict(STOCK("cpu").state_dict() | {"scale": 0.0, "growth_interval": 5, "_growth_tracker": 900})
     assert scaler.get_scale() == 1.0
@@ -308,7 +308,7 @@ def test_loading_mends_or_refuses_a_bad_state(caplog):
 
 
 def test_two_optimizers_one_update_counts_one_skip():
-    """Either optimizer's overflow makes the update a skipped one, once."""
+    """An overflow in either optimizer counts as one skipped update."""
     (m1, o1), (m2, o2) = problem(0), problem(1)
     scaler = OURS("cpu", init_scale=8.0)
     scaler.scale(m1(torch.ones(1, 3)).sum() + m2(torch.ones(1, 3)).sum()).backward()
@@ -322,7 +322,7 @@ def test_two_optimizers_one_update_counts_one_skip():
 
 @pytest.mark.gpu
 def test_step_and_update_can_be_captured_in_a_cuda_graph():
-    """Fused step and update replay from a graph and keep counting."""
+    """Fused step and update can be replayed from a graph and keep counting."""
     model = torch.nn.Linear(4, 4, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True, capturable=True)
     scaler = OURS("cuda", init_scale=8.0, growth_interval=2)

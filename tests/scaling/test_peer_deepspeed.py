@@ -1,4 +1,4 @@
-"""Faults of DeepSpeed, shown on DeepSpeed where it is installed; that Halfstep holds is in test_engine_promises.py."""
+"""Faults of DeepSpeed, shown with DeepSpeed itself where it is installed; tests/engine shows that Halfstep has none."""
 
 import importlib.util
 import json
@@ -38,5 +38,5 @@ def test_deepspeed_halves_the_gradient_of_the_step_on_which_its_scale_grows():
 
 
 def test_deepspeed_accumulates_bf16_gradients_in_bf16_until_they_stagnate():
-    """The mean of 1024 gradients of 1 comes out as 0.25."""
+    """The mean of 1024 gradients of 1 is 0.25."""
     assert run("bf16", 1024, 1) == [0.25]

@@ -1,4 +1,4 @@
-"""Values on their way from device to host."""
+"""Asynchronous copies of values from device to host."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch
 from halfstep.scaling.readback import Readback
 
 
-def test_values_come_in_order_with_their_payload():
+def test_values_arrive_in_order_with_their_payload():
     """Everything pushed is delivered once, oldest first."""
     queue = Readback()
     queue.push(torch.tensor([1.0, 2.0]), "a")
@@ -19,7 +19,7 @@ def test_values_come_in_order_with_their_payload():
 
 
 def test_later_changes_do_not_reach_a_pushed_value():
-    """The value is the one at the time of the push."""
+    """The delivered value is the one at the time of the push."""
     queue, value = Readback(), torch.tensor([1.0])
     queue.push(value)
     value.fill_(9.0)
@@ -27,7 +27,7 @@ def test_later_changes_do_not_reach_a_pushed_value():
 
 
 def test_a_copy_starts_empty():
-    """What is under way belongs to the process that started it."""
+    """Pending copies belong to the queue that started them."""
     queue = Readback()
     queue.push(torch.tensor([1.0]))
     assert len(copy.deepcopy(queue)) == 0
@@ -35,7 +35,7 @@ def test_a_copy_starts_empty():
 
 @pytest.mark.gpu
 def test_push_does_not_wait_and_buffers_are_reused():
-    """On a GPU a push behind long work returns at once, and its value arrives later, right."""
+    """On a GPU a push after long work returns immediately, and the correct value arrives later."""
     queue = Readback()
     a = torch.randn(4096, 4096, device="cuda")
     for i in range(5):

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: checkpoint directories, their parts, retention, export, the run file."""
+"""What a run writes to disk: checkpoint directories and their files, retention, export, RNG state, the run file."""

@@ -1,20 +1,20 @@
-"""A checkpoint on disk: whole or absent, and never a pickle.
+"""A checkpoint on disk: written atomically, verified on load, never a pickle.
 
 A checkpoint is a directory of five files:
 
     model.safetensors   the weights, under the model's own names; tied tensors once
-    state.safetensors   the tensors of everything else: optimizer, scaler, random generators
-    state.json          the tree those tensors hang in (see `tree.py`)
-    meta.json           what describes the checkpoint: step, policy, truth table; and which weights are tied
-    manifest.json       format, version, and the size and SHA-256 of each file, with a checksum of its own
+    state.safetensors   all other tensors: optimizer, scaler, random generators
+    state.json          the tree that contains those tensors (see `tree.py`)
+    meta.json           a description: step, policy, truth table; and which weights are tied
+    manifest.json       format, version, the size and SHA-256 of each file, and a checksum of the manifest itself
 
-How it stays whole. Everything is written into a directory aside, in the same parent, and synced to the disk: each
-file, then the directory. Then one rename puts it in place, and the parent is synced. A process that dies at any
-moment leaves either nothing or the whole checkpoint, and at worst a `.tmp-*` directory that nobody reads.
+How saving is atomic. Everything is written to a temporary directory in the same parent and synced to disk: each file,
+then the directory. One rename then moves it into place, and the parent is synced. A process that dies at any moment
+leaves either nothing or the complete checkpoint, and at worst a `.tmp-*` directory that nothing reads.
 
-How damage is found. Loading checks the manifest against its own checksum and every file against the manifest before
-anything is parsed, so a flipped bit anywhere is an error that names the file. The checksums find accidents; they do
-not prove who wrote the files. What protects against a hostile file is that nothing in it is ever executed.
+How damage is detected. Loading checks the manifest against its own checksum and every file against the manifest before
+anything is parsed, so a flipped bit anywhere raises an error that names the file. The checksums detect accidents; they
+do not prove who wrote the files. The protection against a hostile file is that nothing in it is ever executed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from halfstep.checkpoint.files import FORMAT, VERSION, read_manifest, render_man
 from halfstep.checkpoint.tensorfile import TensorReader, file_bytes, require_storable, tensor_blocks, view_key
 from halfstep.checkpoint.tree import tree_from_json, tree_to_json
 from halfstep.errors import HalfstepError, SettingError
+from halfstep.hardware.units import bytes_text, few
 
 __all__ = [
     "TEMPORARY",
@@ -53,13 +54,13 @@ __all__ = [
 ]
 
 TEMPORARY = ".tmp-"
-# DDP and DataParallel, torch.compile, FSDP1 and activation checkpointing each put a level of this name in between.
+# Levels that DDP and DataParallel, torch.compile, FSDP1 and activation checkpointing insert into parameter names.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What a checkpoint holds, verified."""
+    """The verified contents of a checkpoint."""
 
     weights: dict[str, Tensor]
     state: Any
@@ -72,7 +73,7 @@ class Checkpoint:
 
 
 def clean_name(name: str) -> str:
-    """The model's own name of a weight: without the levels that DDP, FSDP and torch.compile put in between."""
+    """The model's own name of a weight, without the levels that DDP, FSDP and torch.compile insert."""
     *levels, last = name.split(".")
     return ".".join([*(level for level in levels if level not in _WRAPPERS), last])
 
@@ -80,9 +81,9 @@ def clean_name(name: str) -> str:
 def save_checkpoint(path: str | Path, *, weights: Mapping[str, Tensor], state: Any, meta: Mapping[str, Any]) -> Path:
     """Write a checkpoint to `path`, which must not exist yet, and return the path.
 
-    `state` is any tree of dicts, lists, tuples, tensors and plain values; `meta` the same without tensors. What
-    cannot be stored is refused by its name before anything is written. If writing fails, what was written is
-    removed and the error says why.
+    `state` is any tree of dicts, lists, tuples, tensors and plain values; `meta` the same without tensors. A value
+    that cannot be stored raises an error with its path before anything is written. If writing fails, the partial
+    checkpoint is removed and the error gives the reason.
     """
     path = Path(path)
     stored, aliases = _untied(weights)
@@ -102,7 +103,7 @@ def save_checkpoint(path: str | Path, *, weights: Mapping[str, Tensor], state: A
     try:
         if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
             raise SettingError(
-                f"{path} exists already and is not replaced; save under another name, or remove it first."
+                f"{path} exists already and is never overwritten; save under another name, or remove it first."
             )
         _write(path, files)
     except OSError as error:
@@ -113,8 +114,8 @@ def save_checkpoint(path: str | Path, *, weights: Mapping[str, Tensor], state: A
 def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Checkpoint:
     """Read the checkpoint at `path` after verifying every byte of it.
 
-    The weights go to `device`. A tensor of the state goes there too unless it lived on the CPU when it was saved,
-    as the states of random generators do.
+    The weights are loaded to `device`. So are the tensors of the state, except those that were on the CPU when they
+    were saved, such as the states of random generators.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -131,12 +132,12 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     try:
         weights |= {alias: weights[name] for alias, name in document["aliases"].items()}
     except (KeyError, TypeError, AttributeError):
-        raise _foreign(path / "meta.json") from None
+        raise _unexpected_layout(path / "meta.json") from None
     return Checkpoint(weights, state, _build(path / "meta.json", "meta", _no_tensor), path)
 
 
 def read_meta(path: str | Path) -> dict[str, Any]:
-    """The meta of the checkpoint at `path`, without its tensors: checks all sizes, and the bytes of meta.json."""
+    """Read only the meta of the checkpoint at `path`; checks the sizes of all files and the bytes of meta.json."""
     path = Path(path)
     manifest = read_manifest(path)
     require_present(path, manifest)
@@ -148,44 +149,44 @@ def read_meta(path: str | Path) -> dict[str, Any]:
 def check_weights(
     saved: Mapping[str, Tensor], model: Mapping[str, Tensor], *, any_float: bool = False
 ) -> dict[str, Tensor]:
-    """The saved weights under the model's names, for `load_state_dict`; refuses any that do not fit, listing them.
+    """The saved weights under the model's names, for `load_state_dict`; raises an error that lists every mismatch.
 
-    `model` is the model's `state_dict()`; names are compared after `clean_name`. With `any_float` one floating dtype may
-    stand for another.
+    `model` is the model's `state_dict()`; names are compared after `clean_name`. With `any_float`, floating-point
+    tensors may differ in dtype.
     """
-    have = {clean_name(name): tensor for name, tensor in saved.items()}
-    want = {clean_name(name): tensor for name, tensor in model.items()}
+    actual = {clean_name(name): tensor for name, tensor in saved.items()}
+    expected = {clean_name(name): tensor for name, tensor in model.items()}
     different = [
-        f"{name} (saved {_form(have[name])}, model {_form(want[name])})"
-        for name in want
-        if name in have and not _fits(have[name], want[name], any_float=any_float)
+        f"{name} (saved {_shape_and_dtype(actual[name])}, model {_shape_and_dtype(expected[name])})"
+        for name in expected
+        if name in actual and not _matches(actual[name], expected[name], any_float=any_float)
     ]
-    faults = {
-        "missing in the checkpoint": [name for name in want if name not in have],
-        "not in the model": [name for name in have if name not in want],
+    mismatches = {
+        "missing in the checkpoint": [name for name in expected if name not in actual],
+        "not in the model": [name for name in actual if name not in expected],
         "different": different,
     }
-    if any(faults.values()):
-        listed = "; ".join(f"{len(names)} {what}: {_first(names)}" for what, names in faults.items() if names)
+    if any(mismatches.values()):
+        listed = "; ".join(f"{len(names)} {kind}: {few(names, 5)}" for kind, names in mismatches.items() if names)
         raise SettingError(
             f"The checkpoint does not fit the model: {listed}. Build the model with the settings it was saved with; "
-            "the checkpoint's meta has them."
+            "they are in the checkpoint's meta."
         )
-    return {name: have[clean_name(name)] for name in model}
+    return {name: actual[clean_name(name)] for name in model}
 
 
 def replaced(weights: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with those of `new` in their places; a tied one is replaced under all of its names."""
-    places = {view_key(weights[clean_name(name)]): tensor for name, tensor in new.items()}
-    return {name: places.get(view_key(tensor), tensor) for name, tensor in weights.items()}
+    """A copy of `weights` with the values of `new`; a tied weight is replaced under all of its names."""
+    by_view = {view_key(weights[clean_name(name)]): tensor for name, tensor in new.items()}
+    return {name: by_view.get(view_key(tensor), tensor) for name, tensor in weights.items()}
 
 
 @contextmanager
 def folder_lock(folder: Path, *, exclusive: bool) -> Iterator[bool]:
-    """Hold a folder while saving into it (shared) or clearing it (exclusive); yields whether that is allowed.
+    """Lock a folder for saving into it (shared) or cleaning it up (exclusive); yields whether that is allowed.
 
-    The lock dies with its process, so a killed save leaves none behind. Where there is no such lock (Windows, some
-    network filesystems) saving is allowed and clearing is not.
+    The lock ends with its process, so a killed save leaves none behind. Without file locks (Windows, some network
+    filesystems) saving is allowed and cleaning up is not.
     """
     if sys.platform == "win32":
         yield not exclusive
@@ -205,38 +206,38 @@ def folder_lock(folder: Path, *, exclusive: bool) -> Iterator[bool]:
 
 
 def _untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The weights under clean names, each memory once, and the other names of those that have several."""
+    """The weights under clean names, tied ones once, and a map from each other name to the stored one."""
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    origin: dict[str, str] = {}
+    name_of_view: dict[tuple[object, ...], str] = {}
+    original: dict[str, str] = {}
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):
             raise SettingError(f"weights[{name!r}] is a {type(tensor).__name__}, not a tensor; put it into state.")
         require_storable(tensor, f"weights[{name!r}]")
         clean = clean_name(name)
         if clean == "__metadata__" or clean.encode("utf-8", "replace").decode() != clean:
-            raise SettingError(f"weights[{name!r}]: a safetensors file cannot hold a tensor of that name; rename it.")
+            raise SettingError(f"weights[{name!r}]: a safetensors file cannot store a tensor of that name; rename it.")
         key = view_key(tensor)
-        if clean in origin:
-            if first.get(key) == aliases.get(clean, clean):
-                continue  # one tensor, seen through the wrapper and without it
+        if clean in original:
+            if name_of_view.get(key) == aliases.get(clean, clean):
+                continue  # one tensor, listed with and without the wrapper's level
             raise SettingError(
-                f"weights {origin[clean]!r} and {name!r} are different tensors, but both are {clean!r} without the "
+                f"weights {original[clean]!r} and {name!r} are different tensors, but both are {clean!r} without the "
                 "levels of DDP, FSDP or torch.compile. Pass the weights of the model or of its wrapper, not of "
                 "both, or rename the submodule."
             )
-        origin[clean] = name
-        if key in first:
-            aliases[clean] = first[key]
+        original[clean] = name
+        if key in name_of_view:
+            aliases[clean] = name_of_view[key]
         else:
-            first[key] = clean
+            name_of_view[key] = clean
             stored[clean] = tensor
     return stored, aliases
 
 
 def _write(path: Path, files: Mapping[str, Iterable[bytes | memoryview]]) -> None:
-    """Write the files and their manifest aside, sync them, and put them in place with one rename."""
+    """Write the files and their manifest to a temporary directory, sync it, and rename it into place."""
     parent = path.parent
     if not parent.is_dir():
         parent.mkdir(parents=True, exist_ok=True)
@@ -266,14 +267,14 @@ def _write_file(path: Path, blocks: Iterable[bytes | memoryview]) -> dict[str, A
             file.write(block)
             digest.update(block)
             num_bytes += len(block)
-            del block  # it holds on to the copy of a tensor
+            del block  # it keeps the copy of a tensor alive
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": num_bytes, "sha256": digest.hexdigest()}
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder durable; Windows has no such call and does it by itself."""
+    """Make the entries of a folder durable; Windows has no such call and needs none."""
     if sys.platform != "win32":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -287,13 +288,13 @@ def _sync(folder: Path) -> None:
 
 def _cannot_save(path: Path, error: OSError, needed: int) -> HalfstepError:
     try:
-        free = f"{shutil.disk_usage(path.parent).free} are free"
+        free = f"{bytes_text(shutil.disk_usage(path.parent).free)} are free"
     except OSError:
-        free = "how many are free is not known"
+        free = "the free space is unknown"
     return HalfstepError(
-        f"The checkpoint {path} could not be saved: {error.strerror or error}. It needs {needed} bytes and {free} in "
-        f"{path.parent}. What was written of it is removed and earlier checkpoints are untouched; make room or write "
-        "permission there, or save to another folder."
+        f"The checkpoint {path} could not be saved: {error.strerror or error}. It needs {bytes_text(needed)} and {free} in "
+        f"{path.parent}. The partial checkpoint was removed and earlier ones are untouched; free disk space, check the "
+        "write permission, or save to another folder."
     )
 
 
@@ -305,7 +306,7 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        raise _foreign(path) from None
+        raise _unexpected_layout(path) from None
     return document
 
 
@@ -316,28 +317,24 @@ def _build(path: Path, field: str, tensor: Any) -> Any:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, SettingError):
             raise
-        raise _foreign(path) from None
+        raise _unexpected_layout(path) from None
 
 
 def _no_tensor(name: str, kind: str) -> Tensor:
     raise KeyError(name, kind)
 
 
-def _foreign(path: Path) -> SettingError:
+def _unexpected_layout(path: Path) -> SettingError:
     return SettingError(
-        f"{path} is not what {FORMAT} version {VERSION} says it should be; save the checkpoint again with Halfstep."
+        f"{path} does not have the layout of {FORMAT} version {VERSION}; save the checkpoint again with Halfstep."
     )
 
 
-def _fits(saved: Tensor, wanted: Tensor, *, any_float: bool) -> bool:
-    if any_float and saved.is_floating_point() and wanted.is_floating_point():
-        return saved.shape == wanted.shape
-    return _form(saved) == _form(wanted)
+def _matches(saved: Tensor, expected: Tensor, *, any_float: bool) -> bool:
+    if any_float and saved.is_floating_point() and expected.is_floating_point():
+        return saved.shape == expected.shape
+    return _shape_and_dtype(saved) == _shape_and_dtype(expected)
 
 
-def _form(tensor: Tensor) -> str:
+def _shape_and_dtype(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _first(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,7 +1,7 @@
-"""Weights out of a checkpoint as plain safetensors: the fp32 masters, or their bf16 rounding.
+"""Export the weights of a checkpoint as plain safetensors: the fp32 masters, or the masters rounded to bf16.
 
-A lean run's checkpoint holds 16-bit weights and, in the optimizer's state, what was rounded off. Export joins the two,
-so the file has the numbers the optimizer worked on. Anything that reads safetensors reads the file.
+A lean run's checkpoint stores 16-bit weights and, in the optimizer's state, the bits that were rounded off. Export
+joins the two, so the file has the values that the optimizer updates. Any safetensors reader can read it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ DTYPES = ("fp32", "bf16")
 
 
 def find_checkpoint(run: Path, *, best: bool = False) -> Path:
-    """The checkpoint that `run` means: itself, or the latest (or best) one of a run's directory."""
+    """The checkpoint that `run` refers to: itself, or the latest (or best) one in a run's directory."""
     if (run / "manifest.json").exists() or not run.is_dir():
-        return run  # load_checkpoint says what is wrong with it, if anything is
+        return run  # load_checkpoint explains what is wrong with it, if anything is
     root = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     folder = CheckpointFolder(root)
-    found = folder.best() if best else folder.latest(clean=False)
-    if found is None:
+    checkpoint = folder.best() if best else folder.latest(clean=False)
+    if checkpoint is None:
         raise SettingError(
-            f"{run} holds no {'validated ' if best else ''}checkpoint; give a run's directory or a checkpoint in it."
+            f"{run} has no {'validated ' if best else ''}checkpoint; pass a run's directory or a checkpoint in it."
         )
-    return found
+    return checkpoint
 
 
 def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor]:
-    """Every weight and buffer in full precision; with `ema`, the averages in place of the weights."""
+    """Every weight and buffer in full precision; with `ema`, the EMA weights instead of the trained ones."""
     weights, masters = checkpoint.weights, dict[str, Tensor]()
     engine = checkpoint.state.get("engine") if isinstance(checkpoint.state, dict) else None
     if engine is None:
         raise SettingError(
-            f"{checkpoint.path} was not saved by an Engine; its model.safetensors has the weights as they are."
+            f"{checkpoint.path} was not saved by an Engine, so it has no master weights; use its model.safetensors."
         )
     for names, optimizer in zip(engine["names"], engine["optimizers"], strict=True):
         for name, state in _by_name(names, optimizer).items():
@@ -53,15 +53,17 @@ def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor
     weights = replaced(weights, masters)
     if ema:
         if engine["ema"] is None:
-            raise SettingError(f"{checkpoint.path} has no moving average; the run was not given ema=.")
+            raise SettingError(
+                f"{checkpoint.path} has no EMA weights; the run was trained without ema=. Export without ema."
+            )
         weights = replaced(weights, engine["ema"]["averages"])
     return weights
 
 
 def _by_name(names: list[str], optimizer: dict[str, Any]) -> dict[str, dict[str, Any]]:
     order = [index for group in optimizer["param_groups"] for index in group["params"]]
-    found = zip(map(clean_name, names), order, strict=True)
-    return {name: optimizer["state"][i] for name, i in found if i in optimizer["state"]}
+    indices = zip(map(clean_name, names), order, strict=True)
+    return {name: optimizer["state"][i] for name, i in indices if i in optimizer["state"]}
 
 
 def export_weights(
@@ -73,7 +75,7 @@ def export_weights(
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if out.exists() and not force:
-        raise SettingError(f"{out} exists already and is not replaced; give another --out, or --force.")
+        raise SettingError(f"{out} exists already; choose another --out, or overwrite it with --force.")
     checkpoint = load_checkpoint(find_checkpoint(run, best=best))
     tensors: dict[str, Tensor] = {}
     for name, tensor in masters_of(checkpoint, ema=ema).items():

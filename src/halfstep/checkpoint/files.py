@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint, and every way in which its files can turn out wrong.
+"""The manifest of a checkpoint, and the checks that detect missing, damaged and foreign files.
 
-The manifest carries the size and SHA-256 of the other files and a checksum of itself: `manifest_sha256` is the
+The manifest contains the size and SHA-256 of the other files and a checksum of itself: `manifest_sha256` is the
 SHA-256 of the manifest's own bytes with the 64 digits of that field written as zeros. The rule does not depend on
-the rest of the format, so that a later version can still be told from a damaged file. No torch here: a command can
-look at a checkpoint without loading it.
+the rest of the format, so a newer version can be distinguished from a damaged file. This module does not need torch:
+a command can inspect a checkpoint without loading it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SELF = re.compile(rb'("manifest_sha256": ")([0-9a-f]{64})(")')
 _ZEROS = b"0" * 64
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp", ".tar"}
 _BLOCK = 8 * 2**20
-_AGAIN = "Copy the checkpoint again from where it is whole, or load an earlier one."
+_AGAIN = "Copy the checkpoint again from an intact source, or load an earlier one."
 
 
 def render_manifest(files: Mapping[str, Mapping[str, Any]]) -> bytes:
@@ -37,7 +37,7 @@ def render_manifest(files: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """The files of the checkpoint at `path`, each with its `bytes` and `sha256`; refuses what is no checkpoint."""
+    """The files of the checkpoint at `path`, each with its `bytes` and `sha256`; raises if it is not a checkpoint."""
     file = path / "manifest.json"
     try:
         if not path.is_dir():
@@ -47,23 +47,23 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
         raw = file.read_bytes()
     except OSError as error:
         raise _unreadable(file, error) from error
-    found = _SELF.findall(raw)
+    checksums = _SELF.findall(raw)
     if (
-        len(found) != 1
-        or hashlib.sha256(_SELF.sub(rb"\g<1>" + _ZEROS + rb"\g<3>", raw)).hexdigest().encode() != found[0][1]
+        len(checksums) != 1
+        or hashlib.sha256(_SELF.sub(rb"\g<1>" + _ZEROS + rb"\g<3>", raw)).hexdigest().encode() != checksums[0][1]
     ):
         if FORMAT.encode() not in raw and not any((path / name).exists() for name in FILES):
             raise SettingError(f"{path} is not a Halfstep checkpoint: its manifest.json was written by something else.")
         raise SettingError(
-            f"{file} was altered or truncated: its {len(raw)} bytes do not agree with the checksum in it. {_AGAIN}"
+            f"{file} was altered or truncated: its {len(raw)} bytes do not match the checksum in it. {_AGAIN}"
         )
     document = json.loads(raw)
     name, version = document.get("format"), document.get("version")
     if name != FORMAT or not isinstance(version, int):
-        raise SettingError(f"{path} is not a Halfstep checkpoint: its manifest.json is of the format {name!r}.")
+        raise SettingError(f"{path} is not a Halfstep checkpoint: its manifest.json has the format {name!r}.")
     if version > VERSION:
         raise SettingError(
-            f"{path} has format version {version}, and this Halfstep reads up to {VERSION}; upgrade halfstep."
+            f"{path} has format version {version}, but this Halfstep reads at most {VERSION}; upgrade halfstep."
         )
     files: dict[str, dict[str, Any]] = document["files"]
     if set(files) != set(FILES):
@@ -74,7 +74,7 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def require_present(path: Path, manifest: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse a checkpoint that lacks a file or has one of another size than the manifest says."""
+    """Raise if a file of the checkpoint is missing or does not have the size in the manifest."""
     for name, expected in manifest.items():
         file = path / name
         if not file.is_file():
@@ -89,7 +89,7 @@ def require_present(path: Path, manifest: Mapping[str, Mapping[str, Any]]) -> No
 
 
 def require_intact(path: Path, manifest: Mapping[str, Mapping[str, Any]], name: str) -> None:
-    """Refuse a checkpoint whose file of that name has other bytes than were saved."""
+    """Raise if the bytes of the file called `name` are not those that were saved."""
     digest = hashlib.sha256()
     try:
         with (path / name).open("rb") as file:
@@ -99,7 +99,7 @@ def require_intact(path: Path, manifest: Mapping[str, Mapping[str, Any]], name: 
         raise _unreadable(path / name, error) from error
     if digest.hexdigest() != manifest[name]["sha256"]:
         raise SettingError(
-            f"{path / name} was altered: its SHA-256 is {digest.hexdigest()[:16]}... and the manifest has "
+            f"{path / name} was altered: its SHA-256 is {digest.hexdigest()[:16]}... but the manifest has "
             f"{manifest[name]['sha256'][:16]}.... {_AGAIN}"
         )
 
@@ -110,14 +110,14 @@ def _unreadable(file: Path, error: OSError) -> SettingError:
 
 def _not_a_folder(path: Path) -> SettingError:
     if not path.exists():
-        return SettingError(f"There is no checkpoint at {path}; check the path, or list its folder.")
+        return SettingError(f"There is no checkpoint at {path}; check the path, or list the folder it is in.")
     with path.open("rb") as file:
         head = file.read(4)
     if head.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in _PICKLES:
         return _pickled(path, path.name)
     advice = "a checkpoint is a directory with a manifest.json in it"
     if path.name in {*FILES, "manifest.json"}:
-        advice = f"give the directory {path.parent}"
+        advice = f"pass its directory, {path.parent}"
     elif path.suffix == ".safetensors":
         advice = "load a single file of weights with safetensors.torch.load_file"
     return SettingError(f"{path} is a file, not a Halfstep checkpoint; {advice}.")
@@ -131,17 +131,15 @@ def _no_manifest(path: Path) -> SettingError:
     if pickled:
         return _pickled(path, pickled[0])
     if within := [name for name in names if (path / name / "manifest.json").is_file()]:
-        return SettingError(
-            f"{path} is a folder of checkpoints, not one: give one of them, such as {path / within[-1]}."
-        )
+        return SettingError(f"{path} is a folder of checkpoints; pass one of them, such as {path / within[-1]}.")
     return SettingError(
-        f"{path} is not a Halfstep checkpoint: it has no manifest.json. It holds {names[:5] or 'nothing'}."
+        f"{path} is not a Halfstep checkpoint: it has no manifest.json. It contains {names[:5] or 'nothing'}."
     )
 
 
 def _pickled(path: Path, name: str) -> SettingError:
     return SettingError(
-        f"{path} is not a Halfstep checkpoint: {name} looks like a pickle, as torch.save and DeepSpeed write them, and "
-        "a pickle runs the code it brings. Halfstep never opens one. If you trust it, load it yourself with "
-        "torch.load(..., weights_only=True) and write it with halfstep's save_checkpoint."
+        f"{path} is not a Halfstep checkpoint: {name} looks like a pickle, as written by torch.save and DeepSpeed, and "
+        "loading a pickle can execute code. Halfstep never opens one. If you trust it, load it yourself with "
+        "torch.load(..., weights_only=True) and save it with halfstep.checkpoint.directory.save_checkpoint."
     )

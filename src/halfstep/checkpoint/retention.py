@@ -1,13 +1,13 @@
-"""A folder of checkpoints: the last few, the best few, and always a whole one.
+"""A folder of checkpoints that keeps the last few and the best few, and at every moment a complete one.
 
-Each checkpoint is a directory `step-00001234`. Which one is newest goes by the order of saving and not by the step,
-because a run that went back to step 100 and saved step 150 must not resume from an abandoned step 200; each
-checkpoint carries its number in that order, and its metric, in its `meta.json` under `folder`.
+Each checkpoint is a directory `step-00001234`. The newest is the one saved last, not the one with the highest step,
+because a run that went back to step 100 and saved step 150 must not resume from an abandoned step 200. Each
+checkpoint stores its position in the order of saving, and its metric, in its `meta.json` under `folder`.
 
-A new checkpoint is put in place whole (`checkpoint.py`) before an old one goes. An old one goes by one rename to a
-`.tmp-*` name and is removed from there, so that a crash never leaves half a checkpoint under a name that counts.
-Leftovers of a crash are removed by the next `save` or `latest`, but never while another process on this machine is
-saving into the folder. One process at a time saves into a folder.
+A new checkpoint is moved into place atomically (`directory.py`) before an old one is removed. An old one is first
+renamed to `.tmp-*` and then deleted, so a crash never leaves a partial checkpoint under a valid name. Leftovers of a
+crash are removed by the next `save` or `latest`, but never while another process on this machine is saving into the
+folder. Only one process at a time may save into a folder.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from halfstep.events import warn
 __all__ = ["CheckpointFolder", "SavedCheckpoint"]
 
 _NAME = re.compile(r"step-(\d{8,})(-\d+)?")
-_KEY = "folder"  # the entry of meta.json that is the folder's own
+_KEY = "folder"  # the entry of meta.json that CheckpointFolder writes
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """One whole checkpoint of a folder; `order` counts the saves, `metric` is None where none was given."""
+    """A complete checkpoint of a folder; `order` counts the saves, `metric` is None if none was passed."""
 
     path: Path
     step: int
@@ -55,7 +55,7 @@ class CheckpointFolder:
                 f"keep_last={keep_last}: the newest checkpoint is always kept; use 1 or more, or None for all."
             )
         if keep_best < 0:
-            raise SettingError(f"keep_best={keep_best} must be 0 or more.")
+            raise SettingError(f"keep_best={keep_best} must be at least 0; use 0 to keep no best checkpoint.")
         self.root = Path(root)
         self.keep_last = keep_last
         self.keep_best = keep_best
@@ -72,48 +72,48 @@ class CheckpointFolder:
     ) -> Path:
         """Write the checkpoint of `step`, then remove those that are neither among the last nor among the best."""
         if step < 0:
-            raise SettingError(f"step={step} must be 0 or more.")
+            raise SettingError(f"step={step} must be at least 0; pass the number of applied steps.")
         if _KEY in meta:
-            raise SettingError(f"meta has a key {_KEY!r}, which is the folder's own; use another name.")
+            raise SettingError(f"meta has the key {_KEY!r}, which CheckpointFolder writes itself; use another name.")
         self._clear_leftovers()
         earlier = self.checkpoints()
         for other in earlier:
             if metric is not None and other.metric is not None and other.higher_is_better != higher_is_better:
                 raise SettingError(
                     f"higher_is_better={higher_is_better}, but {other.path.name} in {self.root} was saved with "
-                    f"{other.higher_is_better}: their metrics cannot be compared. Use one metric for a folder, or "
+                    f"{other.higher_is_better}: their metrics cannot be compared. Use one metric per folder, or "
                     "another folder."
                 )
         order = 1 + max((other.order for other in earlier), default=0)
-        own = {
+        entry = {
             "step": step,
             "order": order,
             "metric": None if metric is None else float(metric),
             "higher_is_better": higher_is_better,
         }
-        path = save_checkpoint(self._free_path(step), weights=weights, state=state, meta={**meta, _KEY: own})
+        path = save_checkpoint(self._free_path(step), weights=weights, state=state, meta={**meta, _KEY: entry})
         self._rotate()
         return path
 
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """The whole checkpoints of the folder in the order of saving; damaged ones are left out."""
+        """The complete checkpoints of the folder in the order of saving; damaged ones are left out."""
         return self._scan()[0]
 
     def latest(self, *, clean: bool = True) -> Path | None:
-        """The newest whole checkpoint, or None; says which damaged ones it passed over.
+        """The newest complete checkpoint, or None; warns about damaged ones that it skips.
 
-        Whole means that its manifest is intact and every file is there with its size; `load_checkpoint` verifies
-        the bytes. `clean` removes leftovers of interrupted saves; switch it off where another machine may be saving.
+        Complete means that the manifest is intact and every file exists with its size; `load_checkpoint` verifies the
+        bytes. `clean` removes leftovers of interrupted saves; disable it if another machine may be saving.
         """
         if clean:
             self._clear_leftovers()
-        whole, faults = self._scan()
-        for fault in faults:
-            warn(f"Passing over a checkpoint: {fault}")
-        return whole[-1].path if whole else None
+        complete, problems = self._scan()
+        for problem in problems:
+            warn(f"Skipping a checkpoint: {problem}")
+        return complete[-1].path if complete else None
 
     def best(self) -> Path | None:
-        """The whole checkpoint with the best metric, or None where none has one; of equals the latest."""
+        """The complete checkpoint with the best metric, or None if none has one; the latest of equals."""
         ranked = self._ranked(self.checkpoints())
         return ranked[0].path if ranked else None
 
@@ -127,17 +127,17 @@ class CheckpointFolder:
         return [entry for *_, entry in sorted(scored, key=operator.itemgetter(0, 1), reverse=True)]
 
     def _scan(self) -> tuple[list[SavedCheckpoint], list[str]]:
-        whole, faults = [], []
+        complete, problems = [], []
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else []:
             if not _NAME.fullmatch(path.name):
                 continue
             try:
-                whole.append(SavedCheckpoint(path, **read_meta(path)[_KEY]))
+                complete.append(SavedCheckpoint(path, **read_meta(path)[_KEY]))
             except SettingError as error:
-                faults.append(str(error))
+                problems.append(str(error))
             except (KeyError, TypeError):
-                faults.append(f"{path} was not saved by CheckpointFolder; load it by its path.")
-        return sorted(whole, key=lambda entry: entry.order), faults
+                problems.append(f"{path} was not saved by CheckpointFolder; load it by its path.")
+        return sorted(complete, key=lambda entry: entry.order), problems
 
     def _free_path(self, step: int) -> Path:
         path, attempt = self.root / f"step-{step:08d}", 1
@@ -148,11 +148,11 @@ class CheckpointFolder:
 
     def _rotate(self) -> None:
         entries = self.checkpoints()
-        keep = entries if self.keep_last is None else entries[-self.keep_last :]
-        kept = {entry.path for entry in [*keep, *self._ranked(entries)[: self.keep_best]]}
+        last = entries if self.keep_last is None else entries[-self.keep_last :]
+        retained = {entry.path for entry in [*last, *self._ranked(entries)[: self.keep_best]]}
         with folder_lock(self.root, exclusive=False):
             for entry in entries:
-                if entry.path not in kept:
+                if entry.path not in retained:
                     self._remove(entry.path)
 
     def _remove(self, path: Path) -> None:
@@ -160,8 +160,8 @@ class CheckpointFolder:
         try:
             path.rename(aside)
             shutil.rmtree(aside)
-        except OSError as error:  # the new checkpoint is safe; an old one too many is no reason to stop a run
-            warn(f"The old checkpoint {path} could not be removed: {error.strerror or error}. Remove it by hand.")
+        except OSError as error:  # the new checkpoint is safe; an extra old one is no reason to stop a run
+            warn(f"The old checkpoint {path} could not be removed: {error.strerror or error}. Delete it manually.")
 
     def _clear_leftovers(self) -> None:
         if not self.root.is_dir():

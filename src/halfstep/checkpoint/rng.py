@@ -17,12 +17,12 @@ def seed_everything(seed: int) -> None:
     """Seed every generator a job may draw from."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is what jobs draw from
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - jobs draw from the global generator
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - the global one that loaders use
+    """The state of every generator that `seed_everything` seeds."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - loaders use the global generator
     return {
         "python": random.getstate(),
         "numpy": (
@@ -41,7 +41,7 @@ def restore_rng(state: dict[str, Any]) -> None:
     """Put every generator back into a state that `rng_state` returned."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
+    np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))  # noqa: NPY002 - loaders use the global generator
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         if len(state["cuda"]) != torch.cuda.device_count():

@@ -1,35 +1,35 @@
-"""The run file: everything a run did, one JSON object per line, readable while the run goes on and after it dies.
+"""The run file: everything a run did, one JSON object per line, readable during the run and after a crash.
 
 Every line has `kind` and `time` (seconds since 1970, UTC). There are four kinds.
 
-`run`, the first line and only there:
+`run`, only in the first line:
 
     schema        the version of this description, 1
     run           the id of the run
-    command       what was called: a string or a list of strings
-    policy        the precision policy, as it prints
-    truth         the truth table: which dtype everything really has
+    command       the command line: a string or a list of strings
+    policy        the precision policy, as text
+    truth         the truth table: the actual dtype of everything
     environment   versions and machine, from `environment()`
     ...           anything else that was passed to `create`
 
-`step`, one per micro-batch or per step, as the caller likes. The three counts are those reached once the line is
-written, counted from the start of the run, so the first step is 1; they go on over a resume:
+`step`, one per micro-batch or per step, as the caller chooses. The three counts include the step of this line and run
+from the start of the run, so the first step is 1; they continue across a resume:
 
-    micro_batch   micro-batches seen
+    micro_batch   micro-batches processed
     attempted     steps attempted, skipped ones included
     applied       steps that changed the weights
     ...           any numbers: loss, metric, lr, scale, skipped, grad_norm, samples_per_second
 
-`event`, something that happened: `event` names it, and `micro_batch`, `attempted` and `applied` are those of the last
-`step` or `resume` line this process wrote, if it wrote one.
+`event`, something that happened: `event` is its name, and `micro_batch`, `attempted` and `applied` are those of the
+last `step` or `resume` line that this process wrote, if any.
 
-`resume`, training went on from a checkpoint: `attempted`, `applied` and, where known, `micro_batch` are the counts in
-that checkpoint. Earlier `step` and `event` lines with a larger `attempted` or `micro_batch` tell of work that was
-lost and done again; readers drop them.
+`resume`, training resumed from a checkpoint: `attempted`, `applied` and, where known, `micro_batch` are the counts in
+that checkpoint. Earlier `step` and `event` lines with a larger `attempted` or `micro_batch` describe work that was
+lost and repeated; readers drop them.
 
-Numbers that JSON lacks are the strings "nan", "inf" and "-inf". A text that reads like one of them gets an apostrophe
-in front, which readers take off. Everything is ASCII. A line is handed to the operating system whole, so it survives
-the death of the process; a last line without its end comes from a machine that died and does not count.
+Non-finite numbers are the strings "nan", "inf" and "-inf". A text that equals one of them is written with a leading
+apostrophe, which readers remove. Everything is ASCII. Each line is passed to the operating system in one write, so it
+survives the death of the process; an incomplete last line comes from a machine that crashed and is ignored.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run file says, without what a later attempt replaced.
+    """The contents of a run file, without the lines that a later attempt replaced.
 
     `records` are the `step` lines, `events` the `event` lines, `resumes` the `resume` lines, each in the order of the
-    file; `num_replaced` counts the lines dropped, and `torn` says whether the last line was incomplete.
+    file; `num_replaced` counts the dropped lines, and `torn` is true if the last line was incomplete.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class Run:
 
 
 class RunLog:
-    """Writes a run file; `RunLog.create` starts one, `RunLog(path)` goes on with one after a stop or a crash."""
+    """Writes a run file; `RunLog.create` starts one, `RunLog(path)` continues one after a stop or a crash."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -91,7 +91,7 @@ class RunLog:
         self._counts: Record = {}
         self._must_resume = bool(run.records or run.resumes)
         self._handle = _open(self.path, os.O_WRONLY)
-        self._mend()
+        self._repair_last_line()
 
     @classmethod
     def create(
@@ -109,12 +109,12 @@ class RunLog:
         path = Path(path)
         run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         fields = {"command": command, "policy": policy, "truth": truth, "environment": environment}
-        line = _line("run", {"schema": SCHEMA, "run": run_id, **fields}, _apart(extra, "run", "schema"))
+        line = _line("run", {"schema": SCHEMA, "run": run_id, **fields}, _checked_fields(extra, "run", "schema"))
         handle = _open(path, os.O_WRONLY | os.O_CREAT)
         try:
             if os.fstat(handle).st_size:
                 raise SettingError(
-                    f"{path} exists already and is not replaced; go on with it by RunLog(path), or choose another name."
+                    f"{path} exists already and is never overwritten; continue it with RunLog(path), or choose another name."
                 )
             _append(handle, path, line)
         finally:
@@ -122,29 +122,29 @@ class RunLog:
         return cls(path)
 
     def step(self, *, micro_batch: int, attempted: int, applied: int, **values: Any) -> None:
-        """Record a micro-batch or a step by the counts reached with it, and any numbers about it."""
+        """Record a micro-batch or a step: the counts including it, and any numbers about it."""
         if self._must_resume:
             raise SettingError(
-                f"{self.path} has an earlier attempt in it; call resume(attempted=..., applied=...) before step()."
+                f"{self.path} contains an earlier attempt; call resume(attempted=..., applied=...) before step()."
             )
         counts = {"micro_batch": _count("micro_batch", micro_batch), **_steps(attempted, applied)}
-        self._append(_line("step", counts, _apart(values)))
+        self._append(_line("step", counts, _checked_fields(values)))
         self._counts = counts
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record that something happened, `kind` being its name; it carries the counts of the last step."""
-        self._append(_line("event", {"event": kind, **self._counts}, _apart(fields, "event", *_COUNTS)))
+        """Record that something called `kind` happened, with the counts of the last step."""
+        self._append(_line("event", {"event": kind, **self._counts}, _checked_fields(fields, "event", *_COUNTS)))
 
     def resume(self, *, attempted: int, applied: int, micro_batch: int | None = None, **fields: Any) -> None:
-        """Record that training goes on from a checkpoint with these counts; what earlier attempts did later is void."""
+        """Record that training resumes from a checkpoint with these counts; later records of earlier attempts are void."""
         counts = _steps(attempted, applied)
         if micro_batch is not None:
             counts = {"micro_batch": _count("micro_batch", micro_batch), **counts}
-        self._append(_line("resume", counts, _apart(fields)))
+        self._append(_line("resume", counts, _checked_fields(fields)))
         self._counts, self._must_resume = counts, False
 
     def close(self) -> None:
-        """Sync the file to the disk and close it; closing twice is fine."""
+        """Sync the file to disk and close it; closing twice is allowed."""
         if self._handle >= 0:
             try:
                 os.fsync(self._handle)
@@ -158,45 +158,45 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _mend(self) -> None:
-        """End the last line if it is whole but for its newline, or cut it off if it is torn."""
-        whole, _, last = self.path.read_bytes().rpartition(b"\n")
+    def _repair_last_line(self) -> None:
+        """Add the newline if only that is missing from the last line, or remove the line if it is incomplete."""
+        complete, _, last = self.path.read_bytes().rpartition(b"\n")
         if last and _torn(last):
-            os.ftruncate(self._handle, len(whole) + 1)
+            os.ftruncate(self._handle, len(complete) + 1)
         elif last:
             self._append(b"\n")
 
     def _append(self, line: bytes) -> None:
         if self._handle < 0:
-            raise SettingError(f"The run file {self.path} is closed; go on with it by RunLog(path).")
+            raise SettingError(f"The run file {self.path} is closed; continue it with RunLog(path).")
         _append(self._handle, self.path, line)
 
 
 def read_runlog(path: str | Path) -> Run:
-    """Read a run file, leaving out a torn last line and every record that a later attempt replaced."""
+    """Read a run file without an incomplete last line and without the records that a later attempt replaced."""
     path = Path(path)
     lines = _lines(path)
     _, header, torn = next(lines, (0, None, True))
     if header is None:
-        raise SettingError(f"{path} has no complete first line: the run died as it started. Remove the file.")
-    _require_ours(path, header)
-    kept: list[Record] = []
+        raise SettingError(f"{path} has no complete first line: the run died during start-up. Delete the file.")
+    _require_run_header(path, header)
+    records: list[Record] = []
     resumes: list[Record] = []
     num_replaced = 0
     for number, record, is_torn in lines:
         torn = is_torn
         if record is None:
             continue
-        _require_known(path, number, record)
+        _require_known_kind(path, number, record)
         if record["kind"] == "resume":
-            still = [other for other in kept if not _replaced(other, record)]
-            num_replaced += len(kept) - len(still)
-            kept = still
+            current = [other for other in records if not _replaced(other, record)]
+            num_replaced += len(records) - len(current)
+            records = current
             resumes.append(record)
         else:
-            kept.append(record)
-    steps = tuple(r for r in kept if r["kind"] == "step")
-    events = tuple(r for r in kept if r["kind"] == "event")
+            records.append(record)
+    steps = tuple(r for r in records if r["kind"] == "step")
+    events = tuple(r for r in records if r["kind"] == "event")
     return Run(path, header, steps, events, tuple(resumes), num_replaced, torn)
 
 
@@ -211,17 +211,17 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _append(handle: int, path: Path, line: bytes) -> None:
-    """Write all of a line, or none of it."""
+    """Write a complete line, or nothing."""
     end = os.fstat(handle).st_size
     try:
         done = 0
         while done < len(line):
             done += os.write(handle, line[done:])
     except OSError as error:
-        os.ftruncate(handle, end)  # half a line would spoil the next one
+        os.ftruncate(handle, end)  # a partial line would corrupt the next one
         raise HalfstepError(
             f"A line of {len(line)} bytes could not be written to {path}: {error.strerror or error}. The lines before "
-            "it are whole; make room on the disk."
+            "it are intact; free disk space."
         ) from error
 
 
@@ -230,16 +230,17 @@ def _line(kind: str, fixed: Mapping[str, Any], fields: Mapping[str, Any]) -> byt
     return json.dumps(_plain(record, kind, 0), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
-def _apart(fields: Mapping[str, Any], *taken: str) -> Mapping[str, Any]:
-    clash = sorted({"kind", "time", *taken} & set(fields))
-    if clash:
-        raise SettingError(f"A run file has the field {clash[0]!r} of its own; give yours another name.")
+def _checked_fields(fields: Mapping[str, Any], *reserved: str) -> Mapping[str, Any]:
+    """The caller's fields; raises if one has a name that the run file uses itself."""
+    clashes = sorted({"kind", "time", *reserved} & set(fields))
+    if clashes:
+        raise SettingError(f"The field {clashes[0]!r} is reserved by the run file; use another name.")
     return fields
 
 
 def _count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-        raise SettingError(f"{name}={value!r} is not a count; pass an int of 0 or more.")
+        raise SettingError(f"{name}={value!r} is not a count; pass an int of at least 0.")
     return int(value)
 
 
@@ -253,7 +254,7 @@ def _steps(attempted: Any, applied: Any) -> Record:
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:
-    """The value as JSON has it; refuses what JSON has not, by its path."""
+    """The value as plain JSON; raises an error with its path if there is no such form."""
     if depth > _DEEPEST:
         raise SettingError(f"{where[:80]}... is nested deeper than {_DEEPEST} levels, or contains itself.")
     if isinstance(value, str):
@@ -270,8 +271,8 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str(key): _plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
     raise SettingError(
-        f"{where} is a {type(value).__name__}, which a run file cannot hold; pass numbers, text, None, lists, or dicts "
-        "with text as keys (for a tensor, its .item())."
+        f"{where} is a {type(value).__name__}, which a run file cannot store; pass numbers, strings, None, lists, or dicts "
+        "with string keys (for a tensor, its .item())."
     )
 
 
@@ -287,7 +288,7 @@ def _special(value: Any) -> Any:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Record | None, bool]]:
-    """Each line's number and record; the record is None and the flag True for a torn last line."""
+    """Each line's number and record; for an incomplete last line the record is None and the flag is True."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -309,14 +310,14 @@ def _torn(line: bytes) -> bool:
 
 
 def _record(path: Path, number: int, line: bytes) -> Record:
-    def refuse(constant: str) -> None:
+    def reject(constant: str) -> None:
         raise ValueError(constant)
 
     try:
-        record = json.loads(line.decode("utf-8"), parse_constant=refuse)
+        record = json.loads(line.decode("utf-8"), parse_constant=reject)
     except UnicodeDecodeError:
         raise SettingError(
-            f"{path}, line {number}: not UTF-8 text, so not a run file or a damaged one. {_advice(number)}"
+            f"{path}, line {number}: not UTF-8 text, so this is not a run file, or a damaged one. {_advice(number)}"
         ) from None
     except (ValueError, RecursionError):
         raise SettingError(f"{path}, line {number}: not a JSON object: {line[:60]!r}. {_advice(number)}") from None
@@ -330,11 +331,11 @@ def _advice(number: int) -> str:
     return (
         "Check the path."
         if number == 1
-        else "The file was changed after it was written; restore it, or remove that line."
+        else "The file was modified after it was written; restore it, or delete that line."
     )
 
 
-def _require_ours(path: Path, header: Record) -> None:
+def _require_run_header(path: Path, header: Record) -> None:
     schema = header.get("schema")
     if header.get("kind") != "run" or not isinstance(schema, int) or not isinstance(header.get("run"), str):
         raise SettingError(
@@ -342,11 +343,11 @@ def _require_ours(path: Path, header: Record) -> None:
         )
     if schema > SCHEMA:
         raise SettingError(
-            f"{path}, line 1: schema {schema}, and this Halfstep reads up to {SCHEMA}; upgrade halfstep."
+            f"{path}, line 1: schema {schema}, but this Halfstep reads at most {SCHEMA}; upgrade halfstep."
         )
 
 
-def _require_known(path: Path, number: int, record: Record) -> None:
+def _require_known_kind(path: Path, number: int, record: Record) -> None:
     kind = record.get("kind")
     needed = {"step": _COUNTS, "event": (), "resume": ("attempted", "applied")}.get(str(kind))
     if needed is None:

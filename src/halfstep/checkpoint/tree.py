@@ -1,22 +1,22 @@
-"""A tree of Python values and tensors, taken apart into JSON and named tensors, and put together again exactly.
+"""A tree of Python values and tensors as JSON and named tensors, and back again exactly.
 
 The state of a training run is a tree: an optimizer's `state_dict()` has integer keys, a scheduler's has infinities
-and a Counter, a random generator's has tuples and arrays. JSON knows none of these, and pickle, which knows them
-all, runs whatever code a file brings. So what JSON has is written as JSON, and the rest as an object with one key
-that starts with `$`:
+and a Counter, a random generator's has tuples and arrays. JSON has none of these, and pickle, which has them all,
+executes code from the file. So values that JSON has are written as JSON, and the others as an object with one key that
+starts with `$`:
 
-    {"$dict": [[key, value], ...]}     a dict with a key that is no string, or that starts with `$`
+    {"$dict": [[key, value], ...]}     a dict with a key that is not a string, or that starts with `$`
     {"$ordered": [[key, value], ...]}  an OrderedDict; `$counter`: a Counter
     {"$tuple": [...]}                  a tuple
     {"$bytes": "00ff"}                 bytes, in hexadecimal
-    {"$int": "0x1..."}                 an int that 64 bits cannot hold
+    {"$int": "0x1..."}                 an int that does not fit into 64 bits
     {"$float": "7ff0000000000000"}     inf, -inf or NaN: its eight bytes, most significant first
-    {"$tensor": "name"}                a tensor of that name; `"on": "cuda"` where it did not live on the CPU
-    {"$array": "name"}                 a NumPy array, kept as a tensor of that name
+    {"$tensor": "name"}                a tensor of that name; `"on": "cuda"` if it was not on the CPU
+    {"$array": "name"}                 a NumPy array, stored as a tensor of that name
     {"$scalar": ["float32", "0000803f"]}  a NumPy scalar: its dtype and its bytes, least significant first
 
-Two places that hold the same tensor name the same one, and hold the same one again after loading. Anything else
-is refused with its path, at the time of saving, when there is still something to be done about it.
+If the same tensor occurs twice in the tree, it is stored once and is the same object again after loading. A value of
+any other type raises an error with its path when it is saved, while it can still be changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from halfstep.errors import SettingError
 
 __all__ = ["tree_from_json", "tree_to_json"]
 
-_DEEPEST = 100  # levels; also the end of a tree that contains itself
+_DEEPEST = 100  # levels; also ends the walk over a tree that contains itself
 _PAIRS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "$dict": dict,
@@ -49,17 +49,17 @@ _KEYS = (str, int, float, bool, type(None), bytes, tuple)
 
 
 def tree_to_json(tree: Any, root: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """The JSON form of a tree, and its tensors by the names it gives them; `root` starts the paths in errors."""
+    """The JSON form of a tree, and its tensors by the names used there; paths in errors start with `root`."""
     writer = _Writer(root)
     node = writer.node(tree, ())
     return node, writer.tensors
 
 
 def tree_from_json(node: Any, tensor: Callable[[str, str], Tensor]) -> Any:
-    """The tree of that JSON form; `tensor(name, device_type)` is asked once for each tensor."""
+    """The tree of that JSON form; `tensor(name, device_type)` is called once per tensor."""
     loaded: dict[str, Tensor] = {}
 
-    def take(name: str, kind: str = "cpu") -> Tensor:
+    def load(name: str, kind: str = "cpu") -> Tensor:
         if name not in loaded:
             loaded[name] = tensor(name, kind)
         return loaded[name]
@@ -72,32 +72,32 @@ def tree_from_json(node: Any, tensor: Callable[[str, str], Tensor]) -> Any:
         tag = next(iter(node), "")
         if not tag.startswith("$"):
             return {key: build(value) for key, value in node.items()}
-        held = node[tag]
+        content = node[tag]
         if tag in _MAPPINGS:
-            return _MAPPINGS[tag]([(build(key), build(value)) for key, value in held])
+            return _MAPPINGS[tag]([(build(key), build(value)) for key, value in content])
         if tag == "$tuple":
-            return tuple(build(item) for item in held)
+            return tuple(build(item) for item in content)
         if tag == "$tensor":
-            return take(held, node.get("on", "cpu"))
-        return _leaf(tag, held, take)
+            return load(content, node.get("on", "cpu"))
+        return _leaf(tag, content, load)
 
     return build(node)
 
 
-def _leaf(tag: str, held: Any, take: Callable[[str], Tensor]) -> Any:
+def _leaf(tag: str, content: Any, load: Callable[[str], Tensor]) -> Any:
     if tag == "$bytes":
-        return bytes.fromhex(held)
+        return bytes.fromhex(content)
     if tag == "$int":
-        return int(held, 16)
+        return int(content, 16)
     if tag == "$float":
-        return struct.unpack(">d", bytes.fromhex(held))[0]
+        return struct.unpack(">d", bytes.fromhex(content))[0]
     if tag == "$array":
-        return take(held).numpy()
+        return load(content).numpy()
     if tag == "$scalar":
-        name, data = held
+        name, data = content
         return np.frombuffer(bytes.fromhex(data), dtype=np.dtype(name).newbyteorder("<"))[0].astype(name)
     raise SettingError(
-        f"The saved state holds an entry of the unknown kind {tag!r}; load it with the Halfstep that wrote it."
+        f"The saved state has an entry of the unknown kind {tag!r}; load it with the Halfstep version that wrote it."
     )
 
 
@@ -133,13 +133,13 @@ class _Writer:
             on = value.device.type
             return {"$tensor": self._store(value, path)} | ({} if on == "cpu" else {"on": on})
         if kind is np.ndarray and value.dtype.name in _NUMPY and value.dtype.isnative:
-            # A copy of its own, because torch warns about arrays that are read-only and refuses negative strides.
+            # A copy, because torch warns about read-only arrays and rejects negative strides.
             return {"$array": self._store(torch.from_numpy(value.copy(order="C")), path)}
         if isinstance(value, np.generic) and value.dtype.name in _NUMPY:
             return {"$scalar": [value.dtype.name, value.astype(value.dtype.newbyteorder("<")).tobytes().hex()]}
         raise SettingError(
-            f"{self._where(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold. "
-            "It holds dict, list, tuple, str, bytes, int, float, bool, None, tensors and NumPy numbers; "
+            f"{self._where(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot store. "
+            "It stores dict, list, tuple, str, bytes, int, float, bool, None, tensors and NumPy numbers; "
             "save the values you need from it instead of the object."
         )
 
@@ -148,7 +148,7 @@ class _Writer:
             if type(key) not in _KEYS:
                 raise SettingError(
                     f"{self._where(path)} has the key {key!r} of type {type(key).__name__}, which a checkpoint "
-                    "cannot hold; use a str, int, float, bool, bytes, None or a tuple of these."
+                    "cannot store; use a str, int, float, bool, bytes, None or a tuple of these."
                 )
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.node(item, (*path, key)) for key, item in value.items()}

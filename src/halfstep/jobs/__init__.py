@@ -1,1 +1,1 @@
-"""What to train: the Job value, targets on the command line, built-in jobs, data and models."""
+"""What to train: the Job class, command-line targets, built-in jobs, data and models."""

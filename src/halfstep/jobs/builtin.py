@@ -1,9 +1,9 @@
 """The jobs that ship with Halfstep: `digits`, the plain ViTs, and models of timm and torchvision.
 
-`digits` is tuned to be a fair test of a precision in half a minute on two CPU cores: 26,538 parameters, no
-dropout, the same batches for everyone, and at least 97 % validation accuracy in fp32 after 20 epochs for every
-seed tried. The image jobs exist to be measured; their recipe (AdamW, 3e-4, short warm-up) trains, but a serious
-ImageNet run wants a job file with its own augmentation and schedule.
+`digits` is tuned to be a fair test of a precision in half a minute on two CPU cores: 26,538 parameters, no dropout, the
+same batches in every precision, and at least 97 % validation accuracy in fp32 after 20 epochs for every seed tried. The
+image jobs are meant for measurements; their recipe (AdamW, 3e-4, short warm-up) trains, but a serious ImageNet run
+needs a job file with its own augmentation and schedule.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from halfstep.jobs.models import vit as sizes
 
 __all__ = ["DIGITS_BATCH", "DIGITS_EPOCHS", "IMAGE_BATCH", "digits_job", "library_job", "vit_job"]
 
-BuildModel = Callable[[int], nn.Module]  # from the number of classes
+BuildModel = Callable[[int], nn.Module]  # takes the number of classes
 
-# Found by trial over learning rates 2e-3 to 1e-2, decays 0.01 to 1 and batches 16 to 64, three to four seeds each.
-# This setting: 98.1 to 98.9 % in fp32 over five seeds, 3 to 7 s a run on two cores.
+# Best of learning rates 2e-3 to 1e-2, decays 0.01 to 1 and batches 16 to 64, with three to four seeds each.
+# These settings: 98.1 to 98.9 % in fp32 over five seeds, 3 to 7 s per run on two cores.
 DIGITS_BATCH = 64
-DIGITS_EPOCHS = 20  # the length the learning rate is planned for; it stays at its last value after that
+DIGITS_EPOCHS = 20  # the length of the learning-rate schedule; afterwards the rate stays constant
 DIGITS_LR, DIGITS_DECAY = 5e-3, 0.1
 IMAGE_BATCH = 128
 IMAGE_LR, IMAGE_DECAY, IMAGE_WARMUP = 3e-4, 0.1, 500
@@ -75,7 +75,7 @@ def _digits_optimizer(params: list[nn.Parameter]) -> Optimizer:
 
 
 def _digits_scheduler(optimizer: Optimizer, batch_size: int = DIGITS_BATCH, world_size: int = 1) -> LambdaLR:
-    """Linear warm-up over a tenth of the planned steps, then a cosine down to a hundredth."""
+    """Linear warm-up over a tenth of the planned steps, then cosine decay to a hundredth."""
     total = DIGITS_EPOCHS * max(1, NUM_TRAIN // (batch_size * world_size))
     warmup = max(1, total // 10)
 
@@ -95,7 +95,7 @@ def vit_job(name: str, data_dir: str | None = None) -> Job:
 
 
 def library_job(library: str, name: str, data_dir: str | None = None) -> Job:
-    """A classifier of timm or torchvision with random weights, on synthetic images or an ImageNet-style folder."""
+    """A timm or torchvision classifier with random weights, on synthetic images or an ImageNet-style folder."""
     try:
         module = importlib.import_module(library)
     except ImportError as error:
@@ -103,17 +103,17 @@ def library_job(library: str, name: str, data_dir: str | None = None) -> Job:
             f"The target {library}:{name} needs {library}, which cannot be imported ({error}). "
             'Install it with: pip install "halfstep[vision]"'
         ) from error
-    except (RuntimeError, OSError) as error:  # what a torchvision compiled for another torch raises
+    except (RuntimeError, OSError) as error:  # raised by a torchvision that was compiled for another torch
         raise MissingError(
             f"The target {library}:{name} needs {library}, which is installed but fails on import ({error}). Its build, or that of "
-            f"the torchvision it uses, does not fit torch {torch.__version__}: reinstall both from the same place."
+            f"the torchvision it uses, does not match torch {torch.__version__}; reinstall both from the same source."
         ) from error
     build, image_size = _LIBRARIES[library](module, name)
     return _image_job(f"{library}:{name}", build, image_size, data_dir)
 
 
 def _timm(timm: Any, name: str) -> tuple[BuildModel, int]:
-    architecture = name.partition(".")[0]  # what follows the dot names pretrained weights, which are not loaded
+    architecture = name.partition(".")[0]  # after the dot: the name of pretrained weights, which are not loaded
     _check_model("timm", architecture, timm.list_models())
     settings = timm.get_pretrained_cfg(architecture)
     image_size = settings.input_size[-1] if settings is not None else IMAGE_SIZE
@@ -122,7 +122,7 @@ def _timm(timm: Any, name: str) -> tuple[BuildModel, int]:
 
 def _torchvision(torchvision: Any, name: str) -> tuple[BuildModel, int]:
     models = torchvision.models
-    _check_model("torchvision", name, models.list_models(module=models))  # this module's are the classifiers
+    _check_model("torchvision", name, models.list_models(module=models))  # models.* are the classifiers
     image_size = models.get_model_weights(name).DEFAULT.transforms().crop_size[0]
     return lambda num_classes: models.get_model(name, weights=None, num_classes=num_classes), image_size
 
@@ -134,13 +134,15 @@ def _check_model(library: str, name: str, known: list[str]) -> None:
     if name not in known:
         close = nearest(name, known)
         hint = f" Did you mean {library}:{close}?" if close else ""
-        raise SettingError(f"{library} has no classifier {name!r} among its {len(known)} models.{hint}")
+        raise SettingError(
+            f"{library} has no classifier {name!r} among its {len(known)} models.{hint} List them with {library}'s list_models()."
+        )
 
 
 def _image_job(
     name: str, build: BuildModel, image_size: int, data_dir: str | None, shard: tuple[type, ...] = ()
 ) -> Job:
-    """An image classifier trained by AdamW with cross-entropy."""
+    """An image classifier trained with AdamW and cross-entropy."""
     folder = None if data_dir is None else scan_folder(data_dir)
     num_classes = NUM_CLASSES if folder is None else len(folder.classes)
 
@@ -153,10 +155,10 @@ def _image_job(
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> Loader:
-        place = {"seed": seed, "epoch": epoch, "rank": rank, "world_size": world_size}
+        position = {"seed": seed, "epoch": epoch, "rank": rank, "world_size": world_size}
         if folder is None:
-            return SyntheticImages(split, batch_size, image_size=image_size, device=device, **place)
-        return FolderImages(folder, split, batch_size, image_size=image_size, device=device, **place)
+            return SyntheticImages(split, batch_size, image_size=image_size, device=device, **position)
+        return FolderImages(folder, split, batch_size, image_size=image_size, device=device, **position)
 
     return Job(
         model=lambda: build(num_classes),
@@ -175,7 +177,7 @@ def _image_optimizer(params: list[nn.Parameter]) -> Optimizer:
 
 
 def _image_scheduler(optimizer: Optimizer) -> LambdaLR:
-    """Linear warm-up, then constant: how long the run will be is not known here."""
+    """Linear warm-up, then constant, because the length of the run is not known here."""
     return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / IMAGE_WARMUP))
 
 
@@ -190,6 +192,6 @@ def _accuracy(model: Callable[[Tensor], Any], batch: tuple[Tensor, Tensor]) -> T
 
 
 def _logits(output: Any) -> Tensor:
-    """The main logits; Inception and GoogLeNet return auxiliary ones beside them, which this job does not train."""
+    """The main logits; Inception and GoogLeNet also return auxiliary ones, which this job does not train."""
     logits: Tensor = output if isinstance(output, Tensor) else output[0]
     return logits

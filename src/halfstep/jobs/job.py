@@ -1,11 +1,14 @@
-"""A Job: one small value that says what to train, for every command to work on.
+"""A Job: one small value that defines what to train, used by every command.
 
-A job is a handful of callables. Each receives just the arguments it names, so `loss=lambda model, batch: ...` and
+A job is a handful of callables. Each receives only the arguments it names, so `loss=lambda model, batch: ...` and
 `data=lambda batch_size, split, seed: ...` are both complete, and a later Halfstep can offer more names without
-breaking a file written today. Names are checked when the Job is made, because a misspelt argument should fail on
-the line that has it and not an hour later at the first validation.
+breaking existing files. Names are checked when the Job is built, so a misspelt argument fails on its own line and not
+an hour later at the first validation.
 
-    field       builds or computes               may name, besides batch_size, seed, rank, world_size, device
+`batch_size`, `seed`, `rank`, `world_size` and `device` come from the `RunContext` of the process; every field may name
+them. The others are passed by the caller of `Job.call`:
+
+    field       builds or computes               may also name
     model       the module                       -
     data        an iterable of batches           split, epoch
     loss        the loss of one batch            model, batch, split, epoch, params, named_params
@@ -13,9 +16,9 @@ the line that has it and not an hour later at the first validation.
     optimizer   the optimizer                    model, params, named_params
     scheduler   a scheduler, stepped per update  optimizer, model
 
-An exception inside one of them comes out as a `JobError` that names the field and the user's own line. Two kinds
-pass untouched: Halfstep's own errors, which already say what to do, and running out of memory, which the batch
-finder has to recognise.
+An exception in one of them is re-raised as a `JobError` that names the field and the line in the user's code. Two kinds
+pass unchanged: Halfstep's own errors, which already give advice, and out-of-memory errors, which the batch finder has
+to recognize.
 """
 
 from __future__ import annotations
@@ -51,12 +54,12 @@ __all__ = [
     "user_line",
 ]
 
-# What each name stands for; the order is the one in which error messages list them.
+# The meaning of each name, in the order in which error messages list them.
 ARGUMENTS = {
     "model": "the module that is trained",
     "named_params": "list of (name, parameter), the trainable ones",
     "params": "list of the trainable parameters",
-    "batch": "what the data yields",
+    "batch": "one item of the data",
     "batch_size": "examples per batch in one process",
     "split": '"train" or "val"',
     "epoch": "number of the epoch, from 0",
@@ -64,14 +67,14 @@ ARGUMENTS = {
     "rank": "number of this process, from 0",
     "world_size": "number of processes",
     "device": "the torch.device of this process",
-    "optimizer": "what the `optimizer` field returned",
+    "optimizer": "the result of the `optimizer` field",
 }
 SPLITS = ("train", "val")
 
 _RUN = ("batch_size", "seed", "rank", "world_size", "device")
 _STEP = ("model", "batch", "split", "epoch", "params", "named_params", *_RUN)
 
-# Which names exist when each field is called.
+# The names that are available when each field is called.
 FIELDS: dict[str, tuple[str, ...]] = {
     "model": _RUN,
     "data": ("split", "epoch", *_RUN),
@@ -81,7 +84,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "scheduler": ("optimizer", "model", *_RUN),
 }
 _OPTIONAL = ("metric", "scheduler")
-_NEEDS_NAMES = ("loss", "optimizer", "metric", "scheduler")  # of no use without an argument
+_NEEDS_NAMES = ("loss", "optimizer", "metric", "scheduler")  # useless without an argument
 _EXAMPLE = {
     "model": "lambda: MyModel()",
     "data": "lambda batch_size, split: my_loader(batch_size, split)",
@@ -98,32 +101,33 @@ class JobError(HalfstepError, RuntimeError):
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments that a callable can be given by name."""
+    """The arguments that can be passed to a callable by name."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
     variadic: bool = False
 
     def choose(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the available values that the callable names."""
+        """The subset of the available values that the callable names."""
         return {name: available[name] for name in (*self.required, *self.optional) if name in available}
 
 
-def read_arguments(function: Any, what: str = "The callable") -> Arguments:
+def read_arguments(function: Any, label: str = "The callable") -> Arguments:
     """The argument names of any callable: function, lambda, class, bound method, partial.
 
-    `*args` and `**kwargs` name nothing, so they receive nothing. What `functools.partial` has bound stays bound.
-    Positional-only arguments cannot be given by name and are refused, unless they have a default.
+    `*args` and `**kwargs` name nothing, so they receive nothing. Arguments bound by `functools.partial` stay bound.
+    Positional-only arguments cannot be passed by name and are rejected, unless they have a default. `label` starts
+    the error messages.
     """
     if not callable(function):
         raise SettingError(
-            f"{what} is {_show(function)}, which cannot be called; write a function or a lambda that returns it."
+            f"{label} is {_show(function)}, which cannot be called; write a function or a lambda that returns it."
         )
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError) as error:
         raise SettingError(
-            f"{what} is {_show(function)}, whose argument names cannot be read ({error}); wrap it in a lambda that names them."
+            f"{label} is {_show(function)}, whose argument names cannot be read ({error}); wrap it in a lambda that names them."
         ) from error
     bound: set[str] = set()
     inner = function
@@ -139,7 +143,7 @@ def read_arguments(function: Any, what: str = "The callable") -> Arguments:
         elif parameter.kind is parameter.POSITIONAL_ONLY:
             if parameter.default is parameter.empty or parameter.name in ARGUMENTS:
                 raise SettingError(
-                    f"{what} takes {parameter.name!r} by position only, and arguments are given by name; "
+                    f"{label} takes {parameter.name!r} by position only, but arguments are passed by name; "
                     "remove the '/' from its signature, or wrap it in a lambda."
                 )
         elif parameter.name not in bound:
@@ -148,9 +152,9 @@ def read_arguments(function: Any, what: str = "The callable") -> Arguments:
 
 
 def call_by_name(function: Callable[..., Any], available: Mapping[str, Any]) -> Any:
-    """Call `function` with just those of the `available` values that its arguments name."""
+    """Call `function` with those `available` values that its arguments name."""
     arguments = read_arguments(function)
-    _refuse_unknown(arguments, tuple(available), "The callable")
+    _reject_unknown(arguments, tuple(available), "The callable")
     return function(**arguments.choose(available))
 
 
@@ -165,8 +169,8 @@ class Job:
         optimizer: returns the optimizer.
         metric: returns one number for one batch; optional.
         scheduler: returns a scheduler that is stepped once per applied update; optional.
-        shard: what FSDP wraps, as module classes or patterns of module names such as "blocks.*".
-        name: how error messages call the job; without it they say where the callable is defined.
+        shard: the modules that FSDP wraps, as classes or patterns of module names such as "blocks.*".
+        name: the job's name in error messages; without it they show where the callable is defined.
     """
 
     model: Callable[..., Any]
@@ -186,33 +190,34 @@ class Job:
                 self._arguments[which] = _check_field(which, value)
         object.__setattr__(self, "shard", _check_shard(self.shard))
 
-    def call(self, which: str, run: RunContext | None = None, /, **context: Any) -> Any:
-        """Call the field `which` with the values of `run` and `context` that it names, and check what it returns.
+    def call(self, which: str, run_context: RunContext | None = None, /, **values: Any) -> Any:
+        """Call the field `which` with those values that it names, and check the type of its result.
 
-        An argument with a default keeps it where neither has such a name. `params` and `named_params` are taken
-        from `model` when they are not passed. A metric or scheduler that the job does not have returns None.
+        `run_context` provides `batch_size`, `seed`, `rank`, `world_size` and `device`; `values` are the rest, and
+        override it. An argument that neither provides keeps its default. `params` and `named_params` are derived from
+        `model` unless they are passed. Returns None for a metric or scheduler that the job does not have.
         """
-        context = ({} if run is None else run.job_arguments()) | context
+        values = ({} if run_context is None else run_context.job_arguments()) | values
         if which not in FIELDS:
             raise SettingError(f"A job has no field {which!r} to call; it has {', '.join(FIELDS)}.")
         function = getattr(self, which)
         if function is None:
             return None
         arguments = self._arguments[which]
-        if "model" in context:
-            named = {*arguments.required, *arguments.optional} - context.keys()
+        if "model" in values:
+            named = {*arguments.required, *arguments.optional} - values.keys()
             if "named_params" in named:
-                context["named_params"] = trainable(context["model"])
+                values["named_params"] = trainable(values["model"])
             if "params" in named:
-                context["params"] = [parameter for _, parameter in trainable(context["model"])]
-        missing = [name for name in arguments.required if name not in context]
+                values["params"] = [parameter for _, parameter in trainable(values["model"])]
+        missing = [name for name in arguments.required if name not in values]
         if missing:
             raise SettingError(
-                f"{self.describe(which)} needs {_quote(missing)}, not known where it is called now "
-                f"(known: {_quote(context) or 'nothing'}); give it a default."
+                f"{self.describe(which)} needs {_quote(missing)}, which this call does not provide "
+                f"(it provides: {_quote(values) or 'nothing'}); pass it, or give the argument a default."
             )
         with self.guard(which):
-            result = function(**arguments.choose(context))
+            result = function(**arguments.choose(values))
         problem = _RESULT[which](result)
         if problem:
             raise JobError(
@@ -221,11 +226,11 @@ class Job:
         return result
 
     def guard(self, which: str) -> _Guard:
-        """A `with` block whose exceptions come out as a `JobError` of `which`, e.g. around `next(batches)`."""
+        """A `with` block that re-raises exceptions as a `JobError` of `which`, e.g. around `next(batches)`."""
         return _Guard(self, which)
 
     def describe(self, which: str) -> str:
-        """Words for one field of this job, such as "The loss of job 'digits'"."""
+        """The name of one field in messages, such as "The loss of job 'digits'"."""
         if self.name:
             return f"The {which} of job {self.name!r}"
         place = _place(getattr(self, which))
@@ -233,12 +238,12 @@ class Job:
 
 
 def trainable(model: Any) -> list[tuple[str, Any]]:
-    """The (name, parameter) pairs of a module that receive gradients, tied parameters once."""
+    """The (name, parameter) pairs of a module's trainable parameters, tied ones once."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 class _Guard:
-    """Turns exceptions of the user's code into `JobError`, keeping the original as the cause."""
+    """Re-raises exceptions of the user's code as `JobError`, with the original as the cause."""
 
     def __init__(self, job: Job, which: str) -> None:
         self._job, self._which = job, which
@@ -254,26 +259,26 @@ class _Guard:
             and not isinstance(error, (HalfstepError, StopIteration))
             and not _out_of_memory(error)
         ):
-            said = "".join(traceback.format_exception_only(error)).strip()
-            raise JobError(f"{self._job.describe(self._which)} failed{user_line(error)}: {said}") from error
+            message = "".join(traceback.format_exception_only(error)).strip()
+            raise JobError(f"{self._job.describe(self._which)} failed{user_line(error)}: {message}") from error
         return False
 
 
 def user_line(error: BaseException) -> str:
-    """Where in the user's own code an exception comes from, as " at FILE:LINE", or "" where that is not known.
+    """The line of the user's code that an exception comes from, as " at FILE:LINE", or "" if it is unknown.
 
     The deepest line outside the standard library, installed packages and Halfstep; if there is none, the first
-    line outside Halfstep, and for Halfstep's own jobs the deepest.
+    line outside Halfstep, and for Halfstep's built-in jobs the deepest line.
     """
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if not f.filename.startswith(_PACKAGE)]
-    own = [f for f in outside if not f.filename.startswith(_LIBRARIES)]
-    best = own[-1] if own else outside[0] if outside else frames[-1] if frames else None
+    user = [f for f in outside if not f.filename.startswith(_LIBRARIES)]
+    best = user[-1] if user else outside[0] if outside else frames[-1] if frames else None
     return f" at {best.filename}:{best.lineno}" if best else ""
 
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-# "<" starts the names of code that has no file: generated by torch.compile, dataclasses, importlib.
+# "<" starts the names of code without a file: generated by torch.compile, dataclasses, importlib.
 _LIBRARIES = ("<", *(sysconfig.get_path(key) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
@@ -283,40 +288,40 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _check_field(which: str, value: Any) -> Arguments:
-    """The arguments of one field's callable; an error at once for what could never be called."""
+    """The arguments of one field's callable; raises for a value that could never be called."""
     if not callable(value) or (hasattr(value, "named_parameters") and not isinstance(value, type)):
         raise SettingError(
             f"Job({which}=...) takes a callable that returns a new object for every run, not {_show(value)}; "
             f"write e.g. {which}={_EXAMPLE[which]}."
         )
     arguments = read_arguments(value, f"Job({which}=...)")
-    _refuse_unknown(arguments, FIELDS[which], f"Job({which}=...)")
+    _reject_unknown(arguments, FIELDS[which], f"Job({which}=...)")
     if which in _NEEDS_NAMES and not {*arguments.required, *arguments.optional} & {*FIELDS[which]}:
         hint = " (a decorator without functools.wraps hides the names)" if arguments.variadic else ""
         raise SettingError(
-            f"Job({which}=...) names none of the arguments it could use{hint}, so it would be called with nothing; "
+            f"Job({which}=...) names none of the arguments it could use{hint}, so it would be called without any; "
             f"name them, e.g. {which}={_EXAMPLE[which]}."
         )
     return arguments
 
 
-def _refuse_unknown(arguments: Arguments, known: tuple[str, ...], what: str) -> None:
+def _reject_unknown(arguments: Arguments, known: tuple[str, ...], label: str) -> None:
     """Raise for the first required argument that is not among the known names."""
     for name in arguments.required:
         if name in known:
             continue
         if name in ARGUMENTS:
-            problem = f"{what} names the argument {name!r}, which does not exist yet when it is called."
+            problem = f"{label} names the argument {name!r}, which does not exist yet when it is called."
         else:
             close = nearest(name, known)
             hint = f" Did you mean {close!r}?" if close else ""
-            problem = f"{what} has an unknown argument {name!r}.{hint}"
+            problem = f"{label} has an unknown argument {name!r}.{hint}"
         listed = ", ".join(n for n in dict.fromkeys((*ARGUMENTS, *known)) if n in known) or "none"
         raise SettingError(f"{problem} Known here: {listed}. Other arguments need a default or functools.partial.")
 
 
 def _check_shard(shard: Any) -> tuple[type | str, ...]:
-    """The modules for FSDP as a tuple; one name or class may stand alone."""
+    """The modules for FSDP as a tuple; accepts a single name or class."""
     items = (shard,) if isinstance(shard, (str, type)) else tuple(shard) if isinstance(shard, Iterable) else None
     if items is None or not all(isinstance(item, (str, type)) for item in items):
         raise SettingError(
@@ -366,7 +371,7 @@ _RESULT: dict[str, Callable[[Any], str]] = {
 
 
 def _place(function: Any) -> str:
-    """FILE:LINE of a callable's definition, or "" for one that was not written in Python."""
+    """FILE:LINE of a callable's definition, or "" if it is not Python code."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -375,7 +380,7 @@ def _place(function: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    """A short description of a value for a message: what it is, not all that it holds."""
+    """A short description of a value for a message: its type, not its contents."""
     if value is None:
         return "None"
     if isinstance(value, type):

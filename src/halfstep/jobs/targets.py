@@ -1,14 +1,14 @@
-"""Names to jobs: what the TARGET of a command line stands for.
+"""Targets: the job that the TARGET of a command line refers to.
 
-    digits                      the embedded default, and what None means
+    digits                      the embedded default, also for None
     vit_t_16 ... vit_h_14       a plain ViT on synthetic images, or on --data DIR
-    timm:NAME  torchvision:NAME a model of those libraries, on the same images
+    timm:NAME  torchvision:NAME a model of that library, on the same images
     path/to/file.py             the `job` of a file
     path/to/file.py:name        another Job of the file
     package.module:name         a Job of an importable module
 
-A target's `source` is the same target written so that another process, in another folder, can load it: runs that
-are measured in isolation send it instead of the job, whose lambdas cannot be pickled.
+A target's `source` is the same target in a form that another process, in another folder, can load: runs in child
+processes send it instead of the job, because lambdas cannot be pickled.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _FORMS = f"A target is {', '.join(BUILT_IN)}, timm:NAME, torchvision:NAME, path/
 
 @dataclass(frozen=True)
 class Target:
-    """A job with the name people see and the text that loads it again anywhere."""
+    """A job, its display name, and the text that loads it in any process."""
 
     name: str
     job: Job
     source: str
     data_dir: str | None = None
-    defaults: tuple[tuple[str, int], ...] = ()  # settings of a run that fit this target, as (field, value)
+    defaults: tuple[tuple[str, int], ...] = ()  # recommended run settings for this target, as (field, value)
 
 
 def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | None = None) -> Target:
-    """The job that a command-line target stands for; None is the embedded `digits`.
+    """Load the job that a command-line target refers to; None is the embedded `digits`.
 
-    `data_dir` is an ImageNet-style folder for the image models; other targets bring their own data.
+    `data_dir` is an ImageNet-style folder for the image models; other targets have their own data.
     """
     text = DEFAULT if text is None else text.strip()
     if not text:
@@ -56,9 +56,7 @@ def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | N
     if text in BUILT_IN or head in LIBRARIES:
         return _built_in(text, data_dir)
     if data_dir is not None:
-        raise SettingError(
-            f"A data folder has no effect on the target {text!r}, whose job brings its own data; leave it out."
-        )
+        raise SettingError(f"A data folder has no effect on the target {text!r}, whose job has its own data; omit it.")
     if text.endswith(".py"):
         return _from_file(Path(text), "job")
     if head.endswith(".py") and tail.isidentifier():
@@ -69,13 +67,13 @@ def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | N
 
 
 def _built_in(text: str, data_dir: str | os.PathLike[str] | None) -> Target:
-    """A job that ships with Halfstep; only here is torch needed."""
+    """A job that ships with Halfstep; only these need torch to be loaded."""
     require_torch(f"The target {text!r}")
     jobs = importlib.import_module("halfstep.jobs.builtin")
     if text == DEFAULT:
         if data_dir is not None:
             raise SettingError(
-                "A data folder has no effect on the target 'digits', whose images are embedded; leave it out."
+                "A data folder has no effect on the target 'digits', whose images are embedded; omit it."
             )
         return Target(
             text, jobs.digits_job(), text, defaults=(("batch", jobs.DIGITS_BATCH), ("epochs", jobs.DIGITS_EPOCHS))
@@ -92,14 +90,14 @@ def _from_file(path: Path, name: str) -> Target:
         raise SettingError(f"{path} is a folder, not a job file; name a file in it. {_FORMS}")
     if not path.is_file():
         raise SettingError(f"The job file {path} does not exist{_similar(path)}. {_FORMS}")
-    whole = path.resolve()  # before the file is run, which may change the folder
+    absolute = path.resolve()  # before the file is run, which may change the working directory
     try:
         module = load_file(path)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
         raise _failed(f"The job file {path}", error) from error
     job = _pick(vars(module), name, str(path))
     shown = path.name if name == "job" else f"{path.name}:{name}"
-    return Target(shown, job, f"{whole}:{name}")
+    return Target(shown, job, f"{absolute}:{name}")
 
 
 def _from_module(module_name: str, name: str) -> Target:
@@ -109,7 +107,7 @@ def _from_module(module_name: str, name: str) -> Target:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise SettingError(
-                f"There is no module {error.name!r} in the current folder or among the installed packages, "
+                f"There is no module {error.name!r} in the current folder or the installed packages, "
                 f"so {module_name}:{name} cannot be loaded. {_FORMS}"
             ) from error
         raise _failed(f"The module {module_name}", error) from error
@@ -119,44 +117,49 @@ def _from_module(module_name: str, name: str) -> Target:
 
 
 def _pick(names: dict[str, Any], name: str, where: str) -> Job:
-    """The Job called `name` among a module's names."""
+    """The Job called `name` in a module's namespace."""
     jobs = [key for key, value in names.items() if isinstance(value, Job)]
-    have = f"It has these jobs: {', '.join(f'{where}:{job}' for job in jobs)}" if jobs else "It has no Job at all"
+    available = f"It has these jobs: {', '.join(f'{where}:{job}' for job in jobs)}" if jobs else "It has no Job"
     if name not in names:
-        raise SettingError(f"{where} has no {name!r}. {have}; write {name} = halfstep.Job(...) or name another.")
+        raise SettingError(
+            f"{where} has no {name!r}. {available}; write {name} = halfstep.Job(...) or name another one."
+        )
     if not isinstance(names[name], Job):
         kind = type(names[name]).__name__
         raise SettingError(
-            f"{name!r} in {where} is of type {kind}, not a halfstep.Job. {have}; write {name} = halfstep.Job(...)."
+            f"{name!r} in {where} is of type {kind}, not a halfstep.Job. {available}; write {name} = halfstep.Job(...)."
         )
     job: Job = names[name]
     return job
 
 
-def _failed(what: str, error: BaseException) -> HalfstepError:
-    """The user's code raised while it was loaded: type, message and line, no traceback."""
+def _failed(label: str, error: BaseException) -> HalfstepError:
+    """An error for user code that raised while it was loaded: type, message and line, without a traceback."""
     if isinstance(error, SyntaxError) and error.filename:
-        return SettingError(f"{what} is not valid Python at {error.filename}:{error.lineno}: {error.msg}.")
+        return SettingError(f"{label} is not valid Python at {error.filename}:{error.lineno}: {error.msg}.")
     if isinstance(error, SystemExit):
         return SettingError(
-            f"{what} ended the program while it was loaded{user_line(error)} (exit {error.code!r}); "
-            'put what should run as a program under `if __name__ == "__main__":`.'
+            f"{label} exited while it was loaded{user_line(error)} (exit {error.code!r}); "
+            'put code that should run only as a program under `if __name__ == "__main__":`.'
         )
-    said = str(error) if isinstance(error, HalfstepError) else "".join(traceback.format_exception_only(error)).strip()
-    return SettingError(f"{what} failed while it was loaded{user_line(error)}: {said}")
+    if isinstance(error, HalfstepError):
+        message = str(error)
+    else:
+        message = "".join(traceback.format_exception_only(error)).strip()
+    return SettingError(f"{label} failed while it was loaded{user_line(error)}: {message}")
 
 
 def _unusable(text: str) -> SettingError:
-    """What is wrong with a target that has none of the known forms."""
+    """An error for a target that has none of the known forms."""
     path = Path(text).expanduser()
     if path.is_dir():
         files = sorted(p.name for p in path.glob("*.py"))
-        found = f" (it has {', '.join(files[:8])})" if files else ""
+        contents = f" (it has {', '.join(files[:8])})" if files else ""
         return SettingError(
-            f"{text} is a folder{found}; name a job file in it, such as {path / (files or ['job.py'])[0]}."
+            f"{text} is a folder{contents}; name a job file in it, such as {path / (files or ['job.py'])[0]}."
         )
     if path.is_file():
-        return SettingError(f"{text} is not a Python file; a job file ends in .py.")
+        return SettingError(f"{text} is not a Python file; pass a job file, whose name ends in .py.")
     if os.sep in text:
         return SettingError(f"The job file {text} does not exist{_similar(path)}. {_FORMS}")
     if "." in text and ":" not in text:
@@ -167,7 +170,7 @@ def _unusable(text: str) -> SettingError:
 
 
 def _similar(path: Path) -> str:
-    """A hint at the file in the same folder that was most likely meant."""
+    """A hint with the most similar file name in the same folder."""
     if not path.parent.is_dir():
         return f", nor does its folder {path.parent}"
     close = nearest(path.name, [p.name for p in path.parent.glob("*.py")])

@@ -1,20 +1,20 @@
-"""A drop-in for torch.amp.GradScaler that cannot collapse, counts its skips and stops loudly.
+"""A drop-in replacement for torch.amp.GradScaler with a minimum scale, skip counts and a hard stop.
 
-Same constructor, same methods, same trajectories, same state dict: replacing
+Constructor, methods, scale trajectories and state dict are torch's: replacing
 
     scaler = torch.amp.GradScaler("cuda")        by        scaler = halfstep.GradScaler("cuda")
 
-changes nothing in a healthy run. In an unhealthy one, three faults of the stock class (shown in
-tests/test_gradscaler.py) are mended:
+changes nothing in a healthy run. In an unhealthy one, it fixes three faults of torch's class (shown in
+tests/scaling/test_gradscaler.py):
 
-* Without a floor the scale can back off to exactly 0. Then 1/scale is inf, 0 * inf is NaN, the check has
-  already looked, and NaN goes into the weights. Here the scale stays at `min_scale` or above.
-* Fused optimizers skip only if `found_inf` is exactly 1, but the stock class hands them the sum over devices:
-  with overflows on two devices that is 2, and the bad step is applied. Here it is 0 or 1.
-* A run whose every step overflows looks busy and trains nothing. Here `max_skips` skipped updates in a row
-  stop it, naming the parameters whose gradients were not finite.
+* Without a minimum the scale can back off to exactly 0. Then 1/scale is inf, 0 * inf is NaN, the overflow check is
+  already done, and NaN is written to the weights. Here the scale never drops below `min_scale`.
+* Fused optimizers skip only if `found_inf` is exactly 1, but torch's class passes them the sum over devices: with
+  overflows on two devices that is 2, and the bad step is applied. Here it is 0 or 1.
+* A run in which every step overflows looks busy and trains nothing. Here `max_skips` skipped updates in a row raise
+  `OverflowStop`, which names the parameters whose gradients were not finite.
 
-`counts()` tells how many updates were skipped, which the stock class cannot.
+`counts()` returns how many updates were skipped, which torch's class does not report.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler with a floor, skip accounting and a loud stop.
+    """torch.amp.GradScaler with a minimum scale, skip counts and a hard stop.
 
-    `min_scale` is the floor, `max_skips` the number of skipped updates in a row that stops the run (None: never),
-    `named_parameters` (as from `model.named_parameters()`) gives names to the parameters in that error.
+    The scale never drops below `min_scale`. `max_skips` skipped updates in a row raise `OverflowStop` (None: never);
+    `named_parameters`, as from `model.named_parameters()`, provides the names in that error.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
         settings = (init_scale, growth_factor, backoff_factor, growth_interval)
-        # A disabled scaler keeps no settings; torch does not look at them either.
+        # A disabled scaler has no settings; torch does not check them either.
         self._rule = _rule(*settings, min_scale, max_skips) if enabled else LossScale(mode="none", init_scale=1.0)
         super().__init__(device, *settings, enabled)
         self._names = {id(p): name for name, p in named_parameters or ()}
@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's `step`: unscale and check unless already done, and step if every gradient is finite."""
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        if args and callable(args[0]):  # torch refuses only the keyword, and runs a positional closure unscaled
+        if args and callable(args[0]):  # torch rejects only the keyword, and runs a positional closure unscaled
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._optimizers[id(optimizer)] = optimizer
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
             handle.remove()
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's `update`, held at the floor; counts a skipped step, and stops the run after too many."""
+        """As torch's `update`, but never below `min_scale`; counts skipped steps and stops the run after too many."""
         if not self._enabled:
             return
         if isinstance(new_scale, int | float):
@@ -104,23 +104,23 @@ class GradScaler(torch.amp.GradScaler):
         self._optimizers = {}
 
     def counts(self) -> ScalerCounts:
-        """Updates seen and skipped so far; on a GPU this waits for the device."""
+        """Updates made and skipped so far; on a GPU this waits for the device."""
         return ScalerCounts(*(self._init_counts if self._counts is None else self._counts.tolist()))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """As torch's; refuses a factor that would never raise the scale."""
+        """As torch's; rejects a factor that would never raise the scale."""
         self._set(growth_factor=new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """As torch's; refuses a factor that would make the scale zero or never lower it."""
+        """As torch's; rejects a factor that would make the scale zero or never lower it."""
         self._set(backoff_factor=new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """As torch's, and growth goes on when the new interval is shorter than the steps already counted."""
+        """As torch's, but growth continues if the new interval is shorter than the steps already counted."""
         self._set(growth_interval=new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's five keys, and the skip counts; torch.amp.GradScaler loads it as it is."""
+        """Torch's five keys and the skip counts; torch.amp.GradScaler can load it unchanged."""
         state = super().state_dict()
         if self._enabled:
             counts = self.counts()
@@ -128,24 +128,28 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; takes the states of Halfstep's `LossScaler` and of DeepSpeed's scaler as well."""
+        """As torch's; also accepts the states of Halfstep's `LossScaler` and of DeepSpeed's scaler."""
         if not self._enabled or not state_dict:
             super().load_state_dict(state_dict)  # a no-op, or torch's own error for an empty state
             return
-        found = read_state(state_dict)
-        if found.get("mode", "dynamic") == "none":
-            raise SettingError("The state is that of a NoScaler; a GradScaler has nothing to take from it.")
+        state = read_state(state_dict)
+        if state.get("mode", "dynamic") == "none":
+            raise SettingError(
+                "The state belongs to a NoScaler and has no loss scale; do not load it into a GradScaler."
+            )
         settings = {
-            "growth_factor": found.get("growth_factor", self._growth_factor),
-            "backoff_factor": found.get("backoff_factor", self._backoff_factor),
-            "growth_interval": found.get("growth_interval", self._growth_interval),
+            "growth_factor": state.get("growth_factor", self._growth_factor),
+            "backoff_factor": state.get("backoff_factor", self._backoff_factor),
+            "growth_interval": state.get("growth_interval", self._growth_interval),
         }
         rule = _rule(self._rule.min_scale, min_scale=self._rule.min_scale, max_skips=self._rule.max_skips, **settings)
-        scale = max(found["scale"], rule.min_scale)
-        if scale != found["scale"]:
-            warn(f"The loaded scale {found['scale']!r} is below min_scale={rule.min_scale!r}; it starts at {scale!r}.")
+        scale = max(state["scale"], rule.min_scale)
+        if scale != state["scale"]:
+            warn(
+                f"The loaded scale {state['scale']!r} is below min_scale={rule.min_scale!r}; it was raised to {scale!r}."
+            )
         # torch waits for tracker == interval: a tracker at or past the interval would stop growth for good.
-        tracker = min(found.get("growth_tracker", 0), settings["growth_interval"] - 1)
+        tracker = min(state.get("growth_tracker", 0), settings["growth_interval"] - 1)
         super().load_state_dict({"scale": scale, "_growth_tracker": tracker, **settings})
         self._rule = rule
         names = ("updates", "skips", "consecutive_skips")
@@ -158,7 +162,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             counts = self.counts()
             state["_init_counts"] = (counts.updates, counts.skips, counts.consecutive_skips)
-        # Names are kept by id(), and a live optimizer does not belong in a pickle.
+        # Names are stored by id(), and a live optimizer does not belong in a pickle.
         return state | {"_counts": None, "_names": {}, "_optimizers": {}}
 
     def _set(self, **changed: Any) -> None:
@@ -195,17 +199,19 @@ class GradScaler(torch.amp.GradScaler):
             stop_if_stuck(int(consecutive), self._rule, self.get_scale, self._named())
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of the optimizers of this step, by the best name there is."""
+        """The parameters of this step's optimizers, each under the best available name."""
         for optimizer in self._optimizers.values():
             for g, group in enumerate(optimizer.param_groups):
-                own_names = group.get("param_names")  # given when the optimizer was built from named_parameters()
+                param_names = group.get("param_names")  # present if the optimizer was built from named_parameters()
                 for i, param in enumerate(group["params"]):
-                    fallback = own_names[i] if own_names else f"parameter {i} of group {g}, shape {tuple(param.shape)}"
+                    fallback = (
+                        param_names[i] if param_names else f"parameter {i} of group {g}, shape {tuple(param.shape)}"
+                    )
                     yield self._names.get(id(param), fallback), param
 
 
 def _make_flag_zero_or_one(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Optimizer pre-hook: fused kernels compare the flag with exactly 1, and torch hands them a sum."""
+    """Optimizer pre-hook: fused kernels compare the flag with exactly 1, and torch passes them a sum."""
     found_inf = getattr(optimizer, "found_inf", None)
     if isinstance(found_inf, Tensor):
         found_inf.clamp_(max=1)
@@ -214,8 +220,8 @@ def _make_flag_zero_or_one(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _usable_scale(scale: float, rule: LossScale) -> float:
     if not math.isfinite(scale) or scale < rule.min_scale:
         raise SettingError(
-            f"update(new_scale={scale!r}) would leave the usable range: the floor is min_scale={rule.min_scale!r}. "
-            "Build the GradScaler with a smaller min_scale if you need such a scale."
+            f"update(new_scale={scale!r}) is outside the usable range: min_scale is {rule.min_scale!r}. "
+            "Build the GradScaler with a smaller min_scale if you need this scale."
         )
     return scale
 
@@ -229,7 +235,7 @@ def _rule(
     max_skips: int | None,
 ) -> LossScale:
     """Torch's rule as a checked value: torch itself accepts a backoff of -1 and an interval of 0."""
-    with contextlib.suppress(TypeError):  # LossScale says what is wrong with it
+    with contextlib.suppress(TypeError):  # LossScale reports what is wrong with it
         growth_interval = operator.index(growth_interval)
     return LossScale.dynamic(
         semantics="torch",
@@ -238,6 +244,6 @@ def _rule(
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
         min_scale=min_scale,
-        max_scale=FP32_MAX,  # torch's only cap
+        max_scale=FP32_MAX,  # torch's only maximum
         max_skips=max_skips,
     )

@@ -1,11 +1,11 @@
-"""Values that are known on the device, delivered to the host without waiting for the step that made them.
+"""Values computed on the device, delivered to the host without waiting for the step that computed them.
 
-Whether a step was skipped is decided on the device. The scheduler, the log line and the loud stop need it on
-the host, but reading it at once would make the host wait for the whole step and leave the device idle while
-the next one is prepared. So `push` starts a copy into pinned memory behind an event and returns, and a later
-`deliver` hands the values over: with `wait=False` only those that have arrived, with `wait=True` all of them.
+Whether a step was skipped is decided on the device. The scheduler, the log line and the hard stop need it on the
+host, but reading it immediately would make the host wait for the entire step and leave the device idle while the
+next one is prepared. So `push` starts a copy into pinned memory, records an event and returns, and a later `deliver`
+returns the values: with `wait=False` only those that have arrived, with `wait=True` all of them.
 
-On a CPU the values are there already, and on accelerators without pinned memory and events the read waits, but
+On a CPU the values are available immediately. On accelerators without pinned memory and events the read waits, but
 only for work that is one step old.
 """
 
@@ -33,15 +33,15 @@ class Readback:
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        self._free: list[Tensor] = []  # pinned buffers to use again: allocating one may wait for the device
+        self._free: list[Tensor] = []  # pinned buffers to reuse: allocating one may wait for the device
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def push(self, values: Tensor, payload: Any = None) -> None:
-        """Start copying `values` (a small vector) to the host; `payload` comes back with them.
+        """Start copying `values` (a small vector) to the host; `payload` is returned with them.
 
-        Inside the capture of a CUDA graph there is no host to tell, and nothing is queued.
+        While a CUDA graph is captured nothing reaches the host, so nothing is queued.
         """
         values = values.detach()
         event = None
@@ -54,7 +54,7 @@ class Readback:
             event.record()
             values = buffer
         else:
-            values = values.clone()  # the caller goes on changing its own
+            values = values.clone()  # the caller keeps modifying its tensor
         self._pending.append(_Pending(payload, values, event))
 
     def deliver(self, *, wait: bool) -> list[tuple[Any, list[float]]]:
@@ -80,7 +80,7 @@ class Readback:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # what is under way belongs to this process
+        return {}  # pending copies belong to this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]

@@ -1,21 +1,21 @@
-"""Loss scalers: keep fp16 gradients inside fp16's range, count what was skipped, stop loudly when stuck.
+"""Loss scalers: keep fp16 gradients in fp16's range, count skipped steps, raise OverflowStop when stuck.
 
-How it works. fp16 stores nothing smaller than 2^-24, and many gradients are. Multiplying the loss by S makes
-every gradient S times larger on its way through the network; dividing by S in fp32 before the update undoes
-it. S should be as large as possible without overflow, and the largest safe S changes during a run, so it is
-found by trial:
+How it works. fp16 cannot represent anything smaller than 2^-24, and many gradients are smaller. Multiplying the loss
+by S makes every gradient in the backward pass S times larger; dividing by S in fp32 before the update undoes it. S
+should be as large as possible without overflow, and the largest safe S changes during a run, so it is adjusted by
+trial and error:
 
     after each step:
         if any gradient is inf or NaN:  skip the step; count it; once hysteresis is used up, S *= backoff
         else:                           after growth_interval clean steps, S *= growth
         S stays within [min_scale, max_scale]
 
-A scaler that meets NaN in every step would lower S for ever, so `max_skips` skipped steps in a row stop the
-run with an error that names the parameters whose gradients were not finite.
+If every step has NaN gradients, S would be lowered for ever, so `max_skips` skipped steps in a row stop the run with
+an error that names the parameters whose gradients were not finite.
 
-`NoScaler` and `StaticScaler` have the same methods, so a loop needs no branches; they skip, count and stop
-too, because a non-finite gradient ruins a bf16 or fp32 model just as well. The state lives on the device and
-nothing in a step waits for it: the count that stops the run arrives through `readback`, on a GPU one step late.
+`NoScaler` and `StaticScaler` have the same methods, so a loop needs no branches; they skip, count and stop too,
+because a non-finite gradient also ruins a bf16 or fp32 model. The state is on the device and nothing in a step waits
+for it: the count that stops the run arrives through `readback`, on a GPU one step late.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NamedParams = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class ScalerCounts:
-    """How many steps a scaler has seen and how many it skipped."""
+    """How many updates a scaler has made and how many steps it skipped."""
 
     updates: int
     skips: int
@@ -51,7 +51,7 @@ class ScalerCounts:
 
 
 class Scaler:
-    """What every scaler does; use `LossScaler`, `StaticScaler` or `NoScaler`."""
+    """The base class of all scalers; use `LossScaler`, `StaticScaler` or `NoScaler`."""
 
     def __init__(self, settings: LossScale) -> None:
         self.settings = settings
@@ -61,11 +61,11 @@ class Scaler:
         self._placed = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss multiplied by the current scale, in fp32 if it came in 16 bits."""
+        """The loss multiplied by the current scale; a 16-bit loss is converted to fp32 first."""
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            what = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
+            kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
             raise SettingError(
-                f"scale() takes a floating-point loss tensor, not {what}; pass the loss you call backward on."
+                f"scale() takes a floating-point loss tensor, not {kind}; pass the loss you call backward on."
             )
         self._place(loss.device)
         if loss.dtype in DTYPES_16_BIT:
@@ -78,9 +78,9 @@ class Scaler:
         return self._scale.to(device, non_blocking=True)
 
     def update(self, found_inf: Tensor | float, named_params: NamedParams | None = None) -> None:
-        """Tell the scaler whether the step had a non-finite gradient (anything but 0 means yes).
+        """Adjust the scale after a step; `found_inf` other than 0 means that a gradient was not finite.
 
-        `named_params` is looked at only when the run has to stop, to name the gradients that overflowed.
+        `named_params` is used only when the run has to stop, to name the gradients that overflowed.
         """
         self.advance(found_inf)
         self._readback.push(self._counters[COUNTERS.index("consecutive_skips")].reshape(1))
@@ -104,7 +104,7 @@ class Scaler:
         return float(self._scale)
 
     def counts(self) -> ScalerCounts:
-        """Steps seen and skipped so far; on a GPU this waits for the device."""
+        """Updates made and steps skipped so far; on a GPU this waits for the device."""
         values = self._values()
         return ScalerCounts(values["updates"], values["skips"], values["consecutive_skips"])
 
@@ -116,7 +116,7 @@ class Scaler:
     def state_dict(self, layout: str = "halfstep") -> dict[str, Any]:
         """Plain values that `load_state_dict` restores; `layout` may be "halfstep", "torch" or "deepspeed".
 
-        Halfstep's own layout contains torch's five keys, so torch.amp.GradScaler loads it as it is.
+        Halfstep's layout contains torch's five keys, so torch.amp.GradScaler can load it unchanged.
         """
         rule, values = self.settings, self._values()
         tracker = values.pop("growth_tracker")
@@ -124,17 +124,17 @@ class Scaler:
             tracker = clean_tracker(values["updates"], values["last_overflow"], rule.growth_interval)
         settings = dataclasses.asdict(rule)
         settings.pop("init_scale")
-        own = {"scale": self.get_scale(), "_growth_tracker": tracker, "version": STATE_VERSION, **settings, **values}
-        return write_state(own, layout)
+        state = {"scale": self.get_scale(), "_growth_tracker": tracker, "version": STATE_VERSION, **settings, **values}
+        return write_state(state, layout)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of a Halfstep, torch or DeepSpeed scaler, counters in mid-window included.
+        """Load the state of a Halfstep, torch or DeepSpeed scaler, counters within a growth interval included.
 
-        Settings that the state carries replace this scaler's, as in torch, and each replacement is said.
+        Settings in the state replace this scaler's, as in torch; a warning lists the replaced ones.
         """
-        found = read_state(state)
-        rule = self._settings_from(found)
-        scale = self._scale_from(found, rule)
+        state = read_state(state)
+        rule = self._settings_from(state)
+        scale = self._scale_from(state, rule)
         changed = [
             f"{f.name} {getattr(self.settings, f.name)!r} -> {getattr(rule, f.name)!r}"
             for f in dataclasses.fields(rule)
@@ -142,47 +142,47 @@ class Scaler:
         ]
         if changed:
             warn(f"The loaded scaler state replaced these settings: {', '.join(changed)}.")
-        values = {name: found.get(name, 0) for name in COUNTERS}
-        values["hysteresis_left"] = min(found.get("hysteresis_left", rule.hysteresis), rule.hysteresis)
-        values["last_overflow"] = found.get("last_overflow", -1)
+        values = {name: state.get(name, 0) for name in COUNTERS}
+        values["hysteresis_left"] = min(state.get("hysteresis_left", rule.hysteresis), rule.hysteresis)
+        values["last_overflow"] = state.get("last_overflow", -1)
         values["growth_tracker"] = min(values["growth_tracker"], rule.growth_interval - 1)
         self.settings = rule
         self._scale.fill_(scale)
         self._counters.copy_(torch.tensor([values[name] for name in COUNTERS]))
         self._readback = Readback()
 
-    def _settings_from(self, found: dict[str, Any]) -> LossScale:
-        given = {f.name: found[f.name] for f in dataclasses.fields(LossScale) if f.name in found}
-        if self.settings.semantics == "torch" and "version" not in found:  # a foreign state: keep our rule
-            given.pop("hysteresis", None)
-            given.pop("semantics", None)
-        elif not self.settings.semantics.startswith("deepspeed") and "version" not in found:
-            given.pop("semantics", None)
-        mode = given.pop("mode", self.settings.mode)
+    def _settings_from(self, state: dict[str, Any]) -> LossScale:
+        loaded = {f.name: state[f.name] for f in dataclasses.fields(LossScale) if f.name in state}
+        if self.settings.semantics == "torch" and "version" not in state:  # another system's state: keep our rule
+            loaded.pop("hysteresis", None)
+            loaded.pop("semantics", None)
+        elif not self.settings.semantics.startswith("deepspeed") and "version" not in state:
+            loaded.pop("semantics", None)
+        mode = loaded.pop("mode", self.settings.mode)
         if mode != self.settings.mode:
             raise SettingError(
-                f"The state is that of a {mode} loss scale and this is a {self.settings.mode} one "
-                f"({type(self).__name__}). Build the matching scaler, or do not load a state for it."
+                f"The state belongs to a {mode} loss scale and this is a {self.settings.mode} one "
+                f"({type(self).__name__}). Build the matching scaler, or do not load a state into it."
             )
-        settings = {f.name: getattr(self.settings, f.name) for f in dataclasses.fields(LossScale)} | given
-        if mode == "dynamic":  # the loaded scale is held against the borders below; this only keeps the rule valid
+        settings = {f.name: getattr(self.settings, f.name) for f in dataclasses.fields(LossScale)} | loaded
+        if mode == "dynamic":  # the loaded scale is clamped in _scale_from; this only keeps the rule valid
             settings["init_scale"] = min(max(settings["init_scale"], settings["min_scale"]), settings["max_scale"])
         return LossScale(**settings)
 
-    def _scale_from(self, found: dict[str, Any], rule: LossScale) -> float:
-        scale: float = found["scale"]
-        held = min(max(scale, rule.min_scale), rule.max_scale)
-        if held != scale:
+    def _scale_from(self, state: dict[str, Any], rule: LossScale) -> float:
+        scale: float = state["scale"]
+        clamped = min(max(scale, rule.min_scale), rule.max_scale)
+        if clamped != scale:
             warn(
-                f"The loaded scale {scale!r} lies outside [{rule.min_scale!r}, {rule.max_scale!r}]; it starts at {held!r}."
+                f"The loaded scale {scale!r} is outside [{rule.min_scale!r}, {rule.max_scale!r}]; it was set to {clamped!r}."
             )
-        return held
+        return clamped
 
     def _values(self) -> dict[str, int]:
         return dict(zip(COUNTERS, self._counters.tolist(), strict=True))
 
     def _place(self, device: torch.device) -> None:
-        """Move the state to the device of the first tensor seen, so that later steps need no copies."""
+        """Move the state to the device of the first tensor, so that later steps need no copies."""
         if not self._placed and device.type != "meta":
             self._scale, self._counters = self._scale.to(device), self._counters.to(device)
             self._placed = True
@@ -192,7 +192,8 @@ class Scaler:
         if dtype is torch.float16 and self.settings.mode != "none" and not getattr(self, "_warned", False):
             self._warned = True
             warn(
-                "The loss is float16: its own gradient is the scale, and fp16 ends at 65504. Compute the loss in fp32."
+                "The loss is float16: its gradient is the loss scale, and the largest fp16 number is 65504. "
+                "Compute the loss in fp32."
             )
 
     def __repr__(self) -> str:
@@ -200,11 +201,11 @@ class Scaler:
 
 
 class LossScaler(Scaler):
-    """A dynamic loss scale; the defaults are DeepSpeed's tuned setting.
+    """A dynamic loss scale; the defaults are DeepSpeed's tuned settings.
 
-    `semantics` is one of "torch", "apex", "megatron", "deepspeed", "deepspeed-consecutive", and reproduces that
-    system's trajectory. `hysteresis` is 2, or 1 under "torch", which has none. `max_skips` skipped steps in a row
-    stop the run; None never stops it.
+    `semantics` is "torch", "apex", "megatron", "deepspeed" or "deepspeed-consecutive" and reproduces that system's
+    scale trajectory. `hysteresis` defaults to 2, and to 1 for "torch", which has none. `max_skips` skipped steps in a
+    row stop the run; None never stops it.
     """
 
     def __init__(
@@ -240,8 +241,8 @@ class StaticScaler(Scaler):
     def __init__(self, scale: float = 2.0**16, max_skips: int | None = 100) -> None:
         super().__init__(LossScale(mode="static", init_scale=scale, max_skips=max_skips))
 
-    def _scale_from(self, found: dict[str, Any], rule: LossScale) -> float:
-        scale: float = found["scale"]
+    def _scale_from(self, state: dict[str, Any], rule: LossScale) -> float:
+        scale: float = state["scale"]
         if scale != self.settings.init_scale:
             warn(f"The loaded state has the static scale {scale!r}; it replaces {self.settings.init_scale!r}.")
         return scale
@@ -254,13 +255,13 @@ class NoScaler(Scaler):
         super().__init__(LossScale(mode="none", init_scale=1.0, max_skips=max_skips))
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as it is."""
+        """The loss, unchanged."""
         self._place(loss.device)
         return loss
 
 
 def make_scaler(settings: LossScale) -> Scaler:
-    """The scaler that does what `settings` say."""
+    """Build the scaler for `settings`."""
     if settings.mode == "none":
         return NoScaler(max_skips=settings.max_skips)
     if settings.mode == "static":
@@ -281,20 +282,20 @@ def stop_if_stuck(
         return
     raise OverflowStop(
         f"{consecutive} steps in a row were skipped because of non-finite gradients (max_skips={settings.max_skips}); "
-        f"the loss scale is {scale():g}{_floor_note(settings, scale())}. {_offenders(named_params)} "
+        f"the loss scale is {scale():g}{_minimum_note(settings, scale())}. {_offenders(named_params)} "
         "Usual causes: NaN or inf in the data or the loss, a learning rate that is too high, or weights trained in bf16 "
-        "whose activations pass fp16's 65504 (use bf16). max_skips=None never stops."
+        "whose activations exceed fp16's 65504 (use bf16). max_skips=None never stops."
     )
 
 
-def _floor_note(settings: LossScale, scale: float) -> str:
-    return ", its floor" if settings.mode == "dynamic" and scale <= settings.min_scale else ""
+def _minimum_note(settings: LossScale, scale: float) -> str:
+    return ", its minimum" if settings.mode == "dynamic" and scale <= settings.min_scale else ""
 
 
 def _offenders(named_params: NamedParams | None, most: int = 8) -> str:
-    """One sentence with the parameters whose gradients hold inf or NaN right now."""
+    """One sentence that lists the parameters whose gradients currently contain inf or NaN."""
     if named_params is None:
-        return "Pass named_params= (or use halfstep.Engine) to have the parameters named."
+        return "Pass named_params= (or use halfstep.Engine) to see the names of the parameters."
     bad = []
     for name, param in named_params:
         grad = param.grad
@@ -305,6 +306,6 @@ def _offenders(named_params: NamedParams | None, most: int = 8) -> str:
         if num_bad:
             bad.append(f"{name} ({num_bad} of {values.numel()})")
     if not bad:
-        return "No parameter holds a non-finite gradient at this moment; the gradients were cleared or replaced."
+        return "No parameter has a non-finite gradient now; the gradients were cleared or replaced."
     more = f" and {len(bad) - most} more" if len(bad) > most else ""
     return f"Parameters with non-finite gradients: {', '.join(bad[:most])}{more}."

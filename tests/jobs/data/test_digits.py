@@ -28,14 +28,14 @@ def test_the_split_is_fixed_and_stratified():
     train, val = load_digits("train"), load_digits("val")
     assert train.images.shape == (1437, 1, 8, 8)
     assert val.images.shape == (360, 1, 8, 8)
-    counts, held = train.labels.bincount(), val.labels.bincount()
-    assert ((counts + held) / 5 - held).abs().max() < 1
+    num_train, num_val = train.labels.bincount(), val.labels.bincount()
+    assert ((num_train + num_val) / 5 - num_val).abs().max() < 1
     fingerprint = hashlib.sha256(val.images.numpy().tobytes() + val.labels.numpy().tobytes()).hexdigest()
     assert fingerprint.startswith("3ed630ff821b66ec")
 
 
 def test_no_image_is_in_both_splits():
-    """The splits partition the file: together they hold its pixel sum."""
+    """The splits partition the file: together they have its pixel sum."""
     train, val = load_digits("train"), load_digits("val")
     total = ((train.images + 1) * 8).sum() + ((val.images + 1) * 8).sum()
     assert total == 561_718
@@ -50,17 +50,17 @@ def test_the_file_is_described_with_its_checksum():
     assert "CC BY 4.0" in text
 
 
-def test_a_changed_or_missing_file_is_refused(monkeypatch):
-    """A damaged installation says so instead of training on something else."""
+def test_a_modified_or_missing_file_is_rejected(monkeypatch):
+    """A damaged installation raises an error instead of training on other data."""
     monkeypatch.setattr(digits, "SHA256", "0" * 64)
-    with pytest.raises(HalfstepError, match="not the one that was shipped; reinstall"):
+    with pytest.raises(HalfstepError, match="was modified: its SHA-256 is not 0000.*; reinstall"):
         digits._read()
     monkeypatch.setattr(digits, "FILE", "gone.csv.gz")
     with pytest.raises(HalfstepError, match="gone.csv.gz is missing"):
         digits._read()
 
 
-def test_an_unknown_split_is_refused():
+def test_an_unknown_split_is_rejected():
     """The splits are train and val."""
     for make in (load_digits, lambda split: DigitsLoader(split, 8)):
         with pytest.raises(SettingError, match="Unknown split 'test'. .*Known: train, val"):
@@ -68,7 +68,7 @@ def test_an_unknown_split_is_refused():
 
 
 def test_batches_depend_on_seed_and_epoch_alone():
-    """Two loaders agree whatever the global generator does; another seed or epoch gives another order."""
+    """Two loaders agree regardless of the global generator; another seed or epoch gives another order."""
     first = collect(DigitsLoader("train", 64, seed=1))
     torch.manual_seed(99)
     state = torch.get_rng_state()
@@ -78,7 +78,7 @@ def test_batches_depend_on_seed_and_epoch_alone():
     assert not equal(first, collect(DigitsLoader("train", 64, seed=1, epoch=1)))
 
 
-def test_train_drops_the_last_short_batch_and_val_keeps_it():
+def test_train_drops_the_short_last_batch_and_val_keeps_it():
     """Train has equal batches; val has every image once, in file order, without noise."""
     train, val = DigitsLoader("train", 64), DigitsLoader("val", 64)
     assert [len(labels) for _, labels in train] == [64] * 22
@@ -88,7 +88,7 @@ def test_train_drops_the_last_short_batch_and_val_keeps_it():
     assert torch.equal(images, load_digits("val").images)
 
 
-def test_training_noise_is_new_each_epoch():
+def test_training_noise_differs_between_epochs():
     """The same image looks slightly different in the next epoch."""
     loader = DigitsLoader("train", 1437)
     first, second = collect(loader), collect(loader)
@@ -97,8 +97,8 @@ def test_training_noise_is_new_each_epoch():
     assert all(abs(s**2 - clean**2 - 0.09) < 0.01 for s in spread)
 
 
-def test_iterating_goes_on_to_the_next_epoch():
-    """One loader iterated twice gives what two loaders of epochs 0 and 1 give."""
+def test_iterating_continues_with_the_next_epoch():
+    """One loader iterated twice yields the batches of two loaders of epochs 0 and 1."""
     loader = DigitsLoader("train", 64, seed=3)
     twice = collect(loader) + collect(loader)
     assert loader.epoch == 2
@@ -113,13 +113,13 @@ def test_resuming_continues_with_exactly_the_following_batches(stop):
     reference = DigitsLoader("train", 64, seed=3)
     every = collect(reference) + collect(reference)
     first = DigitsLoader("train", 64, seed=3)
-    seen = 0
+    num_batches = 0
     state = first.state_dict()
-    while seen < stop:
+    while num_batches < stop:
         for _ in first:
-            seen += 1
+            num_batches += 1
             state = json.loads(json.dumps(first.state_dict()))
-            if seen == stop:
+            if num_batches == stop:
                 break
     second = DigitsLoader("train", 64, seed=3)
     second.load_state_dict(state)
@@ -130,7 +130,7 @@ def test_resuming_continues_with_exactly_the_following_batches(stop):
 
 
 def test_a_position_after_the_last_batch_ends_the_epoch():
-    """Saved between the last batch and the end of the loop, the epoch resumes with nothing left."""
+    """A position saved between the last batch and the end of the loop resumes with no batches left."""
     loader = DigitsLoader("val", 100)
     for _ in loader:
         state = loader.state_dict()
@@ -139,8 +139,8 @@ def test_a_position_after_the_last_batch_ends_the_epoch():
     assert (fresh.epoch, collect(fresh), fresh.epoch) == (0, [], 1)
 
 
-def test_abandoning_an_epoch_starts_it_again():
-    """A loop that was left early begins at the epoch's first batch, unless a position was loaded."""
+def test_abandoning_an_epoch_restarts_it():
+    """After a loop that ended early, the next one starts at the epoch's first batch."""
     loader = DigitsLoader("train", 64)
     first = next(iter(loader))
     next(iter(loader))
@@ -148,7 +148,7 @@ def test_abandoning_an_epoch_starts_it_again():
 
 
 def test_set_epoch_moves_but_keeps_a_loaded_position():
-    """Naming the current epoch after a resume does not lose the place; naming another goes to its start."""
+    """Setting the current epoch after a resume keeps the position; setting another goes to its start."""
     loader = DigitsLoader("train", 64)
     loader.load_state_dict({**loader.state_dict(), "epoch": 4, "batch": 20})
     loader.set_epoch(4)
@@ -159,11 +159,11 @@ def test_set_epoch_moves_but_keeps_a_loaded_position():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"version": 9}, "version 9"),
-        ({"batch_size": 32}, "batch_size=32, but here batch_size is 64"),
-        ({"seed": 5}, "seed=5, but here seed is 0"),
+        ({"batch_size": 32}, "batch_size=32, but batch_size is now 64"),
+        ({"seed": 5}, "seed=5, but seed is now 0"),
         ({"world_size": 2}, "world_size=2"),
         ({"loader": "Other"}, "loader='Other'"),
         ({"batch": 23}, "batch=23 is outside"),
@@ -171,16 +171,16 @@ def test_set_epoch_moves_but_keeps_a_loaded_position():
         ({"batch": "x"}, "batch='x'"),
     ],
 )
-def test_a_position_of_other_data_is_refused(change, said):
-    """A state that would continue with other batches names what differs."""
+def test_a_position_of_other_data_is_rejected(change, message):
+    """A state that would continue with other batches raises an error that names the difference."""
     loader = DigitsLoader("train", 64)
     with pytest.raises(SettingError) as caught:
         loader.load_state_dict({**loader.state_dict(), **change})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_processes_share_the_batches_of_one():
-    """Two processes together see, batch by batch, what one with twice the batch size sees."""
+    """Two processes together get, batch by batch, the batches of one with twice the batch size."""
     one = collect(DigitsLoader("train", 64, seed=2))
     halves = [collect(DigitsLoader("train", 32, seed=2, rank=rank, world_size=2)) for rank in (0, 1)]
     joined = [tuple(torch.cat(pair) for pair in zip(a, b, strict=True)) for a, b in zip(*halves, strict=True)]
@@ -191,29 +191,29 @@ def test_processes_share_the_batches_of_one():
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("batch_size", [2, 5])
 def test_validation_covers_every_example_once_on_equal_numbers_of_batches(num_examples, world_size, batch_size):
-    """No example is lost or doubled, and no process has a batch more or fewer than another."""
+    """No example is lost or repeated, and every process has the same number of batches."""
     orders = [Order(num_examples, batch_size, "val", 0, rank, world_size) for rank in range(world_size)]
     batches = [order.batches(0) for order in orders]
     assert len({len(b) for b in batches}) == 1
     assert {order.num_batches for order in orders} == {len(batches[0])}
-    assert sorted(int(i) for own in batches for batch in own for i in batch) == list(range(num_examples))
-    assert all(1 <= len(batch) <= batch_size for own in batches for batch in own)
+    assert sorted(int(i) for local in batches for batch in local for i in batch) == list(range(num_examples))
+    assert all(1 <= len(batch) <= batch_size for local in batches for batch in local)
 
 
-def test_places_that_cannot_be_are_refused():
-    """A rank outside the world, an empty batch and a batch larger than the data are errors with numbers."""
+def test_invalid_settings_are_rejected():
+    """A rank outside the world, an empty batch and a batch larger than the data raise errors with the numbers."""
     with pytest.raises(SettingError, match="rank=2 must be between 0 and world_size - 1 = 1"):
         DigitsLoader("train", 8, rank=2, world_size=2)
     with pytest.raises(SettingError, match="batch_size=0 must be at least 1"):
         DigitsLoader("train", 0)
-    with pytest.raises(SettingError, match=r"has 1437 examples.*batch_size=800 on 2 process.* needs 1600"):
+    with pytest.raises(SettingError, match=r"has 1437 examples.*batch_size=800 with 2 process.* needs 1600"):
         DigitsLoader("train", 800, world_size=2)
     assert len(DigitsLoader("val", 800)) == 1
 
 
 @pytest.fixture
 def one_thread():
-    """Tiny operations gain nothing from threads, and on a busy machine they wait for each other: 3 s become 150."""
+    """One torch thread: tiny operations do not benefit from more, and on a busy machine 3 s become 150."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

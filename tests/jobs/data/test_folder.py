@@ -33,7 +33,7 @@ def root(tmp_path_factory):
 
 
 def make(root, split="train", batch_size=4, **options):
-    """A loader in this process, unless told otherwise."""
+    """A loader that decodes in this process by default."""
     return FolderImages(scan_folder(root), split, batch_size, **{"image_size": 16, "num_workers": 0, **options})
 
 
@@ -51,21 +51,21 @@ def save(path, image):
 
 
 def small_folder(root, image=None):
-    """A folder with one class and one image a split."""
+    """A folder with one class and one image per split."""
     for split in ("train", "val"):
         save(root / split / "one" / "1.png", image or Image.new("RGB", (9, 7), (1, 2, 3)))
     return root
 
 
 def test_classes_are_the_sorted_folders(root):
-    """A class's number is its place in the sorted list, in both splits."""
-    found = scan_folder(root)
-    assert found.classes == ("blue", "green", "red")
-    assert [label for _, label in found.files["val"]] == [0] * 5 + [1] * 5 + [2] * 5
+    """The label of a class is its index in the sorted list, in both splits."""
+    images = scan_folder(root)
+    assert images.classes == ("blue", "green", "red")
+    assert [label for _, label in images.files["val"]] == [0] * 5 + [1] * 5 + [2] * 5
 
 
 def test_val_covers_every_image_once_in_order(root):
-    """Validation is the whole folder, normalised, with a short last batch."""
+    """Validation covers the entire folder, normalized, with a short last batch."""
     batches = list(make(root, "val"))
     assert [len(labels) for _, labels in batches] == [4, 4, 4, 3]
     images = torch.cat([x for x, _ in batches])
@@ -77,7 +77,7 @@ def test_val_covers_every_image_once_in_order(root):
         torch.testing.assert_close(mean, expected, atol=0.05, rtol=0.05)
 
 
-def test_train_drops_the_last_short_batch(root):
+def test_train_drops_the_short_last_batch(root):
     """Fifteen images make three batches of four."""
     loader = make(root)
     assert len(loader) == 3
@@ -85,7 +85,7 @@ def test_train_drops_the_last_short_batch(root):
 
 
 def test_workers_change_nothing(root):
-    """Crops and order depend on (seed, epoch, example), not on who decodes; the global generator is left alone."""
+    """Crops and order depend on (seed, epoch, example), not on the workers; the global generator is not used."""
     alone = make(root, seed=3)
     state = torch.get_rng_state()
     reference = [*alone, *alone]
@@ -96,7 +96,7 @@ def test_workers_change_nothing(root):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_resuming_continues_with_exactly_the_following_batches(root, num_workers):
-    """The position counts batches handed out, whatever the workers have prepared ahead."""
+    """The position counts returned batches, whatever the workers have prefetched."""
     reference = make(root, seed=5, epoch=1)
     every = [*reference, *reference]
     loader = make(root, seed=5, epoch=1, num_workers=num_workers)
@@ -108,26 +108,26 @@ def test_resuming_continues_with_exactly_the_following_batches(root, num_workers
     assert equal(every[1:], [*fresh, *fresh])
 
 
-def test_abandoning_an_epoch_starts_it_again(root):
-    """Leaving a loop early does not confuse workers that stay alive."""
+def test_abandoning_an_epoch_restarts_it(root):
+    """A loop that ends early does not affect the next one, although the workers stay alive."""
     loader = make(root, num_workers=1)
     first = next(iter(loader))
     assert equal([first], list(loader)[:1])
 
 
 def test_crops_differ_between_epochs_and_seeds(tmp_path):
-    """The same image is cropped and mirrored anew for each (seed, epoch)."""
+    """The crop and flip of an image differ for each (seed, epoch)."""
     pattern = Image.effect_noise((40, 40), 100).convert("RGB")
-    found = scan_folder(small_folder(tmp_path, pattern))
-    decoder = folder._Decoder(found.files["train"], 16, seed=0, train=True)
+    images = scan_folder(small_folder(tmp_path, pattern))
+    decoder = folder._Decoder(images.files["train"], 16, seed=0, train=True)
     pictures = [decoder[epoch, [0]][0] for epoch in range(4)]
     assert not any(torch.equal(pictures[0], other) for other in pictures[1:])
-    other_seed = folder._Decoder(found.files["train"], 16, seed=1, train=True)
+    other_seed = folder._Decoder(images.files["train"], 16, seed=1, train=True)
     assert not torch.equal(pictures[0], other_seed[0, [0]][0])
     assert torch.equal(pictures[0], decoder[0, [0]][0])
 
 
-def test_random_crops_keep_their_limits():
+def test_random_crops_stay_within_their_limits():
     """A crop box is inside the image, and its area and aspect are within the stated limits."""
     draw = random.Random(1)
     for _ in range(300):
@@ -140,11 +140,11 @@ def test_random_crops_keep_their_limits():
 
 
 def test_a_very_long_image_is_cropped_at_its_centre():
-    """Where no allowed aspect fits, the crop is the largest square in the middle."""
+    """If no allowed aspect ratio fits, the crop is the largest square in the middle."""
     assert folder._random_crop(1000, 2, random.Random(0)) == (499, 0, 501, 2)
 
 
-def test_val_takes_the_centre():
+def test_val_crops_the_centre():
     """The box is the centre 87.5 % of the shorter side."""
     assert folder._centre(80, 40) == (22.5, 2.5, 57.5, 37.5)
 
@@ -163,11 +163,11 @@ def test_every_mode_becomes_three_channels(tmp_path, mode):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_image_that_cannot_be_decoded_stops_with_its_name(tmp_path, num_workers):
-    """The file is named, no traceback of a worker is shown, and nothing is put in its place."""
+def test_an_image_that_cannot_be_decoded_raises_its_name(tmp_path, num_workers):
+    """The error names the file without a worker's traceback, and no other image is substituted."""
     small_folder(tmp_path)
-    whole = (tmp_path / "val" / "one" / "1.png").read_bytes()
-    for name, content in {"2.png": b"", "3.png": whole[: len(whole) // 2], "4.png": b"not an image"}.items():
+    intact = (tmp_path / "val" / "one" / "1.png").read_bytes()
+    for name, content in {"2.png": b"", "3.png": intact[: len(intact) // 2], "4.png": b"not an image"}.items():
         bad = tmp_path / "val" / "one" / name
         bad.write_bytes(content)
         loader = make(tmp_path, "val", 1, num_workers=num_workers)
@@ -181,31 +181,31 @@ def test_an_image_that_cannot_be_decoded_stops_with_its_name(tmp_path, num_worke
             break
 
 
-def test_a_folder_of_the_wrong_shape_says_what_it_needs(tmp_path):
-    """Missing folders, missing splits, flat splits and different classes each have their message."""
-    for path, said in [
+def test_a_folder_with_the_wrong_layout_is_rejected(tmp_path):
+    """Missing folders, missing splits, flat splits and different classes each raise their own error."""
+    for path, message in [
         (tmp_path / "nowhere", "does not exist or is not a folder"),
         (tmp_path, "has no train and no val folder (it has: nothing)"),
     ]:
         with pytest.raises(SettingError) as caught:
             scan_folder(path)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
     small_folder(tmp_path / "a")
     save(tmp_path / "a" / "val" / "two" / "1.png", Image.new("RGB", (3, 3)))
     with pytest.raises(SettingError, match="train has 1 class folders and .*val has 2.*Only in one of them: two"):
         scan_folder(tmp_path / "a")
     (tmp_path / "b" / "train").mkdir(parents=True)
     (tmp_path / "b" / "val").mkdir()
-    with pytest.raises(SettingError, match="train has no class folders; put its images into train/CLASS/"):
+    with pytest.raises(SettingError, match="train has no class folders; put the images into train/CLASS/"):
         scan_folder(tmp_path / "b")
     for split in ("train", "val"):
         (tmp_path / "b" / split / "one").mkdir()
-    with pytest.raises(SettingError, match="No images under .*train; looked for .jpg"):
+    with pytest.raises(SettingError, match="There are no images under .*train; expected files ending in .jpg"):
         scan_folder(tmp_path / "b")
 
 
-def test_files_that_are_left_out_are_said(tmp_path, caplog):
-    """Other files and empty classes do not disappear without a word."""
+def test_ignored_files_are_reported(tmp_path, caplog):
+    """Warnings report files that are not images and empty classes."""
     small_folder(tmp_path)
     (tmp_path / "train" / "one" / "notes.txt").write_text("x")
     for split in ("train", "val"):
@@ -214,37 +214,37 @@ def test_files_that_are_left_out_are_said(tmp_path, caplog):
         scan_folder(tmp_path)
     assert "1 file(s) under" in caplog.text
     assert "notes.txt" in caplog.text
-    assert caplog.text.count("holds no images") == 2
+    assert caplog.text.count("has no images") == 2
 
 
-def test_missing_pillow_says_what_to_install(root, monkeypatch):
-    """The error comes when the loader is made, not from a worker."""
+def test_missing_pillow_raises_an_install_command(root, monkeypatch):
+    """The error is raised when the loader is built, not in a worker."""
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingError, match=r'pip install "halfstep\[vision\]"'):
         make(root)
 
 
-def test_impossible_settings_are_refused(root):
-    """Image size and split are checked, and a batch larger than the folder has its numbers."""
+def test_invalid_settings_are_rejected(root):
+    """Image size and split are checked, and the error for a batch larger than the folder has the numbers."""
     with pytest.raises(SettingError, match="image_size=0 must be at least 1"):
         make(root, image_size=0)
     with pytest.raises(SettingError, match="Unknown split 'test'"):
         make(root, "test")
     with pytest.raises(SettingError, match="has 15 examples"):
         make(root, batch_size=16)
-    with pytest.raises(SettingError, match="image_size=16, but here image_size is 8"):
+    with pytest.raises(SettingError, match="image_size=16, but image_size is now 8"):
         make(root, image_size=8).load_state_dict(make(root).state_dict())
 
 
 def test_workers_follow_the_cores(root):
-    """By default there are as many workers as cores for each process, from 1 to 8."""
+    """The default number of workers is the number of cores per process, from 1 to 8."""
     assert [folder._default_workers(*case) for case in [(64, 1), (8, 2), (1, 2)]] == [8, 4, 1]
     assert make(root, num_workers=None)._workers.num_workers >= 1
 
 
 @pytest.mark.gpu
 def test_batches_arrive_on_the_gpu(root):
-    """Pinned pixels are normalised on the device, to the same numbers as on the CPU."""
+    """Pinned pixels are normalized on the device, to the same values as on the CPU."""
     on_gpu, on_cpu = list(make(root, device="cuda", num_workers=1)), list(make(root))
     assert on_gpu[0][0].device.type == "cuda"
     torch.testing.assert_close([x.cpu() for x, _ in on_gpu], [x for x, _ in on_cpu])

@@ -23,7 +23,7 @@ def equal(first, second):
 
 
 def test_batches_have_shape_labels_and_unit_deviation():
-    """Images look like normalised photographs to a model: zero mean, unit deviation, labels in range."""
+    """Images have the statistics of normalized photographs: zero mean, unit standard deviation; labels are in range."""
     images, labels = next(iter(make(batch_size=256)))
     assert images.shape == (256, 3, 16, 16)
     assert images.dtype == torch.float32
@@ -32,14 +32,14 @@ def test_batches_have_shape_labels_and_unit_deviation():
     assert abs(images.std() - 1) < 0.1
 
 
-def test_epochs_have_a_stated_length():
-    """100 batches for train and 10 for val unless told otherwise."""
+def test_epochs_have_a_fixed_length():
+    """An epoch has 100 batches for train and 10 for val by default."""
     assert [len(SyntheticImages(split, 1, image_size=4)) for split in ("train", "val")] == [100, 10]
     assert len(collect(make())) == 6
 
 
 def test_batches_depend_on_seed_epoch_split_and_rank_alone():
-    """The same place gives the same images and leaves the global generator alone; any other gives others."""
+    """The same settings give the same images without the global generator; any other settings give other images."""
     first = collect(make(seed=1))
     state = torch.get_rng_state()
     assert equal(first, collect(make(seed=1)))
@@ -54,7 +54,7 @@ def test_batches_depend_on_seed_epoch_split_and_rank_alone():
 
 
 def test_classes_can_be_learned_and_carry_over_to_val():
-    """Images of one class are alike: the mean of the training images recognises validation images."""
+    """Images of one class are similar: the class means of the training images classify validation images."""
     train = collect(make(num_batches=40, batch_size=16))
     images, labels = (torch.cat(parts) for parts in zip(*train, strict=True))
     means = torch.stack([images[labels == c].mean(0) for c in range(5)]).flatten(1)
@@ -65,7 +65,7 @@ def test_classes_can_be_learned_and_carry_over_to_val():
 
 @pytest.mark.parametrize("stop", [1, 5, 6])
 def test_resuming_continues_with_exactly_the_following_batches(stop):
-    """The position is enough to go on, because any batch can be made without those before it."""
+    """A position is enough to resume, because any batch can be generated without the ones before it."""
     every = collect(make(seed=4, epoch=2))
     loader = make(seed=4, epoch=2)
     for _, _batch in zip(range(stop), loader, strict=False):
@@ -76,20 +76,20 @@ def test_resuming_continues_with_exactly_the_following_batches(stop):
     assert fresh.epoch == 3
 
 
-def test_a_position_of_other_images_is_refused():
-    """Another image size would continue with other images."""
-    with pytest.raises(SettingError, match="image_size=16, but here image_size is 8"):
+def test_a_position_of_other_images_is_rejected():
+    """A position saved with another image size raises an error."""
+    with pytest.raises(SettingError, match="image_size=16, but image_size is now 8"):
         make(image_size=8).load_state_dict(make().state_dict())
 
 
 def test_the_meta_device_gives_shapes():
-    """Planning needs no numbers."""
+    """On the meta device the loader yields shapes only, as the planner needs them."""
     images, labels = next(iter(make(device="meta")))
     assert (images.device.type, images.shape, labels.shape) == ("meta", (4, 3, 16, 16), (4,))
 
 
-def test_impossible_sizes_are_refused():
-    """Every size is at least one, and the split and rank must exist."""
+def test_invalid_sizes_are_rejected():
+    """Every size must be at least 1, and split and rank must exist."""
     with pytest.raises(SettingError, match="num_batches=0 must all be at least 1"):
         make(num_batches=0)
     with pytest.raises(SettingError, match="Unknown split"):
@@ -99,7 +99,7 @@ def test_impossible_sizes_are_refused():
 
 
 @pytest.mark.gpu
-def test_images_are_made_on_the_gpu():
-    """Nothing is copied from the host, and a seed gives the same images again."""
+def test_images_are_generated_on_the_gpu():
+    """Images are on the GPU, and the same seed gives the same images."""
     assert equal(collect(make(device="cuda")), collect(make(device="cuda")))
     assert next(iter(make(device="cuda")))[0].device.type == "cuda"

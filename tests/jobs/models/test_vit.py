@@ -9,7 +9,7 @@ from halfstep.jobs.models.vit import SIZES, ViT
 
 
 def tiny(**options):
-    """A ViT small enough for a test, with the same seed each time."""
+    """A ViT small enough for a test, always with the same seed."""
     torch.manual_seed(0)
     return ViT(image_size=8, patch=4, dim=16, depth=2, heads=4, num_classes=5, **options)
 
@@ -30,7 +30,7 @@ def images(number=3):
     ],
 )
 def test_sizes_have_the_published_parameter_counts(name, parameters, tensors):
-    """B, L and H have torchvision's counts and T and S DeiT's, built here without memory."""
+    """B, L and H have torchvision's parameter counts, T and S DeiT's; built on the meta device."""
     with torch.device("meta"):
         model = getattr(models, name)()
     counts = [p.numel() for p in model.parameters()]
@@ -39,12 +39,12 @@ def test_sizes_have_the_published_parameter_counts(name, parameters, tensors):
 
 
 def test_every_size_has_its_function():
-    """The table and the functions are the same set."""
+    """SIZES and the public size functions have the same names."""
     assert set(SIZES) == {name for name in models.__all__ if name.startswith("vit_")}
 
 
 def test_options_reach_the_model():
-    """A size function passes image size, classes and options on."""
+    """A size function passes image size, classes and options to the model."""
     with torch.device("meta"):
         model = models.vit_t_16(32, 7, channels=1, activation_checkpointing=True)
     assert model.activation_checkpointing
@@ -67,8 +67,8 @@ def test_block_is_the_formula_of_the_paper():
     torch.testing.assert_close(block(x), expected)
 
 
-def test_first_step_gives_every_parameter_a_gradient():
-    """No layer starts dead: the last one is not zero."""
+def test_the_first_step_has_a_gradient_for_every_parameter():
+    """No gradient is zero in the first step, because the last layer is not initialized to zero."""
     model = tiny()
     F.cross_entropy(model(images()), torch.tensor([0, 1, 2])).backward()
     # A shift of all keys moves no softmax, so only the key part of the qkv bias has no gradient.
@@ -76,7 +76,7 @@ def test_first_step_gives_every_parameter_a_gradient():
 
 
 def test_initial_values_depend_on_the_global_seed_alone():
-    """Two models of one seed are equal, bit for bit."""
+    """Two models with the same seed are equal, bit for bit."""
     first, second = tiny().state_dict(), tiny().state_dict()
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert first["class_token"].abs().max() == 0
@@ -85,8 +85,8 @@ def test_initial_values_depend_on_the_global_seed_alone():
     assert first["head.weight"].abs().max() <= 0.04
 
 
-def test_materialising_from_meta_equals_building():
-    """A model built on the meta device and reset on a real one is the model built there."""
+def test_materializing_from_meta_equals_building():
+    """A model built on the meta device and reset on a real one equals a model built there."""
     with torch.device("meta"):
         model = tiny()
     model.to_empty(device="cpu")
@@ -97,7 +97,7 @@ def test_materialising_from_meta_equals_building():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_runs_under_autocast_and_in_16_bit_weights(dtype):
-    """Both ways of using 16 bits run forward and backward on fp32 images, close to fp32."""
+    """Autocast and 16-bit weights both run forward and backward on fp32 images, with results close to fp32."""
     reference = tiny()(images())
     with torch.autocast("cpu", dtype=dtype):
         mixed = tiny()(images())
@@ -113,7 +113,7 @@ def test_runs_under_autocast_and_in_16_bit_weights(dtype):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiles_without_graph_breaks(checkpointing):
-    """torch.compile traces the whole model as one graph, also with activation checkpointing."""
+    """torch.compile traces the model as a single graph, also with activation checkpointing."""
     model = tiny(dropout=0.1, activation_checkpointing=checkpointing)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -123,7 +123,7 @@ def test_compiles_without_graph_breaks(checkpointing):
 
 
 def test_traces_on_fake_tensors():
-    """Shapes can be computed without memory or arithmetic."""
+    """The model runs on fake tensors, so shapes need neither memory nor computation."""
     with FakeTensorMode():
         model = tiny()
         logits = model(torch.randn(3, 3, 8, 8))
@@ -132,7 +132,7 @@ def test_traces_on_fake_tensors():
 
 
 def test_activation_checkpointing_changes_no_gradient():
-    """Computing activations again gives the same loss and gradients, dropout included."""
+    """Recomputed activations give the same loss and gradients, dropout included."""
     results = []
     for checkpointing in (False, True):
         model = tiny(dropout=0.2, activation_checkpointing=checkpointing)
@@ -150,16 +150,16 @@ def test_dropout_is_off_in_eval():
     assert not torch.equal(model.train()(images()), model(images()))
 
 
-def test_sizes_that_do_not_divide_are_refused():
-    """Image and patch, dim and heads must fit; the message has both numbers."""
+def test_sizes_that_do_not_divide_are_rejected():
+    """image_size must be a multiple of patch and dim of heads; the error has both numbers."""
     with pytest.raises(SettingError, match="image_size=10 is not a multiple of patch=4"):
         ViT(10, 4, 16, 1, 4, 5)
     with pytest.raises(SettingError, match="dim=18 is not a multiple of heads=4"):
         ViT(8, 4, 18, 1, 4, 5)
 
 
-def test_images_of_another_shape_are_refused():
-    """The message has the shape that was seen and the one that is needed."""
+def test_images_of_another_shape_are_rejected():
+    """The error has the actual and the expected shape."""
     for shape in [(2, 3, 8, 12), (2, 1, 8, 8), (3, 8, 8)]:
         with pytest.raises(SettingError, match=r"shape \(batch, 3, 8, 8\), not "):
             tiny()(torch.zeros(shape))

@@ -1,4 +1,4 @@
-"""Data that the built-in jobs train on: embedded digits, synthetic images, ImageNet-style folders."""
+"""Data of the built-in jobs: embedded digits, synthetic images, ImageNet-style folders."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """ImageNet-style folders: DIR/train/CLASS/*.jpeg and DIR/val/CLASS/*.jpeg, decoded by Pillow in worker processes.
 
-How it works. The file list is read once; a class's number is its place in the sorted list of folders, and both
-splits must have the same folders. Workers receive (epoch, example numbers) and send back 8-bit pixels, a quarter
-of what fp32 would cost between processes and to the device; the normalisation happens on the device.
+How it works. The file list is read once; the label of a class is its index in the sorted list of folders, and both
+splits must have the same folders. Workers receive (epoch, example indices) and return 8-bit pixels, a quarter of the
+fp32 traffic between processes and to the device; the images are normalized on the device.
 
-Train images get a random resized crop (8 to 100 % of the area, aspect 3/4 to 4/3) and a random mirror, as
-Szegedy et al. 2015 and everyone since; val images the centre 87.5 % of the shorter side. The crop is drawn from
-(seed, epoch, example number), so it depends neither on the number of workers nor on what was read before.
+Training images get a random resized crop (8 to 100 % of the area, aspect ratio 3/4 to 4/3) and a random horizontal flip
+(Szegedy et al. 2015); validation images are the centre 87.5 % of the shorter side. The crop is a function of (seed,
+epoch, example index), so it depends neither on the number of workers nor on earlier reads.
 
-A file that cannot be decoded stops the run with its name. Putting another image in its place would train on
-something else than was asked for, without a word.
+A file that cannot be decoded stops the run with its name. Substituting another image would silently train on other
+data than requested.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from halfstep.jobs.job import SPLITS
 __all__ = ["FolderImages", "ImageFolder", "scan_folder"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".gif", ".tif", ".tiff")
-# Mean and deviation of ImageNet's training pixels, the values published weights are trained with.
+# Mean and standard deviation of ImageNet's training pixels, the values that published weights are trained with.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CROP_AREA, CROP_ASPECT, CROP_TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 VAL_SHARE = 0.875  # 224 of 256
@@ -46,7 +46,7 @@ MAX_WORKERS = 8
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """What a folder holds: class names, and for each split the files with their class numbers."""
+    """The contents of a folder: class names, and for each split the files with their labels."""
 
     root: Path
     classes: tuple[str, ...]
@@ -54,28 +54,28 @@ class ImageFolder:
 
 
 def scan_folder(root: str | os.PathLike[str]) -> ImageFolder:
-    """Read the names of all images in an ImageNet-style folder; nothing is decoded."""
+    """List all images in an ImageNet-style folder, without decoding them."""
     root = Path(root).expanduser()
     if not root.is_dir():
-        raise SettingError(f"The data folder {root} does not exist or is not a folder.")
+        raise SettingError(f"The data folder {root} does not exist or is not a folder; check the path.")
     absent = [split for split in SPLITS if not (root / split).is_dir()]
     if absent:
-        seen = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
+        contents = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
         raise SettingError(
-            f"The data folder {root} has no {' and no '.join(absent)} folder (it has: {seen}). "
+            f"The data folder {root} has no {' and no '.join(absent)} folder (it has: {contents}). "
             "It needs train/CLASS/*.jpeg and val/CLASS/*.jpeg."
         )
     names = {split: sorted(entry.name for entry in os.scandir(root / split) if entry.is_dir()) for split in SPLITS}
     for split in SPLITS:
         if not names[split]:
             raise SettingError(
-                f"{root / split} has no class folders; put its images into {split}/CLASS/, one folder per class."
+                f"{root / split} has no class folders; put the images into {split}/CLASS/, one folder per class."
             )
     if names["train"] != names["val"]:
         differing = sorted({*names["train"]} ^ {*names["val"]})
         raise SettingError(
             f"{root}/train has {len(names['train'])} class folders and {root}/val has {len(names['val'])}; they must be the "
-            f"same, since their order gives the labels. Only in one of them: {', '.join(differing[:8])}."
+            f"same, because their order defines the labels. Only in one of them: {', '.join(differing[:8])}."
         )
     files = {split: _list_files(root / split, names[split]) for split in SPLITS}
     return ImageFolder(root, tuple(names["train"]), files)
@@ -89,30 +89,29 @@ def _list_files(split: Path, classes: list[str]) -> tuple[tuple[str, int], ...]:
         images = [path for path in entries if path.lower().endswith(SUFFIXES)]
         others += [path for path in entries if not path.lower().endswith(SUFFIXES)]
         if not images:
-            warn(f"The class folder {split / name} holds no images.")
+            warn(f"The class folder {split / name} has no images.")
         files += [(path, number) for path in images]
     if others:
-        warn(f"{len(others)} file(s) under {split} are not images by their name and are left out, e.g. {others[0]}.")
+        warn(f"{len(others)} file(s) under {split} do not have an image suffix and are ignored, e.g. {others[0]}.")
     if not files:
-        raise SettingError(f"No images under {split}; looked for {', '.join(SUFFIXES)}.")
+        raise SettingError(f"There are no images under {split}; expected files ending in {', '.join(SUFFIXES)}.")
     return tuple(files)
 
 
 class FolderImages(Loader):
-    """Batches (images, labels) from an ImageNet-style folder, normalised, on the device asked for.
+    """Batches (images, labels) from an ImageNet-style folder, normalized, on `device`.
 
     Args:
-        folder: what `scan_folder` returned.
-        split: "train" (shuffled, cropped and mirrored at random) or "val".
+        folder: the result of `scan_folder`.
+        split: "train" (shuffled, randomly cropped and flipped) or "val".
         batch_size: images per batch in this process.
-        image_size: side of the square that comes out.
-        num_workers: decoding processes; by default the CPU cores there are for each process, 1 to 8. 0 decodes in
-            this process.
-        seed: what order, crops and mirrors are drawn from.
-        epoch: where to start.
-        rank: number of this process.
+        image_size: side of the square output images in pixels.
+        num_workers: decoding processes; by default the CPU cores per process, 1 to 8. 0 decodes in this process.
+        seed: seed of the order, the crops and the flips.
+        epoch: the first epoch.
+        rank: rank of this process.
         world_size: number of processes.
-        device: where the batches go.
+        device: device of the batches.
     """
 
     def __init__(
@@ -142,12 +141,12 @@ class FolderImages(Loader):
         self._queue: list[tuple[int, list[int]]] = []
         self._workers: DataLoader[Any] = DataLoader(
             _Decoder(folder.files[split], image_size, seed, train=split == "train"),
-            batch_size=None,  # the sampler's items are whole batches
+            batch_size=None,  # each item of the sampler is a complete batch
             sampler=_Queue(self._queue),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=self._device.type == "cuda",
-            # DataLoader draws a number for every epoch; from the global generator it would shift the run's dropout.
+            # DataLoader draws a number per epoch; from the global generator that would change the run's dropout.
             generator=torch.Generator(),
         )
         super().__init__({**order_identity(self._order), "image_size": image_size}, self._order.num_batches, epoch)
@@ -157,8 +156,8 @@ class FolderImages(Loader):
         for decoded in self._workers:
             if isinstance(decoded, _Unreadable):
                 raise SettingError(
-                    f"The image {decoded.path} cannot be decoded: {decoded.reason}. Mend, replace or remove the file and resume; "
-                    "Halfstep does not put another image in its place."
+                    f"The image {decoded.path} cannot be decoded: {decoded.reason}. Repair, replace or remove the file and resume; "
+                    "Halfstep does not substitute another image."
                 )
             pixels, labels = decoded
             images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2).float()
@@ -166,7 +165,7 @@ class FolderImages(Loader):
 
 
 class _Queue:
-    """The batches still to be decoded; read anew for every epoch, so that the workers can stay alive."""
+    """The batches to decode; read again for every epoch, so that the workers can stay alive."""
 
     def __init__(self, queue: list[tuple[int, list[int]]]) -> None:
         self._queue = queue
@@ -180,14 +179,14 @@ class _Queue:
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """What a worker sends instead of a batch; an exception would arrive with the worker's traceback as its text."""
+    """Returned by a worker instead of a batch; an exception would have the worker's traceback in its message."""
 
     path: str
     reason: str
 
 
 class _Decoder(Dataset[Any]):
-    """Decodes one batch at a time; lives in the workers."""
+    """Decodes one batch at a time, in the workers."""
 
     def __init__(self, files: tuple[tuple[str, int], ...], image_size: int, seed: int, *, train: bool) -> None:
         # Arrays, not tuples: reading a Python object changes its reference count, and that alone makes each forked
@@ -199,10 +198,10 @@ class _Decoder(Dataset[Any]):
     def __getitem__(self, item: tuple[int, list[int]]) -> tuple[Tensor, Tensor] | _Unreadable:
         epoch, rows = item
         pixels = np.empty((len(rows), self._image_size, self._image_size, 3), dtype=np.uint8)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             path = bytes(self._paths[row]).decode()
             try:
-                pixels[place] = self._decode(path, epoch, row)
+                pixels[index] = self._decode(path, epoch, row)
             except Exception as error:  # Pillow's plugins raise almost anything on a damaged file
                 return _Unreadable(path, f"{type(error).__name__}: {error}")
         return torch.from_numpy(pixels), torch.from_numpy(self._labels[rows])
@@ -210,7 +209,7 @@ class _Decoder(Dataset[Any]):
     def _decode(self, path: str, epoch: int, row: int) -> np.ndarray:
         pillow = _pillow()
         with pillow.open(io.BytesIO(Path(path).read_bytes())) as image:
-            # A palette with transparency has to become RGBA first, or Pillow guesses and warns.
+            # A palette with transparency must be converted to RGBA first, or Pillow guesses and warns.
             image = image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")  # noqa: PLW2901
         draw = random.Random(mix("crop", self._seed, epoch, row))  # noqa: S311 - not for secrets
         width, height = image.size
@@ -221,7 +220,7 @@ class _Decoder(Dataset[Any]):
 
 
 def _random_crop(width: int, height: int, draw: random.Random) -> tuple[float, float, float, float]:
-    """A random part of the image, as (left, top, right, bottom); the centre if no aspect fits a very long image."""
+    """A random part of the image, as (left, top, right, bottom); the centre if no crop fits a very long image."""
     for _ in range(CROP_TRIES):
         area = width * height * draw.uniform(*CROP_AREA)
         aspect = math.exp(draw.uniform(math.log(CROP_ASPECT[0]), math.log(CROP_ASPECT[1])))
@@ -234,7 +233,7 @@ def _random_crop(width: int, height: int, draw: random.Random) -> tuple[float, f
 
 
 def _centre(width: int, height: int) -> tuple[float, float, float, float]:
-    """The centre of the image; scaling this box is scaling the image and cutting out its centre, in one step."""
+    """The centre of the image; resizing this box equals resizing the image and cropping its centre, in one step."""
     return _box(width, height, VAL_SHARE * min(width, height))
 
 
@@ -244,12 +243,12 @@ def _box(width: int, height: int, side: float) -> tuple[float, float, float, flo
 
 
 def _default_workers(cores: int, world_size: int) -> int:
-    """A fair share of the cores, from 1 to 8: a decoding process that has to wait for a core only costs memory."""
+    """A fair share of the cores, from 1 to 8: a decoding process that waits for a core only costs memory."""
     return max(1, min(MAX_WORKERS, cores // world_size))
 
 
 def _num_cores() -> int:
-    """The cores this process may run on, where the system can say; else all there are."""
+    """The cores that this process may run on, or all of them if the system does not report that."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -257,4 +256,6 @@ def _pillow() -> Any:
     try:
         return importlib.import_module("PIL.Image")
     except ImportError as error:
-        raise MissingError('Reading image folders needs Pillow: pip install "halfstep[vision]"') from error
+        raise MissingError(
+            'Reading image folders needs Pillow; install it with: pip install "halfstep[vision]"'
+        ) from error

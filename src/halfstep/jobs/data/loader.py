@@ -1,12 +1,12 @@
-"""What every loader of Halfstep shares: an order of examples that can be computed, and a position to resume at.
+"""The base of all Halfstep loaders: a computable order of examples, and a position to resume from.
 
 How it works. The order of an epoch is a function of (seed, epoch) alone: no global random state, no history. So
-every precision under comparison sees the same batches, and resuming needs two numbers, the epoch and how many of
-its batches were handed out; the rest of the epoch is computed again, not replayed.
+every precision in a comparison gets the same batches, and resuming needs two numbers, the epoch and how many of its
+batches were returned; the rest of the epoch is computed, not replayed.
 
-Train: shuffled anew each epoch; a last short batch is dropped, so that every step has the same number of examples
-on every process. Val: file order, every example exactly once; the last batch may be short. One batch on each of W
-processes holds together what one process with a W times larger batch_size would see.
+Training: shuffled in each epoch; a short last batch is dropped, so every step has the same number of examples in
+every process. Validation: file order, every example exactly once; the last batch may be short. The batches of W
+processes together are the batch of one process with a W times larger batch_size.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ STATE_VERSION = 1
 
 
 def mix(*parts: int | str) -> int:
-    """One seed out of several numbers, the same on every machine and unrelated for neighbouring inputs."""
+    """Hash several values into one seed, the same on every machine and unrelated for similar inputs."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class Order:
-    """Which examples go into which batch, on one process of `world_size`."""
+    """The examples in each batch of one process of `world_size`."""
 
     num_examples: int
     batch_size: int
@@ -47,22 +47,22 @@ class Order:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        check_place(self.split, self.batch_size, self.rank, self.world_size)
+        check_settings(self.split, self.batch_size, self.rank, self.world_size)
         together = self.batch_size * self.world_size
         needed = together if self.split == "train" else self.world_size
         if self.num_examples < needed:
             raise SettingError(
-                f"The {self.split} split has {self.num_examples} examples, fewer than one batch on every process needs: "
-                f"batch_size={self.batch_size} on {self.world_size} process(es) needs {needed}. Lower batch_size."
+                f"The {self.split} split has {self.num_examples} examples, too few for one batch in every process: "
+                f"batch_size={self.batch_size} with {self.world_size} process(es) needs {needed}. Lower batch_size."
             )
 
     @property
     def num_batches(self) -> int:
-        """Batches in an epoch on this process."""
+        """Batches per epoch in this process."""
         return len(self._chunks(torch.arange(self.num_examples)))
 
     def batches(self, epoch: int) -> list[Tensor]:
-        """The example numbers of each batch of the epoch, in order."""
+        """The example indices of each batch of the epoch, in order."""
         if self.split != "train":
             return self._chunks(torch.arange(self.num_examples))
         generator = torch.Generator().manual_seed(mix("order", self.seed, epoch))
@@ -77,17 +77,17 @@ class Order:
             chunks = chunks if tail == together else chunks[:-1]
         elif tail < self.world_size and len(chunks) > 1:
             # Too few for every process to get one, and under FSDP a process without a batch makes the others wait
-            # for ever: share the last two batches out evenly.
+            # for ever: distribute the last two batches evenly.
             chunks[-2:] = torch.cat(chunks[-2:]).tensor_split(2)
-        own = [chunk.tensor_split(self.world_size)[self.rank] for chunk in chunks]
-        return [chunk for chunk in own if len(chunk)]  # empty only for batch_size=1, where nothing can be shared out
+        local = [chunk.tensor_split(self.world_size)[self.rank] for chunk in chunks]
+        return [chunk for chunk in local if len(chunk)]  # empty only for batch_size=1, which cannot be distributed
 
 
 class Loader(ABC):
     """An iterable of batches with a position: `state_dict()`, `load_state_dict()`, `set_epoch()`.
 
-    Iterating goes through the current epoch from its start, or from the position that was loaded, and then moves
-    on to the next epoch. The position counts the batches handed out, not those prepared ahead.
+    Iterating yields the current epoch from its start, or from the loaded position, and then advances to the next
+    epoch. The position counts the batches that were returned, not those prefetched.
     """
 
     def __init__(self, identity: Mapping[str, int | str], num_batches: int, epoch: int = 0) -> None:
@@ -99,11 +99,11 @@ class Loader(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
-        """The batches of an epoch, from number `first` on."""
+        """The batches of an epoch, starting at index `first`."""
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being iterated, or that comes next."""
+        """The epoch that is being iterated, or the next one."""
         return self._epoch
 
     def __len__(self) -> int:
@@ -121,36 +121,37 @@ class Loader(ABC):
         self._epoch, self._batch = epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; naming the current epoch keeps a position that was just loaded."""
+        """Go to the start of an epoch; for the current epoch, a position that was just loaded is kept."""
         if epoch != self._epoch:
             self._epoch, self._batch, self._first = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what must be the same for it to mean anything, as plain values."""
+        """The position and the settings for which it is valid, as plain values."""
         return {"version": STATE_VERSION, "epoch": self._epoch, "batch": self._batch, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with exactly the batches that would have followed when `state` was taken."""
+        """Continue with exactly the batches that would have followed when `state` was saved."""
         if state.get("version") != STATE_VERSION:
             raise SettingError(
-                f"The data position has version {state.get('version')!r}; this Halfstep reads version {STATE_VERSION}."
+                f"The data position has version {state.get('version')!r}; this Halfstep reads version {STATE_VERSION}; resume with the Halfstep that saved it."
             )
-        for key, mine in self._identity.items():
-            if state.get(key) != mine:
+        for key, current in self._identity.items():
+            if state.get(key) != current:
                 raise SettingError(
-                    f"The data position was saved with {key}={state.get(key)!r}, but here {key} is {mine!r}, so other batches "
+                    f"The data position was saved with {key}={state.get(key)!r}, but {key} is now {current!r}, so other batches "
                     "would follow. Resume with the same setting, or start the data from the beginning."
                 )
         epoch, batch = state.get("epoch"), state.get("batch")
         if not isinstance(epoch, int) or not isinstance(batch, int) or epoch < 0 or not 0 <= batch <= self._num_batches:
             raise SettingError(
-                f"The data position epoch={epoch!r}, batch={batch!r} is outside this data, which has {self._num_batches} batches an epoch."
+                f"The data position epoch={epoch!r}, batch={batch!r} is outside this data, which has {self._num_batches} batches per epoch; "
+                "the checkpoint was saved with other data."
             )
         self._epoch, self._batch, self._first = epoch, batch, batch
 
 
-def check_place(split: str, batch_size: int, rank: int, world_size: int) -> None:
-    """Refuse a split, batch size or rank that cannot be."""
+def check_settings(split: str, batch_size: int, rank: int, world_size: int) -> None:
+    """Raise for an unknown split or an impossible batch size or rank."""
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
     if batch_size < 1:
@@ -160,7 +161,7 @@ def check_place(split: str, batch_size: int, rank: int, world_size: int) -> None
 
 
 def order_identity(order: Order) -> dict[str, int | str]:
-    """What two loaders must share for a position of one to be valid in the other; every rank's position is the same."""
+    """The settings for which a position is valid; rank is not one of them, since all ranks have the same position."""
     values = asdict(order)
     del values["rank"]
     return values

@@ -1,12 +1,11 @@
-"""Synthetic images, made on the device: full-size work for a GPU with no files and no waiting for them.
+"""Synthetic images, generated on the device: a full-size load for a GPU without files or input stalls.
 
-An image is noise plus a coarse pattern that belongs to its class, so that a model can learn the classes and a
-loss curve means something; pure noise would only be memorised. Each batch is a function of (seed, split, epoch,
-number of the batch, rank), so every precision sees the same images, and any batch can be made without those
-before it. CPU and GPU draw different numbers from one seed: the images are the same between runs on one kind of
-device, not between kinds.
+An image is noise plus a coarse pattern for its class, so that a model can learn the classes and the loss curve is
+meaningful; pure noise could only be memorized. Each batch is a function of (seed, split, epoch, batch index, rank), so
+every precision gets the same images, and any batch can be generated without the ones before it. CPU and GPU draw
+different numbers from the same seed, so images are reproducible on one type of device, not across types.
 
-An epoch is a fixed number of batches, because there is no data set to exhaust: 100 for train, 10 for val.
+An epoch is a fixed number of batches, because the data has no end: 100 for training, 10 for validation.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SettingError
-from halfstep.jobs.data.loader import Batch, Loader, check_place, mix
+from halfstep.jobs.data.loader import Batch, Loader, check_settings, mix
 
 __all__ = ["SyntheticImages"]
 
 NUM_BATCHES = {"train": 100, "val": 10}
-PATTERN_SIDE = 4  # cells along each side of a class's pattern: coarse, so that any patch size sees it
-PATTERN_SHARE = 0.5  # of the amplitude; the rest is noise, which keeps the classes from being told apart at once
+PATTERN_SIDE = 4  # cells along each side of a class's pattern: coarse enough for any patch size
+PATTERN_SHARE = 0.5  # of the amplitude; the rest is noise, so that the classes are not learned immediately
 
 
 class SyntheticImages(Loader):
-    """Batches (images, labels) of made-up square images with about zero mean and unit deviation.
+    """Batches (images, labels) of generated square images with about zero mean and unit standard deviation.
 
     Args:
         split: "train" or "val"; both have the same classes, with different noise.
         batch_size: images per batch in this process.
         image_size: side in pixels.
-        num_classes: number of different labels.
+        num_classes: number of labels.
         channels: image channels.
-        num_batches: batches per epoch; 100 for train and 10 for val unless given.
-        seed: what everything is drawn from.
-        epoch: where to start.
-        rank: number of this process; each draws its own images.
+        num_batches: batches per epoch; by default 100 for train and 10 for val.
+        seed: seed of all random numbers.
+        epoch: the first epoch.
+        rank: rank of this process; each generates different images.
         world_size: number of processes.
-        device: where the images are made.
+        device: device on which the images are generated.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class SyntheticImages(Loader):
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_place(split, batch_size, rank, world_size)
+        check_settings(split, batch_size, rank, world_size)
         num_batches = NUM_BATCHES[split] if num_batches is None else num_batches
         if min(image_size, num_classes, channels, num_batches) < 1:
             raise SettingError(
@@ -87,7 +86,7 @@ class SyntheticImages(Loader):
         super().__init__(identity, num_batches, epoch)
 
     def _generator(self, *parts: int | str) -> torch.Generator | None:
-        # The meta device holds no numbers and has no generator: shapes are all that is asked of it.
+        # The meta device has no values and no generator; only shapes are needed there.
         return None if self._device.type == "meta" else torch.Generator(self._device).manual_seed(mix(*parts))
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
@@ -99,6 +98,6 @@ class SyntheticImages(Loader):
         images: Tensor = torch.randn(self._shape, generator=generator, device=self._device)
         labels = torch.randint(self._num_classes, self._shape[:1], generator=generator, device=self._device)
         patterns = torch.nn.functional.interpolate(self._patterns[labels], size=self._shape[2:])
-        # Squares of the two shares add to one, so the sum keeps unit deviation.
+        # The squares of the two shares add up to one, so the sum has unit standard deviation.
         images.mul_((1 - PATTERN_SHARE**2) ** 0.5).add_(patterns, alpha=PATTERN_SHARE)
         return images, labels

@@ -1,19 +1,19 @@
 """The plain Vision Transformer, in one file that reads from top to bottom.
 
 How it works (Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021). The image is cut into patches; a
-convolution whose stride is its size turns each into a vector of `dim` numbers. A learned class token goes in
-front, a learned position is added, and `depth` pre-norm blocks follow:
+convolution whose stride equals its kernel size turns each into a vector of `dim` numbers. A learned class token is
+prepended, learned positions are added, and `depth` pre-norm blocks follow:
 
-    x = x + attention(norm(x))        every token looks at every token, `heads` times
+    x = x + attention(norm(x))        every token attends to every token, in `heads` heads
     x = x + mlp(norm(x))              dim -> mlp_ratio * dim -> dim, with GELU
 
-The class token, normalised, gives the logits through one linear layer.
+One linear layer computes the logits from the normalized class token.
 
-Shapes, parameter counts and the order of the arithmetic are torchvision's, so its figures are comparable:
-ViT-L/16 at 224 pixels and 1000 classes has 304,326,632 parameters in 296 tensors. The initial values are
-too (Xavier for the linear layers, truncated normal for the patches, normal 0.02 for positions), except for the
-last layer: torchvision starts it at zero, which gives every other layer an exactly zero gradient on the first
-step. A tool that looks for dead gradients would report all of them, so it starts at a truncated normal of 0.02.
+Shapes, parameter counts and the order of operations are torchvision's, so results are comparable: ViT-L/16 at 224
+pixels and 1000 classes has 304,326,632 parameters in 296 tensors. So is the initialization (Xavier for the linear
+layers, truncated normal for the patches, normal 0.02 for positions), except for the last layer: torchvision
+initializes it to zero, which makes the gradient of every other layer exactly zero in the first step. A tool that
+searches for dead gradients would report all of them, so here it is a truncated normal with standard deviation 0.02.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from halfstep.errors import SettingError
 
 __all__ = ["SIZES", "Block", "ViT", "ViTSize", "vit_b_16", "vit_h_14", "vit_l_16", "vit_s_16", "vit_t_16"]
 
-NORM_EPS = 1e-6  # the paper's; torch's default of 1e-5 is not what published weights were trained with
+NORM_EPS = 1e-6  # as in the paper; published weights were not trained with torch's default of 1e-5
 
 
 class Attention(nn.Module):
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU between them, applied to each token alone."""
+    """Two linear layers with GELU between them, applied to each token separately."""
 
     def __init__(self, dim: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: attention, then MLP, each added to what came in."""
+    """One pre-norm transformer layer: attention, then MLP, each added to its input."""
 
     def __init__(self, dim: int, heads: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The tokens after this layer, of the same shape."""
+        """The tokens after this layer, with the same shape."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         x = x + self.dropout(self.mlp(self.norm2(x)))
         return x  # noqa: RET504 - the two lines are the formula at the top of this file
@@ -95,10 +95,10 @@ class ViT(nn.Module):
         heads: number of attention heads.
         num_classes: number of logits.
         channels: image channels.
-        mlp_ratio: width of the MLP's middle, in units of `dim`.
+        mlp_ratio: hidden width of the MLP, in units of `dim`.
         dropout: after every linear layer but qkv and the last, and after the positions, as in the paper.
-        activation_checkpointing: keep only each block's input and compute the rest again in backward: less
-            memory, about a third more arithmetic, the same gradients.
+        activation_checkpointing: store only the input of each block and recompute the rest in backward: less
+            memory, about a third more computation, the same gradients.
     """
 
     def __init__(
@@ -117,10 +117,12 @@ class ViT(nn.Module):
         super().__init__()
         if image_size % patch:
             raise SettingError(
-                f"image_size={image_size} is not a multiple of patch={patch}; the patches would not cover the image."
+                f"image_size={image_size} is not a multiple of patch={patch}; choose an image_size that the patches cover exactly."
             )
         if dim % heads:
-            raise SettingError(f"dim={dim} is not a multiple of heads={heads}; each head gets dim / heads numbers.")
+            raise SettingError(
+                f"dim={dim} is not a multiple of heads={heads}; each head gets dim / heads channels, so choose a multiple."
+            )
         self.image_size, self.channels = image_size, channels
         self.activation_checkpointing = activation_checkpointing
         self.patches = nn.Conv2d(channels, dim, kernel_size=patch, stride=patch)
@@ -134,7 +136,7 @@ class ViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial values, from torch's global random generator."""
+        """Initialize all parameters from torch's global random generator."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -157,7 +159,7 @@ class ViT(nn.Module):
                 f"This ViT takes images of shape (batch, {', '.join(map(str, expected))}), not {tuple(images.shape)}; "
                 "resize the images or build the model with their image_size and channels."
             )
-        # Weights in 16 bits take images in 16 bits; under autocast the weights are fp32 and nothing changes here.
+        # 16-bit weights need 16-bit images; under autocast the weights are fp32 and this cast does nothing.
         x = self.patches(images.to(self.patches.weight.dtype)).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_token.expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
         x = self.dropout(x + self.positions)
@@ -172,10 +174,10 @@ class ViT(nn.Module):
 
 @torch.no_grad()
 def _truncated_normal(tensor: Tensor, std: float) -> None:
-    """Fill with a normal distribution cut at two deviations.
+    """Fill with a normal distribution truncated at two standard deviations.
 
-    torch.nn.init.trunc_normal_ reads numbers back while it draws (torch 2.13), which fails on fake tensors, and its
-    default limits are -2 and 2 whatever the deviation.
+    torch.nn.init.trunc_normal_ (torch 2.13) reads values back, which fails on fake tensors, and its default limits are
+    -2 and 2 for any standard deviation.
     """
     limit = math.erf(2 / math.sqrt(2))
     tensor.uniform_(-limit, limit).erfinv_().mul_(std * math.sqrt(2))
@@ -183,7 +185,7 @@ def _truncated_normal(tensor: Tensor, std: float) -> None:
 
 @dataclass(frozen=True)
 class ViTSize:
-    """What tells one standard ViT from another."""
+    """The dimensions of a standard ViT."""
 
     patch: int
     dim: int
