@@ -40,7 +40,7 @@ def test_8_bit_states_are_a_byte_each_and_scales():
 def test_foreach_step_takes_temporaries():
     """An optimizer that torch steps by foreach has temporaries in its step; a fused one has none."""
     plain, fused = (
-        Estimator(small_job(optimizer=o), Policy.parse("fp32")).trace(8).ledger.lines
+        Estimator(small_job(optimizer=o), Policy.parse("fp32")).trace(8).ledger.events
         for o in (torch.optim.RMSprop, torch.optim.AdamW)
     )
     taken = [sum(e.num_bytes or 0 for e in lines if e.phase == "step") for lines in (plain, fused)]
@@ -50,7 +50,7 @@ def test_foreach_step_takes_temporaries():
 
 def test_every_block_is_taken_once_and_given_back():
     """A plain optimizer's first step, which is not kept, leaves no line behind that belongs to another block."""
-    lines = Estimator(small_job(optimizer=torch.optim.RMSprop), Policy.parse("bf16")).trace(8).ledger.lines
+    lines = Estimator(small_job(optimizer=torch.optim.RMSprop), Policy.parse("bf16")).trace(8).ledger.events
     taken = [e.block for e in lines if e.num_bytes is not None]
     given = [e.block for e in lines if e.num_bytes is None]
     assert len(set(taken)) == len(taken)
