@@ -239,7 +239,7 @@ def _mixed_precision_notes(entries: Sequence[Entry]) -> list[str]:
         fewer = (
             "Activations decided, and autocast makes them smaller"
             if after_count < before_count
-            else "Autocast saves no GPU at this batch size on this GPU"
+            else "Autocast does not reduce the number here"
         )
         notes.append(f"GPUs with a full copy on each (ddp): {listed}. {fewer}.")
     return notes

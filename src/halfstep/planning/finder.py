@@ -60,13 +60,14 @@ def find_batch_size(
 ) -> FoundBatch:
     """The largest micro-batch of `job` that fits: on this machine's GPU by trial, or in `memory` by prediction only."""
     policy, notes = resolve(precision, probe())
-    for note in notes:
-        say(note)
+    if memory is None or precision == "auto":  # otherwise the notes are about a machine that the answer is not for
+        for note in notes:
+            say(note)
     options = StepOptions(accumulate, ema)
     if memory is None and not torch.cuda.is_available():
         raise SettingError(
-            "find_batch_size() tries batches on a GPU, and torch sees none here. Pass memory='80GiB' for a prediction for a GPU "
-            "of that size."
+            "find_batch_size() tries batches on a GPU, and torch sees none here. Pass memory='80GiB' (--memory 80GiB) for a "
+            "prediction for a GPU of that size."
         )
     if memory is not None:
         size = memory if isinstance(memory, int) else parse_memory(memory)
