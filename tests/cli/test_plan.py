@@ -62,7 +62,7 @@ def test_find_with_a_memory_size():
         (("--html", "."), "folder that exists"),
         (("--find", "--batch", "8"), "--find looks for the batch itself"),
         (("--find", "--gpu", "A100"), "leave out --gpu"),
-        (("--memory", "lots"), "lots"),
+        (("--memory", "lots"), "is no size"),
         (("--gpu", "A1000000"), "A1000000"),
     ],
 )

@@ -50,7 +50,7 @@ def test_freed_neighbours_merge():
     assert allocator.reserved == 20 * MIB
 
 
-@given(st.lists(st.tuples(st.integers(1, 40 * MIB), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.integers(1, 40 * MIB), st.booleans()), max_size=30))
 def test_freeing_everything_leaves_nothing_allocated(steps):
     """After any sequence of allocations and frees, allocated is the sum of live blocks and never more than reserved."""
     allocator, alive = Allocator(), []
