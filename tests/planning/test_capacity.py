@@ -64,5 +64,5 @@ def test_gpus_of_other_vendors_have_a_note(gpu, memory):
 
 def test_reason_for_an_unknown_size_concerns_memory():
     """The error for an unknown size quotes only notes about memory."""
-    with pytest.raises(SettingError, match=r"unknown \([^;)]*shared with the CPU\); add --memory"):
+    with pytest.raises(SettingError, match=r"unknown \(It[^;)]*memory[^;)]*CPU\); add --memory"):
         capacity_of("M2", None)
