@@ -2,8 +2,8 @@
 
     python benchmarks/bench_check.py [--files 2000] [--out FILE.md]
 
-The tree is one third training code, put together from the rules' own cases, and two thirds modules of the standard
-library: most files of a project are not about precision. Each figure is the median of several runs, with its range.
+The tree is one third training code, assembled from the rules' own cases, and two thirds modules of the standard
+library, because most files of a project are not about precision. Each figure is the median of several runs, with its range.
 """
 
 import argparse
@@ -37,16 +37,18 @@ for x, y in loader:
 
 
 def timed(args, rounds):
-    """Wall-clock and processor seconds of a command, each as (median, least, most)."""
-    walls, works = [], []
+    """Wall-clock and CPU seconds of a command, each as (median, minimum, maximum)."""
+    wall_seconds, cpu_seconds = [], []
     for _ in range(rounds):
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         done = subprocess.run([sys.executable, "-m", "halfstep", "check", *args], capture_output=True, check=False)
-        walls.append(time.perf_counter() - start)
+        wall_seconds.append(time.perf_counter() - start)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        works.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        cpu_seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode in {0, 3}, done.stderr.decode()
-    return [(statistics.median(times), min(times), max(times)) for times in (walls, works)], done.stdout.decode()
+    return [
+        (statistics.median(times), min(times), max(times)) for times in (wall_seconds, cpu_seconds)
+    ], done.stdout.decode()
 
 
 def make_tree(folder, count):
@@ -89,24 +91,24 @@ def main():
         )
         (folder / "tree").mkdir()
         lines = make_tree(folder / "tree", args.files)
-        timed([str(folder / "small.py")], 1)  # writes the byte code
+        timed([str(folder / "small.py")], 1)  # compiles the byte code
         script, _ = timed([str(folder / "small.py")], 9)
         config, _ = timed([str(folder / "ds_config.json")], 9)
-        tree, said = timed([str(folder / "tree")], 3)
-    seen = environment()
+        tree, output = timed([str(folder / "tree")], 3)
+    versions = environment()
     text = "\n".join(
         [
-            "# halfstep check: how long it takes",
+            "# Run time of halfstep check",
             "",
-            f"{datetime.now(UTC):%Y-%m-%d}; {platform.platform()}; {seen}",
+            f"{datetime.now(UTC):%Y-%m-%d}; {platform.platform()}; {versions}",
             "",
-            "| what | wall s, median (range) | processor s, median (range) | to reach |",
+            "| input | wall s, median (range) | CPU s, median (range) | target |",
             "|---|---|---|---|",
             row("one script of 11 lines, cold start", script, "0.3 s"),
             row("one DeepSpeed JSON, cold start", config, "0.3 s"),
             row(f"tree of {args.files:,} Python files, {lines:,} lines", tree, "10 s on 2 cores"),
             "",
-            f"The tree: {said.strip().splitlines()[-1]}",
+            f"The tree: {output.strip().splitlines()[-1]}",
             "",
         ]
     )

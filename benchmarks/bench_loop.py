@@ -1,9 +1,9 @@
-"""Times whole training steps with nothing but a loop and a clock, to hold against what `halfstep compare` says.
+"""Times whole training steps with only a loop and a clock, to check the results of `halfstep compare`.
 
     python benchmarks/bench_loop.py [--model vit_l_16] [--batch 128] [--steps 16] [--compile [MODE]] [--only TEXT ...] [--out FILE.md]
 
-Each loop runs in a process of its own, one after the other, as in `compare`; a GPU that has been busy for minutes runs at
-lower clocks. The loop of torch AMP is the one of its documentation, with a fused AdamW. Needs a CUDA device.
+Each loop runs in a separate process, one after the other, as in `compare`; a GPU that has been busy for minutes runs at
+lower clocks. The torch AMP loop is that of its documentation, with a fused AdamW. Needs a CUDA device.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def time_one(name, args):
 
 
 def main():
-    """Run every loop in a process of its own and print the table."""
+    """Run every loop in a separate process and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="vit_l_16", help="a ViT of this package")
     parser.add_argument("--batch", type=int, default=128)
@@ -105,10 +105,10 @@ def main():
         const=True,
         default=False,
         metavar="MODE",
-        help="also a mode of torch.compile",
+        help="compile the model, optionally with a mode of torch.compile",
     )
-    parser.add_argument("--only", action="append", help="only the loops whose name holds one of these texts")
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)  # what a child process is told
+    parser.add_argument("--only", action="append", help="run only the loops whose name contains one of these texts")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)  # for the child process
     parser.add_argument("--out")
     args = parser.parse_args()
     if args.case:
@@ -128,8 +128,8 @@ def main():
         if done.returncode:
             lines.append(f"| {name} | did not run: {(done.stderr.strip().splitlines() or ['no message'])[-1]} | |")
         else:
-            found = json.loads(done.stdout.splitlines()[-1])
-            lines.append(f"| {name} | {found['images_per_s']:.0f} | {found['peak_gib']:.2f} |")
+            result = json.loads(done.stdout.splitlines()[-1])
+            lines.append(f"| {name} | {result['images_per_s']:.0f} | {result['peak_gib']:.2f} |")
         print(lines[-1], flush=True)
     text = "\n".join(lines)
     print(text)

@@ -1,15 +1,15 @@
-"""What cuDNN takes for each convolution of well-known networks, beside what `halfstep.planning` predicts for it.
+"""The workspace of each convolution of well-known networks, measured, next to what `halfstep.planning` predicts.
 
-    python benchmarks/bench_plan_convs.py measure FILE.json      on a GPU, with torchvision where it is installed
-    python benchmarks/bench_plan_convs.py check FILE.json        anywhere: the rules against what FILE holds
+    python benchmarks/bench_plan_convs.py measure FILE.json      on a GPU, with torchvision if it is installed
+    python benchmarks/bench_plan_convs.py check FILE.json        anywhere: compare the rules with FILE
 
-A dispatch mode stands around every convolution, forwards and backwards, and reads the allocator's requested bytes: the
-peak during the call, less what was there before and less the results. The same call comes back in many networks; each is
-kept once, with the network in which it came first.
+A dispatch mode wraps every convolution, forward and backward, and reads the allocator's requested bytes: the peak during
+the call, less what was allocated before and less the results. The same call occurs in many networks; each is recorded
+once, with the first network that has it.
 
-The file is written to be small. `shapes` holds what a convolution is apart from its batch, `kinds` how it was called (the
-pass, the dtype, the layouts of its tensors and which results were wanted or whether it has a bias), `origins` the networks;
-a row is the number of each of the three, the batch and the bytes taken.
+The file is compact. `shapes` describes a convolution apart from its batch, `kinds` how it was called (the pass, the dtype,
+the layouts of its tensors and which results were requested or whether it has a bias), `origins` the networks; a row is an
+index into each of the three, the batch and the bytes of the workspace.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FORWARD, BACKWARD = _aten.convolution.default, _aten.convolution_backward.defaul
 
 
 class _Watch(TorchDispatchMode):
-    """Writes down every convolution with the bytes its kernel took on the side."""
+    """Records every convolution with the workspace of its kernel."""
 
-    def __init__(self, found: dict[str, tuple[int, int, str]], origin: str) -> None:
+    def __init__(self, calls: dict[str, tuple[int, int, str]], origin: str) -> None:
         super().__init__()
-        self.found, self.origin = found, origin
+        self.calls, self.origin = calls, origin
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in {FORWARD, BACKWARD}:
@@ -52,9 +52,9 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         torch.cuda.synchronize()
         peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-        results = sum(t.numel() * t.element_size() for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
+        results = sum(t.nbytes for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
         key = json.dumps(_described(func, args))
-        self.found.setdefault(key, (args[0 if func is FORWARD else 1].shape[0], peak - results, self.origin))
+        self.calls.setdefault(key, (args[0 if func is FORWARD else 1].shape[0], peak - results, self.origin))
         return out
 
 
@@ -64,11 +64,11 @@ def _described(func: Any, args: Any) -> list[Any]:
     x, w = args[:2] if forward else args[1:3]
     rest = args[3:9] if forward else args[4:10]
     tensors = args[:2] if forward else args[:3]
-    wanted = args[2] is not None if forward else list(args[10])
+    requested = args[2] is not None if forward else list(args[10])
     shape = [list(x.shape[1:]), list(w.shape), *(list(a) if isinstance(a, (list, tuple)) else a for a in rest)]
     layouts = ["channels_last" if _is_last(t) else "contiguous" for t in tensors]
     dtype = str(x.dtype).removeprefix("torch.")
-    return [shape, ["forward" if forward else "backward", dtype, layouts, wanted], x.shape[0]]
+    return [shape, ["forward" if forward else "backward", dtype, layouts, requested], x.shape[0]]
 
 
 def _is_last(tensor: Tensor) -> bool:
@@ -77,29 +77,29 @@ def _is_last(tensor: Tensor) -> bool:
 
 
 def _called(shape: list[Any], kind: list[Any], batch: int) -> tuple[Any, list[Any], Any]:
-    """Operation, arguments and result of what was described, on the meta device."""
-    (image, weight, *rest), (name, dtype, layouts, wanted) = shape, kind
+    """Operation, arguments and result of a described call, on the meta device."""
+    (image, weight, *rest), (name, dtype, layouts, requested) = shape, kind
     of = {"dtype": getattr(torch, dtype), "device": "meta"}
     x, w = torch.empty([batch, *image], **of), torch.empty(weight, **of)
     out = FORWARD(x, w, None, *rest)
     tensors = [t.to(memory_format=getattr(torch, f"{f}_format" if f == "contiguous" else f))
                for t, f in zip([x, w] if name == "forward" else [out, x, w], layouts, strict=True)]  # fmt: skip
     if name == "forward":
-        return FORWARD, [*tensors, torch.empty(out.shape[1], **of) if wanted else None, *rest], out
-    args = [*tensors, [out.shape[1] if wanted[2] else 0], *rest, wanted]
+        return FORWARD, [*tensors, torch.empty(out.shape[1], **of) if requested else None, *rest], out
+    args = [*tensors, [out.shape[1] if requested[2] else 0], *rest, requested]
     return BACKWARD, args, BACKWARD(*args)
 
 
-def _write(path: Path, found: dict[str, tuple[int, int, str]]) -> None:
+def _write(path: Path, calls: dict[str, tuple[int, int, str]]) -> None:
     shapes, kinds, origins = {}, {}, {}
     rows = []
-    for key, (batch, scratch, origin) in found.items():
+    for key, (batch, scratch, origin) in calls.items():
         shape, kind, _ = json.loads(key)
-        numbers = [
+        indices = [
             table.setdefault(json.dumps(v), len(table))
             for table, v in ((shapes, shape), (kinds, kind), (origins, origin))
         ]
-        rows.append([*numbers, batch, scratch])
+        rows.append([*indices, batch, scratch])
     head = json.dumps({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()})[:-1]
     tables = (f'"{name}": [\n{",".join(chr(10) + v for v in values).strip()}\n]' for name, values in (
         ("shapes", shapes), ("kinds", kinds), ("origins", origins), ("rows", [json.dumps(r, separators=(",", ":")) for r in rows]),
@@ -108,7 +108,7 @@ def _write(path: Path, found: dict[str, tuple[int, int, str]]) -> None:
 
 
 def networks() -> Iterator[tuple[str, Callable[[], nn.Module], tuple[int, ...], int]]:
-    """Name, maker, batch sizes, image size."""
+    """Name, constructor, batch sizes, image size."""
     for width in (32, 64, 96):
         yield f"unet{width}", lambda w=width: UNet(w), (1, 2, 4, 8, 12, 16, 24, 32), 256
     yield "unet64 at 512", UNet, (2, 8), 512
@@ -135,7 +135,7 @@ def measure(path: Path) -> None:
     """One forward and backward pass of every network, batch and dtype."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    found: dict[str, tuple[int, int, str]] = {}
+    calls: dict[str, tuple[int, int, str]] = {}
     for name, make, batches, size in networks():
         with torch.device("cuda"):
             model = make()
@@ -148,7 +148,7 @@ def measure(path: Path) -> None:
                 x = torch.randn(batch, 3, size, size, device="cuda").to(memory_format=form)
                 try:
                     with (
-                        _Watch(found, f"{name} {batch}"),
+                        _Watch(calls, f"{name} {batch}"),
                         torch.autocast("cuda", dtype, enabled=dtype is not torch.float32),
                     ):
                         out = model(x)
@@ -158,29 +158,31 @@ def measure(path: Path) -> None:
                 model.zero_grad(set_to_none=True)
                 out = None
         del model
-        print(name, len(found), flush=True)
-        _write(path, found)
+        print(name, len(calls), flush=True)
+        _write(path, calls)
 
 
 def check(path: Path) -> None:
-    """The rules against every row, worst last."""
+    """Compare the rules with every row, worst last."""
     record = json.loads(path.read_text(encoding="utf-8"))
     worst, counted = [], Counter()
     for shape, kind, origin, batch, scratch in record["rows"]:
         func, args, out = _called(record["shapes"][shape], record["kinds"][kind], batch)
         off = (scratch_bytes(func, args, {}, out) or 0) - scratch
         tensors = [t for t in pytree.tree_leaves((args, out)) if isinstance(t, Tensor)]
-        size = sum(t.numel() * t.element_size() for t in tensors)
+        size = sum(t.nbytes for t in tensors)
         counted["all"] += 1
         counted["within 1 MiB or 2 %"] += abs(off) <= max(1 << 20, 0.02 * max(scratch + off, scratch))
         worst.append((abs(off) / size, off / 2**20, scratch / 2**20, shape, kind, batch, origin))
     print(dict(counted))
-    for share, off, taken, shape, kind, batch, origin in sorted(worst)[-60:]:
+    for share, off, workspace, shape, kind, batch, origin in sorted(worst)[-60:]:
         print(
-            f"{share:6.2f} of its size: off {off:9.1f} MiB, took {taken:9.1f}  batch {batch} {record['shapes'][shape]} "
+            f"{share:6.2f} of its size: off by {off:9.1f} of {workspace:9.1f} MiB, batch {batch} {record['shapes'][shape]} "
             f"{record['kinds'][kind]} ({record['origins'][origin]})"
         )
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in {"measure", "check"}:
+        sys.exit(__doc__)
     {"measure": measure, "check": check}[sys.argv[1]](Path(sys.argv[2]))

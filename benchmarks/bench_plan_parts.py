@@ -1,9 +1,9 @@
-"""What single operations allocate on a GPU beyond their inputs and outputs: the facts behind `halfstep.planning`.
+"""What single operations allocate on a GPU besides their inputs and outputs: the data behind `halfstep.planning`.
 
     python benchmarks/bench_plan_parts.py FILE.json
 
-For each operation: the bytes requested from torch's allocator that are held after its forward pass, at the peak of the
-forward, and at the peak of the backward, above what was there before; and the bytes of its output.
+For each operation: the bytes requested from torch's allocator that are still allocated after its forward pass, at the peak
+of the forward pass and at the peak of the backward pass, less what was allocated before; and the bytes of its output.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def _now(kind: str) -> int:
 
 
 def probe(build: Callable[[], tuple[Callable[[], Tensor], Any]]) -> dict[str, Any]:
-    """Bytes around one operation; `build` gives the call and whatever else is worth recording."""
+    """The memory of one operation; `build` returns the call and anything else worth recording."""
     gc.collect()
     torch.cuda.empty_cache()
     call, note = build()
-    out = call()  # once for lazily made workspaces and plans
+    out = call()  # once for lazily created workspaces and plans
     out.backward(torch.ones_like(out))
     del out
     torch.cuda.synchronize()
@@ -40,7 +40,7 @@ def probe(build: Callable[[], tuple[Callable[[], Tensor], Any]]) -> dict[str, An
     before = _now("current")
     out = call()
     torch.cuda.synchronize()
-    forward, held = _now("peak") - before, _now("current") - before
+    forward, saved = _now("peak") - before, _now("current") - before
     size = out.numel() * out.element_size()
     grad = torch.ones_like(out)
     torch.cuda.reset_peak_memory_stats()
@@ -48,7 +48,7 @@ def probe(build: Callable[[], tuple[Callable[[], Tensor], Any]]) -> dict[str, An
     out.backward(grad)
     torch.cuda.synchronize()
     backward = _now("peak") - before_backward
-    row = {"note": note, "out": size, "held": held, "forward_peak": forward, "backward_peak": backward}
+    row = {"note": note, "out": size, "saved": saved, "forward_peak": forward, "backward_peak": backward}
     return row | {"after": _now("current") - before_backward}
 
 
@@ -69,7 +69,7 @@ def attention(dtype: str, b: int, h: int, s: int, d: int, kind: str) -> Callable
             mask = torch.zeros(b, 1, s, s, device=CUDA, dtype=kind_of)
         settings = {"is_causal": kind == "causal", "dropout_p": 0.1 if kind == "dropout" else 0.0}
         q, k, v = (t.transpose(1, 2) for t in qkv)
-        choice = int(torch._fused_sdp_choice(q, k, v, mask, **settings))  # noqa: SLF001 - nothing public tells
+        choice = int(torch._fused_sdp_choice(q, k, v, mask, **settings))  # noqa: SLF001 - no public function returns it
 
         def call() -> Tensor:
             return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in qkv), mask, **settings)
@@ -214,8 +214,8 @@ def cases() -> Iterator[tuple[str, Any]]:
                 yield f"conv {dtype} {name} channels_last", layer(make, shape, dtype, last=True)
 
 
-def _lstm(inside: int, hidden: int, layers: int, both: bool) -> nn.Module:
-    return nn.LSTM(inside, hidden, layers, batch_first=True, bidirectional=both, dropout=0.2 if layers == 3 else 0)
+def _lstm(width: int, hidden: int, layers: int, both: bool) -> nn.Module:
+    return nn.LSTM(width, hidden, layers, batch_first=True, bidirectional=both, dropout=0.2 if layers == 3 else 0)
 
 
 class _Embed(nn.Module):
@@ -231,17 +231,19 @@ def main(path: Path) -> None:
     """Run every probe."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for name, build in cases():
         try:
-            found[name] = probe(build)
+            rows[name] = probe(build)
         except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
-        path.write_text(json.dumps(found), encoding="utf-8")
-    found["cudnn"] = torch.backends.cudnn.version()
-    path.write_text(json.dumps(found), encoding="utf-8")
-    print(len(found), "probes", sum("error" in v for v in found.values() if isinstance(v, dict)), "errors")
+            rows[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    rows["cudnn"] = torch.backends.cudnn.version()
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    print(len(rows), "probes", sum("error" in v for v in rows.values() if isinstance(v, dict)), "errors")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     main(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""Fuzz `halfstep check` for as long as one likes: python benchmarks/fuzz_check.py --minutes 10.
+"""Fuzz `halfstep check` for any length of time: python benchmarks/fuzz_check.py --minutes 10.
 
-Each file comes from one number, so a failure is that number and the file, which is kept. The property and the
-mutations are those of tests/check/test_fuzz.py. Ends with 1 at the first failure.
+Each file is generated from a seed number, so a failure is reproducible from that number; the file is saved as well. The
+property and the mutations are those of tests/check/test_fuzz.py. Exits with 1 at the first failure.
 """
 
 import argparse
@@ -27,32 +27,32 @@ def main():
         "--keep",
         type=Path,
         default=Path(tempfile.gettempdir()) / "halfstep-fuzz",
-        help="where a file that fails is put",
+        help="directory for a file that fails",
     )
     args = parser.parse_args()
     warnings.simplefilter("error")
     pool = seeds()
     begin = time.monotonic()
-    number, found, slowest = args.first, Counter(), (0.0, args.first)
+    number, counts, slowest = args.first, Counter(), (0.0, args.first)
     while time.monotonic() - begin < args.minutes * 60:
         language, data = mutant(number, pool)
         start = time.process_time()
         try:
-            found["findings"] += survive(language, data, gpu=number % 4 == 0)
+            counts["findings"] += survive(language, data, gpu=number % 4 == 0)
         except BaseException:
             args.keep.mkdir(exist_ok=True)
-            kept = args.keep / f"{number}-{ENDINGS[language]}"
-            kept.write_bytes(data)
+            saved = args.keep / f"{number}-{ENDINGS[language]}"
+            saved.write_bytes(data)
             traceback.print_exc()
-            print(f"number {number} failed; the file is {kept}")
+            print(f"File number {number} failed; it is saved as {saved}")
             return 1
         slowest = max(slowest, (time.process_time() - start, number))
-        found[language] += 1
+        counts[language] += 1
         number += 1
     count = number - args.first
-    kinds = ", ".join(f"{found[language]:,} {language}" for language in ENDINGS)
+    kinds = ", ".join(f"{counts[language]:,} {language}" for language in ENDINGS)
     print(
-        f"{args.minutes:g} minutes, {len(pool)} seeds, {count:,} files ({kinds}), {found['findings']:,} findings, no failure; "
+        f"{args.minutes:g} minutes, {len(pool)} seeds, {count:,} files ({kinds}), {counts['findings']:,} findings, no failures; "
         f"slowest {slowest[0]:.2f} s (number {slowest[1]})"
     )
     return 0

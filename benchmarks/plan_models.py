@@ -1,7 +1,7 @@
-"""The models whose memory is measured and predicted: plain torch, and some of transformers and timm where those are.
+"""The models whose memory is measured and predicted: plain torch, and some of transformers and timm if installed.
 
-Each case is a function of nothing that gives a Job; its data are random batches of the right shapes. Sizes are such
-that a step is short on a large GPU and activations are a real part of its memory.
+Each case is a function without arguments that returns a Job; its data are random batches of the right shapes. Sizes are
+chosen so that a step is short on a large GPU and activations are a large part of its memory.
 """
 
 from __future__ import annotations
@@ -57,17 +57,19 @@ def _job(model: Callable[[], nn.Module], batch: Callable[[int], Any], loss: Call
 
 
 class _Bottleneck(nn.Module):
-    def __init__(self, inside: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         out = 4 * width
         self.body = nn.Sequential(
-            nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(in_channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
             nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
             nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out),
         )  # fmt: skip
-        same = stride == 1 and inside == out
+        same = stride == 1 and in_channels == out
         self.skip = (
-            nn.Identity() if same else nn.Sequential(nn.Conv2d(inside, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            nn.Identity()
+            if same
+            else nn.Sequential(nn.Conv2d(in_channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,23 +81,23 @@ def resnet50() -> nn.Module:
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
     ]  # fmt: skip
-    inside = 64
+    in_channels = 64
     for depth, width, stride in ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2)):
         for index in range(depth):
-            layers.append(_Bottleneck(inside, width, stride if index == 0 else 1))
-            inside = 4 * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 1000))
+            layers.append(_Bottleneck(in_channels, width, stride if index == 0 else 1))
+            in_channels = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_channels, 1000))
 
 
-def _double(inside: int, out: int) -> nn.Module:
+def _double(in_channels: int, out: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(inside, out, 3, padding=1), nn.GroupNorm(8, out), nn.SiLU(),
+        nn.Conv2d(in_channels, out, 3, padding=1), nn.GroupNorm(8, out), nn.SiLU(),
         nn.Conv2d(out, out, 3, padding=1), nn.GroupNorm(8, out), nn.SiLU(),
     )  # fmt: skip
 
 
 class UNet(nn.Module):
-    """A U-Net with group norm, as segmentation and diffusion models have it."""
+    """A U-Net with group norm, as in segmentation and diffusion models."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -107,13 +109,13 @@ class UNet(nn.Module):
         self.out = nn.Conv2d(width, 21, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        skips = []
         for index, block in enumerate(self.down):
             x = block(x if index == 0 else self.pool(x))
-            kept.append(x)
-        kept.pop()
+            skips.append(x)
+        skips.pop()
         for up, merge in zip(self.up, self.merge, strict=True):
-            x = merge(torch.cat([up(x), kept.pop()], dim=1))
+            x = merge(torch.cat([up(x), skips.pop()], dim=1))
         return self.out(x)
 
 
@@ -167,7 +169,7 @@ class _Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT-2-like decoder; with `recompute` each layer's activations are computed again in backward."""
+    """A GPT-2-like decoder; with `recompute` each layer's activations are recomputed in the backward pass."""
 
     def __init__(self, vocab: int, length: int, dim: int, depth: int, heads: int, *, recompute: bool = False) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""More models to measure and predict: architectures of transformers that no rule of the plan was settled by.
+"""More models to measure and predict: architectures of transformers that no rule of the planner was fitted to.
 
 The same form as `plan_models.CASES`. Models are built from configurations, so nothing is downloaded; sizes are those of
-published small and base models, or of a published architecture with fewer layers. Each is trained as people train it: labels
-given to the model, an attention mask for encoders, dropout as configured. Only layers that are dropped by chance are not:
-a plan counts all of them, a measurement those that ran.
+published small and base models, or of a published architecture with fewer layers. Training is the usual one: labels are
+passed to the model, encoders get an attention mask, dropout is as configured. Only layer dropping is off: a plan counts all
+layers, a measurement only those that ran.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Batch = dict[str, Any]
 
 
 def _job(kind: str, batch: Callable[[int], Batch], *, recompute: bool = False, **settings: Any) -> Job:
-    """A job of transformers' `NameConfig` and `NameForTask`, given as "Name:ForTask"."""
+    """A job of transformers' `NameConfig` and `NameForTask`, written as "Name:ForTask"."""
     import transformers
 
     name, _, task = kind.partition(":")
@@ -30,10 +30,10 @@ def _job(kind: str, batch: Callable[[int], Batch], *, recompute: bool = False, *
 
     def model() -> Any:
         config = getattr(transformers, config_name)(**settings)
-        made = getattr(transformers, name + task)(config)
+        built = getattr(transformers, name + task)(config)
         if recompute:
-            made.gradient_checkpointing_enable()
-        return made
+            built.gradient_checkpointing_enable()
+        return built
 
     def data(batch_size: int) -> Iterator[Batch]:
         yield batch(batch_size)
@@ -59,8 +59,8 @@ def _text(
         batch = {"input_ids": torch.randint(5, vocab, (n, length))}
         if mask:
             batch["attention_mask"] = torch.ones(n, length, dtype=torch.long)
-        shape, most = ((n,), classes) if labels == "sequence" else ((n, length), vocab if labels == "next" else classes)
-        return {**batch, "labels": torch.randint(most, shape)}
+        shape, high = ((n,), classes) if labels == "sequence" else ((n, length), vocab if labels == "next" else classes)
+        return {**batch, "labels": torch.randint(high, shape)}
 
     return make
 

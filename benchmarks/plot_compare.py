@@ -1,4 +1,4 @@
-"""Turn the figures of a comparison into two small SVG pictures for a README, and into a table for benchmarks/results.
+"""Turn a comparison into two small SVG charts for a README, and into a table for benchmarks/results.
 
 python benchmarks/plot_compare.py runs/compare-vit_l_16/comparison.json --out docs/images --table benchmarks/results/compare.md
 """
@@ -24,7 +24,7 @@ def bars(title, unit, rows):
     """One bar per row of (label, kind, value, low, high, text)."""
     height = TOP + len(rows) * (BAR + GAP) + BOTTOM
     labels = max(len(label) for label, *_ in rows) * LETTER  # the column's width, for the widest fonts in use
-    room = WIDTH - labels - 110
+    available = WIDTH - labels - 110
     largest = max(high for *_, high, _ in rows)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(title)}">',
@@ -35,7 +35,7 @@ def bars(title, unit, rows):
     for number, (label, kind, value, low, high, text) in enumerate(rows):
         y = TOP + number * (BAR + GAP)
         middle = y + BAR / 2
-        scaled = [labels + room * amount / largest for amount in (value, low, high)]
+        scaled = [labels + available * amount / largest for amount in (value, low, high)]
         parts += [
             f'<text x="{labels - 8:.0f}" y="{middle + 4.5}" text-anchor="end">{html.escape(label)}</text>',
             f'<rect class="{kind}" x="{labels:.0f}" y="{y}" width="{scaled[0] - labels:.1f}" height="{BAR}" rx="3"/>',
@@ -50,8 +50,8 @@ def table(values):
     """The record of a comparison: settings, versions, figures, verdict."""
     lines = [f"# {values['machines'][0]['target']}: precisions compared", ""]
     for machine in values["machines"]:
-        known = {name: value for name, value in machine["environment"].items() if value}
-        lines += [f"{machine['machine']}; {known}", "", f"`{' '.join(machine['command'])}`", ""]
+        versions = {name: value for name, value in machine["environment"].items() if value}
+        lines += [f"{machine['machine']}; {versions}", "", f"`{' '.join(machine['command'])}`", ""]
     lines += [
         "| row | samples/s (95 % interval) | step ms | mean step ms | speed | peak GiB | final loss | gap to fp32 | cosine | share of matmul rate |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -75,14 +75,14 @@ def table(values):
 
 
 def kind_of(row):
-    """Peers, the reference and ours have a colour each."""
+    """The colour class: peer, reference or ours."""
     if row["contender"]["peer"]:
         return "peer"
     return "base" if row["contender"]["policy"] in {"fp32", "tf32"} else "ours"
 
 
 def main():
-    """Read one comparison, write two pictures and a table."""
+    """Read one comparison, write two charts and a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("comparison", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
@@ -105,7 +105,7 @@ def main():
         )
         for row in sorted(done, key=lambda row: row["samples_per_second"]["value"])
     ]
-    held = [
+    memory = [
         (row["label"], kind_of(row), *([row["peak_bytes"] / 2**30] * 3), f"{row['peak_bytes'] / 2**30:.1f}")
         for row in sorted(done, key=lambda row: -row["peak_bytes"])
     ]
@@ -115,7 +115,7 @@ def main():
             "compare_speed.svg",
             bars(f"Samples per second: {where}", "longer is faster; medians, lines are 95 % intervals", speed),
         ),
-        ("compare_memory.svg", bars(f"Peak memory, GiB: {where}", "shorter is better", held)),
+        ("compare_memory.svg", bars(f"Peak memory, GiB: {where}", "shorter is better", memory)),
     ):
         (args.out / name).write_text(text)
         print(args.out / name)

@@ -1,17 +1,17 @@
-"""The answers of a plan: what fits, on how many GPUs, and why."""
+"""The answers of a plan: what fits, on how many GPUs, and which category decides."""
 
 import pytest
 import torch
 
 from halfstep.errors import SettingError
 from halfstep.jobs.targets import load_target
-from halfstep.planning.answers import STATE_CAUSES, plan
+from halfstep.planning.answers import STATE_CATEGORIES, plan
 from halfstep.report.plan import as_text
 from halfstep.report.plan_page import render_plan_page
 from planning_jobs import small_job
 
 MIB = 1 << 20
-MODEL_STATE = (*STATE_CAUSES, "gradients")
+MODEL_STATE = (*STATE_CATEGORIES, "gradients")
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +21,14 @@ def vit():
 
 
 def test_state_is_the_same_in_fp32_and_autocast(vit):
-    """Autocast holds the model state of fp32, and the plan says that only activations can lower the count."""
+    """Autocast has the model state of fp32, and a note explains that only the rest can lower the number of GPUs."""
     full, mixed, lean = vit.entries
     assert full.state_bytes == pytest.approx(mixed.state_bytes, rel=0.001)
     assert lean.state_bytes < mixed.state_bytes
-    told = " ".join(vit.notes)
-    assert "only where that decides" in told
-    beside = [
-        sum(b for c, b in e.estimate.peak.breakdown.items() if c not in MODEL_STATE) / 2**30 for e in (full, mixed)
-    ]
-    assert f"{beside[0]:.2f} GiB in fp32 and {beside[1]:.2f} in bf16" in told
+    notes = " ".join(vit.notes)
+    assert "only where that part decides" in notes
+    rest = [sum(b for c, b in e.estimate.peak.breakdown.items() if c not in MODEL_STATE) / 2**30 for e in (full, mixed)]
+    assert f"{rest[0]:.2f} GiB in fp32 and {rest[1]:.2f} in bf16" in notes
 
 
 def test_fewest_gpus_fit_and_one_less_does_not(vit):
@@ -54,41 +52,41 @@ def test_accumulation_reaches_the_whole_batch(vit):
 
 
 def test_fits_agrees_with_the_peak(vit):
-    """`fits` is the peak against the usable memory."""
+    """`fits` compares the peak with the usable memory."""
     for entry in vit.entries:
         assert entry.fits == (entry.peak_bytes <= vit.capacity.usable_bytes)
 
 
 def test_fixed_number_of_gpus_is_not_exceeded():
     """With --gpus the answer is that number or none."""
-    found = plan(load_target("vit_s_16").job, 256, precision=("fp32",), memory="6GiB", gpus=1)
-    assert {a.num_gpus for a in found.entries[0].answers} == {None}
+    limited = plan(load_target("vit_s_16").job, 256, precision=("fp32",), memory="6GiB", gpus=1)
+    assert {a.num_gpus for a in limited.entries[0].answers} == {None}
 
 
-def test_without_a_memory_size_the_peak_is_still_there(monkeypatch):
-    """Without a GPU, a plan gives peaks and says what is missing for the rest."""
+def test_peaks_need_no_memory_size(monkeypatch):
+    """Without a GPU, a plan has peaks, and a note names the options that the rest needs."""
     monkeypatch.setattr("halfstep.planning.answers.capacity_of", lambda *_: None)
-    found = plan(small_job(), 8, precision=("bf16",))
-    assert (found.entries[0].fits, found.entries[0].min_gpus) == (None, None)
-    assert found.entries[0].peak_bytes > 0
-    assert "--memory" in found.notes[-1]
+    without = plan(small_job(), 8, precision=("bf16",))
+    assert (without.entries[0].fits, without.entries[0].min_gpus) == (None, None)
+    assert without.entries[0].peak_bytes > 0
+    assert "--memory" in without.notes[-1]
 
 
 @pytest.mark.parametrize("bad", [{"batch": 0}, {"batch": 8, "gpus": 0}, {"batch": 8, "accumulate": 0}, {"batch": True}])
-def test_bad_numbers_are_refused(bad):
-    """Counts are whole numbers from 1."""
+def test_invalid_counts_are_rejected(bad):
+    """Counts are integers of 1 or more."""
     with pytest.raises(SettingError, match="1 or more"):
         plan(small_job(), **bad)
 
 
-def test_fp8_is_refused():
+def test_fp8_is_rejected():
     """What the Engine cannot run is not planned."""
-    with pytest.raises(SettingError, match="not built"):
+    with pytest.raises(SettingError, match="not implemented"):
         plan(small_job(), 8, precision=("fp8",))
 
 
 def test_model_state_decides_when_weights_do_not_fit():
-    """Where the weights alone are too large, model state is named, and only sharding has an answer."""
+    """If the weights alone are too large, model state decides, and only sharding has an answer."""
     from torch import nn
 
     wide = small_job(
@@ -101,34 +99,34 @@ def test_model_state_decides_when_weights_do_not_fit():
     assert answers["ddp"].decides == "model state"
 
 
-def test_precisions_nobody_asked_for_are_left_out_where_they_cannot_be():
-    """An optimizer without a lean form is planned in the other precisions, and asked for by name it is refused."""
+def test_default_precisions_that_cannot_be_planned_are_omitted():
+    """An optimizer without a lean form is planned in the other default precisions; requested explicitly, the lean one raises."""
     job = small_job(optimizer=torch.optim.RMSprop)
-    found = plan(job, 8, memory="8GiB")
-    assert [e.precision for e in found.entries] == ["fp32", "bf16", "fp16"]
-    (told,) = [note for note in found.notes if "Left out" in note]
-    assert "bf16-lean and bf16-lean,states=8bit" in told
-    assert "RMSprop" in told
+    result = plan(job, 8, memory="8GiB")
+    assert [e.precision for e in result.entries] == ["fp32", "bf16", "fp16"]
+    (omitted,) = [note for note in result.notes if "Omitted" in note]
+    assert "bf16-lean and bf16-lean,states=8bit" in omitted
+    assert "RMSprop" in omitted
     with pytest.raises(SettingError, match="RMSprop"):
         plan(job, 8, precision=("bf16", "bf16-lean"), memory="8GiB")
 
 
-def test_data_with_a_size_of_its_own_is_planned_at_that_size():
-    """The plan names the batches the data really gives, and tells nothing that would need others."""
-    own = [(torch.randn(12, 16), torch.randint(4, (12,)))]
-    found = plan(small_job(data=lambda: own), 1_000_000, precision=("fp32",), memory="1GiB")
-    (entry,) = found.entries
-    assert (found.batch, entry.batch, entry.fits) == (12, 12, True)
+def test_data_with_a_fixed_batch_size_is_planned_at_that_size():
+    """The plan is for the batches that the data really yields, without answers that would need other sizes."""
+    fixed = [(torch.randn(12, 16), torch.randint(4, (12,)))]
+    result = plan(small_job(data=lambda: fixed), 1_000_000, precision=("fp32",), memory="1GiB")
+    (entry,) = result.entries
+    assert (result.batch, entry.batch, entry.fits) == (12, 12, True)
     assert (entry.answers, entry.largest, entry.min_gpus) == ((), None, None)
-    assert "batches of 12" in found.notes[0]
-    shown = as_text(found)
+    assert "batches of 12" in result.notes[0]
+    shown = as_text(result)
     assert "batch 12" in shown
     assert "By strategy" not in shown
     assert "By strategy" in as_text(plan(small_job(), 12, precision=("fp32",), memory="1GiB"))
-    assert "without accumulation" not in render_plan_page(found)
+    assert "without accumulation" not in render_plan_page(result)
 
 
-def test_batch_is_split_into_the_micro_batches_asked_for():
+def test_batch_is_divided_into_the_requested_micro_batches():
     """With accumulation the peak is that of one micro-batch, and the GPUs share micro-batches, not the whole batch."""
     whole = plan(small_job(), 16, precision=("fp32",), memory="8GiB").entries[0]
     parts = plan(small_job(), 64, precision=("fp32",), memory="8GiB", accumulate=4)
@@ -138,12 +136,12 @@ def test_batch_is_split_into_the_micro_batches_asked_for():
     assert entry.answers[0].micro_batch == 16
     assert "batch 64 in 4 micro-batches" in as_text(parts)
     assert "in each of 4 micro-batches" in as_text(parts)
-    with pytest.raises(SettingError, match="cannot be made of accumulate=8"):
+    with pytest.raises(SettingError, match="cannot be divided into accumulate=8"):
         plan(small_job(), 4, precision=("fp32",), accumulate=8)
 
 
-def test_micro_batches_of_a_part_have_room_for_summed_gradients():
-    """Where one GPU needs several micro-batches, 16-bit weights have fp32 gradients, and the largest one allows for them."""
+def test_largest_micro_batch_leaves_memory_for_accumulated_gradients():
+    """If one GPU needs several micro-batches, 16-bit weights have fp32 gradients, and the largest micro-batch leaves memory for them."""
     from torch import nn
 
     wide = small_job(model=lambda: nn.Sequential(nn.Linear(16, 1 << 20), nn.Linear(1 << 20, 4)))

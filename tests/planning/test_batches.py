@@ -17,8 +17,8 @@ def shapes(data, size):
     return [tuple(t.shape) for t in batch]
 
 
-def test_dimensions_that_grow_go_on():
-    """What grows with the batch is scaled, whichever dimension it is; the rest stays."""
+def test_growing_dimensions_are_extrapolated():
+    """A dimension that grows with the batch is scaled, whichever it is; the others stay."""
 
     def data(batch_size):
         yield torch.zeros(batch_size, 3, 8), torch.zeros(5, batch_size), torch.zeros(2 * batch_size)
@@ -27,24 +27,24 @@ def test_dimensions_that_grow_go_on():
 
 
 def test_large_batches_are_never_loaded():
-    """Only two small batches are drawn, whatever size is asked."""
-    drawn = []
+    """Only two small batches are loaded, whatever size is requested."""
+    loaded = []
 
     def data(batch_size):
-        drawn.append(batch_size)
+        loaded.append(batch_size)
         yield torch.zeros(batch_size, 2)
 
-    found = look_at_data(small_job(data=data), CONTEXT)
+    data_batches = look_at_data(small_job(data=data), CONTEXT)
     assert (
-        found.at(10**9)[0].device.type == "meta"
-        if isinstance(found.at(4), list)
-        else found.at(10**9).shape == (10**9, 2)
+        data_batches.at(10**9)[0].device.type == "meta"
+        if isinstance(data_batches.at(4), list)
+        else data_batches.at(10**9).shape == (10**9, 2)
     )
-    assert drawn == [2, 3]
+    assert loaded == [2, 3]
 
 
 def test_integers_are_repeated():
-    """Token ids, masks and labels keep the numbers of the small batch; floating-point numbers are not made up."""
+    """Token ids, masks and labels repeat the values of the small batch; floating-point tensors have no data."""
 
     def data(batch_size):
         yield torch.arange(batch_size), torch.ones(3, batch_size, dtype=torch.bool), torch.zeros(batch_size)
@@ -56,50 +56,50 @@ def test_integers_are_repeated():
     assert values.device.type == "meta"
 
 
-def test_ragged_batches_are_drawn_at_their_size():
-    """Where lengths change with the batch, the batch of the asked size is loaded, and that is said."""
+def test_ragged_batches_are_loaded_at_the_requested_size():
+    """If lengths change with the batch, the batch of the requested size is loaded, with a note."""
 
     def data(batch_size):
         yield torch.zeros(batch_size, 10 + batch_size % 2)
 
-    found = look_at_data(small_job(data=data), CONTEXT)
-    assert found.at(7).shape == (7, 11)
-    assert "change with more" in found.notes[0]
+    data_batches = look_at_data(small_job(data=data), CONTEXT)
+    assert data_batches.at(7).shape == (7, 11)
+    assert "depend on more" in data_batches.notes[0]
 
 
-def test_data_that_ignores_the_size_is_told():
-    """Data with a batch size of its own is planned as it is, with a note."""
-    found = look_at_data(small_job(data=lambda: [torch.zeros(12, 2)]), CONTEXT)
-    assert found.at(99).shape == (12, 2)
-    assert "no notice" in found.notes[0]
+def test_data_that_ignores_the_size_has_a_note():
+    """Data with a fixed batch size is planned at that size, with a note."""
+    data_batches = look_at_data(small_job(data=lambda: [torch.zeros(12, 2)]), CONTEXT)
+    assert data_batches.at(99).shape == (12, 2)
+    assert "ignores batch_size" in data_batches.notes[0]
 
 
-def test_empty_data_is_refused():
-    """Data without a batch is an error that says so."""
+def test_empty_data_is_rejected():
+    """Data that yields no batch raises."""
     with pytest.raises(SettingError, match="no batch"):
         look_at_data(small_job(data=list), CONTEXT)
 
 
-def test_random_numbers_are_given_back():
-    """Looking at the data does not change what training will draw."""
+def test_random_number_state_is_restored():
+    """Looking at the data does not change the random numbers of training."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     look_at_data(small_job(), CONTEXT)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_lists_beside_tensors_grow_with_the_batch():
+def test_lists_grow_with_the_batch():
     """Names of files or captions are repeated, so that large batches need not be loaded."""
-    drawn = []
+    loaded = []
 
     def data(batch_size):
-        drawn.append(batch_size)
+        loaded.append(batch_size)
         names = [f"{i}.png" for i in range(batch_size)]
         yield {"image": torch.zeros(batch_size, 3), "name": names, "crop": [4, 4]}
 
-    found = look_at_data(small_job(data=data), CONTEXT)
-    batch = found.at(5)
+    data_batches = look_at_data(small_job(data=data), CONTEXT)
+    batch = data_batches.at(5)
     assert batch["image"].shape == (5, 3)
     assert batch["name"] == ["0.png", "1.png", "0.png", "1.png", "0.png"]
     assert batch["crop"] == [4, 4]
-    assert (found.notes, drawn) == ((), [2, 3])
+    assert (data_batches.notes, loaded) == ((), [2, 3])

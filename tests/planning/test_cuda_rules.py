@@ -1,4 +1,4 @@
-"""CUDA's ways on fake CPU tensors, and nothing left of them afterwards."""
+"""CUDA's behaviour on fake CPU tensors, and its complete removal afterwards."""
 
 import subprocess
 import sys
@@ -19,12 +19,12 @@ from halfstep.planning.recurrent import reserve_bytes
 
 @pytest.fixture
 def on_cuda():
-    """Fake tensors that take CUDA's ways."""
+    """Fake tensors that behave like CUDA tensors."""
     with new_mode(), as_on_cuda():
         yield
 
 
-def test_layer_norm_gives_fp32_under_autocast(on_cuda):
+def test_layer_norm_returns_fp32_under_autocast(on_cuda):
     """CUDA's autocast computes layer norm, exp and sums in fp32, and linear layers in 16 bits."""
     x = torch.randn(2, 8, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -35,7 +35,7 @@ def test_layer_norm_gives_fp32_under_autocast(on_cuda):
 
 
 def test_cross_entropy_computes_in_fp32(on_cuda):
-    """As a region computes it on CUDA: a copy of the logits in fp32, and everything after it in fp32."""
+    """Cross-entropy copies the logits to fp32 and computes in fp32, like an Engine region on CUDA."""
     x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(x, torch.zeros(4, dtype=torch.long))
@@ -46,15 +46,15 @@ def test_cross_entropy_computes_in_fp32(on_cuda):
 
 
 def test_dropout_saves_a_mask_of_bytes(on_cuda):
-    """Dropout in training is CUDA's fused kernel, whose mask is boolean; without effect it is the input itself."""
+    """Dropout in training uses CUDA's fused kernel with a boolean mask; at rate 0 it returns its input."""
     x = torch.randn(4, 8, requires_grad=True)
     assert F.dropout(x, 0.1).grad_fn.name() == "NativeDropoutBackward0"
     assert F.dropout(x, 0.0) is x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_products_by_groups_in_any_precision(on_cuda, dtype):
-    """Experts' products give their shapes in fp32 and fp16 too, and gradients for both factors."""
+def test_grouped_products_in_any_precision(on_cuda, dtype):
+    """Grouped products have the right shapes in fp32 and fp16 too, and gradients for both factors."""
     x = torch.randn(24, 16, dtype=dtype, requires_grad=True)
     weight = torch.randn(4, 16, 40, dtype=dtype, requires_grad=True)
     out = torch._grouped_mm(x, weight, offs=torch.tensor([6, 12, 18, 24], dtype=torch.int32))
@@ -63,8 +63,8 @@ def test_products_by_groups_in_any_precision(on_cuda, dtype):
     assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
 
 
-def test_registrations_are_taken_back():
-    """After the block the CPU has its own ways again."""
+def test_registrations_are_removed():
+    """After the block the CPU behaves as before."""
     with new_mode(), as_on_cuda():
         pass
     x = torch.ones(2, 8, dtype=torch.bfloat16)
@@ -74,7 +74,7 @@ def test_registrations_are_taken_back():
 
 
 def test_fp32_list_is_read_from_this_torch():
-    """The list has what CUDA's autocast keeps in fp32, by the installed torch's own word."""
+    """The list has the operations that CUDA's autocast of the installed torch runs in fp32."""
     assert {"layer_norm", "exp", "group_norm", "mse_loss"} <= set(autocast_fp32())
 
 
@@ -92,16 +92,16 @@ def test_fp32_list_is_read_from_this_torch():
     ],
 )
 def test_attention_kernel(dtype, mask, heads, kernel):
-    """16 bits take flash attention, masks and fp32 the memory-efficient one, grouped fp32 and permuted masks the formula."""
+    """16 bits use flash attention, masks and fp32 the memory-efficient kernel, grouped fp32 and permuted masks the formula."""
     q, k = torch.zeros(2, 4, 8, 16, dtype=dtype), torch.zeros(2, heads, 8, 16, dtype=dtype)
     bias = None if mask is None else torch.zeros(2, 4, 8, 8, dtype=dtype, requires_grad=mask == "learnt")
-    if mask == "permuted":  # as T5 makes it: an embedding of (rows, columns, heads)
+    if mask == "permuted":  # as in T5: an embedding of (rows, columns, heads)
         bias = torch.zeros(8, 8, 4, dtype=dtype).permute(2, 0, 1)[None]
     assert kernel_for(q, k, k, bias) == kernel
 
 
-def test_attention_runs_forwards_and_backwards(on_cuda):
-    """Every kernel gives the query's shape, padded heads and boolean masks included, and gradients for all three."""
+def test_attention_runs_forward_and_backward(on_cuda):
+    """Every kernel returns the query's shape, also with padded heads and boolean masks, and gradients for all three inputs."""
     learnt = torch.zeros(1, 4, 6, 6, dtype=torch.bfloat16, requires_grad=True)
     for size, mask in ((16, None), (12, None), (16, torch.ones(2, 1, 6, 6, dtype=torch.bool)), (16, learnt)):
         qkv = [torch.randn(2, 4, 6, size, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
@@ -114,7 +114,7 @@ def test_attention_runs_forwards_and_backwards(on_cuda):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_one_call(on_cuda, kind):
-    """A recurrent layer gives the shapes and gradients of torch's, without a loop over its steps."""
+    """A recurrent layer has the shapes and gradients of torch's, without a loop over time steps."""
     layer = kind(8, 16, 2, batch_first=True, bidirectional=True)
     with torch.autocast("cpu", torch.bfloat16):
         out, state = layer(torch.randn(3, 50, 8))
@@ -125,30 +125,30 @@ def test_recurrent_layers_are_one_call(on_cuda, kind):
 
 
 def test_reserve_is_as_measured():
-    """One, two and three LSTM layers keep 5, 11 and 17 times their hidden states, as an H200 showed."""
+    """One, two and three LSTM layers save 5, 11 and 17 times their hidden states, as measured on an H200."""
     assert [reserve_bytes("lstm", 1, layers) for layers in (1, 2, 3)] == [5, 11, 17]
 
 
 def traced_dtypes():
-    """What a region's softmax and sum give while they are traced, as torch.compile traces them."""
+    """The output dtypes of a region's softmax and sum while they are traced, as by torch.compile."""
     with compute_region("cpu", "fp16"):
         h = FakeTensorMode().from_tensor(torch.ones(2, 4, dtype=torch.float16))
         return h.softmax(-1).dtype, h.sum().dtype
 
 
-def test_a_region_traced_after_a_plan_has_its_own_rule():
-    """torch asks its table of Python kernels when it traces, and it must not hold the plan's any more."""
+def test_region_traced_after_a_plan_has_its_own_rule():
+    """torch's table of Python kernels, which tracing uses, does not contain the plan's kernels any more."""
     assert traced_dtypes() == (torch.float32, torch.float32)
     with new_mode(), as_on_cuda(), torch.autocast("cpu", torch.float16):
         assert torch.ones(2, 4, dtype=torch.float16).softmax(-1).dtype is torch.float32
     with compute_region("cpu", "fp16"):
         h = FakeTensorMode().from_tensor(torch.ones(2, 4, dtype=torch.float16))
         kinds = [node.target for node in make_fx(lambda x: x.softmax(-1))(h).graph.nodes if node.op == "call_function"]
-    assert kinds == [torch.ops.aten._to_copy.default, torch.ops.aten._softmax.default]  # CUDA's way has no copy
+    assert kinds == [torch.ops.aten._to_copy.default, torch.ops.aten._softmax.default]  # CUDA's kernel needs no copy
 
 
-def test_a_region_first_entered_during_a_plan_has_the_whole_rule():
-    """What the rule lacks is read from torch's own lists, and not from those that a plan has changed."""
+def test_region_first_entered_during_a_plan_has_the_full_rule():
+    """The Engine's rule is derived from torch's own lists, not from those that a plan has changed."""
     code = (
         "import torch\n"
         "from halfstep.planning.cuda_rules import as_on_cuda\n"

@@ -1,4 +1,4 @@
-"""Integers that keep their numbers in a trace, and those that are made up."""
+"""Integers that keep their values in a trace, and those that are invented."""
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ def peak(loss, size=4096, **changes):
     return plan(small_job(loss=loss, **changes), size, precision=("bf16",)).entries[0]
 
 
-def test_integers_answer_and_floating_numbers_do_not():
-    """item, tolist, nonzero and `if` work on integers made in a trace; on floating-point numbers they are refused as before."""
+def test_integers_can_be_read_and_floats_cannot():
+    """item, tolist, nonzero and `if` work on integers in a trace; on floating-point tensors they raise."""
 
     def work():
         mask = torch.arange(6) % 2 == 0
@@ -47,8 +47,8 @@ def test_integers_answer_and_floating_numbers_do_not():
         traced(lambda: torch.nonzero(torch.randn(3) > 0))
 
 
-def test_what_follows_from_integers_has_numbers():
-    """A mask of 0 and -inf made from integers can be read; one that a fake tensor was added to cannot."""
+def test_results_of_integers_have_data():
+    """A mask of 0 and -inf computed from integers can be read; after adding a fake tensor it cannot."""
 
     def bias():
         return torch.where(torch.arange(4) < 2, 0.0, float("-inf"))
@@ -59,29 +59,29 @@ def test_what_follows_from_integers_has_numbers():
 
 
 def test_large_integers_are_fake(monkeypatch):
-    """Beyond a size integers have no numbers either, so a trace stays quick."""
-    monkeypatch.setattr(integers, "MOST_NUMBERS", 1000)
-    monkeypatch.setattr(integers, "_MOST_CONSTANTS", 100)
+    """Integer tensors above a limit have no data either, so that a trace stays fast."""
+    monkeypatch.setattr(integers, "MAX_NUMEL", 1000)
+    monkeypatch.setattr(integers, "_MAX_CONSTANTS", 100)
     for size, is_fake in ((100, False), (101, True)):
         assert isinstance(traced(lambda size=size: torch.arange(size))[0], FakeTensor) is is_fake
     for rows, is_fake in ((10, False), (11, True)):
         assert isinstance(traced(lambda rows=rows: torch.arange(100).repeat(rows))[0], FakeTensor) is is_fake
 
 
-def test_a_sum_begun_with_a_number_has_gradients():
-    """A loss that is added to a zero in place trains and plans as one that is not."""
+def test_loss_added_to_a_constant_in_place_has_gradients():
+    """A loss that is added to a zero tensor in place is planned like any other."""
 
-    def gathered(model, batch):
+    def summed(model, batch):
         total = torch.zeros(())
         total += F.cross_entropy(model(batch[0]), batch[1])
         return total
 
     usual = plan(small_job(), 4096, precision=("bf16",)).entries[0].peak_bytes
-    assert abs(peak(gathered).peak_bytes - usual) <= 2048
+    assert abs(peak(summed).peak_bytes - usual) <= 2048
 
 
-def test_numbers_of_the_batch_decide():
-    """A way that the batch's integers choose is the way that is planned, and rows they pick are counted."""
+def test_values_of_the_batch_decide():
+    """The branch that the batch's integers select is the one that is planned, and selected rows are counted."""
 
     def masked(model, batch):
         x = model(batch[0])
@@ -95,11 +95,11 @@ def test_numbers_of_the_batch_decide():
 
     some = peak(picked)
     assert some.estimate.peak.breakdown["activations"] < plain.estimate.peak.breakdown["activations"] / 2
-    assert any("(index) of the batch" in note for note in some.estimate.notes)
+    assert any("values of the batch" in note and "(index)" in note for note in some.estimate.notes)
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.data())
-def test_choices_are_shared_equally(tokens, experts, data):
+def test_invented_choices_are_balanced(tokens, experts, data):
     """Each token chooses different experts, and no expert gets more than one token more than another."""
     chosen = data.draw(st.integers(1, experts))
     (_, indices), _ = traced(lambda: torch.randn(tokens, experts).topk(chosen))
@@ -109,8 +109,8 @@ def test_choices_are_shared_equally(tokens, experts, data):
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_made_up_orders_are_orders(dim):
-    """What sort makes up is a permutation along its dimension, and argmax stays inside it."""
+def test_invented_orders_are_permutations(dim):
+    """Invented indices of sort are a permutation along its dimension, and argmax is within its range."""
     order = traced(lambda: torch.randn(5, 7).sort(dim=dim))[0][1]
     assert torch.equal(
         order.sort(dim=dim)[0], torch.arange(order.shape[dim]).view((-1, 1) if dim == 0 else (1, -1)).expand(5, 7)
@@ -120,7 +120,7 @@ def test_made_up_orders_are_orders(dim):
 
 
 class Experts(nn.Module):
-    """Four experts, of which each row takes two; a loop over those that were taken."""
+    """Four experts, of which each row uses two; a loop over those in use."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ class Experts(nn.Module):
 
 
 def test_routing_is_planned_with_equal_shares():
-    """A mixture of experts is planned, and the plan says what it assumed."""
+    """A mixture of experts is planned, with a note about the assumption."""
     entry = peak(lambda model, batch: model(batch[0]).pow(2).sum(), model=Experts)
     assert any("equal shares were assumed" in note for note in entry.estimate.notes)
     activations = entry.estimate.peak.modules
@@ -145,7 +145,7 @@ def test_routing_is_planned_with_equal_shares():
 
 
 def test_ctc_is_as_wide_as_the_longest_target():
-    """CTC's table of alignments has two columns for each label of the longest target, and one more."""
+    """The CTC loss has a table of two columns for each label of the longest target, and one more."""
 
     def work():
         log_probs = torch.randn(50, 4, 32, requires_grad=True).log_softmax(-1)
@@ -154,11 +154,11 @@ def test_ctc_is_as_wide_as_the_longest_target():
         loss.backward()
 
     _, tracer = traced(work)
-    assert 4 * 50 * 41 * 4 in {line.num_bytes for line in tracer.lines}
+    assert 4 * 50 * 41 * 4 in {event.num_bytes for event in tracer.events}
 
 
-def test_random_numbers_are_left_alone():
-    """A step that draws integers leaves the random number generator as it was."""
+def test_random_number_state_is_unchanged():
+    """A step that draws random integers leaves the random number state unchanged."""
 
     def drawn(model, batch):
         return F.cross_entropy(model(batch[0][torch.randperm(len(batch[1]))]), batch[1])

@@ -42,7 +42,7 @@ def test_8_bit_states_are_a_byte_each_and_scales():
 def test_foreach_step_allocates_temporaries():
     """An optimizer that torch steps by foreach has temporaries in its step; a fused one has none."""
     plain, fused = (
-        Estimator(small_job(optimizer=o), Policy.parse("fp32")).trace(8).ledger.lines
+        Estimator(small_job(optimizer=o), Policy.parse("fp32")).trace(8).ledger.events
         for o in (torch.optim.RMSprop, torch.optim.AdamW)
     )
     temporaries = [sum(e.num_bytes or 0 for e in lines if e.phase == "step") for lines in (plain, fused)]
@@ -51,9 +51,9 @@ def test_foreach_step_allocates_temporaries():
 
 
 def test_every_block_is_allocated_once_and_freed():
-    """A plain optimizer's first step, which is discarded, leaves no line behind that belongs to another block."""
-    lines = Estimator(small_job(optimizer=torch.optim.RMSprop), Policy.parse("bf16")).trace(8).ledger.lines
-    allocated = [e.block for e in lines if e.num_bytes is not None]
-    freed = [e.block for e in lines if e.num_bytes is None]
+    """A plain optimizer's first step, which is discarded, leaves no event behind that belongs to another block."""
+    events = Estimator(small_job(optimizer=torch.optim.RMSprop), Policy.parse("bf16")).trace(8).ledger.events
+    allocated = [e.block for e in events if e.num_bytes is not None]
+    freed = [e.block for e in events if e.num_bytes is None]
     assert len(set(allocated)) == len(allocated)
     assert sorted(freed) == sorted(allocated)

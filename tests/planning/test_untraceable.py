@@ -1,4 +1,4 @@
-"""Steps that cannot run on fake tensors: what is said about them."""
+"""The errors for steps that cannot run on fake tensors."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def opaque(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-def reads_a_number(model, batch):
+def reads_a_value(model, batch):
     loss = F.cross_entropy(model(batch[0]), batch[1])
     return loss * 2 if loss.item() > 3 else loss
 
@@ -25,38 +25,38 @@ def picks_rows(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "reason"),
     [
-        (reads_a_number, "reads a number out of a tensor"),
-        (picks_rows, "shape depends on numbers"),
+        (reads_a_value, "reads a value out of a tensor"),
+        (picks_rows, "shape depends on tensor values"),
         (lambda model, batch: opaque(model(batch[0])).sum(), "without a fake kernel"),
     ],
 )
-def test_reason_and_what_is_known(loss, said):
-    """The error names the reason and the line, what could be estimated and what could not."""
+def test_error_names_reason_and_estimate(loss, reason):
+    """The error names the reason, what could be estimated and what could not."""
     with pytest.raises(PlanError) as caught:
         plan(small_job(loss=loss), 8, precision=("bf16",))
     message = str(caught.value)
-    assert said in message
+    assert reason in message
     assert "1,348 parameters" in message
-    assert "What could not: activations" in message
+    assert "Not estimated: activations" in message
 
 
 def test_stochastic_depth_runs_every_layer():
-    """A layer skipped by chance, `if torch.rand([]) < rate`, is planned as one that runs."""
+    """A layer that is skipped at random, `if torch.rand([]) < rate`, is planned as one that runs."""
 
-    def by_chance(model, batch):
+    def at_random(model, batch):
         return reads_nothing(model, batch) if torch.rand([]) < 0.2 else F.cross_entropy(model(batch[0]), batch[1])
 
     def reads_nothing(model, batch):
         return model(batch[0][:1]).sum()
 
     usual = plan(small_job(), 4096, precision=("bf16",)).entries[0].peak_bytes
-    assert plan(small_job(loss=by_chance), 4096, precision=("bf16",)).entries[0].peak_bytes == usual
+    assert plan(small_job(loss=at_random), 4096, precision=("bf16",)).entries[0].peak_bytes == usual
 
 
-def test_frozen_parameters_count_as_weights_alone():
-    """What could be estimated holds gradients and states only for what is trained."""
+def test_frozen_parameters_count_as_weights_only():
+    """The estimate has gradients and states only for trainable parameters."""
 
     def half_frozen():
         model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
@@ -64,7 +64,7 @@ def test_frozen_parameters_count_as_weights_alone():
         return model
 
     with pytest.raises(PlanError) as caught:
-        plan(small_job(model=half_frozen, loss=reads_a_number), 8, precision=("bf16",))
+        plan(small_job(model=half_frozen, loss=reads_a_value), 8, precision=("bf16",))
     message = str(caught.value)
-    assert "320 parameters hold 0.00 GiB" in message
-    assert "(16 bytes each; the 256 frozen ones have weights alone, 4)" in message
+    assert "320 parameters need 2 KiB" in message
+    assert "(16 bytes each; the 256 frozen ones have only weights, 4)" in message

@@ -9,7 +9,7 @@ import pytest
 from comparison_cases import write_case
 from halfstep.comparison.result import read_comparison
 from halfstep.errors import MissingError
-from halfstep.planning.ledger import CAUSES
+from halfstep.planning.ledger import CATEGORIES
 from halfstep.report import page
 from halfstep.report.page import build_plots, page_values, render_page
 from halfstep.report.plot_curves import thin
@@ -75,7 +75,7 @@ def test_every_string_is_escaped(tmp_path, plain):
 def test_parts_of_memory_keep_their_order_and_colour(tmp_path, plain):
     """Every category of a plan has a place in the bars and a colour that no other category has."""
     values = read_comparison([write_case(tmp_path / "c")]).as_dict()
-    parts = [*CAUSES, "not predicted"]
+    parts = [*CATEGORIES, "not predicted"]
     values["rows"][0] |= {"memory": dict.fromkeys(reversed(parts), 2.0**30), "predicted_bytes": 2.0**30}
     values["rows"][1] |= {"memory": {"optimizer": 2.0**30, "weights": 2.0**30}, "predicted_bytes": None}
     (plot,) = (plot for plot in build_plots(values) if plot.id == "plot-memory")

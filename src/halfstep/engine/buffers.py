@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from halfstep.events import warn
 
-__all__ = ["BufferGuard"]
+__all__ = ["RESTORE_COPIES", "BufferGuard"]
+
+RESTORE_COPIES = (
+    3  # of all buffers, that `restore_if` has at once: both flat and the selection; the planner counts them
+)
 
 
 class BufferGuard:
@@ -29,6 +33,11 @@ class BufferGuard:
         """Copy the buffers; does nothing if this step has already begun."""
         if self._saved is None:
             self._saved = {name: b.detach().clone() for name, b in _buffers(self._model).items()}
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies of this step, if it has begun."""
+        return list((self._saved or {}).values())
 
     @torch.no_grad()
     def restore_if(self, found_inf: Tensor) -> None:

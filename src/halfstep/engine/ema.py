@@ -16,7 +16,9 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 
-__all__ = ["Ema"]
+__all__ = ["UPDATE_COPIES", "Ema"]
+
+UPDATE_COPIES = 3  # fp32 tensors of a parameter's size that its update has at once; the planner counts them
 
 
 class Ema:

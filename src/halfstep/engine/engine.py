@@ -38,7 +38,7 @@ from halfstep.engine.guards import GradientGuard
 from halfstep.engine.region import recomputing
 from halfstep.engine.release import WAIVED_GUARANTEES, GradientRelease, check_release
 from halfstep.engine.result import StepResult
-from halfstep.engine.setup import prepare_run
+from halfstep.engine.setup import as_list, prepare_run
 from halfstep.engine.state import RunParts, checkpoint_parts, engine_state, load_state, restore_extra, state_of
 from halfstep.engine.steps import reject_foreign_steps
 from halfstep.engine.truth import Truth, truth_of
@@ -84,7 +84,7 @@ class Engine:
         scaler: Scaler | None = None,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
-        optimizers, schedulers = _as_list(optimizer), _as_list(scheduler)
+        optimizers, schedulers = as_list(optimizer), as_list(scheduler)
         check_settings(model, optimizers, schedulers, max_norm, accumulate)
         check_compile(compile)
         check_watch(watch)
@@ -295,7 +295,3 @@ class Engine:
                 f"{method}() without engine.backward(loss) in this window. A bare loss.backward() leaves gradients unscaled; "
                 "write engine.backward(loss)."
             )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, Sequence) else [value]

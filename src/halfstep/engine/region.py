@@ -35,17 +35,30 @@ from torch.utils import _pytree as pytree
 from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 
-__all__ = ["compute_region", "fp32_operations", "recomputing", "reinstall", "upcast"]
+__all__ = [
+    "FP32_INPUTS",
+    "FP32_OUTPUTS",
+    "compute_region",
+    "fp32_operations",
+    "has_kernel",
+    "recomputing",
+    "reinstall",
+    "upcast",
+]
 
+
+# Base names of operations that CUDA's autocast runs in fp32 and the CPU's does not; the planner uses them as well.
+# CUDA casts the inputs of the first group, and has kernels for the second that read 16 bits and write fp32.
+FP32_INPUTS = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow", "softplus", "logsumexp", "dist", "renorm", "cosine_similarity", "pdist",
+)  # fmt: skip
+FP32_OUTPUTS = ("sum", "prod", "cumsum", "cumprod", "norm", "linalg_vector_norm", "linalg_matrix_norm")
 # Base names of fp32 operations that one device's list lacks and the other's has; overloads are read from the installed torch.
 _LACKING = {
-    "cpu": (
-        "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-        "tan", "pow", "softplus", "softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod", "norm",
-        "linalg_vector_norm", "linalg_matrix_norm", "logsumexp", "dist", "renorm", "cosine_similarity", "pdist",
-    ),
+    "cpu": (*FP32_INPUTS, "softmax", "log_softmax", *FP32_OUTPUTS),
     "cuda": ("cross_entropy_loss", "ctc_loss"),
-}  # fmt: skip
+}
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 _local = threading.local()
@@ -99,12 +112,13 @@ def fp32_operations(device_type: str) -> tuple[str, ...]:
         packet = getattr(torch.ops.aten, base, None)
         for overload in packet.overloads() if packet is not None else ():
             name = f"aten::{base}" if overload == "default" else f"aten::{base}.{overload}"
-            if "out" not in overload and _has(name, other) and not _has(name, own):
+            if "out" not in overload and has_kernel(name, other) and not has_kernel(name, own):
                 names.append(f"{base}.{overload}")
     return tuple(names)
 
 
-def _has(name: str, key: str) -> bool:
+def has_kernel(name: str, key: str) -> bool:
+    """Whether the dispatcher has a kernel for an operation ("aten::sum.dim_IntList") under a dispatch key."""
     try:
         return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)  # noqa: SLF001 - the only way to read the lists
     except RuntimeError:  # a scalar overload of TorchScript's, which the dispatcher does not know
@@ -169,7 +183,7 @@ def reinstall() -> None:
 
 def _in_fp32(operation: Any, key: str) -> Callable[..., Any]:
     below_autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # noqa: SLF001
-    composite = _has(operation.name(), "CompositeImplicitAutograd")
+    composite = has_kernel(operation.name(), "CompositeImplicitAutograd")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         active = bool(_backwards) or getattr(_local, "active", False)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from halfstep.optim.adopt import adopt
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.precision.policy import Policy
 
-__all__ = ["PreparedRun", "prepare_run"]
+__all__ = ["PreparedRun", "as_list", "prepare_run"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ def prepare_run(
         sum_gradients_in_fp32(params.values(), policy)
     paths = tuple(choose_path(o, module) for o in stepped)
     return PreparedRun(module, policy, accumulate, params, paths, undo)
+
+
+def as_list(value: Any) -> list[Any]:
+    """One optimizer or scheduler, several of them, or None, as a list."""
+    return [] if value is None else list(value) if isinstance(value, Sequence) else [value]
 
 
 def _adopted(optimizer: torch.optim.Optimizer, policy: Policy, *, lean: bool) -> torch.optim.Optimizer:

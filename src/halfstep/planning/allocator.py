@@ -1,18 +1,18 @@
-"""A model of torch's caching allocator: how many bytes a sequence of allocations really takes on a GPU.
+"""A model of torch's caching allocator: how much memory a sequence of allocations really uses on a GPU.
 
-How it works. `torch.cuda.max_memory_allocated()` does not count the bytes that tensors ask for, but the blocks they are
-given, and those are larger. Torch rounds every request up to 512 bytes, takes memory from the driver in segments, cuts
-blocks from them, and joins neighbours again when they are freed:
+How it works. `torch.cuda.max_memory_allocated()` does not count the bytes that tensors request but the blocks they get,
+which are larger. torch rounds every request up to 512 bytes, allocates segments from the driver, splits blocks off them,
+and merges neighbours again when they are freed:
 
-    request of at most 1 MiB     from a segment of 2 MiB; what remains is always cut off
-    below 10 MiB                 from a segment of 20 MiB; what remains is cut off if it is more than 1 MiB
-    from 10 MiB on               a segment of its own size rounded up to 2 MiB, cut in the same way
+    request of at most 1 MiB     from a segment of 2 MiB; the remainder is always split off
+    below 10 MiB                 from a segment of 20 MiB; the remainder is split off if it is more than 1 MiB
+    from 10 MiB on               a separate segment, the size rounded up to 2 MiB, split in the same way
 
-So a tensor of 49.2 MiB in a fresh segment of 50 MiB takes 50 MiB: up to 1 MiB per large tensor is given away, 1 % and
-more of a ViT's activations. The free block that fits best is taken first. The sum of the segments is what
-`memory_reserved` shows; blocks that are free and fit nothing are fragmentation.
+So a tensor of 49.2 MiB in a fresh segment of 50 MiB uses 50 MiB: up to 1 MiB per large tensor is lost, 1 % and more of a
+ViT's activations. The free block that fits best is used first. `memory_reserved` is the sum of the segments; free blocks
+that fit no request are fragmentation.
 
-The numbers are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.9 to 2.13, with its default settings: no expandable
+The constants are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.9 to 2.13, with its default settings: no expandable
 segments, no split limit.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 __all__ = ["Allocator", "round_up"]
 
 ROUNDING = 512
-SMALL = 1 << 20  # largest request of the small pool, and the least remainder worth cutting off in the large one
+SMALL = 1 << 20  # largest request of the small pool, and the largest remainder that the large pool does not split off
 SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 LARGE_FROM = 10 << 20
@@ -38,7 +38,7 @@ def round_up(num_bytes: int, to: int = ROUNDING) -> int:
 
 @dataclass(eq=False)
 class _Block:
-    """A piece of a segment, with its neighbours in it."""
+    """A part of a segment, linked to its neighbours."""
 
     size: int
     address: int
@@ -49,34 +49,34 @@ class _Block:
 
 
 class Allocator:
-    """Follows allocations and frees; `allocated` and `reserved` are what torch would report."""
+    """Follows allocations and frees; `allocated` and `reserved` are the values that torch would report."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
-        # Free blocks of the small and the large pool, sorted by size and then address, as torch's sets are.
+        # Free blocks of the small and the large pool, sorted by size and then address, like torch's sets.
         self._free: tuple[list[tuple[int, int, _Block]], list[tuple[int, int, _Block]]] = ([], [])
         self._next_address = 0
 
-    def take(self, num_bytes: int) -> _Block:
-        """Give a block for a request."""
+    def allocate(self, num_bytes: int) -> _Block:
+        """Return a block for a request."""
         size = round_up(num_bytes)
         small = size <= SMALL
         pool = self._free[not small]
         index = bisect.bisect_left(pool, (size, -1))
-        block = pool.pop(index)[2] if index < len(pool) else self._segment(size, small=small)
+        block = pool.pop(index)[2] if index < len(pool) else self._new_segment(size, small=small)
         remaining = block.size - size
         if remaining >= ROUNDING if small else remaining > SMALL:
             rest = _Block(remaining, block.address + size, small, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
             block.after, block.size = rest, size
-            self._put(rest)
+            self._add_free(rest)
         block.free = False
         self.allocated += block.size
         return block
 
-    def give(self, block: _Block) -> None:
-        """Take a block back, joined with its free neighbours."""
+    def free(self, block: _Block) -> None:
+        """Free a block and merge it with its free neighbours."""
         self.allocated -= block.size
         for neighbour in (block.before, block.after):
             if neighbour is None or not neighbour.free:
@@ -93,9 +93,9 @@ class Allocator:
                     block.after.before = block
             block.size += neighbour.size
         block.free = True
-        self._put(block)
+        self._add_free(block)
 
-    def _segment(self, size: int, *, small: bool) -> _Block:
+    def _new_segment(self, size: int, *, small: bool) -> _Block:
         large = LARGE_SEGMENT if size < LARGE_FROM else round_up(size, SEGMENT_ROUNDING)
         whole = SMALL_SEGMENT if small else large
         self.reserved += whole
@@ -103,6 +103,6 @@ class Allocator:
         self._next_address += whole + 1  # segments are never neighbours
         return block
 
-    def _put(self, block: _Block) -> None:
+    def _add_free(self, block: _Block) -> None:
         block.free = True
         bisect.insort(self._free[not block.small], (block.size, block.address, block))

@@ -1,13 +1,13 @@
-"""Which kernel CUDA's attention takes, and what it keeps: the choice, without a GPU.
+"""Which kernel CUDA's attention uses, and what it saves: the choice, without a GPU.
 
-    bf16, fp16, no mask          flash attention (on Hopper and Blackwell cuDNN's, which keeps the same)
+    bf16, fp16, no mask          flash attention (on Hopper and Blackwell cuDNN's, which saves the same)
     a mask, or fp32              memory-efficient attention
-    neither kernel takes it      the plain formula, which keeps the whole matrix of attention weights
+    neither supports it          the plain formula, which saves the whole matrix of attention weights
 
-The two kernels keep q, k, v, the output and one fp32 number per row. They call for heads of at most 256 numbers (flash)
-and for the same number of heads in q, k and v (memory-efficient), so grouped queries in fp32 fall back to the formula. Rows
-must lie together in memory: a bias that was permuted out of an embedding, as T5 makes it, falls back too, and a contiguous
-one, as Swin makes it, does not. That the bias is learnt does not matter.
+Both kernels save q, k, v, the output and one fp32 value per row. They need a head size of at most 256 (flash) and the same
+number of heads in q, k and v (memory-efficient), so grouped queries in fp32 fall back to the formula. Rows must be
+contiguous: a bias that was permuted out of an embedding, as in T5, falls back too, and a contiguous one, as in Swin, does
+not. Whether the bias is learnt does not matter.
 Follows sdp_utils.cpp and attention.cpp of torch 2.11 to 2.13.
 """
 
@@ -27,13 +27,13 @@ __all__ = ["attend", "kernel_for"]
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
 _EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001
 _MATH = torch.ops.aten._scaled_dot_product_attention_math  # noqa: SLF001
-_FLASH_MOST = 256  # numbers in a head
+_FLASH_MOST = 256  # head size
 _PADDING = 8  # flash attention pads heads to a multiple of this
 _MASK_ALIGNMENT = 16  # memory-efficient attention pads the rows of a mask to a multiple of this
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
-    """The kernel that CUDA's scaled_dot_product_attention takes: "flash", "efficient" or "math"."""
+    """The kernel that CUDA's scaled_dot_product_attention uses: "flash", "efficient" or "math"."""
     if q.dim() != 4 or k.dim() != 4 or not q.dtype is k.dtype is v.dtype or 0 in (*q.shape, *k.shape):
         return "math"
     if any(t.stride(-1) != 1 for t in (q, k, v, mask) if t is not None and t.shape[-1] > 1):
@@ -42,7 +42,7 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
         return "flash"
     same_heads = q.shape[1] == k.shape[1] == v.shape[1] and q.shape[0] == k.shape[0]
     if same_heads and q.dtype in (*DTYPES_16_BIT, torch.float32):
-        # The kernel reads 16 bytes at a time, so heads must fill whole ones.
+        # The kernel reads 16 bytes at a time, so the head size must be a multiple of that.
         alignment = 16 // q.element_size() if q.dtype is not torch.float32 else 4
         if q.shape[-1] % alignment == 0 and v.shape[-1] % alignment == 0:
             return "efficient"
@@ -60,7 +60,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention by the kernel that CUDA would choose."""
+    """scaled_dot_product_attention with the kernel that CUDA would choose."""
     kernel = kernel_for(query, key, value, attn_mask)
     if kernel == "flash":
         size = query.shape[-1]
@@ -79,7 +79,7 @@ def attend(
 
 
 def _prepared(mask: Tensor | None, query: Tensor, key: Tensor) -> Any:
-    """A mask as the kernel wants it: floating, rows padded, one per head by expansion."""
+    """A mask in the kernel's layout: floating point, rows padded, expanded over heads."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:

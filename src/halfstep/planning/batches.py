@@ -1,12 +1,11 @@
-"""Batches of any size without loading them: the shapes of two small batches, and the line through them.
+"""Batches of any size without loading them: extrapolated from the shapes of two small batches.
 
-A plan asks about batches of thousands of images, which nobody wants to load. So the job's data is asked for batches of two
-small sizes, and every dimension that grows in step with the size is taken to go on like that. Where something else
-differs between the two (sequences padded to the longest of the batch, say), there is no line, and the batch of the
-asked size is loaded after all.
+A plan needs batches of thousands of images, which nobody wants to load. So the job's data is called for two small batch
+sizes, and every dimension that grows in proportion to the size is extrapolated. If anything else differs between the two
+(sequences padded to the longest of the batch, for example), the batch of the requested size is loaded after all.
 
-A batch made up like this has no numbers, apart from its integers (token ids, masks, labels), which are few and decide
-things; those of the small batch are repeated.
+An extrapolated batch has no data except its integers (token ids, masks, labels), which are few and decide control flow;
+those of the small batch are repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.jobs.job import Job
 from halfstep.planning.fakes import CPU
-from halfstep.planning.integers import MOST_NUMBERS, is_integer
+from halfstep.planning.integers import MAX_NUMEL, is_integer
 
 __all__ = ["Batches", "look_at_data"]
 
@@ -34,16 +33,27 @@ _SIZES = (2, 3)
 
 @dataclass(frozen=True)
 class Batches:
-    """Gives the batch of any size, as tensors without numbers where that is possible."""
+    """Returns the batch of any size, as tensors without data where that is possible."""
 
     at: Callable[[int], Any]
     notes: tuple[str, ...] = ()
-    fixed: bool = False  # whether every batch is the same, whatever size is asked
+    fixed: bool = False  # whether every batch is the same, whatever size is requested
     size: int | None = None  # of a fixed batch, where its tensors agree on one
 
 
+@dataclass(frozen=True)
+class _Dimension:
+    """A dimension whose size is `factor * batch + rest`."""
+
+    factor: int
+    rest: int
+
+    def at(self, batch: int) -> int:
+        return self.factor * batch + self.rest
+
+
 def look_at_data(job: Job, context: RunContext) -> Batches:
-    """Draw two small batches of the job's data and find the line through their shapes."""
+    """Load two small batches of the job's data and extrapolate their shapes."""
 
     def draw(size: int) -> Any:
         before = rng_state()
@@ -54,31 +64,33 @@ def look_at_data(job: Job, context: RunContext) -> Batches:
         finally:
             restore_rng(before)
         if batch is None:
-            raise SettingError(f"{job.describe('data')} gave no batch of {size} for split='train'; a plan needs one.")
+            raise SettingError(
+                f"{job.describe('data')} yields no batch for split='train' and batch_size={size}; a plan needs one."
+            )
         return batch
 
     first, second = (draw(size) for size in _SIZES)
     leaves, structure = pytree.tree_flatten(first, is_leaf=_is_plain_list)
     others, structure2 = pytree.tree_flatten(second, is_leaf=_is_plain_list)
-    lines = [_line(a, b) for a, b in zip(leaves, others, strict=False)]
-    if structure != structure2 or any(line is None for line in lines):
-        note = "The shapes of batches change with more than their size; each size was planned with the first batch of that size."
+    shapes = [_dimensions(a, b) for a, b in zip(leaves, others, strict=False)]
+    if structure != structure2 or any(shape is None for shape in shapes):
+        note = "Shapes depend on more than the batch size, so each size is planned with the first batch of that size."
         return Batches(draw, (note,))
-    if not any(factor for line in lines for factor, _ in line or ()):
+    if not any(dimension.factor for shape in shapes for dimension in shape or ()):
         sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
         own = sizes.pop() if len(sizes) == 1 else None
         note = (
-            f"The data takes no notice of batch_size: it gives {f'batches of {own}' if own else 'the same batches'}, whatever size is asked. The "
-            "plan is for those, and tells neither the fewest GPUs nor the largest micro-batch. Let `data` take batch_size."
+            f"The data ignores batch_size and always yields {f'batches of {own}' if own else 'the same batches'}. The plan is for "
+            "those, without the fewest GPUs and the largest micro-batch. To get them, make `data` use batch_size."
         )
         return Batches(lambda _: first, (note,), fixed=True, size=own)
 
     def at(size: int) -> Any:
-        made = [
-            _at(leaf, [factor * size + rest for factor, rest in line or ()])
-            for leaf, line in zip(leaves, lines, strict=True)
+        resized = [
+            _resized(leaf, [dimension.at(size) for dimension in shape or ()])
+            for leaf, shape in zip(leaves, shapes, strict=True)
         ]
-        return pytree.tree_unflatten(made, structure)
+        return pytree.tree_unflatten(resized, structure)
 
     return Batches(at)
 
@@ -88,20 +100,20 @@ def _is_plain_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and not any(isinstance(v, Tensor) for v in pytree.tree_leaves(value))
 
 
-def _at(leaf: Any, shape: list[int]) -> Any:
-    """A leaf of this shape: integers and lists repeated from `leaf`, other tensors without numbers, anything else as it is."""
+def _resized(leaf: Any, shape: list[int]) -> Any:
+    """A leaf of this shape: integers and lists repeated from `leaf`, other tensors without data, anything else unchanged."""
     if isinstance(leaf, list) and shape:
         return (leaf * -(-shape[0] // len(leaf)))[: shape[0]]
     if not isinstance(leaf, Tensor):
         return leaf
-    if not is_integer(leaf) or not leaf.numel() or math.prod(shape) > MOST_NUMBERS:
+    if not is_integer(leaf) or not leaf.numel() or math.prod(shape) > MAX_NUMEL:
         return torch.empty(shape, dtype=leaf.dtype, device="meta")
     times = [-(-size // small) for size, small in zip(shape, leaf.shape, strict=True)]
     return leaf.to(CPU).repeat(times)[tuple(map(slice, shape))].contiguous()
 
 
-def _line(a: Any, b: Any) -> list[tuple[int, int]] | None:
-    """For each dimension of a leaf, (factor, rest) with size = factor * batch + rest; None if it is no such line."""
+def _dimensions(a: Any, b: Any) -> list[_Dimension] | None:
+    """How each dimension of a leaf grows with the batch; None if one is neither constant nor proportional."""
     if isinstance(a, list) and isinstance(b, list):
         shapes = [(len(a), len(b))]
     elif not isinstance(a, Tensor) or not isinstance(b, Tensor):
@@ -110,10 +122,10 @@ def _line(a: Any, b: Any) -> list[tuple[int, int]] | None:
         return None
     else:
         shapes = list(zip(a.shape, b.shape, strict=True))
-    found = []
+    dimensions = []
     for low, high in shapes:
         factor = high - low  # the two sizes differ by one
         if factor and low != factor * _SIZES[0]:
             return None
-        found.append((factor, low - factor * _SIZES[0]))
-    return found
+        dimensions.append(_Dimension(factor, low - factor * _SIZES[0]))
+    return dimensions

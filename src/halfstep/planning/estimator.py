@@ -1,9 +1,9 @@
-"""The memory of a job's training step at any batch size: traced where asked, on a line between traces, checked.
+"""The memory of a job's training step at any batch size: traced, or interpolated between traces and checked.
 
-A trace costs a second or a few. Two of them at different batch sizes have the same lines in their ledgers, and each line's
-size is a straight line in the batch size, so the peak at any other size is a replay, not a trace. Where an answer depends
-on it (the largest batch that fits), the answer itself is traced once more, and if the line was wrong there, the new
-trace becomes one end of a better line.
+A trace takes a few seconds. Two traces at different batch sizes have the same events in their ledgers, and the size of each
+event is linear in the batch size, so the peak at any other size is a replay, not a trace. If an answer depends on it
+(the largest batch that fits), the answer itself is traced once more, and if the line was wrong there, the new trace
+becomes one end of a better line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from halfstep.precision.policy import Policy
 
 __all__ = ["Estimate", "Estimator", "predict_peak"]
 
-_MOST_BATCH = 1 << 22  # where the search for the largest ends
-_CLOSE = 0.005  # a line whose prediction is this near a trace holds
+_MAX_BATCH = 1 << 22  # where the search for the largest ends
+_CLOSE = 0.005  # a line is confirmed if its prediction is this close to a trace
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,30 @@ class Estimate:
     precision: str
     batch: int
     peak: Peak
-    least: Peak  # the same without what is taken only where there is room
+    least: Peak  # the same without what is allocated only if it fits
     num_params: int
-    traced: bool  # or on the line between two traces
-    build_bytes: int  # the most that making the Engine takes
+    traced: bool  # or on the line through two traces
+    build_bytes: int  # peak of setting up the Engine
     notes: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
-        """What torch.cuda.max_memory_allocated() is predicted to say."""
+        """The predicted torch.cuda.max_memory_allocated()."""
         return self.peak.allocated
 
     @property
     def at_end(self) -> bool:
         """Whether the search for the largest batch ended here although more would fit."""
-        return self.batch >= _MOST_BATCH
+        return self.batch >= _MAX_BATCH
 
     @property
     def need_bytes(self) -> int:
-        """What a step must have; where there is more, it may take more."""
+        """What a step needs; it may allocate more if more is free."""
         return self.least.allocated
 
 
 class Estimator:
-    """One job in one precision; keeps its traces."""
+    """One job in one precision, with its traces."""
 
     def __init__(
         self,
@@ -70,19 +70,19 @@ class Estimator:
         options: StepOptions | None = None,
         seed: int = 0,
         batches: Batches | None = None,
-        room: int | None = None,
+        usable_bytes: int | None = None,
     ) -> None:
         self.job, self.policy = job, policy
         self.options = options or StepOptions()
         self._run_context = RunContext(seed=seed)
         self._batches = batches
-        self._room = room  # bytes that a GPU has for tensors, if that is known
+        self._usable_bytes = usable_bytes  # that a GPU has for tensors, if that is known
         self._traces: dict[int, Traced] = {}
-        self._known: dict[int, Estimate] = {}
+        self._estimates: dict[int, Estimate] = {}
         self._lines: dict[tuple[int, int], Line | None] = {}
-        self._line_holds = False  # whether a trace off the line's ends has agreed with it
-        self._real = False  # whether the model must be built with its numbers
-        self.workspaces = CUBLAS_BYTES["new"]
+        self._line_confirmed = False  # by a trace between or beyond its ends
+        self._real = False  # whether the model must be built with real data
+        self.workspaces = CUBLAS_BYTES
 
     @property
     def batches(self) -> Batches:
@@ -92,7 +92,7 @@ class Estimator:
         return self._batches
 
     def trace(self, batch: int) -> Traced:
-        """The trace at this batch size, made if there is none."""
+        """The trace at this batch size, run if there is none."""
         if batch < 1:
             raise SettingError(f"batch={batch} must be 1 or more.")
         if batch not in self._traces:
@@ -113,23 +113,21 @@ class Estimator:
                 self._real = True
         try:
             traced = trace_step(self.job, self.policy, inputs, context, self.options, real=True)
-        except HalfstepError as error:
-            raise explain_failure(self.job, self.policy, error) from error
         except Exception as error:
             raise explain_failure(self.job, self.policy, error) from error
-        note = "The model reads numbers while it is built, so it was built in memory once to be planned."
+        note = "The model reads tensor data while it is built, so it was built in memory once for this plan."
         return replace(traced, notes=(*traced.notes, note))
 
     def at(self, batch: int, *, trace: bool = True) -> Estimate:
-        """The estimate at a batch size; without `trace`, from the line through the traces there are, if they make one."""
-        known = self._known.get(batch)
-        if known is not None and (known.traced or not trace):
-            return known
+        """The estimate at a batch size; without `trace`, from the line through existing traces, if there is one."""
+        previous = self._estimates.get(batch)
+        if previous is not None and (previous.traced or not trace):
+            return previous
         line = None if trace or batch in self._traces else self._line(batch)
         traced = self.trace(batch) if line is None else next(iter(self._traces.values()))
         ledger = traced.ledger if line is None else line.ledger(batch)
-        peak = replay(ledger, self.workspaces, self._room)
-        has_optional = any(entry.cause == OPTIONAL and entry.num_bytes for entry in ledger.lines)
+        peak = replay(ledger, self.workspaces, self._usable_bytes)
+        has_optional = any(event.category == OPTIONAL and event.num_bytes for event in ledger.events)
         estimate = Estimate(
             precision=str(self.policy),
             batch=batch,
@@ -140,19 +138,19 @@ class Estimator:
             build_bytes=traced.build_bytes + self.workspaces,
             notes=(*self.batches.notes, *traced.notes),
         )
-        if known is not None and abs(known.peak_bytes - estimate.peak_bytes) <= _CLOSE * estimate.peak_bytes:
-            self._line_holds = True
-        self._known[batch] = estimate
+        if previous is not None and abs(previous.peak_bytes - estimate.peak_bytes) <= _CLOSE * estimate.peak_bytes:
+            self._line_confirmed = True
+        self._estimates[batch] = estimate
         return estimate
 
     def _line(self, batch: int) -> Line | None:
-        """The line through the two traced sizes nearest to `batch`, if they make one."""
+        """The line through the two traced sizes nearest to `batch`, if there is one."""
         if len(self._traces) < 2:
             return None
         low, high = sorted(sorted(self._traces, key=lambda size: abs(size - batch))[:2])
         if (low, high) not in self._lines:
             line = self._through(low, high)
-            if line is None:  # what a model makes once and keeps (a table of positions) is in the first trace alone
+            if line is None:  # what a model creates once and keeps (a table of positions) is only in the first trace
                 first = next(size for size in self._traces if size in (low, high))
                 self._traces[first] = self._run(first)
                 line = self._through(low, high)
@@ -163,8 +161,8 @@ class Estimator:
         return line_through(self._traces[low].ledger, low, self._traces[high].ledger, high)
 
     def checked(self, batch: int) -> Estimate:
-        """The estimate at a batch size, traced unless the line has been found to hold."""
-        return self.at(batch, trace=not self._line_holds)
+        """The estimate at a batch size, traced unless the line is confirmed."""
+        return self.at(batch, trace=not self._line_confirmed)
 
     def largest(self, limit_bytes: int, start: int) -> Estimate | None:
         """The largest micro-batch whose need is within `limit_bytes`, traced; None if not even one example fits."""
@@ -172,37 +170,35 @@ class Estimator:
         self.trace(max(1, start // 2) if start > 1 else 2)
         for _ in range(4):
             best = self._on_line(limit_bytes)
-            if best <= 1:  # the line may be wrong so far down, and one example is worth a trace
+            if best <= 1:  # the line may be wrong for so small a batch, and one example is worth a trace
                 one = self.at(1)
                 return one if one.need_bytes <= limit_bytes else None
             guess = self.at(best, trace=False)
-            found = self.at(best)
-            if (
-                found.need_bytes <= limit_bytes
-                and abs(found.need_bytes - guess.need_bytes) <= _CLOSE * found.need_bytes
-            ):
-                return found
-        # A step that does not grow along a line: the largest of the traced sizes that fit is a sure answer.
-        sure = [size for size in self._traces if self.at(size).need_bytes <= limit_bytes]
-        return self.at(max(sure)) if sure else None
+            traced = self.at(best)
+            close = abs(traced.need_bytes - guess.need_bytes) <= _CLOSE * traced.need_bytes
+            if traced.need_bytes <= limit_bytes and close:
+                return traced
+        # The memory is not linear in the batch: the largest traced size that fits is a safe answer.
+        safe = [size for size in self._traces if self.at(size).need_bytes <= limit_bytes]
+        return self.at(max(safe)) if safe else None
 
     def _on_line(self, limit_bytes: int) -> int:
         """The largest batch within the limit by the line, 0 if none is."""
         sizes = sorted(self._traces)
         line = self._line(sizes[-1])
-        # The allocator's rounding, as a share; the quick peaks do not have it.
+        # The allocator's rounding, as a factor; `requested` does not include it.
         top = self.at(sizes[-1]).least
-        share = top.allocated / max(1, top.allocated - top.breakdown.get("rounding", 0))
+        factor = top.allocated / max(1, top.allocated - top.breakdown.get("rounding", 0))
 
         def fits(size: int) -> bool:
             if line is None:
                 return self.at(size).need_bytes <= limit_bytes
-            return (line.requested(size) + self.workspaces) * share <= limit_bytes
+            return (line.requested(size) + self.workspaces) * factor <= limit_bytes
 
         low, high = 0, 1
         while fits(high):
             low, high = high, 2 * high
-            if high > _MOST_BATCH:
+            if high > _MAX_BATCH:
                 return low
         while high - low > 1:
             middle = (low + high) // 2
@@ -213,20 +209,20 @@ class Estimator:
 
 
 def _worth_building() -> bool:
-    """Whether a second try with a real model is allowed; it takes as much memory as the weights."""
+    """Whether a second attempt with a real model is allowed; it needs as much memory as the weights."""
     return os.environ.get("HALFSTEP_PLAN_REAL_MODEL", "1") != "0"
 
 
 def predict_peak(
     job: Job, policy: Policy | str, batch: int, *, accumulate: int = 1, ema: bool = False, seed: int = 0
 ) -> Estimate | None:
-    """The predicted peak of one training step, or None with a message if the job cannot be traced."""
+    """The predicted peak of one training step; logs a message and returns None if the job cannot be traced."""
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
     here = capacity_of(None, None)
-    room = None if here is None else here.usable_bytes
-    estimator = Estimator(job, chosen, options=StepOptions(accumulate, ema), seed=seed, room=room)
+    usable = None if here is None else here.usable_bytes
+    estimator = Estimator(job, chosen, options=StepOptions(accumulate, ema), seed=seed, usable_bytes=usable)
     try:
         return estimator.at(batch)
     except HalfstepError as error:
-        say(f"No prediction of memory: {error}")
+        say(f"The memory of a step cannot be predicted: {error}")
         return None

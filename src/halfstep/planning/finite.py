@@ -1,8 +1,8 @@
-"""Checks for inf and nan in a trace, where no tensor has numbers: they are answered as a healthy step answers them.
+"""Checks for inf and NaN in a trace, where tensors have no data: the results are those of a step without overflow.
 
-`if not torch.isfinite(x).all()` stands in losses, and in models that clamp what overflows in fp16. Which way it goes is
-known without numbers: a step that is planned is one that works. So the comparisons that isfinite, isnan and isinf are made of
-have the same known answer everywhere, and so has what follows from them by and, or, not, all and any.
+Losses, and models that clamp what overflows in fp16, contain `if not torch.isfinite(x).all()`. The branch is known
+without data: a plan is for a step that works. So the comparisons behind isfinite, isnan and isinf have one known result
+for all elements, and so does everything derived from them by and, or, not, all and any.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CHECKS = frozenset((*_NEVER, *_SAME, *_NOT, *_AND, *_OR, _aten.eq, _aten.ne))
 
 
 def answer(func: Any, args: Any, known: Callable[[Any], bool | None]) -> bool | None:
-    """The one value of all elements of a check's result; None if it is no check. `known` tells it for inputs."""
+    """The value of every element of a check's result; None if it is not a check. `known` gives it for inputs."""
     kind = func.overloadpacket
     if kind in _NEVER:
         return False
     if kind in (_aten.eq, _aten.ne):
         left, right = args[:2]
-        if left is right:  # only nan differs from itself
+        if left is right:  # only NaN differs from itself
             return kind is _aten.eq
         if isinstance(right, float) and math.isinf(right):
             return kind is _aten.ne

@@ -1,14 +1,14 @@
-"""Integers keep their numbers: a step on fake tensors can still read masks, labels, positions and routes.
+"""Integers keep their values: a step on fake tensors can still read masks, labels, positions and routes.
 
-How it works. Fake tensors have no numbers, but a step's way depends on some: a library looks whether an attention mask masks
-anything and leaves it out if not, a loss picks the tokens that have labels, a mixture of experts sends tokens to
-experts. Nearly all such numbers are integers or booleans that come from the batch, and they are few: a token's id, not
-its vector of activations. So integers are real tensors in a trace and floating-point numbers are fake, and an operation
-among integers and constants alone is run for real, even if its result is not of integers (a mask of 0 and -inf).
-`mask.all()`, `labels != -100`, nonzero and tolist then answer as they would on a GPU.
+How it works. Fake tensors have no data, but the control flow of a step depends on some: a library drops an attention mask
+that masks nothing, a loss selects the tokens that have labels, a mixture of experts routes tokens to experts. Nearly all
+such data are integers or booleans from the batch, and there are few of them: a token's id, not its vector of activations.
+So integers are real tensors in a trace and floating-point tensors are fake, and an operation on integers and constants
+alone runs for real, even if its result is floating point (a mask of 0 and -inf). `mask.all()`, `labels != -100`, nonzero
+and tolist then return what they would return on a GPU.
 
-Where floating-point numbers decide (topk, argmax, sort), the integers are made up: each choice in turn, so that experts
-get equal shares. If a size depends on them afterwards, the plan says so.
+Where floating-point values decide (topk, argmax, sort), the integers are invented: each choice in turn, so that experts
+get equal shares. If a size depends on them later, a note of the plan reports it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from halfstep.planning.finite import CHECKS, answer
 
-__all__ = ["MOST_NUMBERS", "Integers", "is_integer"]
+__all__ = ["MAX_NUMEL", "Integers", "is_integer"]
 
-MOST_NUMBERS = 1 << 25  # in one tensor; beyond it integers are fake too, as 256 MiB of them would be slow
-_MOST_CONSTANTS = 1 << 20  # in a tensor made from nothing, such as arange; where those are larger, they are scratch
+MAX_NUMEL = 1 << 25  # of a tensor; larger integer tensors are fake too, as 256 MiB of them would be slow
+_MAX_CONSTANTS = 1 << 20  # elements of a tensor without inputs, such as arange; larger ones are scratch memory
 _aten = torch.ops.aten
 _CHOOSING = (_aten.topk, _aten.sort, _aten.argsort, _aten.argmax, _aten.argmin, _aten.max, _aten.min, _aten.multinomial)
-_CONSTANT = (_aten.ones, _aten.full, _aten.arange, _aten.linspace)  # not zeros, which is room to write results into
+_CONSTANT = (
+    _aten.ones,
+    _aten.full,
+    _aten.arange,
+    _aten.linspace,
+)  # not zeros, which are allocated to write results into
 _INDEXING = (
     _aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default,
     _aten._index_put_impl_.default, _aten._unsafe_index.Tensor, _aten._unsafe_index_put.default,  # noqa: SLF001
@@ -41,59 +46,59 @@ _CTC_BACKWARD = (_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tens
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Whether a tensor's dtype is one whose numbers are kept."""
+    """Whether a tensor of this dtype keeps its data."""
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 
 class Integers:
-    """Runs the operations of a trace: for real where all numbers are known, on fake tensors otherwise."""
+    """Runs the operations of a trace: for real where all data is known, on fake tensors otherwise."""
 
     def __init__(self) -> None:
-        self._made_up: Any = WeakIdKeyDictionary()  # tensors whose numbers do not follow from the batch's
+        self._invented: Any = WeakIdKeyDictionary()  # tensors whose data does not follow from the batch
         self._checked: Any = WeakIdKeyDictionary()  # fake tensors whose elements all have one known value
-        self.read: dict[str, bool] = {}  # operations whose results' sizes depend on numbers; whether on made-up ones
+        self.read: dict[str, bool] = {}  # operations whose output sizes depend on data; whether on invented data
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation."""
         if func in _MASKING:
             func, args = self._by_positions(func, args)
         tensors = _tensors((args, kwargs))
-        made_up = False
-        if all(_has_numbers(t) for t in tensors):
-            made_up = any(t in self._made_up for t in tensors)
-            out = self._really(func, args, kwargs, follows=bool(tensors), made_up=made_up)
+        invented = False
+        if all(_has_data(t) for t in tensors):
+            invented = any(t in self._invented for t in tensors)
+            out = self._really(func, args, kwargs, follows=bool(tensors), invented=invented)
         else:
             out = _ctc_loss(func, args)
             out = func(*args, **kwargs) if out is None else out
-            changed = args[0] if func._schema.is_mutable and args else None  # noqa: SLF001 - the only way to ask
-            if isinstance(changed, Tensor) and _has_numbers(changed):
-                out, made_up = changed, True  # the numbers written into it are not known
+            changed = args[0] if func._schema.is_mutable and args else None  # noqa: SLF001 - the only way to query it
+            if isinstance(changed, Tensor) and _has_data(changed):
+                out, invented = changed, True  # the values written into it are unknown
             elif func.overloadpacket in _CHOOSING:
-                out, made_up = _choose_in_turn(func, args, kwargs, out), True
+                out, invented = _choose_in_turn(func, args, kwargs, out), True
             elif func.overloadpacket in CHECKS:
                 out = self._check(func, args, out)
-        if made_up:
+        if invented:
             for tensor in _tensors(out):
-                if _has_numbers(tensor):
-                    self._made_up[tensor] = True
+                if _has_data(tensor):
+                    self._invented[tensor] = True
         return out
 
-    def _really(self, func: Any, args: Any, kwargs: Any, *, follows: bool, made_up: bool) -> Any:
+    def _really(self, func: Any, args: Any, kwargs: Any, *, follows: bool, invented: bool) -> Any:
         if torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXING:
-            self._note(func, made_up=made_up)
+            self._note(func, invented=invented)
         elif torch.Tag.data_dependent_output not in func.tags and not _aliases(func):
-            # What the result will be, before it is computed: it may be too large.
+            # The shape of the result before it is computed: it may be too large.
             fake = func(*args, **kwargs)
             leaves = _tensors(fake)
-            most = MOST_NUMBERS if follows else _MOST_CONSTANTS
-            kept = follows or func.overloadpacket in _CONSTANT
-            if not all(t.numel() <= most and (kept or is_integer(t) or t.numel() == 1) for t in leaves):
+            most = MAX_NUMEL if follows else _MAX_CONSTANTS
+            allowed = follows or func.overloadpacket in _CONSTANT
+            if not all(t.numel() <= most and (allowed or is_integer(t) or t.numel() == 1) for t in leaves):
                 return fake
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
     def _check(self, func: Any, args: Any, out: Tensor) -> Tensor:
-        """A check for inf and nan, as it comes out in a healthy step."""
+        """A check for inf and NaN, with its result in a step without overflow."""
         value = answer(func, args, lambda x: self._checked.get(x) if isinstance(x, Tensor) else None)
         if value is None or out.dtype is not torch.bool:
             return out
@@ -104,8 +109,8 @@ class Integers:
         return out
 
     def _by_positions(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Indexing by a boolean mask as indexing by the positions it is true at, which is how it is done on a GPU."""
-        if func is _aten.masked_select.default and _has_numbers(args[1]) and not _has_numbers(args[0]):
+        """Indexing by a boolean mask as indexing by the positions of its true elements, as on a GPU."""
+        if func is _aten.masked_select.default and _has_data(args[1]) and not _has_data(args[0]):
             x = args[0].expand(torch.broadcast_shapes(args[0].shape, args[1].shape))  # type: ignore[no-untyped-call]
             with unset_fake_temporarily():
                 mask = args[1].expand(x.shape)
@@ -114,59 +119,57 @@ class Integers:
             return func, args
         indices: list[Tensor | None] = []
         for index in args[1]:
-            if index is None or index.dtype not in (torch.bool, torch.uint8) or not _has_numbers(index):
+            if index is None or index.dtype not in (torch.bool, torch.uint8) or not _has_data(index):
                 indices.append(index)
                 continue
             if len(args) == 2 or args[2].numel() > 1:
-                self._note(func, made_up=index in self._made_up)
+                self._note(func, invented=index in self._invented)
             with unset_fake_temporarily():
                 indices += index.nonzero().unbind(1)
         return func, (args[0], indices, *args[2:])
 
-    def _note(self, func: Any, *, made_up: bool) -> None:
+    def _note(self, func: Any, *, invented: bool) -> None:
         name = func.overloadpacket._qualified_op_name.removeprefix("aten::").strip("_")  # noqa: SLF001 - the public name is newer
-        self.read[name] = self.read.get(name, False) or made_up
+        self.read[name] = self.read.get(name, False) or invented
 
     def notes(self) -> tuple[str, ...]:
-        """What the trace assumed about numbers, in sentences."""
-        found = []
-        for made_up, said in (
-            (False, "of the batch; those of a small batch were taken for typical"),
-            (
-                True,
-                "that the step computes, as when it routes tokens; equal shares were assumed, and others can take more",
-            ),
-        ):
-            names = sorted(name for name, depends in self.read.items() if depends is made_up)
+        """What the trace assumed about tensor values, in sentences."""
+        assumptions = {
+            False: "values of the batch; those of a small batch were assumed to be typical",
+            True: "values that the step computes, for example to route tokens; equal shares were assumed, and others can need more",
+        }
+        notes = []
+        for invented, assumption in assumptions.items():
+            names = sorted(name for name, depends in self.read.items() if depends is invented)
             if names:
-                found.append(f"Sizes depend on numbers ({', '.join(names)}) {said}.")
-        return tuple(found)
+                notes.append(f"Sizes depend on {assumption} ({', '.join(names)}).")
+        return tuple(notes)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 
-def _has_numbers(tensor: Any) -> bool:
+def _has_data(tensor: Any) -> bool:
     real = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
-    return real and not tensor.requires_grad and tensor.numel() <= MOST_NUMBERS
+    return real and not tensor.requires_grad and tensor.numel() <= MAX_NUMEL
 
 
 def _aliases(func: Any) -> bool:
-    """Whether an operation gives back memory it was given: a view, or a change in place."""
-    schema = func._schema  # noqa: SLF001 - the only way to ask
+    """Whether an operation returns the memory of an input: a view, or an in-place operation."""
+    schema = func._schema  # noqa: SLF001 - the only way to query it
     return bool(schema.is_mutable or any(r.alias_info is not None for r in schema.returns))
 
 
 def _choose_in_turn(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """The result with its integers made up: 0, 1, 2 ... and again from 0, along the dimension that is chosen from."""
+    """The result with invented integers: 0, 1, 2 ... and again from 0, along the dimension that is chosen from."""
     named = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}  # noqa: SLF001
     named |= dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs  # noqa: SLF001
     x, dim = args[0], named.get("dim", -1)
     choices = x.numel() if dim is None or not x.dim() else x.shape[dim]
 
     def choose(tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor) or not is_integer(tensor) or not 0 < tensor.numel() <= MOST_NUMBERS:
+        if not isinstance(tensor, Tensor) or not is_integer(tensor) or not 0 < tensor.numel() <= MAX_NUMEL:
             return tensor
         shape = list(tensor.shape)
         along = dim if dim is not None and len(shape) == x.dim() and shape else None
@@ -181,11 +184,11 @@ def _choose_in_turn(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
 
 
 def _ctc_loss(func: Any, args: Any) -> Any:
-    """CTC's loss, whose table of alignments is as wide as the longest target; None for other operations."""
+    """The CTC loss, whose table of alignments is as wide as the longest target; None for other operations."""
     if func in _CTC_BACKWARD:
-        torch.empty_like(args[6])  # the table of the way back
+        torch.empty_like(args[6])  # the table of the backward pass
         return torch.empty_like(args[1])
-    if func not in _CTC or (isinstance(args[3], Tensor) and not _has_numbers(args[3])):
+    if func not in _CTC or (isinstance(args[3], Tensor) and not _has_data(args[3])):
         return None
     log_probs, lengths = args[0], args[3]
     if isinstance(lengths, Tensor):

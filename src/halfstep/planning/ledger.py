@@ -1,61 +1,59 @@
-"""The ledger of one traced step: which blocks were taken and given back, in order, and for what.
+"""The ledger of one traced step: which blocks were allocated and freed, in order, and their categories.
 
-A ledger is plain data, so that it can be replayed through the allocator's model any number of times, and so that two
-ledgers of the same step at two batch sizes can be compared line by line: where they have the same lines, every size is
-a straight line in the batch size, and a third batch size needs no trace.
+A ledger is plain data, so that it can be replayed through the model of the allocator any number of times, and so that
+two ledgers of the same step at two batch sizes can be compared event by event: where both have the same events, every
+size is linear in the batch size, and a third batch size needs no trace.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from halfstep.errors import SettingError
 
-__all__ = ["CAUSES", "OPTIONAL", "Entry", "Ledger", "Line", "line_through"]
+__all__ = ["CATEGORIES", "OPTIONAL", "Event", "Ledger", "Line", "line_through"]
 
-# Every cause a byte can have, in the order in which tables show them.
-CAUSES = {
+# Every category of memory, in the order in which tables show them.
+CATEGORIES = {
     "weights": "the parameters, as they are stored",
-    "buffers": "the model's buffers, and the copies a skipped step is undone with",
-    "master": "what is held beside 16-bit weights to make them exact fp32",
+    "buffers": "the model's buffers, and the copies that a skipped step restores",
+    "master": "what is stored next to 16-bit weights to make them exact fp32",
     "states": "the optimizer's moments, step counts and tables",
-    "average": "the moving average of the weights",
+    "average": "the EMA of the weights",
     "batch": "the batch itself",
     "gradients": "of the parameters",
-    "activations": "kept by the forward pass for the backward pass",
-    "cast cache": "16-bit copies of fp32 weights, kept by autocast",
+    "activations": "saved by the forward pass for the backward pass",
+    "cast cache": "16-bit copies of fp32 weights, cached by autocast",
     "temporaries": "what an operation needs while it runs, and gradients of activations",
     "workspaces": "scratch memory of cuBLAS, cuDNN and attention kernels",
-    "transforms": "whole images transformed by cuDNN for fp32 convolutions, where there is room for that",
-    "rounding": "blocks larger than what was asked for",
+    "transforms": "Fourier transforms of whole images by cuDNN for fp32 convolutions, if there is enough free memory",
+    "rounding": "the difference between the size of a block and the size requested",
 }
+OPTIONAL = "transforms"  # the one category that a step can do without: torch falls back to another algorithm
 
-
-OPTIONAL = "transforms"  # the cause that a step can do without: torch takes another algorithm where there is no room
-
-_PARTS = ("held", "made", "lines")
+_PARTS = ("persistent", "first_update", "events")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One line: a block is taken (`num_bytes` of them) or, if `num_bytes` is None, given back."""
+class Event:
+    """A block is allocated (`num_bytes` of memory) or, if `num_bytes` is None, freed."""
 
     block: int  # its number
     num_bytes: int | None
-    cause: str = ""
+    category: str = ""
     module: str = ""
     phase: str = ""
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one process holds throughout, and the lines of one step."""
+    """The memory that stays allocated, and the events of one step."""
 
-    held: tuple[Entry, ...]  # taken before the first step and never given back
-    made: tuple[Entry, ...]  # taken by the first step's update and never given back
-    lines: tuple[Entry, ...]
+    persistent: tuple[Event, ...]  # allocated before the first step and never freed
+    first_update: tuple[Event, ...]  # allocated by the first update and never freed
+    events: tuple[Event, ...]
 
 
 class Line:
@@ -69,19 +67,19 @@ class Line:
             for a, b in zip(getattr(low, part), getattr(high, part), strict=True)
         ]
         self._slopes = np.array(slopes)
-        entries = [e for part in _PARTS for e in getattr(low, part)]
-        self._sizes = np.array([e.num_bytes or 0 for e in entries], dtype=np.float64)
-        # A line that gives a block back takes off the size of the line that took it.
-        start = len(low.held) + len(low.made)
-        takes = {e.block: start + i for i, e in enumerate(low.lines) if e.num_bytes is not None}
+        events = [e for part in _PARTS for e in getattr(low, part)]
+        self._sizes = np.array([e.num_bytes or 0 for e in events], dtype=np.float64)
+        # An event that frees a block subtracts the size of the event that allocated it.
+        start = len(low.persistent) + len(low.first_update)
+        allocated_at = {e.block: start + i for i, e in enumerate(low.events) if e.num_bytes is not None}
         self._source = np.array(
-            [i if e.num_bytes is not None else takes[e.block] for i, e in enumerate(entries)], dtype=np.int64
+            [i if e.num_bytes is not None else allocated_at[e.block] for i, e in enumerate(events)], dtype=np.int64
         )
-        needed = {takes[e.block] for e in low.lines if e.num_bytes is not None and e.cause != OPTIONAL}
+        needed = {allocated_at[e.block] for e in low.events if e.num_bytes is not None and e.category != OPTIONAL}
         self._sign = np.array(
             [
                 0 if i >= start and source not in needed else 1 if e.num_bytes is not None else -1
-                for i, (e, source) in enumerate(zip(entries, self._source, strict=True))
+                for i, (e, source) in enumerate(zip(events, self._source, strict=True))
             ]
         )
 
@@ -91,21 +89,8 @@ class Line:
 
     def ledger(self, batch: int) -> Ledger:
         """The ledger at this batch size."""
-        sizes = self._at(batch).astype(np.int64).tolist()
-        parts, place = [], 0
-        for part in _PARTS:
-            entries: tuple[Entry, ...] = getattr(self._low, part)
-            here = sizes[place : place + len(entries)]
-            place += len(entries)
-            parts.append(
-                tuple(
-                    e
-                    if e.num_bytes is None or e.num_bytes == size
-                    else Entry(e.block, size, e.cause, e.module, e.phase)
-                    for e, size in zip(entries, here, strict=True)
-                )
-            )
-        return Ledger(*parts)
+        sizes = iter(self._at(batch).astype(np.int64).tolist())
+        return Ledger(*(tuple(_resized(e, next(sizes)) for e in getattr(self._low, part)) for part in _PARTS))
 
     def _at(self, batch: int) -> np.ndarray:
         sizes: np.ndarray = np.maximum(0, np.rint(self._sizes + self._slopes * (batch - self._batch)))
@@ -113,9 +98,9 @@ class Line:
 
 
 def line_through(low: Ledger, low_batch: int, high: Ledger, high_batch: int) -> Line | None:
-    """The line through two ledgers; None if they are not the same step line by line."""
+    """The line through two ledgers; None if they do not have the same events."""
     if low_batch == high_batch:
-        raise SettingError(f"Two ledgers at the same batch size ({low_batch}) make no line; trace another size.")
+        raise SettingError(f"Both ledgers have batch size {low_batch}, and a line needs two sizes; trace another one.")
     for part in _PARTS:
         first, second = getattr(low, part), getattr(high, part)
         if len(first) != len(second) or any(_shape(a) != _shape(b) for a, b in zip(first, second, strict=True)):
@@ -123,5 +108,9 @@ def line_through(low: Ledger, low_batch: int, high: Ledger, high_batch: int) -> 
     return Line(low, low_batch, high, high_batch)
 
 
-def _shape(entry: Entry) -> tuple[int, bool, str, str]:
-    return entry.block, entry.num_bytes is None, entry.cause, entry.phase
+def _resized(event: Event, num_bytes: int) -> Event:
+    return event if event.num_bytes in {None, num_bytes} else replace(event, num_bytes=num_bytes)
+
+
+def _shape(event: Event) -> tuple[int, bool, str, str]:
+    return event.block, event.num_bytes is None, event.category, event.phase

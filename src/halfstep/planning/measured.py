@@ -1,7 +1,7 @@
-"""The same step on a real GPU: what torch's own counter says, beside the prediction.
+"""The same step on a real GPU: torch's own counters, to compare with the prediction.
 
-Two steps are taken and the second is counted, because the optimizer makes its states in the first. Everything made for the
-measurement is dropped at the end, out of memory or not, and the random number generators are put back.
+Two steps run and the second is measured, because the optimizer allocates its states in the first. Everything allocated for
+the measurement is freed at the end, even after an out-of-memory error, and the random number generators are restored.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ __all__ = ["MeasuredStep", "measure_step", "quiet_gpu", "require_gpu", "start_co
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What one step took on this machine."""
+    """The memory of one step on this machine."""
 
     batch: int
-    peak_bytes: int  # max_memory_allocated, without what was there before
+    peak_bytes: int  # max_memory_allocated, less what was allocated before
     reserved_bytes: int
     device: str
 
     def error(self, estimate: Estimate) -> float:
-        """How far the prediction is off: 0.01 is 1 % too high."""
+        """The relative error of the prediction: 0.01 is 1 % too high."""
         return estimate.peak_bytes / self.peak_bytes - 1
 
 
-def require_gpu(what: str) -> torch.device:
-    """The GPU to measure on, or an error that says how to do without."""
+def require_gpu(feature: str) -> torch.device:
+    """The GPU to measure on; raises if there is none."""
     if not torch.cuda.is_available():
         raise SettingError(
-            f"{what} runs the step on a GPU, and torch {torch.__version__} sees none here. Leave it out: the prediction needs no GPU."
+            f"{feature} runs the step on a GPU, and torch {torch.__version__} sees none here. Omit it: the prediction needs no GPU."
         )
     return torch.device("cuda")
 
 
 @contextlib.contextmanager
 def quiet_gpu() -> Iterator[None]:
-    """Leave the GPU's memory and the random number generators as they were, whatever happens inside."""
+    """Free the GPU's memory and restore the random number generators afterwards, whatever happens inside."""
     before = rng_state()
     try:
         yield
@@ -65,33 +65,33 @@ def quiet_gpu() -> Iterator[None]:
 
 
 def start_counting(device: torch.device) -> int:
-    """Begin a new peak on a GPU; the bytes to take off it at the end, so that it counts what is made from now on.
+    """Reset the peak of a GPU; returns the bytes to subtract from it, so that it counts only what is allocated from now on.
 
-    cuBLAS's workspaces are made first and not taken off: they are a part of every prediction.
+    cuBLAS's workspaces are allocated first and not subtracted: they are part of every prediction.
     """
     x = torch.ones(16, 16, device=device, requires_grad=True)
     (x @ x).sum().backward()  # type: ignore[no-untyped-call] # a handle for this thread, and one for autograd's
     del x
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device) - CUBLAS_BYTES["new"]
+    return torch.cuda.memory_allocated(device) - CUBLAS_BYTES
 
 
 def measure_step(
     job: Job, policy: Policy, batch: int, options: StepOptions | None = None, seed: int = 0
 ) -> MeasuredStep:
-    """Run two steps of `job` on the GPU and measure the second; the job's own objects are not changed."""
+    """Run two steps of `job` on the GPU and measure the second; does not change the job's own objects."""
     device = require_gpu("Measuring a step")
     context = RunContext(device, seed=seed, batch_size=batch)
     with quiet_gpu(), quietly():
-        # In a function of its own, so that all it made is gone when the memory is handed back.
+        # A separate function, so that its tensors are gone when the cache is emptied.
         return _two_steps(job, policy, context, options or StepOptions())
 
 
 def _two_steps(job: Job, policy: Policy, context: RunContext, options: StepOptions) -> MeasuredStep:
     device = context.device
-    already = start_counting(device)
-    # A copy: the job may hand out one and the same module, and the Engine casts it in place.
+    baseline = start_counting(device)
+    # A copy: the job may return the same module every time, and the Engine casts it in place.
     model = copy.deepcopy(job.call("model", context)).to(device).train()
     optimizer = job.call("optimizer", context, model=model)
     engine = Engine(
@@ -112,7 +112,7 @@ def _two_steps(job: Job, policy: Policy, context: RunContext, options: StepOptio
             torch.cuda.synchronize(device)
         return MeasuredStep(
             context.batch_size,
-            torch.cuda.max_memory_allocated(device) - already,
+            torch.cuda.max_memory_allocated(device) - baseline,
             torch.cuda.max_memory_reserved(device),
             torch.cuda.get_device_name(device),
         )

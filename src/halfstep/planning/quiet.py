@@ -1,4 +1,4 @@
-"""Keeps the Engine's own messages out of a plan: a rehearsed choice is made again, and said, when training starts."""
+"""Keeps the Engine's messages out of a plan: it makes the same choices again, and logs them, when training starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["quietly"]
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Say nothing but warnings inside this block."""
+    """Log only warnings inside this block."""
     before = logger.level
     logger.setLevel(logging.WARNING)
     try:

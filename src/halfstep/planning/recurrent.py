@@ -1,13 +1,13 @@
 """LSTM, GRU and plain recurrent layers as cuDNN runs them: all steps in one call, with a reserve for the backward pass.
 
-What cuDNN keeps in its reserve is not documented. The sizes here are those measured on an H200 with cuDNN 9.19
+The contents of cuDNN's reserve are not documented. The sizes here were measured on an H200 with cuDNN 9.19
 (benchmarks/bench_plan_parts.py), in units of the hidden states of all steps and directions of a layer:
 
     reserve     5 for each LSTM layer, 6 for a GRU's, 1 for a plain one's, and 1 for each layer but the last
     workspace   6, twice the weights, and 1 more with dropout or two directions; forwards and backwards
 
-Weights must lie in one piece. Under autocast, and in bf16, which torch does not flatten, a 16-bit copy of them is made
-at every call and kept.
+Weights must be contiguous in one buffer. Under autocast, and in bf16, which torch does not flatten, every call makes a
+16-bit copy of them and saves it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESERVE = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def reserve_bytes(kind: str, unit: int, layers: int) -> int:
-    """Bytes of the reserve, where one layer's hidden states take `unit` bytes."""
+    """Bytes of the reserve if the hidden states of one layer have `unit` bytes."""
     return (RESERVE[kind] * layers + layers - 1) * unit
 
 
@@ -34,7 +34,7 @@ def workspace_bytes(unit: int, weights: int, *, extra: bool) -> int:
 
 
 class _Recurrent(torch.autograd.Function):
-    """Allocates what cuDNN's call does, forwards and backwards, and computes nothing."""
+    """Allocates what cuDNN's calls allocate, forward and backward, and computes nothing."""
 
     @staticmethod
     def forward(
@@ -48,12 +48,12 @@ class _Recurrent(torch.autograd.Function):
         flat: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        turned = x.transpose(0, 1).contiguous() if first else x.contiguous()
-        out = turned.new_empty(*turned.shape[:2], width)
+        by_time = x.transpose(0, 1).contiguous() if first else x.contiguous()
+        out = by_time.new_empty(*by_time.shape[:2], width)
         unit = out.numel() * out.element_size()
-        reserve = turned.new_empty(reserve_bytes(kind, unit, layers), dtype=torch.uint8)
+        reserve = by_time.new_empty(reserve_bytes(kind, unit, layers), dtype=torch.uint8)
         ctx.scratch = workspace_bytes(unit, sum(w.numel() for w in weights) * x.element_size(), extra=extra)
-        turned.new_empty(ctx.scratch, dtype=torch.uint8)
+        by_time.new_empty(ctx.scratch, dtype=torch.uint8)
         ctx.save_for_backward(x, out, flat, reserve, *weights)
         return out.transpose(0, 1) if first else out
 
@@ -100,7 +100,7 @@ def run_recurrent(kind: str) -> Callable[..., Any]:
 
 
 class _Placed(torch.autograd.Function):
-    """A weight copied to its place in the flat piece; its gradient comes back in the weight's own dtype."""
+    """A weight copied to its place in the flat buffer; its gradient has the weight's own dtype."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, place: Tensor) -> Tensor:

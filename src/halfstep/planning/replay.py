@@ -1,7 +1,7 @@
-"""Replays a ledger through the allocator's model: the peak, the moment of the peak, and what was alive then.
+"""Replays a ledger through the model of the allocator: the peak, when it occurs, and what is allocated at that moment.
 
-Two steps are replayed, as the states are made by the first one's update: the first leaves the allocator as a running job
-has it, and the second is the step that is reported.
+Two steps are replayed, because the first update allocates the optimizer states: the first step leaves the allocator as
+it is in a running job, and the second is the one that is reported.
 """
 
 from __future__ import annotations
@@ -11,76 +11,78 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.planning.allocator import Allocator
-from halfstep.planning.ledger import CAUSES, OPTIONAL, Entry, Ledger
+from halfstep.planning.ledger import CATEGORIES, OPTIONAL, Event, Ledger
 
 __all__ = ["Peak", "replay"]
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a training step."""
+    """The peak of a training step."""
 
-    allocated: int  # what torch.cuda.max_memory_allocated() would say
-    reserved: int  # and max_memory_reserved()
+    allocated: int  # torch.cuda.max_memory_allocated()
+    reserved: int  # torch.cuda.max_memory_reserved()
     moment: str  # forward, backward or step
     module: str  # the module that was running, if one was
-    breakdown: dict[str, int]  # by cause; they add up to `allocated`
+    breakdown: dict[str, int]  # by category; the sum is `allocated`
     modules: dict[str, int]  # activations by module, largest first
     phases: dict[str, int]  # the peak of each phase
 
 
-def replay(ledger: Ledger, workspaces: int, room: int | None = None) -> Peak:
-    """The peak of the second of two steps of a ledger; what is optional is taken where it fits into `room`."""
+def replay(ledger: Ledger, workspaces: int, usable_bytes: int | None = None) -> Peak:
+    """The peak of the second of two steps; what is optional is allocated if it fits into `usable_bytes`."""
     allocator = Allocator()
-    allocator.take(workspaces // 2)
-    allocator.take(workspaces - workspaces // 2)
-    for entry in ledger.held:
-        allocator.take(entry.num_bytes or 0)
-    _run(allocator, ledger.lines, {}, room)
-    for entry in ledger.made:
-        allocator.take(entry.num_bytes or 0)
+    allocator.allocate(workspaces // 2)
+    allocator.allocate(workspaces - workspaces // 2)
+    for event in ledger.persistent:
+        allocator.allocate(event.num_bytes or 0)
+    _run(allocator, ledger.events, {}, usable_bytes)
+    for event in ledger.first_update:
+        allocator.allocate(event.num_bytes or 0)
     phases: dict[str, int] = {}
-    top, where = _run(allocator, ledger.lines, phases, room)
-    breakdown = dict.fromkeys(CAUSES, 0) | {"workspaces": workspaces}
+    top, index = _run(allocator, ledger.events, phases, usable_bytes)
+    breakdown = dict.fromkeys(CATEGORIES, 0) | {"workspaces": workspaces}
     modules: dict[str, int] = {}
-    alive = {e.block: e for e in ledger.lines[: where + 1] if e.num_bytes is not None}
-    for entry in ledger.lines[: where + 1]:
-        if entry.num_bytes is None:
-            del alive[entry.block]
-    for entry in (*ledger.held, *ledger.made, *alive.values()):
-        breakdown[entry.cause] += entry.num_bytes or 0
-        if entry.cause == "activations":
-            modules[entry.module] = modules.get(entry.module, 0) + (entry.num_bytes or 0)
+    alive = {e.block: e for e in ledger.events[: index + 1] if e.num_bytes is not None}
+    for event in ledger.events[: index + 1]:
+        if event.num_bytes is None:
+            del alive[event.block]
+    for event in (*ledger.persistent, *ledger.first_update, *alive.values()):
+        breakdown[event.category] += event.num_bytes or 0
+        if event.category == "activations":
+            modules[event.module] = modules.get(event.module, 0) + (event.num_bytes or 0)
     breakdown["rounding"] = top - sum(breakdown.values())
-    last = ledger.lines[where] if ledger.lines else Entry(0, 0)
+    last = ledger.events[index] if ledger.events else Event(0, 0)
     return Peak(
         allocated=top,
         reserved=allocator.reserved,
         moment=last.phase,
         module=last.module,
-        breakdown={cause: size for cause, size in breakdown.items() if size},
+        breakdown={category: size for category, size in breakdown.items() if size},
         modules=dict(sorted(modules.items(), key=lambda item: -item[1])),
         phases=phases,
     )
 
 
-def _run(allocator: Allocator, lines: Iterable[Entry], phases: dict[str, int], room: int | None) -> tuple[int, int]:
-    """Replay one step; the most that was allocated, and after which line."""
+def _run(
+    allocator: Allocator, events: Iterable[Event], phases: dict[str, int], usable_bytes: int | None
+) -> tuple[int, int]:
+    """Replay one step; the most that was allocated, and the index of the event that reached it."""
     blocks: dict[int, Any] = {}
-    top, where = allocator.allocated, 0
-    for index, entry in enumerate(lines):
-        phases[entry.phase] = max(phases.get(entry.phase, 0), allocator.allocated)
-        if entry.num_bytes is None:
-            if entry.block in blocks:
-                allocator.give(blocks.pop(entry.block))
+    top, top_index = allocator.allocated, 0
+    for index, event in enumerate(events):
+        phases[event.phase] = max(phases.get(event.phase, 0), allocator.allocated)
+        if event.num_bytes is None:
+            if event.block in blocks:
+                allocator.free(blocks.pop(event.block))
             continue
-        too_large = entry.cause == OPTIONAL and room is not None and allocator.allocated + entry.num_bytes > room
-        if not entry.num_bytes or too_large:
+        limited = event.category == OPTIONAL and usable_bytes is not None
+        if not event.num_bytes or (limited and allocator.allocated + event.num_bytes > (usable_bytes or 0)):
             continue
-        blocks[entry.block] = allocator.take(entry.num_bytes)
-        phases[entry.phase] = max(phases.get(entry.phase, 0), allocator.allocated)
+        blocks[event.block] = allocator.allocate(event.num_bytes)
+        phases[event.phase] = max(phases.get(event.phase, 0), allocator.allocated)
         if allocator.allocated > top:
-            top, where = allocator.allocated, index
-    for block in blocks.values():  # what outlives the step in the trace is dropped before the next one
-        allocator.give(block)
-    return top, where
+            top, top_index = allocator.allocated, index
+    for block in blocks.values():  # what outlives the step in the trace is freed before the next one
+        allocator.free(block)
+    return top, top_index

@@ -1,17 +1,17 @@
-"""Scratch memory that CUDA's libraries take while an operation runs, beyond its inputs and outputs.
+"""Scratch memory that CUDA's libraries allocate while an operation runs, in addition to its inputs and outputs.
 
-How it works. Fake tensors know the results of an operation, not what its kernel allocates on the side. The rules here were
-read off single operations on an H200 (torch 2.11, cuDNN 9.19; benchmarks/bench_plan_parts.py) and hold there to the byte
-or nearly so:
+How it works. Fake tensors have the results of an operation, not the scratch memory of its kernel. The rules here come
+from measurements of single operations on an H200 (torch 2.11, cuDNN 9.19; benchmarks/bench_plan_parts.py) and match them
+to the byte or nearly so:
 
     attention, backward      an fp32 sum of the gradient of q, and an fp32 number per row
-    convolution              a table of its own: convolutions.py
-    sum over leading dims    partial sums of every block of threads, as Reduce.cuh lays them out: 132 MiB for the bias of a wide
+    convolution              see convolutions.py
+    sum over leading dims    partial sums of every thread block, as in Reduce.cuh: 132 MiB for the bias of a wide
                              linear layer
     embedding, backward      the sorted indices
 
-cuDNN chooses its algorithms by rules of its own, and other versions choose otherwise. That is why what is computed here is
-a line of its own in every table.
+cuDNN chooses its algorithms by unpublished rules, and other versions choose differently. That is why this memory is a
+separate row in every table.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch import Tensor
 from halfstep.planning.convolutions import backward_bytes, forward_bytes, transform_bytes
 from halfstep.planning.ledger import OPTIONAL
 
-__all__ = ["CUBLAS_BYTES", "scratch_by_cause", "scratch_bytes"]
+__all__ = ["CUBLAS_BYTES", "scratch_by_category", "scratch_bytes"]
 
-# cuBLAS keeps 32 MiB per handle on Hopper and later and about 8 MiB before, and torch has a handle in the main thread and
-# one in autograd's: measured 64 MiB on an H200 after one product and its backward pass.
-CUBLAS_BYTES = {"new": 64 << 20, "old": 2 * 8519680}  # 8519680 = 4096 KiB * 2 + 16 KiB * 8, torch's default setting
+# cuBLAS has a workspace of 32 MiB per handle on Hopper and later (about 8 MiB on older GPUs), and torch has a handle in the
+# main thread and one in autograd's: 64 MiB were measured on an H200 after one product and its backward pass.
+CUBLAS_BYTES = 64 << 20
 
 _aten = torch.ops.aten
 _REDUCE_THREADS, _THREADS_PER_MULTIPROCESSOR = 512, 2048
-_MULTIPROCESSORS = 132  # of an H100 or H200; others have fewer, and take less
+_MULTIPROCESSORS = 132  # of an H100 or H200; other GPUs have fewer and allocate less
 
 
-def scratch_bytes(func: Any, args: Any, kwargs: Any, out: Any, *, tf32: bool = False) -> int | None:  # noqa: ARG001 - what a dispatch mode has
-    """Bytes that the CUDA kernel of an operation takes while it runs; None where no rule is about it.
+def scratch_bytes(func: Any, args: Any, kwargs: Any, out: Any, *, tf32: bool = False) -> int | None:  # noqa: ARG001 - the signature of a dispatch mode
+    """Bytes that the CUDA kernel of an operation allocates while it runs; None if no rule covers it.
 
-    `tf32` says that fp32 may be multiplied in TF32, for which cuDNN has other kernels.
+    `tf32`: fp32 products may use TF32, for which cuDNN has other kernels.
     """
     if func in _CONVOLUTIONS:
         return int(_CONVOLUTIONS[func](args, out, tf32=tf32))
@@ -47,17 +47,13 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any, out: Any, *, tf32: bool = F
     return None if rule is None else int(rule(args, out))
 
 
-def scratch_by_cause(func: Any, args: Any, kwargs: Any, out: Any, *, tf32: bool = False) -> dict[str, int]:
-    """The same by cause: what the operation needs, and what it takes if there is room; nothing where no rule is about it."""
+def scratch_by_category(func: Any, args: Any, kwargs: Any, out: Any, *, tf32: bool = False) -> dict[str, int]:
+    """The same by category: what the operation needs, and what it uses if it fits; empty if no rule covers it."""
     total = scratch_bytes(func, args, kwargs, out, tf32=tf32)
     if total is None:
         return {}
     optional = transform_bytes(args, out) if func is _aten.convolution.default and not tf32 else None
     return {"workspaces": total} if optional is None else {"workspaces": total - optional, OPTIONAL: optional}
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _attention_backward(args: Any, _out: Any) -> int:
@@ -73,7 +69,7 @@ def _convolution_backward(args: Any, _out: Any, *, tf32: bool) -> int:
 
 
 def _embedding_backward(args: Any, _out: Any) -> int:
-    return 4 * _bytes(args[1])  # the indices, sorted with their origins, and the sort's own copies
+    return 4 * int(args[1].nbytes)  # the indices, sorted with their origins, and the copies that sorting makes
 
 
 def _sum(args: Any, out: Any) -> int:
@@ -82,12 +78,12 @@ def _sum(args: Any, out: Any) -> int:
 
 
 def _partial_sums(x: Tensor, dims: Iterable[int], num_outputs: int) -> int:
-    """Of a reduction that leaves the fastest dimension: setReduceConfig of ATen/native/cuda/Reduce.cuh."""
+    """Partial sums of a reduction that keeps the innermost dimension: setReduceConfig of ATen/native/cuda/Reduce.cuh."""
     if not num_outputs or x.dim() == 0 or x.numel() == num_outputs:
         return 0
     reduced = {d % x.dim() for d in dims}
     if any(x.stride(d) == 1 and x.shape[d] > 1 for d in reduced):
-        return 0  # whole warps share a row, and what they leave is a number per block
+        return 0  # whole warps share a row and leave one value per block
     rows = x.numel() // num_outputs
     vector = next(v for v in (4, 2, 1) if num_outputs % v == 0)
     columns = num_outputs // vector
