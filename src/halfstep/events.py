@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 
-__all__ = ["logger", "say", "warn"]
+__all__ = ["log_info", "log_warning", "logger"]
 
 
 class _Fallback(logging.Handler):
@@ -27,11 +27,11 @@ if not logger.handlers:
     logger.setLevel(logging.INFO)
 
 
-def say(message: str) -> None:
+def log_info(message: str) -> None:
     """Log a choice that was made for the user."""
     logger.info(message)
 
 
-def warn(message: str) -> None:
+def log_warning(message: str) -> None:
     """Log that something the user requested will not be as they expect."""
     logger.warning(message)

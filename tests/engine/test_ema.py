@@ -75,7 +75,7 @@ def test_the_average_follows_lean_masters_not_their_roundings(master, dtype):
     """Updates far below a 16-bit ulp show in the average."""
     param = nn.Parameter(torch.ones(4, dtype=dtype))
     optimizer = AdamW([param], lr=1e-5, weight_decay=0.0, master=master)
-    optimizer.hold_master(param, None)
+    optimizer.start_master(param, None)
     ema = Ema({"w": param}, 0.5, optimizer.master_of)
     exact = torch.ones(4, dtype=torch.float64)
     for _ in range(10):

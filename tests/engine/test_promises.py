@@ -141,7 +141,7 @@ def test_clipping_is_on_true_gradients_and_the_norm_is_true(precision, optimizer
         if precision in LEAN:
             engine.optimizers[0].state[param].pop("low", None)
             engine.optimizers[0].state[param].pop("master", None)
-            engine.optimizers[0].hold_master(param, None)
+            engine.optimizers[0].start_master(param, None)
     start = {n: t.clone() for n, t in engine.masters().items()}
     seen = {}
     for name, param in model.named_parameters():

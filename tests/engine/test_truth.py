@@ -41,7 +41,7 @@ def stepped(precision, make=torch.optim.AdamW, model=None):
     if policy.params != "fp32" or policy.states != "fp32":
         optimizer = adopt(optimizer, master=policy.master if policy.params != "fp32" else "none", states=policy.states)
         for p in model.parameters():
-            optimizer.hold_master(p, masters.get(p))
+            optimizer.start_master(p, masters.get(p))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -269,7 +269,7 @@ def test_lean_classes_and_adopted_ones_hold_the_same():
     masters = cast_model(model, PRESETS["bf16-lean"])
     optimizer = AdamW(model.parameters(), master="split")
     for p in model.parameters():
-        optimizer.hold_master(p, masters[p])
+        optimizer.start_master(p, masters[p])
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert truth_of(PRESETS["bf16-lean"], list(model.parameters()), [optimizer]).bytes_per_parameter == 14

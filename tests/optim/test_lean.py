@@ -95,13 +95,13 @@ def test_split_masters_are_the_fp32_masters(build, dtype):
 
 @every_16_bit
 def test_the_master_passed_at_the_start_is_the_one_that_is_trained(dtype):
-    """hold_master keeps the digits that casting a model rounds off, and a second call changes nothing."""
+    """start_master keeps the digits that casting a model rounds off, and a second call changes nothing."""
     exact = torch.randn(50)
     for master in ("split", "fp32"):
         param = nn.Parameter(split(exact, dtype)[0])
         optimizer = SGD([param], lr=1.0, master=master)
-        optimizer.hold_master(param, exact)
-        optimizer.hold_master(param, torch.zeros(50))
+        optimizer.start_master(param, exact)
+        optimizer.start_master(param, torch.zeros(50))
         assert torch.allclose(optimizer.master_of(param), exact, rtol=0, atol=2.0**-40)
         param.grad = torch.zeros_like(param)
         optimizer.step()
@@ -222,7 +222,7 @@ def with_master(exact, dtype, master):
     """A weight and its optimizer, with an exact fp32 master as the Engine passes it."""
     param = nn.Parameter(split(exact, dtype)[0])
     optimizer = AdamW([param], master=master)
-    optimizer.hold_master(param, exact)
+    optimizer.start_master(param, exact)
     param.grad = torch.ones_like(param)
     return param, optimizer
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from halfstep.checkpoint.directory import TEMPORARY, folder_lock, read_meta, save_checkpoint
 from halfstep.errors import SettingError
-from halfstep.events import warn
+from halfstep.events import log_warning
 
 __all__ = ["CheckpointFolder", "SavedCheckpoint"]
 
@@ -109,7 +109,7 @@ class CheckpointFolder:
             self._clear_leftovers()
         complete, problems = self._scan()
         for problem in problems:
-            warn(f"Skipping a checkpoint: {problem}")
+            log_warning(f"Skipping a checkpoint: {problem}")
         return complete[-1].path if complete else None
 
     def best(self) -> Path | None:
@@ -161,7 +161,9 @@ class CheckpointFolder:
             path.rename(aside)
             shutil.rmtree(aside)
         except OSError as error:  # the new checkpoint is safe; an extra old one is no reason to stop a run
-            warn(f"The old checkpoint {path} could not be removed: {error.strerror or error}. Delete it manually.")
+            log_warning(
+                f"The old checkpoint {path} could not be removed: {error.strerror or error}. Delete it manually."
+            )
 
     def _clear_leftovers(self) -> None:
         if not self.root.is_dir():

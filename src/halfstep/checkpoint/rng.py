@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfstep.events import say
+from halfstep.events import log_info
 
 __all__ = ["restore_rng", "rng_state", "seed_everything"]
 
@@ -45,7 +45,7 @@ def restore_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         if len(state["cuda"]) != torch.cuda.device_count():
-            say(
+            log_info(
                 f"Checkpoint has CUDA RNG state for {len(state['cuda'])} GPUs but {torch.cuda.device_count()} are visible; "
                 "CUDA RNG state was not restored."
             )

@@ -101,7 +101,7 @@ def _find(
     target: Target, precision: tuple[str, ...], memory: str | None, accumulate: int, *, ema: bool, as_json: bool
 ) -> None:
     from halfstep.errors import SettingError
-    from halfstep.events import say
+    from halfstep.events import log_info
     from halfstep.planning import find_batch_size
     from halfstep.report.plan import batch_data, batch_text
 
@@ -114,7 +114,7 @@ def _find(
         except SettingError as error:
             if precision or not results:
                 raise
-            say(f"{each} is skipped. {error}")  # it was not requested, and there is another result to show
+            log_info(f"{each} is skipped. {error}")  # it was not requested, and there is another result to show
     if as_json:
         click.echo(json.dumps([batch_data(result) for result in results], indent=2))
         return

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from halfstep.events import warn
+from halfstep.events import log_warning
 
 __all__ = ["RESTORE_COPIES", "BufferGuard"]
 
@@ -47,7 +47,7 @@ class BufferGuard:
         for name, now in _buffers(self._model).items():
             before = saved.get(name)
             if before is not None and (before.shape != now.shape or before.dtype != now.dtype):
-                warn(f"Buffer {name} changed its shape or dtype and cannot be restored if this step is skipped.")
+                log_warning(f"Buffer {name} changed its shape or dtype and cannot be restored if this step is skipped.")
                 continue
             if before is not None:
                 groups.setdefault((now.device, now.dtype), []).append((before.to(now.device), now))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import SettingError
-from halfstep.events import say
+from halfstep.events import log_info
 from halfstep.hardware.units import few
 from halfstep.scaling.scaler import Scaler
 
@@ -108,7 +108,7 @@ def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     _check_devices(params)
     idle = [name for name, p in model.named_parameters() if p.requires_grad and name not in params]
     if idle:
-        say(f"Trainable parameters that are in no optimizer are not updated: {few(idle)}.")
+        log_info(f"Trainable parameters that are in no optimizer are not updated: {few(idle)}.")
     return params
 
 

@@ -46,7 +46,7 @@ from halfstep.engine.update import Update
 from halfstep.engine.watch import EngineWatch, check_watch, hook_of
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
-from halfstep.events import say
+from halfstep.events import log_info
 from halfstep.hardware.probe import Hardware, probe
 from halfstep.precision.choice import resolve
 from halfstep.precision.policy import Policy
@@ -97,7 +97,7 @@ class Engine:
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile))
         for note in self.notes:
-            say(note)
+            log_info(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
         module = self.backend.prepare(model, optimizers)
         run = self._run = prepare_run(
@@ -206,7 +206,7 @@ class Engine:
         hook_of(self._watch, "after_step")(result)
         if self._truth is None:
             self._truth = self._build_truth(list(gradients.values()))
-            say(f"truth table\n{self._truth}")
+            log_info(f"truth table\n{self._truth}")
         self.window.open()
         try:
             if self.device.type == "cpu":

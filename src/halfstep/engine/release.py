@@ -24,8 +24,8 @@ from halfstep.precision.policy import Policy
 __all__ = ["WAIVED_GUARANTEES", "GradientRelease", "check_release"]
 
 WAIVED_GUARANTEES = (
-    "gradient release: a non-finite gradient skips only its own tensor, not the step (promise 1)",
-    "gradient release: gradients cannot be clipped, only their norm reported (promise 4)",
+    "gradient release: a non-finite gradient skips only its own tensor, not the step",
+    "gradient release: gradients cannot be clipped, only their norm reported",
 )
 
 

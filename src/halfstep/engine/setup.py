@@ -87,7 +87,7 @@ def prepare_run(
     for optimizer in stepped:
         if isinstance(optimizer, LeanOptimizer):
             for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-                optimizer.hold_master(param, masters.get(param))
+                optimizer.start_master(param, masters.get(param))
     if policy.widens_grads(accumulate):
         sum_gradients_in_fp32(params.values(), policy)
     paths = tuple(choose_path(o, module) for o in stepped)

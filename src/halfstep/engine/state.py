@@ -21,7 +21,7 @@ from halfstep.engine.ema import Ema
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
-from halfstep.events import say
+from halfstep.events import log_info
 from halfstep.optim.convert import master_in, plain
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.precision.policy import Policy
@@ -99,7 +99,9 @@ def load_state(parts: RunParts, state: dict[str, Any]) -> None:
     if policy.scaling.mode == parts.policy.scaling.mode:
         parts.scaler.load_state_dict(state["scaler"])
     else:
-        say(f"The loss scale of the saved run does not apply under {parts.policy}; it restarts at its initial value.")
+        log_info(
+            f"The loss scale of the saved run does not apply under {parts.policy}; it restarts at its initial value."
+        )
     weights = {clean_name(n): t for n, t in state["model"].items()}
     if _same_layout(policy, parts.policy):
         module.load_state_dict({own[n]: t for n, t in weights.items()})
@@ -157,7 +159,7 @@ def _load_converted(parts: RunParts, own: dict[str, str], weights: dict[str, Ten
         if isinstance(optimizer, LeanOptimizer):
             names = {id(p): clean_name(name) for name, p in parts.run.params.items()}
             for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-                optimizer.take_master(param, masters[names[id(param)]].to(param.device, torch.float32))
+                optimizer.set_master(param, masters[names[id(param)]].to(param.device, torch.float32))
 
 
 def _check(parts: RunParts, state: dict[str, Any]) -> None:
@@ -169,7 +171,7 @@ def _check(parts: RunParts, state: dict[str, Any]) -> None:
     saved, own = Policy.parse(state["policy"]), parts.policy
     if saved != own:
         lossy = own.states not in {"fp32", saved.states}
-        say(
+        log_info(
             f"The state was saved under {saved}; continuing under {own}."
             + (f" Moments are rounded to {own.states} once." if lossy else "")
         )

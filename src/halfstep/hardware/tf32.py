@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.events import warn
+from halfstep.events import log_warning
 from halfstep.hardware.torch_build import require_torch
 
 __all__ = ["Tf32State", "set_tf32", "tf32", "tf32_state"]
@@ -77,7 +77,7 @@ def set_tf32(enabled: bool) -> Tf32State:
     state = tf32_state()
     for note in _unreadable(torch):
         if note not in before:
-            warn(f"TF32 is {'on' if enabled else 'off'} as requested, but {note}")
+            log_warning(f"TF32 is {'on' if enabled else 'off'} as requested, but {note}")
     return state
 
 

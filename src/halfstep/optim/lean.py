@@ -147,16 +147,16 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         for name in self.moments_of(group):
             if name not in state:
                 state |= layout.pack(name, torch.zeros_like(param, dtype=torch.float32), state["step"])
-        self.hold_master(param, None)
+        self.start_master(param, None)
 
-    def hold_master(self, param: Tensor, master: Tensor | None) -> None:
+    def start_master(self, param: Tensor, master: Tensor | None) -> None:
         """Store the master of a 16-bit weight, unless there is one already; None: the weight as it is."""
         state, layout = self.state[param], self.layout
         if layout.master_entry(param.dtype) is not None and not state.keys() & set(MASTER_ENTRIES):
             state |= layout.pack_master(param.detach().float() if master is None else master, param.dtype)[1]
 
     @torch.no_grad()
-    def take_master(self, param: Tensor, master: Tensor) -> None:
+    def set_master(self, param: Tensor, master: Tensor) -> None:
         """Set a parameter to this fp32 value: its weight, and the rest of the master next to it."""
         state = self.state[param]
         for name in MASTER_ENTRIES:

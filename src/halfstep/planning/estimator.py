@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from halfstep.backends.context import RunContext
 from halfstep.errors import HalfstepError, SettingError
-from halfstep.events import say
+from halfstep.events import log_info
 from halfstep.jobs.job import Job
 from halfstep.planning.batches import Batches, look_at_data
 from halfstep.planning.capacity import capacity_of
@@ -224,5 +224,5 @@ def predict_peak(
     try:
         return estimator.at(batch)
     except HalfstepError as error:
-        say(f"The memory of a step cannot be predicted: {error}")
+        log_info(f"The memory of a step cannot be predicted: {error}")
         return None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from halfstep.errors import SettingError
-from halfstep.events import say
+from halfstep.events import log_info
 from halfstep.hardware.probe import probe
 from halfstep.hardware.units import bytes_text
 from halfstep.jobs.job import Job
@@ -62,7 +62,7 @@ def find_batch_size(
     policy, notes = resolve(precision, probe())
     if memory is None or precision == "auto":  # otherwise the notes are about a machine that the answer is not for
         for note in notes:
-            say(note)
+            log_info(note)
     options = StepOptions(accumulate, ema)
     if memory is None and not torch.cuda.is_available():
         raise SettingError(

@@ -14,42 +14,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from halfstep.engine.steps import choose_path
 from halfstep.kernels.table import table_bytes
-from halfstep.optim.adopt import ADOPTS, adopt
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.precision.policy import Policy
 
-__all__ = ["Held", "held_by", "prepare_optimizer", "run_plain", "states_of", "step_scratch"]
+__all__ = ["StoredState", "run_plain", "states_after_step", "states_of", "step_scratch"]
 
 _REFERENCE_COPIES = 6  # fp32 tensors of one parameter's size that the reference step has at once, at most
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredState:
     """One tensor that stays allocated: its category, its size, and whether the first update allocates it or the Engine."""
 
-    cause: str
+    category: str
     num_bytes: int
     by_step: bool = True
 
 
-def prepare_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.Module) -> tuple[Any, str]:
-    """The optimizer as the Engine would step it, and how: "lean", "fused" or "plain"."""
-    if policy.params != "fp32" or policy.states != "fp32":
-        master = policy.master if policy.params != "fp32" else "none"
-        if isinstance(optimizer, LeanOptimizer) or type(optimizer) not in ADOPTS:
-            return adopt(optimizer, master=master, states=policy.states), "lean"  # raises for what it cannot adopt
-        return ADOPTS[type(optimizer)](optimizer.param_groups, master=master, states=policy.states), "lean"
-    if isinstance(optimizer, LeanOptimizer):
-        return optimizer, "lean"
-    path = choose_path(optimizer, model)
-    return optimizer, path.kind
-
-
-def held_by(optimizer: Any, kind: str) -> list[Held]:
+def states_after_step(optimizer: Any, kind: str) -> list[StoredState]:
     """Everything a lean or fused optimizer has allocated after its first step, in the order of allocation."""
     if kind == "lean":
         return _lean(optimizer)
@@ -61,32 +45,32 @@ def held_by(optimizer: Any, kind: str) -> list[Held]:
     ]
 
 
-def _lean(optimizer: LeanOptimizer) -> list[Held]:
+def _lean(optimizer: LeanOptimizer) -> list[StoredState]:
     layout, states = optimizer.layout, []
     by_kernels = all(optimizer.has_kernels(group) for group in optimizer.param_groups)
     for group in optimizer.param_groups:
         for param in _trainable(group):
             master = layout.master_bytes(param.numel(), param.dtype)
             if master:
-                states.append(Held("master", master, by_step=False))
+                states.append(StoredState("master", master, by_step=False))
             if not by_kernels:
-                states.append(Held("states", 4))  # the step count; the kernels have them in one table
+                states.append(StoredState("states", 4))  # the step count; the kernels have them in one table
             for _ in optimizer.moments_of(group):
-                states += [Held("states", size) for size in layout.moment_bytes(param.numel())]
+                states += [StoredState("states", size) for size in layout.moment_bytes(param.numel())]
     if by_kernels:
         sizes = [p.numel() for group in optimizer.param_groups for p in _trainable(group)]
-        states.append(Held("states", table_bytes(sizes, layout.moment_dtype)))
+        states.append(StoredState("states", table_bytes(sizes, layout.moment_dtype)))
     return states
 
 
-def _fused_states(group: dict[str, Any], param: Tensor) -> list[Held]:
+def _fused_states(group: dict[str, Any], param: Tensor) -> list[StoredState]:
     """The states of torch's fused optimizers, recognised by the settings of their groups."""
     size = param.numel() * param.element_size()
     if "betas" in group:
-        return [Held("states", 4), *[Held("states", size)] * (3 if group.get("amsgrad") else 2)]
+        return [StoredState("states", 4), *[StoredState("states", size)] * (3 if group.get("amsgrad") else 2)]
     if "momentum" in group:
-        return [Held("states", size)] if group["momentum"] else []
-    return [Held("states", 4, by_step=False), Held("states", size, by_step=False)]
+        return [StoredState("states", size)] if group["momentum"] else []
+    return [StoredState("states", 4, by_step=False), StoredState("states", size, by_step=False)]
 
 
 def _trainable(group: dict[str, Any]) -> list[Tensor]:

@@ -28,7 +28,7 @@ from halfstep.jobs.job import Job
 from halfstep.planning.cuda_rules import as_on_cuda
 from halfstep.planning.fakes import build_model, fake_batch, new_mode
 from halfstep.planning.ledger import Event, Ledger
-from halfstep.planning.optimizers import Held, held_by, run_plain, states_of, step_scratch
+from halfstep.planning.optimizers import StoredState, run_plain, states_after_step, states_of, step_scratch
 from halfstep.planning.quiet import quietly
 from halfstep.planning.tracer import Tracer
 from halfstep.planning.workspaces import scratch_by_category
@@ -105,7 +105,7 @@ def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: S
         tracer.stop()
     notes += tracer.integers.notes()
     if ema is not None:
-        states += [Held("average", average.nbytes, by_step=False) for average in ema.averages.values()]
+        states += [StoredState("average", average.nbytes, by_step=False) for average in ema.averages.values()]
     return _traced(model, job, inputs, states, events, tuple(notes))
 
 
@@ -142,18 +142,18 @@ def _micro_batch(tracer: Tracer, job: Job, run: PreparedRun, inputs: Any, contex
     tracer.mark([p.grad for p in run.module.parameters() if p.grad is not None], "gradients")
 
 
-def _update(tracer: Tracer, path: StepPath, notes: list[str]) -> list[Held]:
+def _update(tracer: Tracer, path: StepPath, notes: list[str]) -> list[StoredState]:
     """Trace the update of one optimizer; what it has allocated afterwards."""
     optimizer, kind = path.optimizer, "lean" if path.kind == "halfstep" else path.kind
     if kind != "plain":
         scratch = step_scratch(optimizer, kind)
         if scratch:
             tracer.scratch({"workspaces": scratch})
-        return held_by(optimizer, kind)
+        return states_after_step(optimizer, kind)
     start = len(tracer.events)
     problem = run_plain(optimizer, optimizer.step)
     tensors = states_of(optimizer)
-    states = [Held("states", t.nbytes) for t in tensors]
+    states = [StoredState("states", t.nbytes) for t in tensors]
     if problem:
         notes.append(f"{problem}; only the states it had created by then are counted, and not its temporaries.")
         return states
@@ -168,7 +168,7 @@ def _traced(
     model: nn.Module,
     job: Job,
     inputs: Any,
-    states: list[Held],
+    states: list[StoredState],
     events: tuple[Event, ...],
     notes: tuple[str, ...],
 ) -> Traced:
@@ -176,8 +176,8 @@ def _traced(
     tensors = [("weights", p) for p in params] + [("buffers", b) for b in model.buffers()]
     tensors += [("batch", t) for t in _tensors(inputs)]
     persistent = [Event(-1, t.nbytes, category) for category, t in tensors]
-    persistent += [Event(-1, s.num_bytes, s.cause) for s in states if not s.by_step]
-    first_update = tuple(Event(-1, s.num_bytes, s.cause) for s in states if s.by_step)
+    persistent += [Event(-1, s.num_bytes, s.category) for s in states if not s.by_step]
+    first_update = tuple(Event(-1, s.num_bytes, s.category) for s in states if s.by_step)
     rounded = sum(p.numel() for p in params if p.dtype is not torch.float32)
     # While engine.casting rounds the weights, their fp32 originals, fp32 masters and new values are allocated together.
     return Traced(

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.errors import SettingError, unknown
-from halfstep.events import say
+from halfstep.events import log_info
 from halfstep.precision.deepspeed import read_settings
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.loss_scale import LossScale
@@ -262,7 +262,7 @@ _LOGGED: set[str] = set()
 def _log_once(note: str) -> None:
     if note not in _LOGGED:
         _LOGGED.add(note)
-        say(note)
+        log_info(note)
 
 
 class _Rule(NamedTuple):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SettingError
-from halfstep.events import warn
+from halfstep.events import log_warning
 from halfstep.precision.loss_scale import FP32_MAX, LossScale
 from halfstep.scaling.readback import Readback
 from halfstep.scaling.scaler import ScalerCounts, stop_if_stuck
@@ -145,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
         rule = _rule(self._rule.min_scale, min_scale=self._rule.min_scale, max_skips=self._rule.max_skips, **settings)
         scale = max(state["scale"], rule.min_scale)
         if scale != state["scale"]:
-            warn(
+            log_warning(
                 f"The loaded scale {state['scale']!r} is below min_scale={rule.min_scale!r}; it was raised to {scale!r}."
             )
         # torch waits for tracker == interval: a tracker at or past the interval would stop growth for good.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import OverflowStop, SettingError
-from halfstep.events import warn
+from halfstep.events import log_warning
 from halfstep.kernels.scale_update import COUNTERS, new_counters, scale_update
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.loss_scale import LossScale
@@ -141,7 +141,7 @@ class Scaler:
             if f.name != "init_scale" and getattr(self.settings, f.name) != getattr(rule, f.name)
         ]
         if changed:
-            warn(f"The loaded scaler state replaced these settings: {', '.join(changed)}.")
+            log_warning(f"The loaded scaler state replaced these settings: {', '.join(changed)}.")
         values = {name: state.get(name, 0) for name in COUNTERS}
         values["hysteresis_left"] = min(state.get("hysteresis_left", rule.hysteresis), rule.hysteresis)
         values["last_overflow"] = state.get("last_overflow", -1)
@@ -173,7 +173,7 @@ class Scaler:
         scale: float = state["scale"]
         clamped = min(max(scale, rule.min_scale), rule.max_scale)
         if clamped != scale:
-            warn(
+            log_warning(
                 f"The loaded scale {scale!r} is outside [{rule.min_scale!r}, {rule.max_scale!r}]; it was set to {clamped!r}."
             )
         return clamped
@@ -191,7 +191,7 @@ class Scaler:
         # The gradient of a 16-bit loss is the scale, cast to the loss's dtype: 65536 is inf in fp16.
         if dtype is torch.float16 and self.settings.mode != "none" and not getattr(self, "_warned", False):
             self._warned = True
-            warn(
+            log_warning(
                 "The loss is float16: its gradient is the loss scale, and the largest fp16 number is 65504. "
                 "Compute the loss in fp32."
             )
@@ -244,7 +244,7 @@ class StaticScaler(Scaler):
     def _scale_from(self, state: dict[str, Any], rule: LossScale) -> float:
         scale: float = state["scale"]
         if scale != self.settings.init_scale:
-            warn(f"The loaded state has the static scale {scale!r}; it replaces {self.settings.init_scale!r}.")
+            log_warning(f"The loaded state has the static scale {scale!r}; it replaces {self.settings.init_scale!r}.")
         return scale
 
 

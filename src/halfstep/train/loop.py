@@ -21,7 +21,7 @@ from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
 from halfstep.errors import SettingError
-from halfstep.events import say
+from halfstep.events import log_info
 from halfstep.hardware.environment import environment
 from halfstep.jobs.job import Job
 from halfstep.train.checkpoints import Progress, RunCheckpoints
@@ -224,7 +224,7 @@ class _Run:
     def _outcome(self, stop: StopRequest) -> TrainOutcome:
         engine, last, checkpoint = self.engine, self.recorder.last, self.checkpoints.latest
         if stop.signal is not None:
-            say(
+            log_info(
                 f"Stopped by {stop.signal.name} after step {engine.progress.attempts}; saved {checkpoint}. Continue with --resume."
             )
         return TrainOutcome(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from halfstep.checkpoint.rng import restore_rng, rng_state
-from halfstep.events import say
+from halfstep.events import log_info
 from halfstep.hardware.units import bytes_text
 from halfstep.jobs.job import Job
 from halfstep.planning import predict_peak
@@ -45,5 +45,7 @@ def compare_memory(job: Job, policy: Policy, config: TrainConfig, measured: int)
     if estimate is None:
         return memory
     error = estimate.peak_bytes / measured - 1
-    say(f"Peak memory: {bytes_text(measured)} measured, {bytes_text(estimate.peak_bytes)} predicted ({error:+.1%}).")
+    log_info(
+        f"Peak memory: {bytes_text(measured)} measured, {bytes_text(estimate.peak_bytes)} predicted ({error:+.1%})."
+    )
     return memory | {"predicted_bytes": estimate.peak_bytes, "predicted_parts": dict(estimate.peak.breakdown)}

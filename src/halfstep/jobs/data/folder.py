@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from halfstep.errors import MissingError, SettingError
-from halfstep.events import warn
+from halfstep.events import log_warning
 from halfstep.jobs.data.loader import Batch, Loader, Order, mix, order_identity
 from halfstep.jobs.job import SPLITS
 
@@ -89,10 +89,12 @@ def _list_files(split: Path, classes: list[str]) -> tuple[tuple[str, int], ...]:
         images = [path for path in entries if path.lower().endswith(SUFFIXES)]
         others += [path for path in entries if not path.lower().endswith(SUFFIXES)]
         if not images:
-            warn(f"The class folder {split / name} has no images.")
+            log_warning(f"The class folder {split / name} has no images.")
         files += [(path, number) for path in images]
     if others:
-        warn(f"{len(others)} file(s) under {split} do not have an image suffix and are ignored, e.g. {others[0]}.")
+        log_warning(
+            f"{len(others)} file(s) under {split} do not have an image suffix and are ignored, e.g. {others[0]}."
+        )
     if not files:
         raise SettingError(f"There are no images under {split}; expected files ending in {', '.join(SUFFIXES)}.")
     return tuple(files)
