@@ -1,4 +1,4 @@
-"""The examples run unchanged, and so do the Python snippets of the README and the pages about the Engine and policies."""
+"""The examples run unchanged."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ import halfstep
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PAGES = ("README.md", "docs/engine.md", "docs/policies.md")
+PAGES = ("README.md", "docs/engine.md", "docs/policies.md")  # whose Python snippets run too
 
 
 @pytest.mark.slow
