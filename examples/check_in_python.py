@@ -1,4 +1,4 @@
-"""Check a training script from Python: the findings are values, with the fix where there is a safe one."""
+"""Check a training script from Python. Findings are values; a finding has a fix if a safe one exists."""
 
 import tempfile
 from pathlib import Path
@@ -21,13 +21,13 @@ def train(model, optimizer, loader, loss_fn):
         scaler.update()
 """
 
-with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "train.py"
+with tempfile.TemporaryDirectory() as directory:
+    path = Path(directory) / "train.py"
     path.write_text(SCRIPT)
     findings = halfstep.check_path(path, ignore=["advice"])
 
 for finding in findings:
     print(f"line {finding.line}: {finding.code} {finding.name}: {finding.message}")
     if finding.fix is not None:
-        print(f"  can be mended: {finding.fix.title}")
+        print(f"  fixable: {finding.fix.title}")
 assert [finding.name for finding in findings] == ["clip-before-unscale"]

@@ -1,6 +1,6 @@
-"""Which precision should this machine train in, and what would other machines get?
+"""Choose a precision for this machine and for a few named GPUs, with the reasons.
 
-Run it with `python examples/choose_precision.py`; it needs no GPU.
+Run it with `python examples/choose_precision.py`; no GPU is needed.
 """
 
 import halfstep
@@ -10,13 +10,13 @@ machine = halfstep.probe()
 choice = halfstep.choose(machine)
 
 print(f"This machine: {machine}")
-print(f"Train it with precision={str(choice.policy)!r}, because:")
+print(f"Use precision={str(choice.policy)!r}:")
 for reason in choice.reasons:
     print(f"  - {reason}")
 for rejection in choice.rejected:
     print(f"  - {rejection}")
 
-print("\nElsewhere:")
+print("\nOther machines:")
 for name in ("V100", "T4", "RTX 4090", "H100", "MI300X", "Apple M2"):
     gpu = find_gpu(name)
-    print(f"  {name:10} {halfstep.choose(gpu).policy!s:6} (bf16 is {gpu.support['bf16']} there)")
+    print(f"  {name:10} {halfstep.choose(gpu).policy!s:6} (bf16: {gpu.support['bf16']})")

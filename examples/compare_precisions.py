@@ -1,6 +1,6 @@
-"""What does mixed precision buy on this machine? The same small job in three precisions, and a gate for CI.
+"""Compare three precisions and torch AMP on one small job, and evaluate a gate for CI.
 
-Every run is a process of its own that loads this file again, so the call stands under `if __name__ == "__main__":`.
+Every run is a separate process that imports this file, so the call must be under `if __name__ == "__main__":`.
 """
 
 import tempfile
@@ -27,9 +27,9 @@ job = halfstep.Job(
 )
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         comparison = halfstep.compare(
-            job, ["fp32", "bf16", "bf16-lean"], peers=["torch-amp"], steps=60, repeats=2, batch=64, out=folder
+            job, ["fp32", "bf16", "bf16-lean"], peers=["torch-amp"], steps=60, repeats=2, batch=64, out=directory
         )
     print(comparison)
     print(comparison.gate("bf16.loss_gap > 0.05 or bf16-lean.loss_gap > 0.05"))

@@ -1,4 +1,4 @@
-"""torch's own AMP loop with halfstep.GradScaler: the same weights, and skips that can be counted."""
+"""A torch.amp loop with halfstep.GradScaler as a drop-in replacement: same weights, and skipped steps are counted."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own with the Engine: accumulation, clipping, a schedule, validation, a checkpoint."""
+"""Your own training loop with the Engine: accumulation, clipping, a schedule, an EMA, validation, a checkpoint."""
 
 import tempfile
 from pathlib import Path
@@ -27,9 +27,9 @@ with engine.evaluate(ema=True):
     x = torch.randn(1000, 16)
     accuracy = (model(x).argmax(-1) == (x @ teacher).argmax(-1)).float().mean()
 
-with tempfile.TemporaryDirectory() as folder:
-    engine.save(Path(folder) / "checkpoint")
-    engine.load(Path(folder) / "checkpoint")
+with tempfile.TemporaryDirectory() as directory:
+    engine.save(Path(directory) / "checkpoint")
+    engine.load(Path(directory) / "checkpoint")
 
 print(f"{result}\naccuracy {accuracy:.2f}\n{engine.truth()}")
 engine.close()

@@ -1,7 +1,6 @@
-"""A complete job file: learn which of two spirals a point lies on. Seconds on a CPU.
+"""A complete job file: classify points on two interleaved spirals. Takes seconds on a CPU.
 
-halfstep train examples/job.py --epochs 20
-python examples/job.py
+Run it with `halfstep train examples/job.py --epochs 20`, or with `python examples/job.py`.
 """
 
 import math
@@ -13,7 +12,7 @@ import halfstep
 
 
 def spirals(split):
-    """Points on two interleaved spirals with a little noise, and the number of their spiral."""
+    """Points on two interleaved spirals with a little noise, and the spiral each one is on."""
     generator = torch.Generator().manual_seed(0 if split == "train" else 1)
     labels = torch.randint(2, (2048,), generator=generator)
     turn = torch.rand(2048, generator=generator) * 3 * math.pi
@@ -23,7 +22,7 @@ def spirals(split):
 
 
 def data(batch_size, split, seed=0, epoch=0):
-    """Batches; the order depends on the seed and the epoch alone, so that every precision sees the same ones."""
+    """Batches; their order depends only on the seed and the epoch, so every precision trains on the same ones."""
     points, labels = spirals(split)
     order = torch.arange(len(points))
     if split == "train":
@@ -61,7 +60,7 @@ job = halfstep.Job(
 )
 
 
-if __name__ == "__main__":  # what `halfstep train` does, in its simplest form
+if __name__ == "__main__":  # the core of what `halfstep train` does
     torch.manual_seed(0)
     torch.set_num_threads(1)
     net = job.call("model")

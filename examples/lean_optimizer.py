@@ -1,6 +1,6 @@
-"""Lean optimizers: bf16 weights with exact fp32 masters and 8-bit moments, from and to torch's own AdamW.
+"""Lean optimizers: bf16 weights with exact fp32 masters and 8-bit moments, starting from the state of torch's AdamW.
 
-python examples/lean_optimizer.py
+Run it with `python examples/lean_optimizer.py`.
 """
 
 import torch
@@ -25,21 +25,21 @@ def train(engine, model, steps):
     return loss.item()
 
 
-# Begin in fp32 with torch's AdamW ...
+# Start in fp32 with torch's AdamW.
 model = build()
 engine = halfstep.Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision="fp32")
 print("fp32:", train(engine, model, 20))
 
-# ... and go on lean: 8 bytes per parameter instead of 16, the masters the same numbers.
+# Continue in a lean preset: about 8 bytes per parameter instead of 16, with bit-identical masters.
 lean_model = build()
 lean = halfstep.Engine(lean_model, torch.optim.AdamW(lean_model.parameters(), lr=1e-2), "bf16-lean,states=8bit")
 lean.load_state_dict(engine.state_dict())
 print("bf16-lean, 8-bit moments:", train(lean, lean_model, 20))
 print(lean.optimizers[0])
 
-# Updates inside backward: gradients of one layer at a time are alive.
+# Gradient release: each parameter is updated inside backward, so only one layer's gradients exist at a time.
 released = build()
 optimizer = halfstep.optim.Lion(released.parameters(), lr=1e-3, weight_decay=0.1)
 engine = halfstep.Engine(released, optimizer, "bf16-lean", gradient_release=True)
 print("Lion with gradient release:", train(engine, released, 40))
-print("\n".join(engine.truth().gives_up))
+print("\n".join(engine.truth().waived_guarantees))

@@ -1,14 +1,13 @@
-"""How much memory does a model of mine need, and which batch fits on a 24 GiB card?
+"""Predict the peak memory of a training step, and the largest batch that fits on a 24 GiB GPU.
 
-Run it with `python examples/plan_a_model.py`; it needs no GPU.
+Run it with `python examples/plan_a_model.py`; no GPU is needed.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.jobs.job import Job
-from halfstep.planning import find_batch_size, plan
+import halfstep
 
 LENGTH, WIDTH, VOCABULARY = 256, 512, 8000
 
@@ -29,11 +28,11 @@ class Model(nn.Module):
 
 
 def batches(batch_size):
-    """Random tokens; a real job reads a corpus here."""
+    """Random tokens; a real job would read a corpus."""
     yield torch.randint(VOCABULARY, (batch_size, LENGTH + 1))
 
 
-job = Job(
+job = halfstep.Job(
     model=Model,
     data=batches,
     loss=lambda model, batch: F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()),
@@ -41,11 +40,11 @@ job = Job(
     name="a small language model",
 )
 
-found = plan(job, 64, precision=("fp32", "bf16", "bf16-lean"), memory="24GiB")
-for entry in found.entries:
-    causes = sorted(entry.estimate.peak.breakdown.items(), key=lambda item: -item[1])[:3]
-    top = ", ".join(f"{cause} {size / 2**30:.2f}" for cause, size in causes)
+memory_plan = halfstep.plan(job, 64, precision=("fp32", "bf16", "bf16-lean"), memory="24GiB")
+for entry in memory_plan.entries:
+    largest = sorted(entry.estimate.peak.breakdown.items(), key=lambda item: -item[1])[:3]
+    top = ", ".join(f"{category} {size / 2**30:.2f}" for category, size in largest)
     print(f"{entry.precision:10} {entry.peak_bytes / 2**30:5.2f} GiB at batch 64 ({top}); fits: {entry.fits}")
 
-best = find_batch_size(job, "bf16", memory="24GiB")
-print(f"In 24 GiB, bf16 takes up to {best.batch} sequences at once.")
+best = halfstep.find_batch_size(job, "bf16", memory="24GiB")
+print(f"In 24 GiB, bf16 fits batches of up to {best.batch} sequences.")

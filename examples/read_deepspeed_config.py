@@ -1,6 +1,6 @@
-"""Read a DeepSpeed configuration as a Halfstep policy, and see what became of every key.
+"""Convert a DeepSpeed configuration to a Halfstep policy, with a note for every key that is not carried over as it is.
 
-Run it with no arguments: it writes a small configuration to a temporary directory and reads it back.
+Run it without arguments: it writes a small configuration to a temporary directory and reads it.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ CONFIG = """
 {
   "fp16": {
     "enabled": true,
-    "initial_scale_power": 32,   // a common value, and one that costs skipped steps
+    "initial_scale_power": 32,   // a common value; the run starts with skipped steps
     "hysteresis": 2,
   },
   "zero_optimization": {"stage": 2},
@@ -23,8 +23,8 @@ CONFIG = """
 """
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ds_config.json"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "ds_config.json"
         path.write_text(CONFIG)
         reading = read_deepspeed(path)
     print(f"precision   {reading.policy}")

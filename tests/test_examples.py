@@ -1,12 +1,18 @@
 """The examples run unchanged."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
+import halfstep
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = ("README.md", "docs/engine.md", "docs/policies.md")  # whose Python snippets run too
 
 
 @pytest.mark.slow
@@ -17,3 +23,32 @@ def test_an_example_runs(path, tmp_path):
         [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
     )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def names_of_a_loop():
+    """The names that snippets use without defining them: a tiny model and what trains it."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {
+        "halfstep": halfstep,
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "loader": [(torch.randn(8, 4), torch.randint(2, (8,)))] * 4,
+        "loss_fn": torch.nn.functional.cross_entropy,
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_snippets_run(page, tmp_path, monkeypatch):
+    """Each Python snippet of a page runs on a tiny model; `engine` is there for those that only use it."""
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert snippets
+    for code in snippets:
+        names = names_of_a_loop()
+        if not re.search(r"^engine = ", code, re.MULTILINE):
+            names["engine"] = halfstep.Engine(names["model"], names["optimizer"], "fp32")
+        exec(compile(code, page, "exec"), names)  # the page's own text
+        names["engine"].close()
