@@ -13,6 +13,7 @@ import statistics
 import torch
 
 import halfstep
+from halfstep.backends import SingleDevice
 from halfstep.engine.steps import choose_path, decide, take_step
 from halfstep.hardware.environment import environment
 from halfstep.jobs.models import vit
@@ -72,11 +73,11 @@ def ours(params, optimizer):
     path = choose_path(optimizer, holder)
     scaler = LossScaler(init_scale=1.0, growth_interval=10**9)
     device = params[0].device
-    grads, tables = [p.grad for p in params], {}
+    grads, tables, backend = [p.grad for p in params], {}, SingleDevice()
 
     def step():
-        decision = decide(grads, scaler.scale_on(device), 1e9, lambda flag: flag, tables)
-        take_step([path], decision, divides=True)
+        decision = decide(grads, scaler.scale_on(device), 1e9, backend, tables)
+        take_step([path], decision, backend, divides=True)
         scaler.advance(decision.found_inf)
 
     return step

@@ -200,7 +200,10 @@ def without_halfstep():
 
 @every_compute
 def test_a_plain_autocast_is_what_it_was(without_halfstep, compute):
-    """With the rule installed, torch.autocast("cpu") outside Halfstep gives the same dtypes and the same digits."""
+    """With the rule installed, torch.autocast("cpu") outside Halfstep gives the same dtypes and the same digits.
+
+    To a rounding: which instructions a kernel uses depends on where its tensors lie in memory, which differs by process.
+    """
     with compute_region("cpu", compute):
         pass  # the rule is installed now
     dtype = COMPUTE_DTYPES[compute]
@@ -211,7 +214,9 @@ def test_a_plain_autocast_is_what_it_was(without_halfstep, compute):
             result = eval(code, names)
             shown, values = without_halfstep[f"{dtype} {name}"]
             assert str(result.dtype) == shown, name
-            assert result.double().flatten().tolist() == values, name
+            rounding = torch.finfo(dtype).eps if result.dtype is dtype else 1e-6
+            expected = torch.tensor(values, dtype=torch.float64).view(result.shape)
+            assert torch.allclose(result.double(), expected, rtol=2 * rounding, atol=rounding / 16), name
 
 
 def test_outside_any_autocast_nothing_is_cast():
