@@ -30,7 +30,7 @@ def no_environment_leaks():
     # Set by pytest, by torch and by its compiler themselves.
     ignored = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}
     changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)} - ignored
-    changed = {k for k in changed if not k.startswith("_TORCHINDUCTOR_")}
+    changed = {k for k in changed if not k.startswith(("_TORCHINDUCTOR_", "KMP_"))}
     for key in changed:
         if key in before:
             os.environ[key] = before[key]

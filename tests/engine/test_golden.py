@@ -38,10 +38,10 @@ def test_losses_are_within_the_spread_between_cpu_kinds(case, tmp_path):
 
 
 def test_a_wrong_update_is_outside_the_tolerance(tmp_path, monkeypatch):
-    """A learning rate that is 10 % off does not pass for another CPU."""
+    """A learning rate that is 1 % off does not pass for another CPU."""
     torch = pytest.importorskip("torch")
     monkeypatch.setitem(
-        golden_runs.OPTIMIZERS, "adamw", lambda params: torch.optim.AdamW(params, lr=3.3e-3, weight_decay=0.05)
+        golden_runs.OPTIMIZERS, "adamw", lambda params: torch.optim.AdamW(params, lr=3.03e-3, weight_decay=0.05)
     )
     with pytest.raises(AssertionError, match="step"):
-        test_losses_are_within_the_spread_between_cpu_kinds("bf16-lean_adamw", tmp_path)
+        test_losses_are_within_the_spread_between_cpu_kinds("fp32_adamw", tmp_path)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import halfstep
+from halfstep.backends import SingleDevice
 from halfstep.engine.steps import choose_path, decide, take_step
 from halfstep.kernels.available import triton_runs_on
 from halfstep.kernels.table import table_bytes
@@ -337,8 +338,8 @@ def test_one_bad_element_anywhere_makes_the_step_a_no_op(sizes, dtype, bad, stat
             before = state_of(params, optimizer)
             which = data.draw(st.integers(0, len(sizes) - 1))
             params[which].grad[data.draw(st.integers(0, sizes[which] - 1))] = bad
-        decision = decide([p.grad for p in params], divisor, 1.0, lambda flag: flag, tables)
-        take_step([path], decision, divides=True)
+        decision = decide([p.grad for p in params], divisor, 1.0, SingleDevice(), tables)
+        take_step([path], decision, SingleDevice(), divides=True)
         assert decision.found_inf.item() == float(step > 0)
         if before is not None:
             assert identical(before, state_of(params, optimizer)) == []
@@ -395,8 +396,8 @@ def test_a_hundred_thousand_tensors_are_one_step():
     optimizer = halfstep.optim.AdamW(params, lr=0.1, weight_decay=0.0, master="none", states="fp32")
     tables = {}
     path = choose_path(optimizer, torch.nn.ParameterList(params))
-    decision = decide([p.grad for p in params], torch.ones((), device="cuda"), None, lambda flag: flag, tables)
-    take_step([path], decision, divides=False)
+    decision = decide([p.grad for p in params], torch.ones((), device="cuda"), None, SingleDevice(), tables)
+    take_step([path], decision, SingleDevice(), divides=False)
     assert decision.norm.item() == pytest.approx(sum(p.numel() for p in params) ** 0.5, rel=1e-5)
     for i in (0, 1, 7, 99_999):
         assert torch.allclose(params[i], torch.full_like(params[i], 0.9))

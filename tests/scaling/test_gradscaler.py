@@ -116,7 +116,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [n for n in FUSED if n != "adagrad"])  # whose kernel looks at the flag in torch 2.11
 def test_f3_stock_applies_the_bad_step_when_two_devices_overflow(name):
     """Fault F3 of torch: a flag of 2 is not 1, so the fused kernel writes inf or NaN."""
     parameter, _, _ = step_with_overflow_on_two_devices(STOCK, FUSED[name])

@@ -116,6 +116,7 @@ def test_the_stop_explains_why_it_names_nothing():
         LossScaler(max_skips=1).update(1.0, [("w", torch.nn.Parameter(torch.zeros(1)))])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11, whatever is passed
 def test_the_stop_names_sparse_gradients_and_the_minimum_scale():
     """Duplicate indices that sum to inf are detected, and the message states that the scale is at its minimum."""
     weight = torch.nn.Parameter(torch.zeros(3, 1))
