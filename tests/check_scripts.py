@@ -1,7 +1,7 @@
 """Reading and checking small scripts in tests."""
 
 from halfstep.check.files.source import Settings, Source
-from halfstep.check.registry import rules_of
+from halfstep.check.registry import rules_of, words_of_rules
 from halfstep.check.script.script import Script, read_script
 
 RULES = rules_of("script")
@@ -9,7 +9,7 @@ RULES = rules_of("script")
 
 def script(text: str) -> Script:
     """The facts of a script."""
-    return read_script(Source("train.py", text, "python"), Settings())
+    return read_script(Source("train.py", text, "python"), Settings(), words_of_rules("script"))
 
 
 def findings(text: str, *codes: str):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from halfstep.check.rule import Rule
 
-__all__ = ["GROUPS", "Group", "all_rules", "find_rule", "modules_of", "rules_of"]
+__all__ = ["GROUPS", "Group", "all_rules", "find_rule", "modules_of", "rules_of", "words_of_rules"]
 
 Group = Literal["files", "script", "config", "hardware"]
 
@@ -41,6 +41,12 @@ def rules_of(group: Group) -> tuple[type[Rule], ...]:
     for module in modules_of(group):
         rules += importlib.import_module(module).RULES
     return tuple(sorted(rules, key=lambda rule: rule.code))
+
+
+@cache
+def words_of_rules(group: Group) -> tuple[str, ...]:
+    """The words that rules of one group declare in addition to the common ones."""
+    return tuple(sorted({word for rule in rules_of(group) for word in rule.words}))
 
 
 def all_rules() -> tuple[type[Rule], ...]:

@@ -21,7 +21,7 @@ from halfstep.check.files.problems import CannotRead, CheckerFailure, SyntaxFaul
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place, Severity
 from halfstep.check.options import Options
-from halfstep.check.registry import Group, rules_of
+from halfstep.check.registry import Group, rules_of, words_of_rules
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
 from halfstep.check.select import Selection
 from halfstep.check.settings import Settings
@@ -125,7 +125,7 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
     from halfstep.check.script.script import read_script
 
     try:
-        script = read_script(source, settings)
+        script = read_script(source, settings, words_of_rules("script"))
         tree = script.tree
         configures = _mentions(source, _CONFIGURES if settings.gpu is None else _HARDWARE)
         if not script.about and (named or configures or len(source.text) < _SMALL):

@@ -42,3 +42,12 @@ def test_a_skipped_function_is_still_known_by_name():
 def test_skipping_functions_misses_nothing():
     """Every bad case still gives its finding."""
     assert all(findings(text, rule.code) for rule in RULES for text in rule.bad)
+
+
+def test_words_of_a_rule_make_functions_relevant():
+    """A function with a word that a rule declares is walked, although no common word occurs in it."""
+    text = "def setup():\n    torch.autograd.set_detect_anomaly(True)\n"
+    tree = ast.parse(text)
+    assert relevant_functions(tree, text) == set()
+    assert relevant_functions(tree, text, ("set_detect_anomaly",)) == {tree.body[0]}
+    assert "set_detect_anomaly" in read_outline(tree, text, ("set_detect_anomaly",)).calls

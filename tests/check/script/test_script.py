@@ -21,6 +21,13 @@ def test_a_text_about_something_else_is_not_parsed():
     assert facts.traces == ()
 
 
+def test_words_of_a_rule_make_a_script_relevant():
+    """A script that mentions no mixed precision is read if it contains a word that a rule declares."""
+    source = Source("train.py", "torch.autograd.set_detect_anomaly(True)\n", "python")
+    assert not read_script(source, Settings()).about
+    assert "set_detect_anomaly" in read_script(source, Settings(), ("set_detect_anomaly",)).outline.calls
+
+
 def test_broken_python_is_a_syntax_error():
     """What is not Python raises SyntaxError, for the caller to report."""
     with pytest.raises(SyntaxError):

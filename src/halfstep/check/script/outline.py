@@ -197,9 +197,9 @@ def _element(value: ast.expr, index: int) -> ast.expr | None:
     return None
 
 
-def read_outline(tree: ast.Module, text: str = "") -> Outline:
+def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) -> Outline:
     """Walk a script once and collect what rules look up later; without its text, every function is walked."""
-    relevant = relevant_functions(tree, text) if text else None
+    relevant = relevant_functions(tree, text, words) if text else None
     module = Function(tree, "<module>")
     out = Outline(module)
     imports: list[tuple[ast.Import | ast.ImportFrom, bool]] = []

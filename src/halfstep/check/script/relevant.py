@@ -26,11 +26,14 @@ _BREAK = re.compile(r"\r\n|\r|\n")
 Def = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def relevant_functions(tree: ast.Module, text: str) -> set[ast.AST]:
-    """The function definitions to walk: those with a word that matters, and those that call them by name."""
+def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ()) -> set[ast.AST]:
+    """The function definitions to walk: those with a word that matters, and those that call them by name.
+
+    `words` are those that single rules declare, in addition to the common ones.
+    """
     starts = [0, *(m.end() for m in _BREAK.finditer(text))]
-    words = (*_WORDS, *_LOSSES) if "BCELoss" in text or "binary_cross" in text else _WORDS
-    hits = _lines_with(text, starts, words)
+    losses = _LOSSES if "BCELoss" in text or "binary_cross" in text else ()
+    hits = _lines_with(text, starts, (*_WORDS, *losses, *words))
     functions = _definitions(tree)
     relevant = {f for f in functions if _any_between(hits, _first_line(f), f.end_lineno or f.lineno)}
     remaining = [f for f in functions if f not in relevant]

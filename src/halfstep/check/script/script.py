@@ -183,12 +183,17 @@ def _mentions(text: str, words: tuple[str, ...], short: tuple[re.Pattern[str], .
     return any(word in text for word in words) or any(pattern.search(text) for pattern in short)
 
 
-def read_script(source: Source, settings: Settings) -> Script:
-    """Read a script's facts; SyntaxError if this version of Python cannot parse it."""
+def read_script(source: Source, settings: Settings, words: tuple[str, ...] = ()) -> Script:
+    """Read a script's facts; SyntaxError if this version of Python cannot parse it.
+
+    `words` are those that single rules declare; a script that mentions one is read as well.
+    """
     text = source.text
-    ruled = _mentions(text, _RULED, _RULED_SHORT)
+    ruled = _mentions(text, (*_RULED, *words), _RULED_SHORT)
     if not ruled and not _mentions(text, _MENTIONED, _MENTIONED_SHORT):
         return Script(source, settings, ast.Module([], []), about=False)
     tree = ast.parse(text, filename=source.path)
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
-    return Script(source, settings, tree, outline=read_outline(tree, text)) if ruled else Script(source, settings, tree)
+    if not ruled:
+        return Script(source, settings, tree)
+    return Script(source, settings, tree, outline=read_outline(tree, text, words))
