@@ -36,9 +36,10 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
         optimizer.master, optimizer.states = master, states
         return optimizer
     if not adopts(optimizer):
+        adopted = ", ".join(sorted(stock.__name__ for stock in ADOPTS))
         raise SettingError(
-            f"Lean presets need an optimizer with fp32 masters, and {type(optimizer).__name__} has none. Use torch's Adam, "
-            "AdamW or SGD (they are adopted), halfstep.optim, or a preset with fp32 weights such as bf16 or fp16."
+            f"Lean presets need an optimizer with fp32 masters, and {type(optimizer).__name__} has none. Use one of torch's that "
+            f"are adopted ({adopted}), halfstep.optim, or a preset with fp32 weights such as bf16 or fp16."
         )
     target = ADOPTS[type(optimizer)]
     lean = target(optimizer.param_groups, master=master, states=states)
