@@ -14,6 +14,7 @@ from halfstep.check.registry import rules_of
 from halfstep.check.rule import ConfigRule
 from halfstep.errors import SettingError
 from halfstep.hardware.devices import find_devices
+from halfstep.precision.policy import PRESETS
 
 RULES = [rule for group in ("config", "hardware") for rule in rules_of(group) if issubclass(rule, ConfigRule)]
 BASE = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
@@ -169,6 +170,15 @@ def test_formats_of_scripts_are_compared_with_the_gpu():
     text = "import torch\n\nwith torch.cuda.amp.autocast():\n    loss = model(x)\n"
     assert "HS302" not in codes(text, gpu="t4")
     assert codes(text, gpu="p100")["HS302"] == "warning"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_compared_with_the_gpu(name):
+    """Every preset that computes in bf16 is reported on a T4, and no other; text that is no policy is not."""
+    text = "import halfstep\n\nengine = halfstep.Engine(model, optimizer, precision={!r})\n"
+    assert ("HS301" in codes(text.format(name), gpu="t4")) == (PRESETS[name].compute == "bf16")
+    assert "HS301" in codes(text.format("bf16,keep_fp32=head"), gpu="t4")
+    assert not [code for code in codes(text.format("auto"), gpu="t4") if code.startswith("HS3")]
 
 
 def test_message_names_the_origin_of_the_gpu():

@@ -14,6 +14,7 @@ from halfstep.check.config.deepspeed_facts import DeepSpeed
 from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import ConfigRule, Rule
+from halfstep.errors import SettingError
 from halfstep.hardware.devices import ARCHITECTURES, Device, Facts, find_devices
 from halfstep.precision.node import Entry, Span
 
@@ -27,10 +28,11 @@ _KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "halfstep": (("precision",),),
     "torch": (("dtype",),),
 }
+# Names of other tools; a policy of Halfstep is parsed instead.
 _FORMAT_OF_NAME = {
-    "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16",
-    "bf16-lean": "bf16", "fp16": "fp16", "float16": "fp16", "torch.float16": "fp16", "16": "fp16", "16-mixed": "fp16",
-    "16-true": "fp16", "fp16-lean": "fp16", "fp8": "fp8", "transformer-engine": "fp8", "tf32": "tf32",
+    "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16", "fp16": "fp16",
+    "float16": "fp16", "torch.float16": "fp16", "16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "fp8": "fp8",
+    "transformer-engine": "fp8", "tf32": "tf32",
 }  # fmt: skip
 
 
@@ -77,9 +79,20 @@ def _requests(config: Config, wanted: str) -> Iterator[Entry]:
     for path in _KEYS.get(config.kind, ()):
         entry = config.entry(*path)
         value = config.value(*path)
-        name = str(value).split(",", maxsplit=1)[0]
-        if entry and isinstance(value, str | int) and _FORMAT_OF_NAME.get(name) == wanted:
+        if entry and isinstance(value, str | int) and _format_of(config.kind, str(value)) == wanted:
             yield entry
+
+
+def _format_of(kind: str, text: str) -> str | None:
+    """The format that a precision setting computes in; None if it is unknown."""
+    if kind != "halfstep":
+        return _FORMAT_OF_NAME.get(text)
+    from halfstep.precision.policy import parse_with_notes  # takes 10 ms; only scripts that use Halfstep need it
+
+    try:
+        return parse_with_notes(text)[0].compute
+    except SettingError:
+        return None  # "auto", or invalid, which HS286 reports
 
 
 def _describe(name: str, gpu: Device, facts: Facts) -> str:
