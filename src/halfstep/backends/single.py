@@ -9,3 +9,5 @@ __all__ = ["SingleDevice"]
 
 class SingleDevice(Backend):
     """A run with one process."""
+
+    name = "single"
