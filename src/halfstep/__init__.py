@@ -39,7 +39,7 @@ _HOME = {
 
 _SUBMODULES = ("data", "models", "optim")
 
-__all__ = ["__version__", *sorted((*_HOME, *_SUBMODULES))]  # noqa: PLE0604 - a test holds this against reality
+__all__ = ["__version__", *sorted((*_HOME, *_SUBMODULES))]  # noqa: PLE0604 - a test compares this with reality
 
 if TYPE_CHECKING:
     from halfstep import data as data

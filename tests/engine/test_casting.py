@@ -77,7 +77,7 @@ def test_presets_with_fp32_weights_leave_the_weights_alone(preset):
 
 @pytest.mark.parametrize("preset", ["fp32", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize(("to", "lean"), [(BF16, "bf16-lean"), (FP16, "fp16-lean")], ids=["bf16", "fp16"])
-def test_16_bit_models_are_refused_where_weights_are_fp32(preset, to, lean):
+def test_16_bit_models_are_rejected_where_weights_are_fp32(preset, to, lean):
     """A .half() model has lost the digits already; the message counts, gives an example and two ways out."""
     model = Net()
     model.head.to(to)
@@ -113,14 +113,14 @@ def test_weights_that_have_the_dtype_already_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize("wrong", [FP16, torch.float64])
-def test_weights_of_another_dtype_are_refused(wrong):
+def test_weights_of_another_dtype_are_rejected(wrong):
     """Lean weights are made from fp32; anything else is named with its dtype."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(wrong))
     with pytest.raises(SettingError, match=rf"Parameter 1.weight is {wrong}.*Build the model in fp32"):
         cast_model(model, PRESETS["bf16-lean"])
 
 
-def test_weights_beyond_fp16s_range_are_refused():
+def test_weights_beyond_fp16s_range_are_rejected():
     """A weight that would become inf is named with its value, and the hint names its module."""
     model = Net()
     model.body[2].weight.data[1, 1] = -1e6
@@ -150,7 +150,7 @@ def test_weights_that_are_inf_already_are_not_the_casts_fault():
 @pytest.mark.parametrize(
     "break_it", [lambda m: m.head.weight.data.fill_(1e6), lambda m: m.head.double()], ids=["range", "dtype"]
 )
-def test_a_refused_model_is_left_as_it_was(break_it):
+def test_a_rejected_model_is_left_as_it_was(break_it):
     """The refusal comes before the first cast: half a cast model would be of no use to anybody."""
     model = Net()
     break_it(model)
@@ -206,7 +206,7 @@ def test_a_tied_weight_with_one_kept_owner_stays_fp32():
 
 @pytest.mark.parametrize("kept", ["bn", "head"])
 def test_modules_that_stay_fp32_are_not_taken_in_16_bits(kept):
-    """Batch norm and kept modules of a .bfloat16() model cannot be fp32 any more: refused, or made fp32, not ignored."""
+    """Batch norm and kept modules of a .bfloat16() model cannot be fp32 any more: rejected, or made fp32, not ignored."""
     model = Net().bfloat16()
     policy = Policy.parse("bf16-lean" if kept == "bn" else "bf16-lean,keep_fp32=head")
     try:
@@ -325,7 +325,7 @@ def test_batch_norm_of_lean_models_keeps_fp32_statistics(compute):
     assert model.bn.num_batches_tracked == 1
 
 
-def test_unknown_patterns_are_refused():
+def test_unknown_patterns_are_rejected():
     """A pattern that names no module is a typing error; the message shows it and some names that exist."""
     with pytest.raises(SettingError, match=r"keep_fp32=haed\|x.\* matches no module of Net.*conv, bn, norm"):
         wrap_forwards(Net(), Policy.parse("bf16,keep_fp32=haed|x.*|head"))

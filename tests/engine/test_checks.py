@@ -106,7 +106,7 @@ def test_a_model_must_be_a_module():
 
 
 def test_optimizers_must_be_torchs():
-    """None at all, something else, and LBFGS are refused by name."""
+    """None at all, something else, and LBFGS are rejected by name."""
     with pytest.raises(SettingError, match="is empty"):
         settings(optimizers=[])
     with pytest.raises(SettingError, match="takes torch.optim optimizers, not str"):
@@ -116,7 +116,7 @@ def test_optimizers_must_be_torchs():
 
 
 def test_schedulers_must_move_the_engines_optimizer():
-    """A plateau scheduler, something without step(), and a scheduler of another optimizer are refused."""
+    """A plateau scheduler, something without step(), and a scheduler of another optimizer are rejected."""
     model, other = layer(), layer()
     mine, foreign = (torch.optim.SGD(m.parameters()) for m in (model, other))
     settings(model, [mine], [lr_scheduler.StepLR(mine, 1)])

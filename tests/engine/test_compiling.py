@@ -51,14 +51,14 @@ def test_a_text_is_a_switch_or_a_mode(text, value):
 
 
 @pytest.mark.parametrize("bad", ["maybe", "", 1, None, 2.0])
-def test_anything_else_is_refused_with_the_modes(bad):
+def test_anything_else_is_rejected_with_the_modes(bad):
     """The message names what was given and every mode."""
     with pytest.raises(SettingError, match="reduce-overhead, max-autotune") as caught:
         check_compile(bad)
     assert repr(bad) in str(caught.value)
 
 
-def test_an_engine_refuses_before_it_changes_the_model():
+def test_an_engine_rejects_before_it_changes_the_model():
     """A wrong mode leaves the weights as they were."""
     model = nn.Linear(2, 2)
     with pytest.raises(SettingError, match="neither on nor off"):
@@ -120,7 +120,7 @@ def test_the_whole_model_is_compiled(monkeypatch, make, num_calls):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch by its own compiler, in some versions
 @pytest.mark.parametrize("precision", ["bf16", "bf16-lean", "fp16-lean", "bf16-lean,grads=bf16"])
-def test_a_model_compiled_anew_within_a_window_is_one_graph(precision):
+def test_a_model_compiled_again_within_a_window_is_one_graph(precision):
     """Batches of two sizes and a validation between micro-batches recompile; weights with fp32 gradients still trace whole."""
     losses = []
     for compiled in (False, True):

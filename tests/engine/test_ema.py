@@ -59,7 +59,7 @@ def test_a_flagged_update_leaves_every_bit(average, master):
 
 
 def test_the_average_does_not_alias_the_weights():
-    """Training goes on without touching the average, and the average without touching the weights."""
+    """Training continues without touching the average, and the average without touching the weights."""
     param = nn.Parameter(torch.ones(3))
     ema = Ema({"w": param}, 0.5, plain)
     param.data.fill_(3.0)
@@ -136,7 +136,7 @@ def test_state_round_trip():
     assert fresh.decay == 0.5
 
 
-def test_averages_of_other_parameters_are_refused():
+def test_averages_of_other_parameters_are_rejected():
     """The message names what does not fit, and nothing has been loaded."""
     ema = Ema({"a": nn.Parameter(torch.zeros(2))}, 0.9, plain)
     with pytest.raises(SettingError, match="other parameters than this model: a, b"):
@@ -145,7 +145,7 @@ def test_averages_of_other_parameters_are_refused():
 
 
 @pytest.mark.parametrize("decay", [0, 1, 1.5, -0.1, float("nan"), "0.9", True, None])
-def test_a_decay_outside_0_and_1_is_refused(decay):
+def test_a_decay_outside_0_and_1_is_rejected(decay):
     """The message repeats the value."""
     with pytest.raises(SettingError, match="must be a decay between 0 and 1"):
         Ema({}, decay, plain)

@@ -1,4 +1,4 @@
-"""The Engine as people meet it: its surface, what it refuses, what it says."""
+"""The Engine as people meet it: its surface, what it rejects, what it says."""
 
 import copy
 import gc
@@ -56,7 +56,7 @@ def test_step_result_carries_its_own_values():
 
 
 def test_the_scheduler_and_hook_see_only_what_happened():
-    """A skipped step does not advance the schedule; on_step is told of both."""
+    """A skipped step does not advance the schedule; on_step is notified of both."""
     seen = []
     model, opt, engine = build("bf16", on_step=lambda r: seen.append((r.step, r.skipped)))
     for i, batch in enumerate(batches(5)):
@@ -252,28 +252,28 @@ def test_unscale_lets_people_edit_true_gradients():
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_a_16_bit_model_is_refused_by_presets_with_fp32_weights(half):
+def test_a_16_bit_model_is_rejected_by_presets_with_fp32_weights(half):
     """.half() with an AMP preset raises with the cure."""
     model = Net().to(half)
     with pytest.raises(HalfstepError, match="already has 16-bit weights.*lean"):
         Engine(model, torch.optim.AdamW(model.parameters()), "fp16")
 
 
-def test_an_optimizer_of_other_parameters_is_refused():
+def test_an_optimizer_of_other_parameters_is_rejected():
     """Built before the model was replaced, it would train nothing."""
     with pytest.raises(HalfstepError, match="not in the model"):
         Engine(Net(), torch.optim.AdamW(Net().parameters()), "fp32")
 
 
 @pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf, "1", True])
-def test_an_impossible_max_norm_is_refused(bad):
+def test_an_impossible_max_norm_is_rejected(bad):
     """0 would stop training, NaN would poison it."""
     with pytest.raises(HalfstepError, match="max_norm="):
         build("fp32", max_norm=bad)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True])
-def test_an_impossible_accumulate_is_refused(bad):
+def test_an_impossible_accumulate_is_rejected(bad):
     """Windows have at least one micro-batch."""
     with pytest.raises(HalfstepError, match="accumulate="):
         build("fp32", accumulate=bad)
@@ -303,7 +303,7 @@ def test_gradients_edited_between_backward_and_step_are_noticed():
         engine.step()
 
 
-def test_step_inside_the_forward_region_is_refused():
+def test_step_inside_the_forward_region_is_rejected():
     """Cast weights are cached in the region."""
     model, _, engine = build("bf16")
     with engine.forward():
@@ -318,7 +318,7 @@ def test_step_inside_the_forward_region_is_refused():
     ("loss", "message"),
     [(torch.ones(3, requires_grad=True), r"shape \(3,\)"), (torch.tensor(1.0), "has no graph"), (1.0, "not float")],
 )
-def test_a_loss_that_cannot_be_one_is_refused(loss, message):
+def test_a_loss_that_cannot_be_one_is_rejected(loss, message):
     """Non-scalar, detached and non-tensor losses raise with the cure."""
     with pytest.raises(HalfstepError, match=message):
         build("fp32")[2].backward(loss)
@@ -336,14 +336,14 @@ def test_a_non_finite_loss_skips_its_step_and_stops_a_run_that_has_no_other():
 
 
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf, "many", torch.ones(2)])
-def test_an_impossible_weight_is_refused(weight):
+def test_an_impossible_weight_is_rejected(weight):
     """Weights are finite numbers of 0 or more."""
     model, _, engine = build("fp32")
     with pytest.raises(HalfstepError, match="weight"):
         engine.backward(loss_of(model, engine, batches(1)[0]), weight)
 
 
-def test_contradictions_between_policy_scaler_and_optimizer_are_refused():
+def test_contradictions_between_policy_scaler_and_optimizer_are_rejected():
     """fp8 is not built, a scaler must fit the compute format, a lean preset needs a lean optimizer."""
     model = Net()
     with pytest.raises(HalfstepError, match="not implemented yet"):
@@ -359,7 +359,7 @@ def test_contradictions_between_policy_scaler_and_optimizer_are_refused():
         build("bf16,keep_fp32=encoder.*")
 
 
-def test_schedulers_that_would_do_nothing_are_refused():
+def test_schedulers_that_would_do_nothing_are_rejected():
     """ReduceLROnPlateau needs a metric, and a scheduler of another optimizer changes nothing here."""
     model = Net()
     mine, other = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
@@ -369,7 +369,7 @@ def test_schedulers_that_would_do_nothing_are_refused():
         Engine(model, mine, "fp32", scheduler=torch.optim.lr_scheduler.ExponentialLR(other, 0.9))
 
 
-def test_a_closed_engine_refuses_and_leaves_the_model_usable():
+def test_a_closed_engine_rejects_and_leaves_the_model_usable():
     """close() undoes the wrapping; the weights stay as trained."""
     model, _, engine = build("bf16-lean,keep_fp32=head")
     with engine:
@@ -428,7 +428,7 @@ def test_random_numbers_go_on_after_load(tmp_path):
     assert drawn == (torch.rand(3).tolist(), random.random(), np.random.rand())  # noqa: NPY002
 
 
-def test_saving_inside_a_window_is_refused():
+def test_saving_inside_a_window_is_rejected():
     """Half a window's gradients would be lost without a word."""
     model, _, engine = build("fp32", accumulate=2)
     train_step(model, engine, batches(1)[0])
@@ -446,7 +446,7 @@ def test_saving_inside_a_window_is_refused():
         ("fp32", {"schedule": False}, "schedulers"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_before_anything_changes(precision, change, message):
+def test_a_state_that_does_not_fit_is_rejected_before_anything_changes(precision, change, message):
     """Another model, average or schedule raises, and the engine is as it was."""
     source = build("fp32")[2].state_dict()
     model, _, engine = build(precision, **change)
@@ -456,8 +456,8 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(precision,
     assert same(before, snapshot(model, engine)) == []
 
 
-def test_presets_with_fp32_weights_exchange_states_and_a_newer_state_is_refused(caplog):
-    """fp16 goes on from bf16's weights only with its own scaler; the same layout under another name is said."""
+def test_presets_with_fp32_weights_exchange_states_and_a_newer_state_is_rejected(caplog):
+    """fp16 continues from bf16's weights only with its own scaler; the same layout under another name is said."""
     state = build("fp32")[2].state_dict()
     build("bf16")[2].load_state_dict(copy.deepcopy(state))
     assert "continuing under bf16" in caplog.text
@@ -469,7 +469,7 @@ LAYOUTS = ("fp32", "bf16", "fp16", "bf16-lean", "fp16-lean", "bf16-lean,states=8
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(LAYOUTS, 2)))
-def test_a_run_goes_on_in_any_other_layout(source, target, caplog):
+def test_a_run_continues_in_any_other_layout(source, target, caplog):
     """Masters are the same numbers, moments too unless the target rounds them, and the change is said."""
     model, _, engine = build(source)
     for batch in batches(3):
@@ -492,7 +492,7 @@ def test_a_run_goes_on_in_any_other_layout(source, target, caplog):
     assert other.progress.applied == 5
 
 
-def test_the_truth_table_is_said_once_and_can_be_asked_for(caplog):
+def test_the_truth_table_is_logged_once_and_can_be_asked_for(caplog):
     """It appears at the first step, shows what is there, and is part of the state."""
     model, _, engine = build("bf16-lean")
     assert "from the first step on" not in str(engine.truth())
@@ -565,7 +565,7 @@ def test_a_save_from_on_step_works():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-lean"])
-def test_parameters_that_come_later_are_refused(precision):
+def test_parameters_that_come_later_are_rejected(precision):
     """A group added to the optimizer would be stepped unchecked and unclipped; a new Engine takes it."""
     model = Net()
     optimizer = torch.optim.AdamW(model.inner.parameters())
@@ -627,7 +627,7 @@ def test_a_second_loss_weighs_as_much_as_its_micro_batch(second):
 
 
 def test_one_micro_batch_has_one_weight():
-    """A second loss with another weight is refused instead of being given the first one's."""
+    """A second loss with another weight is rejected instead of being given the first one's."""
     model = nn.Linear(2, 1)
     engine = Engine(model, torch.optim.SGD(model.parameters()), "fp32")
     out = model(torch.ones(1, 2)).sum()
@@ -653,7 +653,7 @@ def test_unscaling_fp16_gradients_loses_none(accumulate):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16-lean"])
 @pytest.mark.parametrize("name", ["adamw", "sgd-dampened", "rmsprop"])
-def test_an_optimizer_step_left_in_the_loop_is_refused(precision, name):
+def test_an_optimizer_step_left_in_the_loop_is_rejected(precision, name):
     """It would use scaled gradients a second time; after close() the optimizer is the user's own again."""
     if precision == "bf16-lean" and name == "rmsprop":
         pytest.skip("lean presets do not take it")

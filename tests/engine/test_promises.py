@@ -222,7 +222,7 @@ def test_f6_a_loop_inside_one_autocast_region_freezes_stock_torch():
 
 
 def test_f6_here_the_region_ends_before_the_step_and_the_loss_moves():
-    """Fault F6 held: a step inside the region is refused, and the right loop learns."""
+    """Fault F6 held: a step inside the region is rejected, and the right loop learns."""
     model, _, engine = build("bf16", "sgd", model=Smooth(), schedule=False)
     x, y = batches(1)[0]
     losses = []

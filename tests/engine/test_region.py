@@ -229,7 +229,7 @@ def test_outside_any_autocast_nothing_is_cast():
 
 @pytest.mark.parametrize("compute", ["fp32", "tf32"])
 def test_full_precision_regions_turn_an_outer_autocast_off(compute):
-    """An fp32 or tf32 region computes in fp32 even inside somebody's autocast, which goes on after it."""
+    """An fp32 or tf32 region computes in fp32 even inside somebody's autocast, which continues after it."""
     x, w = torch.randn(2, 3), torch.randn(3, 3)
     for outer in (lambda: torch.autocast("cpu", dtype=torch.bfloat16), lambda: compute_region("cpu", "fp16")):
         with outer():
@@ -257,7 +257,7 @@ def test_nested_regions_restore_the_outer_one():
 
 
 def test_a_layer_works_in_nested_regions_of_different_formats():
-    """A weight that was cast for the outer region is cast anew for the inner one, and again after it."""
+    """A weight that was cast for the outer region is cast again for the inner one, and again after it."""
     layer, x = nn.Linear(3, 3), torch.randn(2, 3)
     with compute_region("cpu", "bf16"):
         assert layer(x).dtype is torch.bfloat16
@@ -412,7 +412,7 @@ def test_compiled_code_is_kept_apart_by_device_and_dtype():
 @compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Requires: [g++]")
 def test_what_was_compiled_elsewhere_is_not_used_in_a_region(fresh_compiler, monkeypatch, tmp_path):
-    """A model compiled and kept on disk under plain autocast, or in the other dtype, is compiled anew for a region."""
+    """A model compiled and kept on disk under plain autocast, or in the other dtype, is compiled again for a region."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x, layer = torch.randn(4, 8), nn.Linear(8, 8)
 

@@ -93,13 +93,13 @@ def test_the_truth_table_says_what_is_given_up():
         ("bf16", {"optimizer": torch.optim.RMSprop}, "RMSprop"),
     ],
 )
-def test_it_is_refused_where_all_gradients_are_needed_at_once(precision, options, reason):
+def test_it_is_rejected_where_all_gradients_are_needed_at_once(precision, options, reason):
     """Each refusal names its reason."""
     with pytest.raises(HalfstepError, match=reason):
         build(precision, release=True, **options)
 
 
-def test_what_would_update_twice_is_refused():
+def test_what_would_update_twice_is_rejected():
     """A second backward in a step, a weighted one, and unscale() raise instead of training wrongly."""
     model, engine = build("fp32", release=True)
     x, y = batches(1)[0]

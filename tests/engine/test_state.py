@@ -18,7 +18,7 @@ def test_a_tied_weight_keeps_its_master_in_another_layout(target, tmp_path):
 
 
 def test_averages_fit_a_model_with_other_wrappers(tmp_path):
-    """An average of a model with a compiled part goes on in the same model without one, and back."""
+    """An average of a model with a compiled part continues in the same model without one, and back."""
     wrapped = nn.Sequential(nn.Embedding(16, 8), Wrapped(nn.Linear(8, 8)), nn.Linear(8, 16))
     other = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16))
     engine, twin = trained(wrapped, "bf16-lean", ema=0.9), trained(other, "bf16-lean", steps=0, ema=0.9)
@@ -30,7 +30,7 @@ def test_averages_fit_a_model_with_other_wrappers(tmp_path):
 @pytest.mark.parametrize(
     ("source", "target"), [("bf16-lean,keep_fp32=head", "bf16-lean"), ("bf16-lean", "bf16-lean,keep_fp32=embed|head")]
 )
-def test_a_run_goes_on_with_other_modules_in_fp32(source, target, tmp_path):
+def test_a_run_continues_with_other_modules_in_fp32(source, target, tmp_path):
     """keep_fp32 may change between saving and loading, and the masters stay the same numbers."""
     engine, other = trained(Tied(), source), trained(Tied(), target, steps=0)
     other.load(engine.save(tmp_path / "saved"))
@@ -40,7 +40,7 @@ def test_a_run_goes_on_with_other_modules_in_fp32(source, target, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "fp16,loss_scale=128"])
 @pytest.mark.parametrize(("then", "now"), [({"foreach": True}, {}), ({}, {"foreach": True}), ({"fused": False}, {})])
 def test_a_state_does_not_bring_its_way_of_stepping(precision, then, now, tmp_path):
-    """Saved with foreach and loaded into a fused optimizer, or the other way round, training goes on."""
+    """Saved with foreach and loaded into a fused optimizer, or the other way round, training continues."""
     source, target = Tied(), Tied()
     engine = trained(source, precision, optimizer=torch.optim.AdamW(source.parameters(), **then))
     optimizer = torch.optim.AdamW(target.parameters(), **now)

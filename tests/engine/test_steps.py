@@ -43,7 +43,7 @@ def small_net(seed=0):
     ],
     ids=["Adam", "AdamW", "SGD", "SGD with momentum", "amsgrad", "dampening without momentum"],
 )
-def test_stock_optimizers_are_switched_to_fused_and_that_is_said(make, caplog):
+def test_stock_optimizers_are_switched_to_fused_and_that_is_logged(make, caplog):
     """Adam, AdamW and SGD as people build them: fused in every group and for later groups, with a line in the log."""
     model = small_net()
     optimizer = make(model.parameters())
@@ -168,7 +168,7 @@ def test_sparse_gradients_made_by_a_function_are_stepped():
     "make", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)], ids=["Adam", "SGD"]
 )
 @pytest.mark.parametrize("as_number", [False, True])
-def test_switching_an_optimizer_that_has_stepped_goes_on_where_it_was(make, as_number):
+def test_switching_an_optimizer_that_has_stepped_continues_where_it_was(make, as_number):
     """State from before the switch, old checkpoints' plain step numbers included, is used by the fused kernel."""
     ours, theirs = small_net(), small_net()
     a, b = make(ours.parameters()), make(theirs.parameters())
@@ -443,7 +443,7 @@ def test_complex_parameters_are_unscaled_clipped_and_stepped():
     ((ours.conj() * (1 + 2j)).real.sum() * 64).backward()
     take_step([path], decide([ours.grad], torch.tensor(64.0), 1.0, ONE_RANK), ONE_RANK, divides=True)
     (reference.conj() * (1 + 2j)).real.sum().backward()
-    reference.grad = reference.grad.resolve_conj()  # torch's own clip_grad_norm_ refuses it otherwise
+    reference.grad = reference.grad.resolve_conj()  # torch's own clip_grad_norm_ rejects it otherwise
     nn.utils.clip_grad_norm_([reference], 1.0)
     torch.optim.SGD([reference], lr=0.5).step()
     assert torch.allclose(ours.to(torch.complex128), reference, rtol=1e-5, atol=1e-6)
@@ -535,7 +535,7 @@ def test_stock_fused_sgd_leaves_its_momentum_uninitialised_after_a_skipped_first
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_here_a_skipped_first_step_leaves_zero_momentum_and_training_goes_on(uninitialised_memory_is_nan, nesterov):
+def test_here_a_skipped_first_step_leaves_zero_momentum_and_training_continues(uninitialised_memory_is_nan, nesterov):
     """take_step leaves zeros where stock torch leaves garbage, and then trains like a run that never skipped."""
     ours, theirs = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     options = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.01}
@@ -553,7 +553,7 @@ def test_here_a_skipped_first_step_leaves_zero_momentum_and_training_goes_on(uni
 
 
 def test_a_parameter_that_joins_late_gets_its_momentum():
-    """A layer whose first gradient comes at step 3 is stepped beside those that have momentum already."""
+    """A layer whose first gradient comes at step 3 is stepped next to those that have momentum already."""
     early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     path = choose_path(torch.optim.SGD([early, late], lr=0.1, momentum=0.9), nn.ParameterList([early, late]))
     for i in range(4):

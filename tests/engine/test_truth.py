@@ -183,7 +183,7 @@ def test_the_other_rows_repeat_what_was_set():
     assert rows["step"] == "a; b"
     rows = dict(
         truth_of(
-            PRESETS["bf16-lean"], params, accumulate=4, backend_rows={"reduction": "bf16 over ranks"}, ema=True
+            PRESETS["bf16-lean"], params, accumulate=4, replaced_rows={"reduction": "bf16 over ranks"}, ema=True
         ).rows
     )
     assert rows["reduction"] == "bf16 over ranks"

@@ -36,7 +36,7 @@ from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
 from halfstep.engine.guards import GradientGuard
 from halfstep.engine.region import recomputing
-from halfstep.engine.release import WAIVED_GUARANTEES, GradientRelease, check_release
+from halfstep.engine.release import GradientRelease, check_release
 from halfstep.engine.result import StepResult
 from halfstep.engine.setup import as_list, prepare_run
 from halfstep.engine.state import RunParts, checkpoint_parts, engine_state, load_state, restore_extra, state_of
@@ -229,10 +229,8 @@ class Engine:
         return self._truth or self._build_truth([])
 
     def _build_truth(self, grads: list[Tensor]) -> Truth:
-        waived = WAIVED_GUARANTEES if self._release is not None else ()
-        return truth_of(
-            self._run, self.hardware, self.backend, self.scaler, grads, ema=self.ema is not None, waived=waived
-        )
+        ema, released = self.ema is not None, self._release is not None
+        return truth_of(self._run, self.hardware, self.backend, self.scaler, grads, ema=ema, released=released)
 
     @property
     def params(self) -> dict[str, Tensor]:

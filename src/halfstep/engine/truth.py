@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.backends.base import Backend
+from halfstep.engine.release import WAIVED_GUARANTEES
 from halfstep.engine.setup import PreparedRun
 from halfstep.hardware.probe import Hardware
 from halfstep.precision.formats import BF16, FP16, format_name
@@ -81,7 +82,7 @@ def build_truth(
     device: str,
     ema: bool,
     waived_guarantees: tuple[str, ...] = (),
-    backend_rows: Mapping[str, str] | None = None,  # rows that the backend knows better
+    replaced_rows: Mapping[str, str] | None = None,  # what the backend or an option knows better, by row
 ) -> Truth:
     """The table for a model and its optimizers as they are now."""
     num_params = sum(p.numel() for p in params) or 1
@@ -119,8 +120,8 @@ def build_truth(
             f"{total_bytes / num_params:.2f}" + (" + 4 for the EMA" if ema else ""),
         ),
     ]
-    rows = [(name, (backend_rows or {}).get(name, value)) for name, value in rows]
-    rows += [(name, value) for name, value in (backend_rows or {}).items() if name not in dict(rows)]
+    rows = [(name, (replaced_rows or {}).get(name, value)) for name, value in rows]
+    rows += [(name, value) for name, value in (replaced_rows or {}).items() if name not in dict(rows)]
     lossy = _lossy(policy, accumulate, support)
     return Truth(tuple(rows), lossy, waived_guarantees, round(total_bytes / num_params, 4))
 
@@ -169,9 +170,10 @@ def truth_of(
     grads: list[Any],  # of the last step, if there was one
     *,
     ema: bool = False,
-    waived: tuple[str, ...] = (),
+    released: bool = False,  # whether gradients are used and dropped inside backward
 ) -> Truth:
     """The table of a prepared run as it is now."""
+    rows = dict(backend.truth_rows()) | ({"gradients": "released during backward"} if released else {})
     known = hardware.kind == run.device.type
     return build_truth(
         policy=run.policy,
@@ -185,6 +187,6 @@ def truth_of(
         support=dict(hardware.support).get(run.policy.compute) if known else None,
         device=hardware.name if known else run.device.type,
         ema=ema,
-        waived_guarantees=waived,
-        backend_rows=backend.truth_rows(),
+        waived_guarantees=WAIVED_GUARANTEES if released else (),
+        replaced_rows=rows,
     )

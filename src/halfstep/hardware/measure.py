@@ -88,7 +88,7 @@ def measure_matmuls(size: int | None = None, seconds: float = 1.5) -> tuple[Meas
     results: list[Measured] = []
     fp32_once, full = math.inf, SMALLEST
     with torch.no_grad(), warnings.catch_warnings():
-        ignore_fallback_warnings()  # the number that is measured says the same in fewer lines
+        ignore_fallback_warnings()  # the measured number shows the same in fewer lines
         for name in names:
             try:
                 with _tf32(device, name):

@@ -1,4 +1,4 @@
-"""A table as data: headings, rows of cells and which columns hold prose; macros.html.j2 lays it out."""
+"""A table as data: headings, rows of cells and which columns are prose; macros.html.j2 lays it out."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class ScalerWithFramework(TraceRule):
     """The script uses its own GradScaler in addition to that of Accelerate or Fabric."""
 
     code = "HS131"
-    name = "scaler-beside-framework"
+    name = "second-scaler"
     severity = "error"
     reason = (
         "With mixed_precision='fp16' Accelerate has its own GradScaler, and the optimizer that `prepare` returns steps through it; so "
