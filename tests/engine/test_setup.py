@@ -47,6 +47,22 @@ def test_nothing_is_changed_by_a_run_that_is_rejected():
     optimizer.step()  # not adopted: its own step still works
 
 
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "reason"),
+    [
+        ("bf16-lean", torch.optim.RMSprop, "RMSprop has none"),
+        ("bf16-lean", lambda params: AdamW(params, master="fp32"), "built with master='fp32'"),
+        ("bf16-lean,keep_fp32=nothing", torch.optim.AdamW, "matches no module"),
+    ],
+)
+def test_what_does_not_fit_the_policy_is_rejected_before_the_weights_are_cast(precision, optimizer, reason):
+    """An optimizer that cannot be adopted and a pattern without a module leave the model in fp32."""
+    net = model()
+    with pytest.raises(SettingError, match=reason):
+        prepare_run(net, [optimizer(net.parameters())], Policy.parse(precision))
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
 def test_masters_are_the_values_before_rounding():
     """`master_of` returns fp32 exactly as the model had it."""
     net = model()

@@ -27,7 +27,7 @@ from halfstep.kernels.split import split
 from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 from halfstep.precision.policy import Policy
 
-__all__ = ["cast_model", "sum_gradients_in_fp32", "uncast_forwards", "wrap_forwards"]
+__all__ = ["cast_model", "check_patterns", "sum_gradients_in_fp32", "uncast_forwards", "wrap_forwards"]
 
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the public classes' common base
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -71,8 +71,8 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
     return {param: master for param, (_, master) in new.items()}
 
 
-def wrap_forwards(model: nn.Module, policy: Policy) -> None:
-    """Make the modules of `keep_fp32` compute in fp32, and a lean model's normalisation layers in the weights' dtype."""
+def check_patterns(model: nn.Module, policy: Policy) -> None:
+    """Raise for a pattern of `keep_fp32` that matches no module."""
     every = list(model.named_modules(remove_duplicate=False))
     unused = policy.unused_patterns([name for name, _ in every])
     if unused:
@@ -80,6 +80,12 @@ def wrap_forwards(model: nn.Module, policy: Policy) -> None:
             f"keep_fp32={'|'.join(unused)} matches no module of {type(model).__name__}; known names start with "
             f"{', '.join(name for name, _ in list(model.named_modules())[1:6])}."
         )
+
+
+def wrap_forwards(model: nn.Module, policy: Policy) -> None:
+    """Make the modules of `keep_fp32` compute in fp32, and a lean model's normalisation layers in the weights' dtype."""
+    check_patterns(model, policy)
+    every = list(model.named_modules(remove_duplicate=False))
     covered: tuple[str, ...] = ()
     fp32_ids = {id(m) for name, m in every if policy.keeps_fp32(name)}
     for name, module in every:

@@ -3,7 +3,7 @@
 One function for the Engine, which trains with the result, and for the planner, which runs it on fake tensors and counts
 bytes. In order, and nothing is changed before the checks have passed:
 
-    check       optimizers own parameters of the model, each once, on one kind of device
+    check       optimizers own parameters of the model, each once, on one kind of device, and can be adopted
     cast        weights to the policy's dtype in place; their fp32 values become masters
     switch      TF32 on or off, where the policy computes in fp32 or TF32 on CUDA
     wrap        modules that compute in fp32
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.engine.casting import cast_model, sum_gradients_in_fp32, uncast_forwards, wrap_forwards
+from halfstep.engine.casting import cast_model, check_patterns, sum_gradients_in_fp32, uncast_forwards, wrap_forwards
 from halfstep.engine.checks import check_optimizers, named_trainables
 from halfstep.engine.steps import StepPath, choose_path
 from halfstep.errors import SettingError
 from halfstep.hardware.tf32 import set_tf32
-from halfstep.optim.adopt import adopt
+from halfstep.optim.adopt import adopt, check_adoptable
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.precision.policy import Policy
 
@@ -77,13 +77,18 @@ def prepare_run(
         raise SettingError("precision fp8 is not implemented yet. Use bf16-lean, which stores weights the same way.")
     check_optimizers(optimizers)
     params = named_trainables(module, optimizers)
+    check_patterns(module, policy)
+    layout = _lean_layout(policy, always=gradient_release)
+    if layout is not None:
+        for optimizer in optimizers:
+            check_adoptable(optimizer, **layout)
     masters = cast_model(module, policy)
     if policy.compute in {"fp32", "tf32"} and next(iter(params.values())).device.type == "cuda":
         set_tf32(policy.compute == "tf32")  # process-wide: another run may change it, so nothing reverts it
     undo = contextlib.ExitStack()
     wrap_forwards(module, policy)
     undo.callback(uncast_forwards, module)
-    stepped = [_adopted(o, policy, lean=gradient_release) for o in optimizers]
+    stepped = [o if layout is None else adopt(o, **layout) for o in optimizers]
     for optimizer in stepped:
         if isinstance(optimizer, LeanOptimizer):
             for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
@@ -99,7 +104,8 @@ def as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, Sequence) else [value]
 
 
-def _adopted(optimizer: torch.optim.Optimizer, policy: Policy, *, lean: bool) -> torch.optim.Optimizer:
-    if not lean and policy.params == "fp32" and policy.states == "fp32":
-        return optimizer
-    return adopt(optimizer, master=policy.master if policy.params != "fp32" else "none", states=policy.states)
+def _lean_layout(policy: Policy, *, always: bool) -> dict[str, str] | None:
+    """How lean optimizers store master and states under a policy; None where the user's optimizer steps as it is."""
+    if not always and policy.params == "fp32" and policy.states == "fp32":
+        return None
+    return {"master": policy.master if policy.params != "fp32" else "none", "states": policy.states}

@@ -10,7 +10,7 @@ from halfstep.errors import SettingError
 from halfstep.events import log_info
 from halfstep.optim.lean import LeanOptimizer
 
-__all__ = ["ADOPTS", "adopt", "adopts"]
+__all__ = ["ADOPTS", "adopt", "adopts", "check_adoptable"]
 
 ADOPTS: dict[type, Callable[..., LeanOptimizer]] = {}  # stock class -> the lean class that replaces it
 
@@ -20,11 +20,8 @@ def adopts(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in ADOPTS
 
 
-def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> LeanOptimizer:
-    """A lean optimizer that replaces a stock one, sharing its group dictionaries and its state.
-
-    Schedulers bound to the stock optimizer keep working, because they change the same dictionaries.
-    """
+def check_adoptable(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> None:
+    """Raise where `adopt` would; nothing is changed."""
     if isinstance(optimizer, LeanOptimizer):
         for name, wanted in (("master", master), ("states", states)):
             own = getattr(optimizer, name)
@@ -33,14 +30,23 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
                     f"The optimizer was built with {name}={own!r}, but the policy has {name}={wanted}. Build it with "
                     f"{name}='policy', or write {name}={own} in the precision."
                 )
-        optimizer.master, optimizer.states = master, states
-        return optimizer
-    if not adopts(optimizer):
+    elif not adopts(optimizer):
         adopted = ", ".join(sorted(stock.__name__ for stock in ADOPTS))
         raise SettingError(
             f"Lean presets need an optimizer with fp32 masters, and {type(optimizer).__name__} has none. Use one of torch's that "
             f"are adopted ({adopted}), halfstep.optim, or a preset with fp32 weights such as bf16 or fp16."
         )
+
+
+def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> LeanOptimizer:
+    """A lean optimizer that replaces a stock one, sharing its group dictionaries and its state.
+
+    Schedulers bound to the stock optimizer keep working, because they change the same dictionaries.
+    """
+    check_adoptable(optimizer, master=master, states=states)
+    if isinstance(optimizer, LeanOptimizer):
+        optimizer.master, optimizer.states = master, states
+        return optimizer
     target = ADOPTS[type(optimizer)]
     lean = target(optimizer.param_groups, master=master, states=states)
     lean.take_over(optimizer)
