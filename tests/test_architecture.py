@@ -191,6 +191,37 @@ def test_source_is_ascii():
     assert not [shown(p) for p in FILES + TESTS if not p.read_text().isascii()]
 
 
+def test_values_are_named_after_what_they_are():
+    """No variable or parameter is called `found`, `told`, `held` or the like, which say nothing about the value."""
+    vague = {"found", "told", "said", "held", "kept", "seen", "given"}
+    offenders = [
+        f"{shown(p)}:{node.lineno}"
+        for p in FILES
+        for node in ast.walk(ast.parse(p.read_text()))
+        if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in vague)
+        or (isinstance(node, ast.arg) and node.arg in vague)
+    ]
+    assert not offenders
+
+
+def test_the_prose_uses_standard_terms():
+    """User-visible text, docstrings and comments avoid words that a PyTorch engineer would not write."""
+    words = re.compile(
+        r"\b(mend(s|ed|ing)?|anew|beside|how-manieth|whole or absent|loud stop|fullest moment|of one's own|at the (most|least)|"
+        r"refuse[sd]?|refusal|go(es|ing)? on (with|from|under|where)|is no (size|device|key|number))\b",
+        re.IGNORECASE,
+    )
+    pages = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    pages += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.py")), *FILES]
+    offenders = [
+        f"{shown(page)}:{number}: {match.group()}"
+        for page in pages
+        for number, line in enumerate(page.read_text().splitlines(), start=1)
+        for match in words.finditer(line)
+    ]
+    assert not offenders
+
+
 def test_every_test_states_its_property():
     """Every test has a docstring that states the property."""
     silent = [
