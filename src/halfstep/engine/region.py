@@ -163,7 +163,7 @@ def _install_rule(device_type: str) -> None:
             base, overload = name.split(".")
             operation = getattr(getattr(torch.ops.aten, base), overload)
             own = base if overload == "default" else name
-            library.impl(own, _in_fp32(operation, key), key)  # type: ignore[no-untyped-call]
+            library.impl(own, _in_fp32(operation, key), key, allow_override=True)  # type: ignore[no-untyped-call]
         _libraries[device_type] = library
 
 
