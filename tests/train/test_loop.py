@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from halfstep.checkpoint.export import masters_of
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.runlog import read_runlog
 from halfstep.errors import HalfstepError
+from halfstep.hardware.probe import probe
 from halfstep.jobs.job import Job, JobError
 from halfstep.train import TrainConfig, train
 from halfstep.train.recorder import SilentObserver
@@ -331,23 +333,34 @@ def test_a_signal_finishes_the_step_saves_and_reports_it(number, code, tmp_path)
     assert load_checkpoint(outcome["checkpoint"]).state["engine"]["counters"]["attempts"] == outcome["steps"]
 
 
-@pytest.mark.slow
-def test_digits_reach_the_same_accuracy_in_every_preset(tmp_path):
-    """At least 95 % in each of five presets over three seeds, and means within 1.5 points of each other."""
+def digits_accuracy(precision, seeds, out):
+    """Validation accuracy of the digits job, one per seed."""
     from halfstep.jobs.targets import load_target
 
-    means = {}
-    for precision in ("fp32", "bf16", "fp16", "bf16-lean", "fp16-lean"):
-        scores = []
-        for seed in range(3):
-            config = TrainConfig(batch=64, epochs=20, seed=seed, eval_every=20)
-            outcome = train(
-                load_target("digits").job, config, precision=precision, out=tmp_path / f"{precision}-{seed}"
-            )
-            scores.append(outcome.validation["metric"])
-        assert min(scores) >= 0.95, (precision, scores)
-        means[precision] = sum(scores) / 3
-    assert max(means.values()) - min(means.values()) <= 0.015, means
+    config = TrainConfig(batch=64, epochs=20, eval_every=20)
+    runs = [
+        train(
+            load_target("digits").job, replace(config, seed=seed), precision=precision, out=out / f"{precision}-{seed}"
+        )
+        for seed in seeds
+    ]
+    return [run.validation["metric"] for run in runs]
+
+
+@pytest.fixture(scope="module")
+def fp32_accuracy(tmp_path_factory):
+    """The accuracy of fp32 over three seeds."""
+    return digits_accuracy("fp32", range(3), tmp_path_factory.mktemp("digits"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-lean", "fp16-lean"])
+def test_digits_reach_the_accuracy_of_fp32_in_every_preset(precision, fp32_accuracy, tmp_path):
+    """At least 95 %, and a mean within 1.5 points of fp32's; one seed where 16 bits are emulated and a run takes minutes."""
+    native = probe().support["bf16"] == "native"
+    scores = digits_accuracy(precision, range(3 if native else 1), tmp_path)
+    assert min(scores + fp32_accuracy) >= 0.95
+    assert sum(scores) / len(scores) == pytest.approx(sum(fp32_accuracy) / 3, abs=0.015)
 
 
 def test_only_a_validated_checkpoint_has_a_score(tmp_path):

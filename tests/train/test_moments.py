@@ -1,4 +1,7 @@
-"""8-bit moments reach the same loss as fp32 ones, within the noise between seeds."""
+"""8-bit moments reach the same loss as fp32 ones, within the noise between seeds.
+
+Weights and arithmetic stay fp32, so that nothing but the moments differs, and a CPU without 16-bit arithmetic is as quick.
+"""
 
 import statistics
 
@@ -24,7 +27,7 @@ def same_within_noise(a, b):
 def test_digits_with_8_bit_moments_reach_the_accuracy_of_fp32(tmp_path):
     """Validation loss and accuracy over five seeds."""
     validations = {}
-    for precision in ("fp32", "bf16-lean,states=8bit"):
+    for precision in ("fp32", "fp32,states=8bit"):
         values = []
         for seed in SEEDS:
             config = TrainConfig(batch=64, epochs=20, seed=seed, eval_every=20)
@@ -75,6 +78,6 @@ def final_loss(precision, seed, steps=150):
 
 def test_a_character_transformer_with_8_bit_moments_reaches_the_loss_of_fp32():
     """Mean loss of the last 20 steps over five seeds."""
-    a, b = ([final_loss(p, seed) for seed in SEEDS] for p in ("fp32", "bf16-lean,states=8bit"))
+    a, b = ([final_loss(p, seed) for seed in SEEDS] for p in ("fp32", "fp32,states=8bit"))
     assert same_within_noise(a, b), (a, b)
     assert max(a + b) < 2.6
