@@ -48,7 +48,8 @@ class Update:
     def unscale(self, window: Window) -> None:
         """Divide the gradients in place, and remember in the window whether all were finite."""
         widen(self.run.params.values())
-        grads, divisor = list(self.gradients().values()), self._divisor(window)
+        grads = list(self.gradients().values())
+        divisor, _ = self._divisor(window)
         window.found_inf = decide(grads, divisor, None, self.backend).found_inf
         unscale_in_place(grads, divisor)
 
@@ -63,25 +64,20 @@ class Update:
 
     def _decide_and_step(self, window: Window, gradients: Mapping[str, Tensor]) -> Decision:
         device, unscaled = self.run.device, window.found_inf
-        divisor = self._divisor(window) if unscaled is None else torch.ones((), device=device)
+        # After unscale() nothing is left to divide by.
+        divisor, is_one = self._divisor(window) if unscaled is None else (torch.ones((), device=device), True)
         hook_of(self.watch, "before_step")(gradients, divisor)
         if self.release is not None:
             return self.release.finish(device)
         decision = decide(list(gradients.values()), divisor, self.max_norm, self.backend, self._tables)
         if unscaled is not None:
             decision.found_inf.copy_(torch.maximum(decision.found_inf, unscaled))
-        undivided = self.scaler.settings.mode == "none" and _is_one(self.backend.reduce_weight(window.weight))
-        divides = self.max_norm is not None or not (undivided or unscaled is not None)
-        take_step(self.run.paths, decision, self.backend, divides=divides)
+        take_step(self.run.paths, decision, self.backend, divides=self.max_norm is not None or not is_one)
         return decision
 
-    def _divisor(self, window: Window) -> Tensor:
-        """What the gradients were multiplied with: the loss scale and the weight of the window."""
-        scale = self.scaler.scale_on(self.run.device)
-        weight = self.backend.reduce_weight(window.weight)
-        return scale if _is_one(weight) else scale * weight
-
-
-def _is_one(weight: float | Tensor) -> bool:
-    """Whether a weight is known to be 1 without reading the device."""
-    return isinstance(weight, float) and weight == 1.0
+    def _divisor(self, window: Window) -> tuple[Tensor, bool]:
+        """What the gradients were multiplied with, and whether that is known to be 1 without reading the device."""
+        scale, weight = self.scaler.scale_on(self.run.device), self.backend.reduce_weight(window.weight)
+        if isinstance(weight, float) and weight == 1.0:
+            return scale, self.scaler.settings.mode == "none"
+        return scale * weight, False

@@ -69,10 +69,6 @@ class Window:
         """Whether the update is due."""
         return self.num_micro_batches >= self.accumulate
 
-    def weighs_one(self) -> bool:
-        """Whether the gradients are known, without reading the device, to need no division by the weight."""
-        return isinstance(self.weight, float) and self.weight == 1.0
-
 
 def _checked(weight: Any) -> float | Tensor:
     """A weight as a number or a 0-dim fp32 tensor; 1 for None."""
