@@ -63,10 +63,11 @@ def _per_tensor_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for kind in tl.static_range(2):
         row = bounds + kind * (num_tensors + 1) + tensor
-        end = tl.load(row + 1)
-        for at in range(tl.load(row), end, BLOCK):
+        at, end = tl.load(row), tl.load(row + 1)
+        while at < end:  # not `for`: the interpreter of Triton 3.6 cannot make a range of loaded numbers with numpy 2.4
             offsets = at + tl.arange(0, BLOCK)
             total += tl.load(partial + offsets, mask=offsets < end, other=0.0)
+            at += BLOCK
     tl.store(sums + tensor, tl.sum(total))
 
 
@@ -81,9 +82,11 @@ def _judge_kernel(
     BLOCK: tl.constexpr,
 ):
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for at in range(0, num_tensors, BLOCK):
+    at = 0
+    while at < num_tensors:
         offsets = at + tl.arange(0, BLOCK)
         total += tl.load(sums + offsets, mask=offsets < num_tensors, other=0.0)
+        at += BLOCK
     divisor = tl.load(divisor_at)
     norm = tl.div_rn(tl.sqrt_rn(tl.sum(total)), divisor)
     usable = (tl.abs(norm) < float("inf")) & (divisor > 0)
