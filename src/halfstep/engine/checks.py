@@ -9,12 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.engine.window import Window
 from halfstep.errors import SettingError
 from halfstep.events import log_info
 from halfstep.hardware.units import few
-from halfstep.scaling.scaler import Scaler
+from halfstep.precision.policy import Policy
+from halfstep.scaling.scaler import Scaler, make_scaler
 
-__all__ = ["check_loss", "check_optimizers", "check_scaler", "check_settings", "named_trainables"]
+__all__ = [
+    "check_backward",
+    "check_loss",
+    "check_optimizers",
+    "check_scaler",
+    "check_settings",
+    "check_step",
+    "check_unscale",
+    "choose_scaler",
+    "named_trainables",
+    "require_backward",
+]
 
 
 def check_loss(loss: Any) -> None:
@@ -45,6 +58,13 @@ def check_scaler(scaler: Scaler, compute: str) -> None:
         raise SettingError(
             f"scaler={scaler!r} has no effect under {compute} compute, which has fp32's range; omit scaler=."
         )
+
+
+def choose_scaler(scaler: Scaler | None, policy: Policy) -> Scaler:
+    """The scaler that was passed to the Engine, checked, or the policy's own."""
+    chosen = scaler or make_scaler(policy.scaling)
+    check_scaler(chosen, policy.compute)
+    return chosen
 
 
 def check_settings(
@@ -121,4 +141,39 @@ def _check_devices(params: dict[str, Tensor]) -> None:
         raise SettingError(
             f"The model's parameters are {places}. Move the whole model with model.to(device) before its optimizer and Engine are built; "
             "`with torch.device(...):` does not move what torch.Tensor(...) creates."
+        )
+
+
+def check_backward(window: Window, *, weighted: bool, released: bool) -> None:
+    """Raise where `backward` cannot add to this window."""
+    if window.found_inf is not None:
+        raise SettingError("backward() after unscale(): these gradients are already divided. Call step() first.")
+    if released and (weighted or window.has_gradients):
+        raise SettingError(
+            "With gradient_release the update happens inside backward(): call it once per step, and without weight=."
+        )
+
+
+def check_unscale(window: Window, *, released: bool) -> None:
+    """Raise where there is nothing left to unscale."""
+    if released:
+        raise SettingError("unscale() has nothing to divide: with gradient_release the gradients are already used.")
+    if window.found_inf is not None:
+        raise SettingError("unscale() was already called in this window; call step() before the next.")
+
+
+def check_step(depth: int) -> None:
+    """Raise for a step inside a block of the Engine."""
+    if depth:
+        raise SettingError(
+            "step() was called inside `with engine.forward():`. Leave the block first: cast weights are cached in it."
+        )
+
+
+def require_backward(window: Window, method: str) -> None:
+    """Raise for a call that needs the gradients of this window before there are any."""
+    if not window.has_gradients:
+        raise SettingError(
+            f"{method}() without engine.backward(loss) in this window. A bare loss.backward() leaves gradients unscaled; "
+            "write engine.backward(loss)."
         )

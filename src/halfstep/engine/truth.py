@@ -15,12 +15,13 @@ from typing import Any
 from halfstep.backends.base import Backend
 from halfstep.engine.release import WAIVED_GUARANTEES
 from halfstep.engine.setup import PreparedRun
+from halfstep.events import log_info
 from halfstep.hardware.probe import Hardware
 from halfstep.precision.formats import BF16, FP16, format_name
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
 
-__all__ = ["Truth", "build_truth", "census", "truth_of"]
+__all__ = ["Truth", "TruthObserver", "build_truth", "census", "truth_of"]
 
 _COUNTED_STATES = {"step"}  # one number per tensor, not per parameter
 
@@ -190,3 +191,28 @@ def truth_of(
         waived_guarantees=WAIVED_GUARANTEES if released else (),
         replaced_rows=rows,
     )
+
+
+class TruthObserver:
+    """Builds the table of one run: at its first update from what was observed, before that from what exists."""
+
+    def __init__(
+        self, run: PreparedRun, hardware: Hardware, backend: Backend, scaler: Scaler, *, ema: bool, released: bool
+    ) -> None:
+        self._run, self._hardware, self._backend, self._scaler = run, hardware, backend, scaler
+        self._ema, self._released = ema, released
+        self._first: Truth | None = None
+
+    def observe(self, grads: list[Any]) -> None:
+        """Build and log the table at the first update, from its gradients; later calls do nothing."""
+        if self._first is None:
+            self._first = self._build(grads)
+            log_info(f"truth table\n{self._first}")
+
+    def table(self) -> Truth:
+        """The table of the first update, or before it, of what exists so far."""
+        return self._first or self._build([])
+
+    def _build(self, grads: list[Any]) -> Truth:
+        run, released = self._run, self._released
+        return truth_of(run, self._hardware, self._backend, self._scaler, grads, ema=self._ema, released=released)
