@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
-from halfstep.events import log_info
+from halfstep.events import log_once
 from halfstep.hardware.units import few
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler, make_scaler
@@ -128,7 +128,7 @@ def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     _check_devices(params)
     idle = [name for name, p in model.named_parameters() if p.requires_grad and name not in params]
     if idle:
-        log_info(f"Trainable parameters that are in no optimizer are not updated: {few(idle)}.")
+        log_once(f"Trainable parameters that are in no optimizer are not updated: {few(idle)}.")
     return params
 
 

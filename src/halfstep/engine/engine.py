@@ -52,7 +52,7 @@ from halfstep.engine.update import Update
 from halfstep.engine.watch import EngineWatch, check_watch, hook_of
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
-from halfstep.events import log_info
+from halfstep.events import log_once
 from halfstep.hardware.probe import Hardware, probe
 from halfstep.precision.choice import resolve
 from halfstep.precision.policy import Policy
@@ -102,7 +102,7 @@ class Engine(SavedEngine):
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile))
         for note in self.notes:
-            log_info(note)
+            log_once(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
         module = self.backend.prepare(model, optimizers)
         run = self._run = prepare_run(
@@ -157,6 +157,7 @@ class Engine(SavedEngine):
         check_loss(loss)
         self._gradients.check("backward")
         check_backward(self.window, weighted=weight is not None, released=self._release is not None)
+        self._truths.losses.observe(loss, entered=self._blocks.entered)
         factor = self.window.weigh(weight)
         scaled = self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
@@ -188,6 +189,8 @@ class Engine(SavedEngine):
         self._delivery.drain()  # of the step before: its schedulers come first, and its work is long done
         # A step(last=True) after the data ran out ends no micro-batch; it only closes the window.
         self.progress.micro_batches += self.window.end_micro_batch()
+        self._truths.losses.end_micro_batch()
+        self._blocks.entered = False
         lr = float(self.optimizers[0].param_groups[0]["lr"])
         if not self.window.is_full() and not last:
             return StepResult(self.progress.attempts, boundary=False, lr=lr)
