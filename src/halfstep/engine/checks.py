@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.engine.schedules import check_schedulers
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
 from halfstep.events import log_once
@@ -62,9 +63,24 @@ def check_scaler(scaler: Scaler, compute: str) -> None:
 
 def choose_scaler(scaler: Scaler | None, policy: Policy) -> Scaler:
     """The scaler that was passed to the Engine, checked, or the policy's own."""
-    chosen = scaler or make_scaler(policy.scaling)
+    if scaler is not None and not isinstance(scaler, Scaler):
+        raise SettingError(_not_a_scaler(scaler))
+    chosen = make_scaler(policy.scaling) if scaler is None else scaler
     check_scaler(chosen, policy.compute)
     return chosen
+
+
+def _not_a_scaler(scaler: Any) -> str:
+    text = f"Engine(scaler=...) takes halfstep.LossScaler, StaticScaler or NoScaler, not {type(scaler).__name__}."
+    if not isinstance(scaler, torch.amp.GradScaler):
+        return text
+    if not scaler.is_enabled():
+        return f"{text} This one is disabled: omit scaler=."
+    settings = (
+        f'semantics="torch", hysteresis=1, init_scale={scaler.get_scale():g}, growth_factor={scaler.get_growth_factor():g}, '
+        f"backoff_factor={scaler.get_backoff_factor():g}, growth_interval={scaler.get_growth_interval()}"
+    )
+    return f"{text} The Engine scales, unscales and skips itself. For the same loss scale write scaler=halfstep.LossScaler({settings})."
 
 
 def check_settings(
@@ -80,17 +96,7 @@ def check_settings(
             raise SettingError(f"max_norm={max_norm!r} must be a number above 0; max_norm=None does not clip.")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise SettingError(f"accumulate={accumulate!r} must be a whole number of micro-batches, 1 or more.")
-    for scheduler in schedulers:
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise SettingError(
-                "ReduceLROnPlateau needs a metric at each step; call scheduler.step(metric) yourself after validation."
-            )
-        if not callable(getattr(scheduler, "step", None)):
-            raise SettingError(f"scheduler={scheduler!r} has no step(); pass a torch.optim.lr_scheduler.")
-        if not any(getattr(scheduler, "optimizer", o) is o for o in optimizers):
-            raise SettingError(
-                "The scheduler was built on another optimizer than the Engine's, so it would change nothing."
-            )
+    check_schedulers(schedulers, optimizers)
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ before it launches its own update. On a CPU it is delivered at once. `evaluate`,
 from __future__ import annotations
 
 import contextlib
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -45,6 +46,7 @@ from halfstep.engine.region import recomputing
 from halfstep.engine.release import GradientRelease, check_release
 from halfstep.engine.result import StepResult
 from halfstep.engine.saving import SavedEngine
+from halfstep.engine.schedules import Schedules
 from halfstep.engine.setup import as_list, prepare_run
 from halfstep.engine.steps import reject_foreign_steps
 from halfstep.engine.truth import Truth, TruthObserver
@@ -119,7 +121,7 @@ class Engine(SavedEngine):
         self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, self.ema)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
-        self._delivery = Delivery(self.progress, schedulers, self.scaler, run.params, callbacks)
+        self._delivery = Delivery(self.progress, Schedules(schedulers), self.scaler, run.params, callbacks)
         self._watch, self._closed = watch, False
         self._truths = TruthObserver(
             run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release
@@ -127,7 +129,16 @@ class Engine(SavedEngine):
         if deterministic:
             make_deterministic(run.undo)
         compile_model(module, compile)
+        self._built = True
         hook_of(watch, "attach")(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and "_built" in vars(self):
+            raise SettingError(
+                f"engine.{name} = {reprlib.repr(value)}: an Engine is fixed when it is built, and this would change nothing. Pass {name}= to "
+                "Engine(...) if it is one of its options; to change it during a run, close() this engine and build a new one."
+            )
+        super().__setattr__(name, value)
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
@@ -186,6 +197,7 @@ class Engine(SavedEngine):
         self._require_backward("step")
         if self.window.found_inf is None:
             self._gradients.check("step")
+        self._delivery.schedules.check()
         self._delivery.drain()  # of the step before: its schedulers come first, and its work is long done
         # A step(last=True) after the data ran out ends no micro-batch; it only closes the window.
         self.progress.micro_batches += self.window.end_micro_batch()
@@ -211,6 +223,12 @@ class Engine(SavedEngine):
         finally:
             self.reset_window()
         return result
+
+    def step_scheduler(self, metric: float | Tensor) -> None:
+        """Step the schedulers that need a metric (ReduceLROnPlateau), and only those; call it after validation."""
+        self._require_open()
+        self._delivery.drain()
+        self._delivery.schedules.step_with(metric)
 
     def reset_window(self) -> None:
         """Drop the gradients of the current window, if any, and start a new one."""
