@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -83,12 +83,8 @@ def _not_a_scaler(scaler: Any) -> str:
     return f"{text} The Engine scales, unscales and skips itself. For the same loss scale write scaler=halfstep.LossScaler({settings})."
 
 
-def check_settings(
-    model: Any, optimizers: Sequence[Any], schedulers: Sequence[Any], max_norm: Any, accumulate: Any
-) -> None:
+def check_settings(optimizers: Sequence[Any], schedulers: Sequence[Any], max_norm: Any, accumulate: Any) -> None:
     """Raise for an Engine that cannot work, before anything is changed."""
-    if not isinstance(model, nn.Module):
-        raise SettingError(f"Engine(model=...) takes a torch.nn.Module, not {type(model).__name__}.")
     check_optimizers(optimizers)
     if max_norm is not None:
         number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
@@ -115,15 +111,11 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """The parameters that the optimizers own, by the model's names; raises unless each belongs to one optimizer."""
     names = {id(p): name for name, p in model.named_parameters()}
+    _check_strangers(names.keys(), optimizers)
     owner: dict[int, int] = {}
     params: dict[str, Tensor] = {}
     for index, optimizer in enumerate(optimizers):
         for param in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(param) not in names:
-                raise SettingError(
-                    f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} that is not in the model. Build the "
-                    "optimizer from model.parameters(), after moving the model to its device."
-                )
             if owner.setdefault(id(param), index) != index:
                 raise SettingError(
                     f"Parameter {names[id(param)]} is in two optimizers and would be stepped twice. Give it to one."
@@ -136,6 +128,23 @@ def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     if idle:
         log_once(f"Trainable parameters that are in no optimizer are not updated: {few(idle)}.")
     return params
+
+
+def _check_strangers(known: Collection[int], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise for parameters of an optimizer that are not in the model, and show which they are."""
+    for optimizer in optimizers:
+        num_owned, strangers = 0, []
+        for number, group in enumerate(optimizer.param_groups):
+            num_owned += len(group["params"])
+            for index, param in enumerate(group["params"]):
+                if id(param) not in known:
+                    strangers.append(f"param_groups[{number}]['params'][{index}] of shape {tuple(param.shape)}")
+        if strangers:
+            raise SettingError(
+                f"{type(optimizer).__name__} has {len(strangers)} of {num_owned} parameters that are not in the model: {few(strangers)}. Build the "
+                "optimizer from model.parameters(), after moving the model to its device; to train several modules or loose parameters, pass "
+                "them all: Engine([model, parameter], ...) or Engine({'model': model, 'log_alpha': log_alpha}, ...)."
+            )
 
 
 def _check_devices(params: dict[str, Tensor]) -> None:

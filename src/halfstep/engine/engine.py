@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -42,6 +42,7 @@ from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
 from halfstep.engine.guards import GradientGuard
+from halfstep.engine.members import as_module
 from halfstep.engine.region import recomputing
 from halfstep.engine.release import GradientRelease, check_release
 from halfstep.engine.result import StepResult
@@ -64,9 +65,9 @@ __all__ = ["Engine"]
 
 
 class Engine(SavedEngine):
-    """Trains one model with one or several optimizers under a precision policy.
+    """Trains a model, or several modules and loose parameters, with one or several optimizers under a precision policy.
 
-    `precision` is a policy, its text, a foreign name, or "auto". `max_norm` clips the true gradients; None does not clip.
+    `model` may be a list or dict of modules and parameters. `precision` is a policy, its text, a foreign name, a torch dtype or "auto". `max_norm` clips the true gradients; None does not clip.
     `ema` is the decay of an EMA of the masters. `compile=True` compiles the model in place, and `compile="reduce-overhead"` in
     that mode of torch.compile, with CUDA graphs. `deterministic=True` asks torch for deterministic algorithms.
     `gradient_release=True` updates each parameter inside backward. `backend` is a Backend or its name. `scaler` replaces the
@@ -76,9 +77,9 @@ class Engine(SavedEngine):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module | Tensor] | Mapping[str, nn.Module | Tensor],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        precision: str | Policy = "auto",
+        precision: str | Policy | torch.dtype = "auto",
         *,
         max_norm: float | None = None,
         accumulate: int = 1,
@@ -93,20 +94,21 @@ class Engine(SavedEngine):
         on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
         optimizers, schedulers = as_list(optimizer), as_list(scheduler)
-        check_settings(model, optimizers, schedulers, max_norm, accumulate)
+        root = as_module(model)
+        check_settings(optimizers, schedulers, max_norm, accumulate)
         check_compile(compile)
         check_watch(watch)
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
-        self.backend = make_backend(backend, model)
-        self.backend.check(model, self.policy)
+        self.backend = make_backend(backend, root)
+        self.backend.check(root, self.policy)
         self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile))
         for note in self.notes:
             log_once(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
-        module = self.backend.prepare(model, optimizers)
+        module = self.backend.prepare(root, optimizers)
         run = self._run = prepare_run(
             module, optimizers, self.policy, accumulate=accumulate, gradient_release=gradient_release
         )
