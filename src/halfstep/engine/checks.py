@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.engine.schedules import check_schedulers
+from halfstep.engine.schedules import check_schedulers, required_arguments
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
 from halfstep.events import log_once
@@ -102,10 +102,32 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise SettingError(f"Engine(optimizer=...) takes torch.optim optimizers, not {type(optimizer).__name__}.")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise SettingError(
-                "LBFGS calls the model again inside step(), which no loss scale can follow; use it without the Engine."
-            )
+        _check_one_step(optimizer)
+
+
+def _check_one_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer that needs more than one gradient per update: two steps (SAM), or a closure (LBFGS)."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SettingError(
+            "LBFGS calls the model again inside step(), which no loss scale can follow; use it in fp32 without the Engine."
+        )
+    two_steps = [m for m in ("first_step", "second_step", "set_closure") if callable(getattr(optimizer, m, None))]
+    if not two_steps and "closure" not in required_arguments(optimizer.step):
+        return
+    base = getattr(optimizer, "base_optimizer", None)
+    inner = (
+        f"{type(base).__name__}, its base_optimizer,"
+        if isinstance(base, torch.optim.Optimizer)
+        else "its base optimizer"
+    )
+    reason = f"it has {' and '.join(m + '()' for m in two_steps)}" if two_steps else "its step() needs a closure"
+    raise SettingError(
+        f"{name} computes several gradients per update ({reason}), and the Engine scales, checks and clips one. Pass {inner} to the Engine "
+        "and write the first step in the loop: engine.backward(loss), engine.unscale(), change the weights and keep copies of the old "
+        "ones, engine.reset_window(), the second forward and engine.backward(loss), copy the old weights back, engine.step(). "
+        'docs/engine.md has the program under "Two-step optimizers".'
+    )
 
 
 def named_trainables(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:

@@ -199,6 +199,8 @@ class Engine(SavedEngine):
         self._require_backward("step")
         if self.window.found_inf is None:
             self._gradients.check("step")
+        else:
+            self._gradients.check_present("step")
         self._delivery.schedules.check()
         self._delivery.drain()  # of the step before: its schedulers come first, and its work is long done
         # A step(last=True) after the data ran out ends no micro-batch; it only closes the window.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 
-__all__ = ["Schedules", "check_schedulers"]
+__all__ = ["Schedules", "check_schedulers", "required_arguments"]
 
 _METRIC_NAMES = {"metric", "metrics", "val_loss", "score"}
 
@@ -118,7 +118,7 @@ def check_schedulers(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> No
                 f"{name} counts epochs (t_in_epochs=True), and the Engine knows updates only. Build it with t_in_epochs=False and its "
                 "lengths in updates, or leave it out of scheduler= and call scheduler.step(epoch) after each epoch."
             )
-        required = _required(scheduler)
+        required = required_arguments(scheduler.step)
         if required and not _needs_metric(scheduler) and not _counts_updates(scheduler):
             raise SettingError(
                 f"{name}.step() needs {', '.join(required)}, which the Engine does not know. Leave it out of scheduler= and call "
@@ -129,19 +129,19 @@ def check_schedulers(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> No
 def _needs_metric(scheduler: Any) -> bool:
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return True
-    required = _required(scheduler)
+    required = required_arguments(scheduler.step)
     return len(required) == 1 and required[0] in _METRIC_NAMES
 
 
 def _counts_updates(scheduler: Any) -> bool:
     """Whether a scheduler has timm's two methods, step(epoch) and step_update(num_updates)."""
-    return bool(_required(scheduler)) and callable(getattr(scheduler, "step_update", None))
+    return bool(required_arguments(scheduler.step)) and callable(getattr(scheduler, "step_update", None))
 
 
-def _required(scheduler: Any) -> list[str]:
-    """The arguments that `step` cannot be called without."""
+def required_arguments(function: Any) -> list[str]:
+    """The arguments that a function cannot be called without."""
     try:
-        parameters = inspect.signature(scheduler.step).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # not written in Python
         return []
     positional = (
