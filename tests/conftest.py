@@ -5,6 +5,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from halfstep import events
+
 # A deadline, and the health check that counts examples per second, would measure how busy the machine is.
 settings.register_profile("halfstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("halfstep")
@@ -20,6 +22,12 @@ def pytest_collection_modifyitems(items):
             for item in items:
                 if "gpu" in item.keywords:
                     item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_remembered_messages():
+    """What an earlier test logged once is logged again."""
+    events._logged.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ _HOME = {
     "LossScale": "precision.loss_scale",
     "LossScaler": "scaling.scaler",
     "NoScaler": "scaling.scaler",
+    "OverflowStop": "errors",
     "Policy": "precision.policy",
     "StaticScaler": "scaling.scaler",
     "StepResult": "engine.result",
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from halfstep.comparison import Comparison, compare
     from halfstep.engine.engine import Engine
     from halfstep.engine.result import StepResult
-    from halfstep.errors import HalfstepError
+    from halfstep.errors import HalfstepError, OverflowStop
     from halfstep.hardware.probe import Hardware, probe
     from halfstep.hardware.tf32 import set_tf32
     from halfstep.jobs.job import Job

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.engine.delivery import Delivery, Progress, advance
+from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.result import StepResult
+from halfstep.engine.schedules import Schedules
 from halfstep.engine.steps import Decision
 from halfstep.errors import OverflowStop, SettingError
 from halfstep.scaling.scaler import LossScaler
@@ -30,7 +31,7 @@ def deliver(flags, scaler=None):
     """Push outcomes with these flags and drain them."""
     progress, scheduler, results = Progress(), Counting(), []
     scaler = scaler or LossScaler(max_skips=None)
-    delivery = Delivery(progress, [scheduler], scaler, {}, [results.append])
+    delivery = Delivery(progress, Schedules([scheduler]), scaler, {}, [results.append])
     for number, flag in enumerate(flags, start=1):
         scaler.advance(torch.tensor(flag))
         delivery.push(decision(flag), torch.tensor(4.0), StepResult(number, boundary=True, lr=0.1))
@@ -58,7 +59,7 @@ def test_too_many_skips_in_a_row_stop_the_run():
 def test_discarded_outcomes_are_never_delivered():
     """A state that is loaded replaces the run they belong to."""
     results = []
-    delivery = Delivery(Progress(), [], LossScaler(), {}, [results.append])
+    delivery = Delivery(Progress(), Schedules([]), LossScaler(), {}, [results.append])
     delivery.push(decision(0.0), torch.tensor(1.0), StepResult(1, boundary=True, lr=0.1))
     delivery.discard()
     delivery.drain()
@@ -70,7 +71,7 @@ def test_a_schedule_that_has_ended_is_an_error_with_the_way_out():
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
     optimizer.step()
-    advance([scheduler], 1)
+    Schedules([scheduler]).advance(1)
     with pytest.raises(SettingError, match=r"after update 2.*number of updates in the run"):
-        advance([scheduler], 2)
-        advance([scheduler], 2)
+        Schedules([scheduler]).advance(2)
+        Schedules([scheduler]).advance(2)

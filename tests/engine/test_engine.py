@@ -360,11 +360,9 @@ def test_contradictions_between_policy_scaler_and_optimizer_are_rejected():
 
 
 def test_schedulers_that_would_do_nothing_are_rejected():
-    """ReduceLROnPlateau needs a metric, and a scheduler of another optimizer changes nothing here."""
+    """A scheduler of another optimizer changes nothing here."""
     model = Net()
     mine, other = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
-    with pytest.raises(HalfstepError, match="ReduceLROnPlateau"):
-        Engine(model, mine, "fp32", scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(mine))
     with pytest.raises(HalfstepError, match="another optimizer"):
         Engine(model, mine, "fp32", scheduler=torch.optim.lr_scheduler.ExponentialLR(other, 0.9))
 

@@ -183,3 +183,15 @@ def test_long_lists_of_names_are_cut():
     backward(model)
     with pytest.raises(SettingError, match=r"\(0.weight, 0.bias, 1.weight and 5 more\)"):
         guard.check("step")
+
+
+def test_an_update_without_any_gradient_is_detected(guarded):
+    """After unscale() gradients may be edited, and some may be cleared, but not all of them."""
+    model, guard = guarded
+    backward(model)
+    guard.check_present("step")
+    model.weight.grad = None
+    guard.check_present("step")
+    model.zero_grad()
+    with pytest.raises(SettingError, match=r"step\(\): all gradients were cleared since engine.unscale\(\)"):
+        guard.check_present("step")

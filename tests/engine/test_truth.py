@@ -170,7 +170,7 @@ def test_the_compute_row_says_how_and_how_well(precision, compute, support, wher
     """Format, device, and whether the device really runs it."""
     params = list(nn.Linear(2, 2).parameters())
     rows = dict(truth_of(Policy.parse(precision), params, support=support).rows)
-    assert rows["compute"] == f"{compute} on some device: {where}"
+    assert rows["compute"] == f"{compute} on some device: {where} (intended; observed at the first step)"
 
 
 def test_the_other_rows_repeat_what_was_set():

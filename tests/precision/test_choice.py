@@ -1,5 +1,6 @@
 import pytest
 
+from halfstep.errors import SettingError
 from halfstep.hardware.devices import ARCHITECTURES, FORMAT_NAMES, Fact, Facts
 from halfstep.hardware.probe import Hardware, find_gpu, from_cpu, from_cuda, from_mps, from_rocm, from_xpu
 from halfstep.precision import choice as choice_module
@@ -120,3 +121,34 @@ def test_a_named_precision_that_the_hardware_emulates_is_said():
     policy, notes = resolve("bf16", find_gpu("T4"))
     assert policy.compute == "bf16"
     assert "On NVIDIA T4, bf16 is emulated" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"), [("bfloat16", "bf16"), ("float16", "fp16"), ("half", "fp16"), ("float32", "fp32")]
+)
+def test_a_torch_dtype_is_a_precision(name, preset):
+    """A dtype is mapped as its name is, and the mapping is noted."""
+    torch = pytest.importorskip("torch")
+    policy, notes = resolve(getattr(torch, name))
+    assert str(policy) == preset
+    assert notes
+
+
+def test_bits_are_lightnings_names():
+    """precision=16 and precision=32 are accepted as Lightning's names are."""
+    assert (str(resolve(16)[0]), str(resolve(32)[0])) == ("fp16", "fp32")
+
+
+@pytest.mark.parametrize("value", [None, 1.5, True, ["bf16"], object])
+def test_what_is_no_precision_is_rejected_by_its_type(value):
+    """A value of another type is an error that shows it, not a traceback."""
+    with pytest.raises(SettingError, match="must be a preset such as 'bf16'"):
+        resolve(value)
+
+
+@pytest.mark.parametrize("name", ["float64", "int8", "float8_e4m3fn"])
+def test_dtypes_without_a_preset_are_rejected_by_name(name):
+    """fp64, integers and raw fp8 have no preset."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(SettingError, match=name):
+        resolve(getattr(torch, name))

@@ -26,11 +26,13 @@ class Blocks:
     ) -> None:
         self._run, self._backend, self._buffers, self._gradients, self._ema = run, backend, buffers, gradients, ema
         self.depth = 0
+        self.entered = False  # whether a training forward was entered since the Engine last set this to False
 
     @contextlib.contextmanager
     def forward(self, *, last: bool) -> Iterator[None]:
         """Training: buffers are saved for a skip, gradients set aside; `last` if this micro-batch fills its window."""
         self._buffers.save()
+        self.entered = True
         with self._backend.forward_context(last=last), self._gradients.set_aside(), self._region():
             yield
 

@@ -125,7 +125,7 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _fp32_parameters(model: nn.Module, policy: Policy) -> set[Tensor]:
-    params: set[Tensor] = set()
+    params: set[Tensor] = set(getattr(model, "loose_parameters", ()))
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _BATCH_NORMS) or policy.keeps_fp32(name):
             params.update(module.parameters())  # a tied weight with one fp32 owner stays fp32

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfstep.engine.members import Members
 from halfstep.errors import SettingError
 
 __all__ = ["MODES", "SWITCH", "check_compile", "compile_model", "parse_compile", "records_graphs"]
@@ -54,6 +55,10 @@ def records_graphs(compile: bool | str, device: torch.device) -> bool:  # noqa: 
 def compile_model(model: nn.Module, compile: bool | str) -> None:  # noqa: A002
     """Compile the model's call in place, if the setting is on."""
     if not compile:
+        return
+    if isinstance(model, Members):  # never called itself
+        for member in model.children():
+            compile_model(member, compile)
         return
     mode = compile if isinstance(compile, str) else None
     if not type(model).forward.__module__.startswith("torch."):

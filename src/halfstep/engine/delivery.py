@@ -7,16 +7,15 @@ overflows stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.engine.result import StepResult
+from halfstep.engine.schedules import Schedules
 from halfstep.engine.steps import Decision
-from halfstep.errors import SettingError
 from halfstep.kernels.scale_update import COUNTERS
 from halfstep.scaling.readback import Readback
 from halfstep.scaling.scaler import Scaler, stop_if_stuck
@@ -41,12 +40,12 @@ class Delivery:
     def __init__(
         self,
         progress: Progress,
-        schedulers: list[Any],
+        schedules: Schedules,
         scaler: Scaler,
         params: Mapping[str, Tensor],
         callbacks: list[Callable[[StepResult], None]],
     ) -> None:
-        self._progress, self._schedulers, self._scaler = progress, schedulers, scaler
+        self._progress, self.schedules, self._scaler = progress, schedules, scaler
         self._params, self._callbacks = params, callbacks
         self._readback = Readback()
 
@@ -61,23 +60,12 @@ class Delivery:
             result.fill(found_inf, norm, scale)
             if not found_inf:
                 self._progress.applied += 1
-                advance(self._schedulers, self._progress.applied)
+                self.schedules.advance(self._progress.applied)
             for callback in self._callbacks:
                 callback(result)
             stop_if_stuck(int(consecutive), self._scaler.settings, self._scaler.get_scale, self._params.items())
 
     def discard(self) -> None:
         """Forget the outcomes of a run that another state replaces."""
+        self.schedules.forget()
         self._readback = Readback()
-
-
-def advance(schedulers: Sequence[Any], applied: int) -> None:
-    """Advance every scheduler for the update that was just applied."""
-    for scheduler in schedulers:
-        try:
-            scheduler.step()
-        except ValueError as error:  # OneCycleLR at its end
-            raise SettingError(
-                f"{type(scheduler).__name__} could not be stepped after update {applied}: {error}. The Engine steps schedulers once per "
-                "update: build it for the number of updates in the run, which is epochs x batches / accumulate."
-            ) from error

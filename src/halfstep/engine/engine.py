@@ -18,47 +18,56 @@ before it launches its own update. On a CPU it is delivered at once. `evaluate`,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.backends import Backend, make_backend
-from halfstep.checkpoint.directory import Checkpoint, load_checkpoint, save_checkpoint
 from halfstep.engine.blocks import Blocks
 from halfstep.engine.buffers import BufferGuard
-from halfstep.engine.checks import check_loss, check_scaler, check_settings
+from halfstep.engine.checks import (
+    check_backward,
+    check_loss,
+    check_settings,
+    check_step,
+    check_unscale,
+    choose_scaler,
+    require_backward,
+)
 from halfstep.engine.compiling import check_compile, compile_model, records_graphs
 from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
 from halfstep.engine.guards import GradientGuard
+from halfstep.engine.members import as_module
 from halfstep.engine.region import recomputing
 from halfstep.engine.release import GradientRelease, check_release
 from halfstep.engine.result import StepResult
+from halfstep.engine.saving import SavedEngine
+from halfstep.engine.schedules import Schedules
 from halfstep.engine.setup import as_list, prepare_run
-from halfstep.engine.state import RunParts, checkpoint_parts, engine_state, load_state, restore_extra, state_of
 from halfstep.engine.steps import reject_foreign_steps
-from halfstep.engine.truth import Truth, truth_of
+from halfstep.engine.truth import Truth, TruthObserver
 from halfstep.engine.update import Update
 from halfstep.engine.watch import EngineWatch, check_watch, hook_of
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
-from halfstep.events import log_info
+from halfstep.events import log_once
 from halfstep.hardware.probe import Hardware, probe
 from halfstep.precision.choice import resolve
 from halfstep.precision.policy import Policy
-from halfstep.scaling.scaler import Scaler, make_scaler
+from halfstep.scaling.scaler import Scaler
 
 __all__ = ["Engine"]
 
 
-class Engine:
-    """Trains one model with one or several optimizers under a precision policy.
+class Engine(SavedEngine):
+    """Trains a model, or several modules and loose parameters, with one or several optimizers under a precision policy.
 
-    `precision` is a policy, its text, a foreign name, or "auto". `max_norm` clips the true gradients; None does not clip.
+    `model` may be a list or dict of modules and parameters. `precision` is a policy, its text, a foreign name, a torch dtype or "auto". `max_norm` clips the true gradients; None does not clip.
     `ema` is the decay of an EMA of the masters. `compile=True` compiles the model in place, and `compile="reduce-overhead"` in
     that mode of torch.compile, with CUDA graphs. `deterministic=True` asks torch for deterministic algorithms.
     `gradient_release=True` updates each parameter inside backward. `backend` is a Backend or its name. `scaler` replaces the
@@ -68,9 +77,9 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module | Tensor] | Mapping[str, nn.Module | Tensor],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        precision: str | Policy = "auto",
+        precision: str | Policy | torch.dtype = "auto",
         *,
         max_norm: float | None = None,
         accumulate: int = 1,
@@ -85,21 +94,21 @@ class Engine:
         on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
         optimizers, schedulers = as_list(optimizer), as_list(scheduler)
-        check_settings(model, optimizers, schedulers, max_norm, accumulate)
+        root = as_module(model)
+        check_settings(optimizers, schedulers, max_norm, accumulate)
         check_compile(compile)
         check_watch(watch)
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
-        self.backend = make_backend(backend, model)
-        self.backend.check(model, self.policy)
-        self.scaler = scaler or make_scaler(self.policy.scaling)
-        check_scaler(self.scaler, self.policy.compute)
+        self.backend = make_backend(backend, root)
+        self.backend.check(root, self.policy)
+        self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile))
         for note in self.notes:
-            log_info(note)
+            log_once(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
-        module = self.backend.prepare(model, optimizers)
+        module = self.backend.prepare(root, optimizers)
         run = self._run = prepare_run(
             module, optimizers, self.policy, accumulate=accumulate, gradient_release=gradient_release
         )
@@ -114,13 +123,24 @@ class Engine:
         self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, self.ema)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
-        self._delivery = Delivery(self.progress, schedulers, self.scaler, run.params, callbacks)
+        self._delivery = Delivery(self.progress, Schedules(schedulers), self.scaler, run.params, callbacks)
         self._watch, self._closed = watch, False
-        self._truth: Truth | None = None
+        self._truths = TruthObserver(
+            run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release
+        )
         if deterministic:
             make_deterministic(run.undo)
         compile_model(module, compile)
+        self._built = True
         hook_of(watch, "attach")(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and "_built" in vars(self):
+            raise SettingError(
+                f"engine.{name} = {reprlib.repr(value)}: an Engine is fixed when it is built, and this would change nothing. Pass {name}= to "
+                "Engine(...) if it is one of its options; to change it during a run, close() this engine and build a new one."
+            )
+        super().__setattr__(name, value)
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
@@ -149,12 +169,8 @@ class Engine:
         self._require_open()
         check_loss(loss)
         self._gradients.check("backward")
-        if self.window.found_inf is not None:
-            raise SettingError("backward() after unscale(): these gradients are already divided. Call step() first.")
-        if self._release is not None and (weight is not None or self.window.has_gradients):
-            raise SettingError(
-                "With gradient_release the update happens inside backward(): call it once per step, and without weight=."
-            )
+        check_backward(self.window, weighted=weight is not None, released=self._release is not None)
+        self._truths.losses.observe(loss, entered=self._blocks.entered)
         factor = self.window.weigh(weight)
         scaled = self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
@@ -173,25 +189,24 @@ class Engine:
         """Divide the gradients now, for people who edit them before `step`; clipping still happens in `step`."""
         self._require_backward("unscale")
         self._gradients.check("unscale")
-        if self._release is not None:
-            raise SettingError("unscale() has nothing to divide: with gradient_release the gradients are already used.")
-        if self.window.found_inf is not None:
-            raise SettingError("unscale() was already called in this window; call step() before the next.")
+        check_unscale(self.window, released=self._release is not None)
         self._update.unscale(self.window)
         self._gradients.forget()
 
     def step(self, *, last: bool = False) -> StepResult:
         """End this micro-batch; every `accumulate` calls, or with `last=True`, update the weights."""
-        if self._blocks.depth:
-            raise SettingError(
-                "step() was called inside `with engine.forward():`. Leave the block first: cast weights are cached in it."
-            )
+        check_step(self._blocks.depth)
         self._require_backward("step")
         if self.window.found_inf is None:
             self._gradients.check("step")
+        else:
+            self._gradients.check_present("step")
+        self._delivery.schedules.check()
         self._delivery.drain()  # of the step before: its schedulers come first, and its work is long done
         # A step(last=True) after the data ran out ends no micro-batch; it only closes the window.
         self.progress.micro_batches += self.window.end_micro_batch()
+        self._truths.losses.end_micro_batch()
+        self._blocks.entered = False
         lr = float(self.optimizers[0].param_groups[0]["lr"])
         if not self.window.is_full() and not last:
             return StepResult(self.progress.attempts, boundary=False, lr=lr)
@@ -204,9 +219,7 @@ class Engine:
         result = StepResult(self.progress.attempts, boundary=True, lr=lr, wait=self._delivery.drain)
         self._delivery.push(decision, scale, result)
         hook_of(self._watch, "after_step")(result)
-        if self._truth is None:
-            self._truth = self._build_truth(list(gradients.values()))
-            log_info(f"truth table\n{self._truth}")
+        self._truths.observe(list(gradients.values()))
         self.window.open()
         try:
             if self.device.type == "cpu":
@@ -214,6 +227,12 @@ class Engine:
         finally:
             self.reset_window()
         return result
+
+    def step_scheduler(self, metric: float | Tensor) -> None:
+        """Step the schedulers that need a metric (ReduceLROnPlateau), and only those; call it after validation."""
+        self._require_open()
+        self._delivery.drain()
+        self._delivery.schedules.step_with(metric)
 
     def reset_window(self) -> None:
         """Drop the gradients of the current window, if any, and start a new one."""
@@ -226,46 +245,7 @@ class Engine:
 
     def truth(self) -> Truth:
         """The truth table of this run; before the first step it shows what exists so far."""
-        return self._truth or self._build_truth([])
-
-    def _build_truth(self, grads: list[Tensor]) -> Truth:
-        ema, released = self.ema is not None, self._release is not None
-        return truth_of(self._run, self.hardware, self.backend, self.scaler, grads, ema=ema, released=released)
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        """The parameters that the optimizers own, by name."""
-        return self._run.params
-
-    def masters(self) -> dict[str, Tensor]:
-        """The fp32 value of every trainable parameter, by name."""
-        return {name: self._run.master_of(p) for name, p in self._run.params.items()}
-
-    def _parts(self) -> RunParts:
-        return RunParts(self._run, self.schedulers, self.scaler, self.ema, self.window, self.progress, self.backend)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs apart from the random-number state; only between windows."""
-        self._delivery.drain()
-        return state_of(self._parts(), self.truth().as_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; what does not fit is rejected before anything is changed."""
-        load_state(self._parts(), state)
-        self._delivery.discard()  # outcomes of the run that this state replaces
-        self._buffers.forget()
-        self.reset_window()
-
-    def save(self, path: str | Path, **extra: Any) -> Path:
-        """Write a checkpoint directory: weights under the model's own names, state, random-number state."""
-        weights, state, meta = checkpoint_parts(self.state_dict(), extra)
-        return save_checkpoint(path, weights=weights, state=state, meta=meta)
-
-    def load(self, path: str | Path | Checkpoint) -> dict[str, Any]:
-        """Continue from a checkpoint directory; returns what `save` was given as extra."""
-        checkpoint = path if isinstance(path, Checkpoint) else load_checkpoint(path)
-        self.load_state_dict(engine_state(checkpoint))
-        return restore_extra(checkpoint)
+        return self._truths.table()
 
     def close(self) -> None:
         """Deliver pending outcomes and revert the set-up; weights stay as trained, and TF32 as it was switched."""
@@ -288,8 +268,4 @@ class Engine:
 
     def _require_backward(self, method: str) -> None:
         self._require_open()
-        if not self.window.has_gradients:
-            raise SettingError(
-                f"{method}() without engine.backward(loss) in this window. A bare loss.backward() leaves gradients unscaled; "
-                "write engine.backward(loss)."
-            )
+        require_backward(self.window, method)

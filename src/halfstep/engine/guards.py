@@ -120,6 +120,14 @@ class GradientGuard:
                 "engine.reset_window() drops this window and starts a new one."
             )
 
+    def check_present(self, caller: str) -> None:
+        """Raise if every gradient is gone: after unscale() the Engine allows edits, but an update needs gradients."""
+        if all(param.grad is None for param in self._params.values()):
+            raise SettingError(
+                f"{caller}(): all gradients were cleared since engine.unscale(), so nothing would be updated. Remove optimizer.zero_grad() "
+                "from the loop; engine.reset_window() drops a window."
+            )
+
 
 def _num_owned(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from halfstep.backends.base import Backend
 from halfstep.errors import SettingError
-from halfstep.events import log_info
+from halfstep.events import log_once
 from halfstep.kernels.gradstats import dense_values, known_sums, total_norm
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.precision.formats import DTYPES_16_BIT
@@ -78,7 +78,7 @@ def choose_path(optimizer: torch.optim.Optimizer, model: nn.Module) -> StepPath:
         return StepPath(optimizer, "plain", f"{name}, decided on the host: {obstacle}")
     if not all(group.get("fused") for group in optimizer.param_groups):
         _switch_to_fused(optimizer)
-        log_info(
+        log_once(
             f"{name} was switched to fused=True: the same update, with unscaling, clipping and skipping in its kernel."
         )
     return StepPath(optimizer, "fused", f"torch's fused {name}: unscale, clip and skip in its kernel")

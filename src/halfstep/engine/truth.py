@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.backends.base import Backend
+from halfstep.engine.graph import LossObserver
 from halfstep.engine.release import WAIVED_GUARANTEES
 from halfstep.engine.setup import PreparedRun
+from halfstep.events import log_once
 from halfstep.hardware.probe import Hardware
 from halfstep.precision.formats import BF16, FP16, format_name
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
 
-__all__ = ["Truth", "build_truth", "census", "truth_of"]
+__all__ = ["Truth", "TruthObserver", "build_truth", "census", "truth_of"]
 
 _COUNTED_STATES = {"step"}  # one number per tensor, not per parameter
 
@@ -81,6 +83,7 @@ def build_truth(
     support: str | None,  # of the compute format here: "native", "slow", "emulated", or None if unknown
     device: str,
     ema: bool,
+    losses: LossObserver | None = None,  # of the first micro-batch; None before it
     waived_guarantees: tuple[str, ...] = (),
     replaced_rows: Mapping[str, str] | None = None,  # what the backend or an option knows better, by row
 ) -> Truth:
@@ -95,18 +98,13 @@ def build_truth(
     masters = [t for n, t in stored if n in {"low", "master"}]
     moments = [t for n, t in stored if n not in {"low", "master"}]
     total_bytes = sum(t.numel() * t.element_size() for t in [*params, *masters, *moments]) + grad_bytes
-    compute = policy.compute
-    arithmetic = {"fp32": "IEEE fp32", "tf32": "TF32 matmuls"}.get(compute, f"{compute} autocast")
-    speed = {"native": "native", "slow": "no faster than fp32", "emulated": "emulated"}.get(
-        support or "", "support unknown"
-    )
     rows = [
         ("precision", str(policy)),
         ("parameters", f"{_show(census(params))}; {num_params:,} trainable"),
         ("gradients", _show(grads)),
         ("master", _master(policy, masters)),
         ("optimizer states", _show(census(moments)) if moments else "none yet" if not states else "none"),
-        ("compute", f"{arithmetic} on {device}: {speed}"),
+        ("compute", _compute(policy, support, device, losses)),
         ("losses, softmax, sums", "fp32"),
         ("reduction", "none, one rank"),
         (
@@ -124,6 +122,33 @@ def build_truth(
     rows += [(name, value) for name, value in (replaced_rows or {}).items() if name not in dict(rows)]
     lossy = _lossy(policy, accumulate, support)
     return Truth(tuple(rows), lossy, waived_guarantees, round(total_bytes / num_params, 4))
+
+
+def _compute(policy: Policy, support: str | None, device: str, losses: LossObserver | None) -> str:
+    """What the matrix products of the first micro-batch ran in, or before it, what they are meant to."""
+    compute = policy.compute
+    speed = {"native": "native", "slow": "no faster than fp32", "emulated": "emulated"}.get(
+        support or "", "support unknown"
+    )
+    intent = {"fp32": "IEEE fp32", "tf32": "TF32 matmuls"}.get(compute, f"{compute} autocast")
+    if losses is None:
+        return f"{intent} on {device}: {speed} (intended; observed at the first step)"
+    products = losses.products
+    hidden = ", ".join(f"{count} x {kind}" for kind, count in products.opaque.items())
+    if not products.total:
+        state = f"not observed inside {hidden}" if hidden else "the loss has no matrix products"
+        block = "" if losses.entered or compute in {"fp32", "tf32"} else "; engine.forward() was not entered"
+        return f"{intent} on {device}: {speed} (intended; {state}{block})"
+    wanted = "fp32" if compute == "tf32" else compute
+    counts = sorted(products.formats.items(), key=lambda item: (item[0] != wanted, -item[1]))
+    shown = ", ".join(f"{name} in {count}" for name, count in counts)
+    arithmetic = ", TF32 arithmetic" if compute == "tf32" else ""
+    text = f"{shown} of {products.total} matrix products on {device}{arithmetic}: "
+    if wanted in products.formats:
+        text += speed
+    else:
+        text += f"none ran in {wanted}" if losses.entered else "engine.forward() was not entered"
+    return text + (f"; not observed inside {hidden}" if hidden else "")
 
 
 def _master(policy: Policy, masters: list[Any]) -> str:
@@ -171,6 +196,7 @@ def truth_of(
     *,
     ema: bool = False,
     released: bool = False,  # whether gradients are used and dropped inside backward
+    losses: LossObserver | None = None,  # of the first micro-batch
 ) -> Truth:
     """The table of a prepared run as it is now."""
     rows = dict(backend.truth_rows()) | ({"gradients": "released during backward"} if released else {})
@@ -187,6 +213,33 @@ def truth_of(
         support=dict(hardware.support).get(run.policy.compute) if known else None,
         device=hardware.name if known else run.device.type,
         ema=ema,
+        losses=losses,
         waived_guarantees=WAIVED_GUARANTEES if released else (),
         replaced_rows=rows,
     )
+
+
+class TruthObserver:
+    """Builds the table of one run: at its first update from what was observed, before that from what exists."""
+
+    def __init__(
+        self, run: PreparedRun, hardware: Hardware, backend: Backend, scaler: Scaler, *, ema: bool, released: bool
+    ) -> None:
+        self._run, self._hardware, self._backend, self._scaler = run, hardware, backend, scaler
+        self._ema, self._released = ema, released
+        self.losses = LossObserver(run.policy, run.accumulate)
+        self._first: Truth | None = None
+
+    def observe(self, grads: list[Any]) -> None:
+        """Build and log the table at the first update, from its gradients; later calls do nothing."""
+        if self._first is None:
+            self._first = self._build(grads, self.losses)
+            log_once(f"truth table\n{self._first}")
+
+    def table(self) -> Truth:
+        """The table of the first update, or before it, of what exists so far."""
+        return self._first or self._build([], None)
+
+    def _build(self, grads: list[Any], losses: LossObserver | None) -> Truth:
+        parts = (self._run, self._hardware, self._backend, self._scaler)
+        return truth_of(*parts, grads, ema=self._ema, released=self._released, losses=losses)

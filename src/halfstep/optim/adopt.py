@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from halfstep.errors import SettingError
-from halfstep.events import log_info
+from halfstep.events import log_once
 from halfstep.optim.lean import LeanOptimizer
 
 __all__ = ["ADOPTS", "adopt", "adopts", "check_adoptable"]
@@ -51,7 +51,7 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     lean = target(optimizer.param_groups, master=master, states=states)
     lean.take_over(optimizer)
     _disable_step(optimizer, lean)
-    log_info(
+    log_once(
         f"{type(optimizer).__name__} was adopted as halfstep.optim.{type(lean).__name__} (master={master}, states={states})."
     )
     return lean

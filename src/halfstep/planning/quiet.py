@@ -15,7 +15,7 @@ __all__ = ["quietly"]
 def quietly() -> Iterator[None]:
     """Log only warnings inside this block."""
     before = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(max(before, logging.WARNING))
     try:
         yield
     finally:

@@ -13,7 +13,9 @@ or fp16 is native, because they are faster and use half the bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from halfstep.errors import SettingError
 from halfstep.hardware.devices import FORMAT_NAMES
 from halfstep.hardware.probe import Hardware, probe
 from halfstep.precision.policy import Policy, parse_with_notes
@@ -52,12 +54,20 @@ def choose(hardware: Hardware | None = None) -> Choice:
     return Choice(parse_with_notes(chosen)[0], _reasons(chosen, hardware), rejected)
 
 
-def resolve(precision: str | Policy, hardware: Hardware | None = None) -> tuple[Policy, tuple[str, ...]]:
+def resolve(precision: Any, hardware: Hardware | None = None) -> tuple[Policy, tuple[str, ...]]:
     """Turn a precision setting into a policy, with notes for the user.
 
-    "auto" is `choose()` and its reasons. Anything else is the policy it names, with a note if `hardware` is passed and runs
+    "auto" is `choose()` and its reasons. A torch dtype and a number of bits are names of other tools. Anything else is the policy it names, with a note if `hardware` is passed and runs
     that policy's format slowly or not at all.
     """
+    # Recognised by name: this package does not import torch.
+    kind = type(precision)
+    if (kind.__module__, kind.__name__) == ("torch", "dtype") or kind is int:
+        precision = str(precision)
+    if not isinstance(precision, str | Policy):
+        raise SettingError(
+            f"precision={precision!r} must be a preset such as 'bf16', a Policy, a torch dtype or 'auto', not {kind.__name__}."
+        )
     if isinstance(precision, str) and precision.strip().casefold() == "auto":
         choice = choose(hardware)
         return choice.policy, choice.reasons

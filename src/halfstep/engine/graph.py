@@ -1,0 +1,195 @@
+"""What the autograd graph of a loss shows: the formats its matrix products ran in, and factors left over in the loss.
+
+A policy is an intent: a forward outside `with engine.forward():`, an autocast switched off inside a model or a module that
+casts its inputs computes in another format, without an error. Every node of the graph records the dtype of its result, so
+one walk before the first backward shows what really ran. Compiled code, custom autograd functions and re-entrant
+checkpoints are single nodes whose content is not visible; they are counted and reported as such.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.events import log_warning
+from halfstep.precision.formats import DTYPES_16_BIT, format_name
+from halfstep.precision.policy import Policy
+
+__all__ = ["LossObserver", "Products", "leftover_factor", "products_of"]
+
+_PRODUCT = re.compile(
+    r"^(Addmm|Addmv|Addbmm|Addr|Baddbmm|Bmm|Mm|Mv|Dot|Linear|MkldnnLinear|Trilinear|GroupedMm|ScaledMm)Backward"
+    r"|Convolution|Conv\d|ConvDepthwise|ConvTranspose|Attention|Rnn|LstmMps"
+)
+# Nodes through which a factor of a loss is still a factor of it.
+_TRANSPARENT = re.compile(r"^(ToCopy|View|ReshapeAlias|UnsafeView|Alias|Clone|Squeeze|Unsqueeze|Neg)Backward")
+
+_SMALLEST_SCALE = 2.0**10  # powers of two from here on look like a loss scale; losses are rarely multiplied by so much
+
+
+@dataclass(frozen=True)
+class Products:
+    """Matrix products by the format of their result, and the opaque nodes by what they are."""
+
+    formats: Mapping[str, int] = field(default_factory=dict)
+    opaque: Mapping[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: Products) -> Products:
+        return Products(Counter(self.formats) + Counter(other.formats), Counter(self.opaque) + Counter(other.opaque))
+
+    @property
+    def total(self) -> int:
+        """How many products are visible."""
+        return sum(self.formats.values())
+
+
+def products_of(loss: Tensor) -> Products:
+    """Walk the graph of a loss once; no device work."""
+    formats: Counter[str] = Counter()
+    opaque: Counter[str] = Counter()
+    for node in _nodes(loss.grad_fn):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            opaque[_kind(type(node).__name__)] += 1
+        elif _PRODUCT.search(node.name()):
+            formats.update([_result_format(node)])
+    return Products(dict(formats), dict(opaque))
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    pending, visited = [root], set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            yield node
+            pending += [parent for parent, _ in node.next_functions]
+
+
+def _kind(name: str) -> str:
+    if name.startswith("Compiled"):
+        return "compiled code"
+    return "re-entrant checkpoints" if name.startswith("Checkpoint") else "custom autograd functions"
+
+
+def _result_format(node: Any) -> str:
+    metadata = getattr(node, "_input_metadata", None) or ()  # the gradients that come in: of this node's results
+    dtypes = [entry.dtype for entry in metadata if entry.dtype.is_floating_point or entry.dtype.is_complex]
+    return format_name(dtypes[0]) if dtypes else "unknown"
+
+
+# --- factors of a loss ----------------------------------------------------------------------------------------------
+
+
+def leftover_factor(loss: Tensor) -> float | None:
+    """The constant that the whole loss was multiplied with last, such as 0.25 for `loss / 4`; None if there is none."""
+    return _factor(loss.grad_fn, 8)
+
+
+def _factor(node: Any, depth: int) -> float | None:
+    for _ in range(depth):
+        if node is None or not _TRANSPARENT.match(node.name()):
+            break
+        node = node.next_functions[0][0]
+    if node is None:
+        return None
+    name = node.name()
+    if name.startswith("AddBackward") and depth:  # a sum whose terms all have the factor has it as well
+        factors = {_factor(term, depth - 1) for term, _ in node.next_functions if term is not None}
+        return factors.pop() if len(factors) == 1 else None
+    if not name.startswith(("DivBackward", "MulBackward")):
+        return None
+    if any(parent is not None for parent, _ in node.next_functions[1:]):
+        return None  # the other operand is computed, not a constant
+    value = _constant(getattr(node, "_raw_saved_other", None))
+    if not value:
+        return None
+    return 1 / value if name.startswith("Div") else value
+
+
+def _constant(saved: Any) -> float | None:
+    """The value of a saved number.
+
+    Reading a saved tensor runs the unpack hooks of checkpoints, which allow that once. Attaching hooks passes the value
+    to `pack` instead, and is rejected where other hooks exist.
+    """
+    values: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        values.append(tensor)
+        return tensor
+
+    if saved is None:
+        return None
+    try:
+        saved.register_hooks(pack, lambda tensor: tensor)
+    except RuntimeError:  # freed, or packed by somebody else
+        return None
+    return float(values[0]) if values and values[0].dim() == 0 and not values[0].is_complex() else None
+
+
+# --- a run's losses -------------------------------------------------------------------------------------------------
+
+
+class LossObserver:
+    """Looks at the losses of a run's first micro-batch, and at the first one computed outside a forward block."""
+
+    def __init__(self, policy: Policy, accumulate: int) -> None:
+        self._policy, self._accumulate = policy, accumulate
+        self._first, self._suspected = True, False
+        self.products = Products()
+        self.entered = False  # whether the first micro-batch was computed inside a forward block
+
+    def observe(self, loss: Tensor, *, entered: bool) -> None:
+        """Look at a loss before its backward; `entered` is whether a forward block was entered for its micro-batch."""
+        suspect = self._policy.compute in {"bf16", "fp16"} and not entered and not self._suspected
+        if not self._first and not suspect:
+            return
+        products = products_of(loss)
+        if self._first:
+            self.products, self.entered = self.products + products, self.entered or entered
+            self._warn_of_factors(loss)
+        if suspect:
+            self._warn_of_forward(loss, products)
+
+    def end_micro_batch(self) -> None:
+        """The first micro-batch is complete: later ones are not looked at."""
+        self._first = False
+
+    def _warn_of_forward(self, loss: Tensor, products: Products) -> None:
+        compute, visible = self._policy.compute, products.total
+        missing = not products.formats.get(compute) and bool(visible or products.opaque)
+        if not missing and loss.dtype not in DTYPES_16_BIT:
+            return  # nothing that a block would change, or computed inside the block of another Engine
+        self._suspected = True
+        if visible and missing:
+            ran = ", ".join(f"{count} in {name}" for name, count in products.formats.items())
+            effect = f"its matrix products did not run in {compute} ({ran})"
+        else:
+            effect = f"it does not follow the policy ({self._policy}; the loss is {format_name(loss.dtype)})"
+        log_warning(
+            f"backward(): the loss was computed outside `with engine.forward():`, so {effect}. Put the forward and the loss "
+            "inside the block."
+        )
+
+    def _warn_of_factors(self, loss: Tensor) -> None:
+        factor, accumulate = leftover_factor(loss), self._accumulate
+        if factor is None:
+            return
+        if accumulate > 1 and math.isclose(factor, 1 / accumulate, rel_tol=1e-6):
+            log_warning(
+                f"backward(): the loss was divided by {accumulate}, and accumulate={accumulate}: the Engine divides by the number of "
+                f"micro-batches itself, so gradients are {accumulate} times too small. Remove `/ accumulate` from the loop, unless this "
+                "division is part of the loss."
+            )
+        elif factor >= _SMALLEST_SCALE and math.frexp(factor)[0] == 0.5:
+            log_warning(
+                f"backward(): the loss was multiplied by {factor:g}, as GradScaler.scale() does. The Engine applies the policy's loss scale "
+                "itself and divides only by that one. Remove scaler.scale() from the loop."
+            )
