@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from halfstep import Engine
+from halfstep.checkpoint.directory import load_checkpoint
+from halfstep.checkpoint.export import masters_of
 from halfstep.engine.casting import cast_model, uncast_forwards, wrap_forwards
 from halfstep.engine.region import compute_region
 from halfstep.errors import SettingError
@@ -447,3 +450,70 @@ def test_each_wrapped_module_runs_its_own_forward():
         with compute_region("cpu", "bf16"):
             found = layer(x)
         assert torch.equal(found, nn.functional.linear(x, layer.weight, layer.bias))
+
+
+# --- weights that somebody else changes ----------------------------------------------------------------------------
+
+
+def fresh_model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def zero_a_row(model, _start):
+    model[0].weight[0].zero_()
+
+
+def clamp_data(model, _start):
+    for param in model.parameters():
+        param.data.clamp_(-0.1, 0.1)
+
+
+def load_the_start(model, start):
+    model.load_state_dict(start)
+
+
+def replace_storage(model, _start):
+    model[2].weight.data = torch.full_like(model[2].weight, 0.25)
+
+
+def train_with_edits(precision, edit, steps=6):
+    torch.manual_seed(0)
+    model = fresh_model()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01), precision=precision, ema=0.5)
+    inputs = torch.randn(steps, 4, 6)
+    for x in inputs:
+        with engine.forward():
+            loss = model(x).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        with torch.no_grad():
+            edit(model, start)
+        for name, master in engine.masters().items():
+            assert torch.allclose(master, engine.params[name].float(), rtol=2.0**-7, atol=2.0**-25)
+    return model, engine
+
+
+@pytest.mark.parametrize("edit", [zero_a_row, clamp_data, load_the_start, replace_storage])
+@pytest.mark.parametrize(
+    "precision", ["bf16-lean", "bf16-lean,master=fp32", "fp16-lean", "fp16-lean,master=fp32,states=bf16"]
+)
+def test_weights_edited_outside_the_engine_are_trained_from_there(precision, edit):
+    """Pruning, clamping, load_state_dict and new storage have the effect that they have under fp32; the EMA follows."""
+    (model, engine), (exact, reference) = train_with_edits(precision, edit), train_with_edits("fp32", edit)
+    loose = 0.02  # two steps of AdamW's size: its sign may differ where a gradient is near zero
+    for (name, param), other in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert torch.allclose(param.float(), other, atol=loose), name
+        assert torch.allclose(engine.ema.averages[name], reference.ema.averages[name], atol=loose), name
+
+
+def test_a_checkpoint_after_an_edit_has_the_edited_weights(tmp_path):
+    """What is saved between an edit and the next step is what that step would use, in every layout it is loaded in."""
+    _, engine = train_with_edits("bf16-lean,master=fp32", zero_a_row)
+    engine.save(tmp_path / "saved")
+    for precision in ("bf16-lean,master=fp32", "bf16-lean", "fp32"):
+        fresh = fresh_model()
+        other = Engine(fresh, torch.optim.AdamW(fresh.parameters()), precision=precision, ema=0.5)
+        other.load(tmp_path / "saved")
+        assert (other.masters()["0.weight"][0] == 0).all()
+    assert (masters_of(load_checkpoint(tmp_path / "saved"))["0.weight"][0] == 0).all()
