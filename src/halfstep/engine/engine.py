@@ -34,6 +34,7 @@ from halfstep.engine.compiling import check_compile, compile_model, records_grap
 from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
+from halfstep.engine.frozen import FrozenWatch
 from halfstep.engine.guards import GradientGuard
 from halfstep.engine.region import recomputing
 from halfstep.engine.release import GradientRelease, check_release
@@ -115,6 +116,7 @@ class Engine:
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
         self._delivery = Delivery(self.progress, schedulers, self.scaler, run.params, callbacks)
+        self._frozen = FrozenWatch(run, () if ema is None else run.params.values())
         self._watch, self._closed = watch, False
         self._truth: Truth | None = None
         if deterministic:
@@ -200,6 +202,7 @@ class Engine:
     def _close_window(self, lr: float) -> StepResult:
         gradients, scale = self._update.gradients(), self.scaler.scale_on(self.device).clone()
         decision = self._update.apply(self.window, gradients)
+        self._frozen.check()
         self.progress.attempts += 1
         result = StepResult(self.progress.attempts, boundary=True, lr=lr, wait=self._delivery.drain)
         self._delivery.push(decision, scale, result)
