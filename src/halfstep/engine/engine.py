@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from halfstep.backends import Backend, make_backend
 from halfstep.checkpoint.directory import Checkpoint, load_checkpoint, save_checkpoint
+from halfstep.engine.averaging import average_masters
 from halfstep.engine.blocks import Blocks
 from halfstep.engine.buffers import BufferGuard
 from halfstep.engine.checks import check_loss, check_scaler, check_settings
@@ -116,6 +117,7 @@ class Engine:
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
         self._delivery = Delivery(self.progress, schedulers, self.scaler, run.params, callbacks)
+        average_masters(run)
         self._frozen = FrozenWatch(run, () if ema is None else run.params.values())
         self._watch, self._closed = watch, False
         self._truth: Truth | None = None

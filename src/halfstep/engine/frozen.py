@@ -104,8 +104,9 @@ def _checksums(params: Sequence[Tensor]) -> Tensor:
     sums = []
     for param in params:
         total = torch.zeros((), dtype=torch.int64, device=param.device)
-        for chunk in param.detach().reshape(-1).view(torch.int16).split(_CHUNK):
-            wide = chunk.to(torch.int64)
+        bits = param.detach().reshape(-1).view(torch.int16)
+        for start in range(0, len(bits), _CHUNK):
+            wide = bits[start : start + _CHUNK].to(torch.int64)
             total += (wide * wide).add_(wide, alpha=3).sum()  # of the plain bits, one up and one down would cancel
         sums.append(total.to(params[0].device, non_blocking=True))
     return torch.stack(sums)

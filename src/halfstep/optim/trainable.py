@@ -37,6 +37,7 @@ _WAY_OUT = {
 def unsupported_kind(tensor: Tensor) -> tuple[str, str] | None:
     """What a tensor is, in words, and the way out, where it is not a plain dense float tensor; else None."""
     own = type(tensor)
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
     if is_lazy(tensor):
         return "uninitialized (a lazy module has not run yet)", _WAY_OUT["lazy"]
     if any(base.__name__ == "DTensor" for base in own.__mro__):
@@ -45,7 +46,7 @@ def unsupported_kind(tensor: Tensor) -> tuple[str, str] | None:
         return "a flat parameter of FullyShardedDataParallel", _WAY_OUT["sharded"]
     if is_fake(tensor):  # of a plan: it stands for a plain tensor
         return None
-    if is_traceable_wrapper_subclass(tensor) or own.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if is_wrapper or own.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"a tensor subclass, {own.__name__}", _WAY_OUT["other"]
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
