@@ -7,7 +7,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+from halfstep import Engine
+from halfstep.checkpoint.directory import load_checkpoint
+from halfstep.checkpoint.export import masters_of
 from halfstep.engine.casting import cast_model, uncast_forwards, wrap_forwards
 from halfstep.engine.region import compute_region
 from halfstep.errors import SettingError
@@ -447,3 +451,174 @@ def test_each_wrapped_module_runs_its_own_forward():
         with compute_region("cpu", "bf16"):
             found = layer(x)
         assert torch.equal(found, nn.functional.linear(x, layer.weight, layer.bias))
+
+
+# --- weights that somebody else changes ----------------------------------------------------------------------------
+
+
+def fresh_model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def zero_a_row(model, _start):
+    model[0].weight[0].zero_()
+
+
+def clamp_data(model, _start):
+    for param in model.parameters():
+        param.data.clamp_(-0.1, 0.1)
+
+
+def load_the_start(model, start):
+    model.load_state_dict(start)
+
+
+def replace_storage(model, _start):
+    model[2].weight.data = torch.full_like(model[2].weight, 0.25)
+
+
+def train_with_edits(precision, edit, steps=6):
+    torch.manual_seed(0)
+    model = fresh_model()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01), precision=precision, ema=0.5)
+    inputs = torch.randn(steps, 4, 6)
+    for x in inputs:
+        with engine.forward():
+            loss = model(x).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        with torch.no_grad():
+            edit(model, start)
+        for name, master in engine.masters().items():
+            assert torch.allclose(master, engine.params[name].float(), rtol=2.0**-7, atol=2.0**-25)
+    return model, engine
+
+
+@pytest.mark.parametrize("edit", [zero_a_row, clamp_data, load_the_start, replace_storage])
+@pytest.mark.parametrize(
+    "precision", ["bf16-lean", "bf16-lean,master=fp32", "fp16-lean", "fp16-lean,master=fp32,states=bf16"]
+)
+def test_weights_edited_outside_the_engine_are_trained_from_there(precision, edit):
+    """Pruning, clamping, load_state_dict and new storage have the effect that they have under fp32; the EMA follows."""
+    (model, engine), (exact, reference) = train_with_edits(precision, edit), train_with_edits("fp32", edit)
+    loose = 0.02  # two steps of AdamW's size: its sign may differ where a gradient is near zero
+    for (name, param), other in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert torch.allclose(param.float(), other, atol=loose), name
+        assert torch.allclose(engine.ema.averages[name], reference.ema.averages[name], atol=loose), name
+
+
+def test_a_checkpoint_after_an_edit_has_the_edited_weights(tmp_path):
+    """What is saved between an edit and the next step is what that step would use, in every layout it is loaded in."""
+    _, engine = train_with_edits("bf16-lean,master=fp32", zero_a_row)
+    engine.save(tmp_path / "saved")
+    for precision in ("bf16-lean,master=fp32", "bf16-lean", "fp32"):
+        fresh = fresh_model()
+        other = Engine(fresh, torch.optim.AdamW(fresh.parameters()), precision=precision, ema=0.5)
+        other.load(tmp_path / "saved")
+        assert (other.masters()["0.weight"][0] == 0).all()
+    assert (masters_of(load_checkpoint(tmp_path / "saved"))["0.weight"][0] == 0).all()
+
+
+# --- a frozen base --------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen base of several kinds of layers, and trainable adapters next to two of them, as in LoRA."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.embed, self.norm, self.bn = nn.Embedding(11, 8), nn.LayerNorm(8), nn.BatchNorm1d(4)
+        self.rnn, self.proj = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.full((8,), 0.7))
+        self.requires_grad_(False).to(base)
+        self.down, self.up, self.head = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False), nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        x = self.bn(self.rnn(self.norm(self.embed(tokens)))[0])
+        return self.head((self.proj(x) + self.up(self.down(x))) * self.scale)
+
+
+def train_adapters(base, precision, steps=3):
+    torch.manual_seed(0)
+    model = Adapted(base)
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01), precision=precision)
+    tokens, losses = torch.arange(20).reshape(5, 4) % 11, []
+    for _ in range(steps):
+        with engine.forward():
+            loss = model(tokens).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name].float(), value.float()) for name, value in frozen.items())
+    return model, engine, losses
+
+
+@pytest.mark.parametrize("base", [BF16, FP16], ids=["bf16 base", "fp16 base"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "bf16-lean", "fp16-lean", "bf16,keep_fp32=proj"])
+def test_adapters_train_next_to_a_frozen_16_bit_base(precision, base):
+    """Under every preset, with losses as in fp32; base weights keep their values, whatever dtype they are stored in."""
+    model, engine, losses = train_adapters(base, precision)
+    reference = train_adapters(base, "fp32")[2]
+    assert torch.allclose(torch.tensor(losses), torch.tensor(reference), rtol=0.03)
+    lean = HALF.get(precision.removesuffix("-lean")) if precision.endswith("-lean") else None
+    assert model.down.weight.dtype is (lean or FP32)
+    assert engine.masters()["up.weight"].dtype is FP32
+    assert model.proj.weight.dtype is (base if precision in {"bf16", "fp16", "bf16-lean", "fp16-lean"} else FP32)
+    assert model.bn.running_mean.dtype is FP32
+
+
+def test_casting_a_frozen_base_to_fp32_is_logged_once(caplog):
+    """One line names what was cast and that nothing was lost; under bf16 the matrices stay as they are."""
+    caplog.set_level("INFO", "halfstep")
+    train_adapters(BF16, "fp32", steps=1)
+    lines = [r.message for r in caplog.records if "Frozen 16-bit weights" in r.message]
+    assert len(lines) == 1
+    assert "fp32" in lines[0]
+    assert "embed.weight" in lines[0]
+
+
+def test_trainable_16_bit_weights_are_rejected_next_to_a_frozen_base():
+    """Only what is trained must be fp32: the message counts those alone."""
+    model = Adapted(BF16)
+    model.head.to(BF16)
+    with pytest.raises(SettingError, match=r"2 parameters, e.g. head.weight"):
+        cast_model(model, PRESETS["bf16"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated, and people still have such weights
+@pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"fp8"}))
+def test_frozen_tensors_of_any_kind_pass_untouched(preset):
+    """A quantised base, packed integers, fp8 and tensor subclasses are only read: no preset casts or rejects them."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    odd = {
+        "packed": torch.arange(3, dtype=torch.uint8),
+        "fp8": torch.ones(3).to(torch.float8_e4m3fn),
+        "quantised": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "wrapped": TwoTensor(torch.ones(3), torch.ones(3)),
+        "complex": torch.ones(3, dtype=torch.complex64),
+    }
+    for name, value in odd.items():
+        model[0].register_parameter(name, nn.Parameter(value, requires_grad=False))
+    params = [p for p in model.parameters() if p.requires_grad]
+    engine = Engine(model, torch.optim.AdamW(params), precision=preset)
+    with engine.forward():
+        loss = model(torch.randn(2, 4)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    for name, value in odd.items():
+        now = getattr(model[0], name)
+        assert (type(now.data), now.dtype) == (type(value), value.dtype)
+
+
+def test_trainable_tensor_subclasses_are_rejected_by_name_before_anything_is_changed():
+    """The Engine names the parameter, its kind and what to do."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+    optimizer = torch.optim.SGD(model.parameters())
+    for precision in ("fp32", "bf16-lean"):
+        with pytest.raises(SettingError, match=r"parameter 1.weight: it is a tensor subclass, TwoTensor.*Freeze it"):
+            Engine(model, optimizer, precision=precision)
+        assert model[0].weight.dtype is FP32

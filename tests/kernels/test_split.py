@@ -110,6 +110,40 @@ def test_bf16_infinities_have_no_residual_and_the_overflow_band_still_inverts():
     assert torch.equal(join(weight, low), largest)
 
 
+def ulp(weight, fraction_bits, bias):
+    """The ulp of each 16-bit number in float64, and of a subnormal that of the smallest normal."""
+    exponent = (bits(weight).to(torch.int32) >> fraction_bits) & ((1 << (15 - fraction_bits)) - 1)
+    return torch.ldexp(torch.ones(weight.shape, dtype=torch.float64), exponent.clamp(min=1) - bias - fraction_bits)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fraction_bits", "bias", "largest_low"), [(BF16, 7, 127, 1 << 15), (FP16, 10, 15, 1 << 14)]
+)
+def test_any_weight_with_any_residual_joins_within_half_a_ulp_of_the_weight(dtype, fraction_bits, bias, largest_low):
+    """All 65536 weights, as somebody else may set them, next to residuals of other weights: finite stays finite and close."""
+    weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randint(-largest_low, largest_low, (5,), generator=generator).tolist()
+    top = min(largest_low, (1 << 15) - 1)
+    for value in (-largest_low, 1 - largest_low, -257, -1, 0, 1, 256, top - 1, top, *spread):
+        master = join(weight, torch.full(weight.shape, value, dtype=torch.int16))
+        finite, nan = weight.isfinite(), weight.isnan()
+        assert master[finite].isfinite().all()
+        distance = (master.double() - weight.double()).abs()[finite]
+        assert (distance <= ulp(weight, fraction_bits, bias)[finite] / 2).all()
+        assert master[nan].isnan().all()
+        assert not master[~nan].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_zeroed_weight_stays_within_the_smallest_number_of_zero(dtype):
+    """Pruning writes zeros next to residuals of either sign; the master is then at most half the smallest 16-bit number."""
+    low = split(torch.randn(1 << 12), dtype)[1]
+    for zero in (0.0, -0.0):
+        master = join(torch.full(low.shape, zero, dtype=dtype), low)
+        assert (master.abs() <= torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2).all()
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_fp16_weight_is_torchs_cast(seed):
     """The weight of an fp16 split is the number torch would compute with, inf for what is too large."""

@@ -249,6 +249,79 @@ def test_tensors_may_come_and_go_between_steps():
     assert torch.allclose(extra, torch.full_like(extra, (1 - 0.005) ** 2 - 0.995 * 0.5 - 0.5), atol=1e-4)
 
 
+def patterns_of(dtype, seed):
+    """Every fifth finite 16-bit number and the extremes, each with one of the residuals of another number."""
+    weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    weight, ends = weight[weight.isfinite()], torch.finfo(dtype)
+    weight = torch.cat([weight[::5], torch.tensor([0.0, -0.0, ends.max, ends.min, ends.tiny, 1.0], dtype=dtype)])
+    limit = 1 << 15 if dtype is torch.bfloat16 else 1 << 14
+    edges = torch.tensor([-limit, -1, 0, 1, limit - 1])
+    low = edges[torch.randint(0, len(edges), weight.shape, generator=torch.Generator().manual_seed(seed))]
+    return weight.to(DEVICE), low.to(torch.int16).to(DEVICE)
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_kernel_reads_edited_weights_as_the_reference_does(dtype, master):
+    """16-bit weights of all sizes next to masters of other weights: kernel and reference give the same bits, all of them finite."""
+    weight, low = patterns_of(dtype, 0)
+    ends = []
+    for kernels in (True, False):
+        param = torch.nn.Parameter(weight.clone())
+        optimizer = halfstep.optim.SGD([param], lr=0.0, master=master)
+        if not kernels:
+            optimizer.step_together = lambda *, ready: False
+        optimizer.start_master(param, torch.flip(weight.float(), [0]) if master == "fp32" else None)
+        if master == "split":
+            optimizer.state[param]["low"].copy_(low)
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert param.isfinite().all()
+        if master == "fp32":
+            assert torch.equal(param, weight)
+        ends.append(state_of([param], optimizer))
+    assert identical(*ends) == []
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[0] is not torch.float32], ids=str)
+def test_kernels_follow_the_reference_on_edited_weights(layout):
+    """Rows zeroed, weights clamped, copied, and moved to other memory between the steps."""
+    pairs = [build(*layout, sizes=[(20, 30)]), build(*layout, kernels=False, sizes=[(20, 30)])]
+    for step in range(5):
+        for (param,), optimizer in pairs:
+            give_gradients([param], step)
+            optimizer.step()
+            with torch.no_grad():
+                param[step].zero_()
+                param.data.clamp_(-1, 1)
+                param[10 + step].fill_(1 / 3)
+            if step == 2:
+                param.data = param.data.clone()
+    (a, kernel), (b, reference) = pairs
+    loose = 3e-6 if layout[2] == "fp32" and layout[1] != "none" else 2e-2
+    assert torch.allclose(kernel.master_of(a[0]), reference.master_of(b[0]), rtol=loose, atol=loose * 1e-1)
+
+
+@pytest.mark.parametrize("entry", ["low", "exp_avg"])
+def test_a_replaced_state_is_the_one_that_is_stepped(entry):
+    """set_master and others put new tensors into the state; the kernel must not step at the addresses of the old ones."""
+    (param,), optimizer = build(torch.bfloat16, "split", "fp32", sizes=[(300,)])
+    for step in range(3):
+        give_gradients([param], step)
+        optimizer.step()
+    old = optimizer.state[param][entry]
+    if entry == "low":
+        optimizer.set_master(param, torch.full((300,), 1 / 3, device=DEVICE))
+    else:
+        optimizer.state[param][entry] = torch.zeros_like(old)
+    assert optimizer.state[param][entry] is not old
+    unchanged = old.clone()
+    give_gradients([param], 3)
+    optimizer.step()
+    assert torch.equal(old, unchanged)
+    assert optimizer.state[param][entry].any()
+
+
 def test_training_resumes_from_a_loaded_state():
     """A loaded optimizer steps as the saved one would have."""
     params, optimizer = build(torch.bfloat16, "split", "8bit")

@@ -90,7 +90,7 @@ def test_split_masters_are_the_fp32_masters(build, dtype):
         assert torch.allclose(a.master_of(p), master, rtol=0, atol=1e-7)
         assert torch.equal(p, split(a.master_of(p), dtype)[0])
         assert a.state[p]["low"].dtype is torch.int16
-        assert b.master_of(q) is master
+        assert torch.equal(b.master_of(q), master)
 
 
 @every_16_bit
@@ -173,6 +173,96 @@ def test_fp64_weights_are_not_rounded():
     with contextlib.suppress(SettingError):
         optimizer.step()
     assert param.item() == 1 + 2.0**-40
+
+
+# --- weights that somebody else changes --------------------------------------------------------------------------
+
+
+def zero_a_row(param):
+    param[0].zero_()
+
+
+def clamp_data(param):
+    param.data.clamp_(-0.3, 0.3)  # as WGAN does: no version counter notices
+
+
+def copy_constants(param):
+    param.copy_(torch.linspace(-2, 2, param.numel()).reshape(param.shape))
+
+
+def replace_storage(param):
+    param.data = (param.data * 0.5).clone()
+
+
+def mask_weights(param):
+    param.mul_((torch.arange(param.numel()).reshape(param.shape) % 3 != 0).to(param.dtype))
+
+
+EDITS = [zero_a_row, clamp_data, copy_constants, replace_storage, mask_weights]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD-momentum"])
+@every_16_bit
+@pytest.mark.parametrize("master", ["split", "fp32", "none"])
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_weights_edited_between_steps_are_trained_from_there(name, dtype, master, states):
+    """Zeroing, clamping, copying, new storage and masks have the effect that they have on fp32 weights."""
+    (param,), (exact,) = weights((8, 4), dtype=dtype), weights((8, 4))
+    exact.data.copy_(param)
+    build = BUILDERS[name]
+    lean, full = build([param], master=master, states=states), build([exact], states=states)
+    one_ulp, steps = torch.finfo(dtype).eps, 2
+    for edit in EDITS[3:] if INTERPRETED else EDITS:
+        for step in range(steps):
+            give_grads([param], step)
+            exact.grad = param.grad.float()
+            lean.found_inf = full.found_inf = torch.tensor(float(step == 1))  # the edits stay after a skipped step too
+            lean.step()
+            full.step()
+            with torch.no_grad():
+                edit(param)
+                edit(exact)
+            assert torch.allclose(lean.master_of(param), param.float(), rtol=one_ulp, atol=2.0**-25)
+        give_grads([param], steps)
+        exact.grad = param.grad.float()
+        lean.found_inf = full.found_inf = torch.zeros(())
+        lean.step()
+        full.step()
+        assert torch.allclose(param.float(), exact, rtol=8 * one_ulp, atol=8 * one_ulp)
+        exact.data.copy_(param)  # so that the roundings of one edit do not add to those of the next
+
+
+@every_16_bit
+def test_masters_without_edits_are_not_taken_for_edited_ones(dtype):
+    """Ties, subnormals and masters clamped to the dtype's range step on exactly as they are, with an fp32 master."""
+    largest = torch.finfo(dtype).max
+    exact = torch.tensor([1 + 2.0**-8, 1 + 2.0**-11, 1e-41, -1e-41, 3e-8, -0.0, 0.1, largest, -largest])
+    param = nn.Parameter(split(exact, dtype)[0])
+    optimizer = SGD([param], lr=1.0, master="fp32")
+    optimizer.start_master(param, exact)
+    for grad in (0.0, 0.0, 0.0):
+        param.grad = torch.full_like(param, grad)
+        optimizer.step()
+        assert torch.equal(bits(optimizer.state[param]["master"]), bits(exact))
+        assert torch.equal(bits(optimizer.master_of(param)), bits(exact))
+    beyond = 1e36 if dtype is BF16 else 1000.0
+    param.grad = torch.tensor([0.0] * 7 + [-beyond, beyond]).to(dtype)  # past both ends
+    optimizer.step()
+    assert torch.equal(optimizer.master_of(param), exact)
+    assert torch.equal(param, split(exact, dtype)[0])
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_a_model_cast_to_fp32_in_between_is_trained_as_it_is(master):
+    """After model.float() the fp32 weight is its own master, and after model.bfloat16() it has one again."""
+    (param,) = weights((4, 3), dtype=BF16)
+    optimizer = SGD([param], lr=0.5, master=master)
+    for dtype in (BF16, FP32, BF16):
+        param.data = param.data.to(dtype)
+        before = param.detach().double()
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert torch.allclose(param.double(), before - 0.5, atol=2.0**-7)
 
 
 # --- the flag and the scale --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 from halfstep.checkpoint.directory import Checkpoint, clean_name, load_checkpoint, replaced
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.errors import SettingError, unknown
-from halfstep.kernels.split import join
+from halfstep.kernels.layout import master_in
 from halfstep.precision.formats import torch_dtype
 
 __all__ = ["DTYPES", "export_weights", "find_checkpoint", "masters_of"]
@@ -46,10 +46,8 @@ def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor
         )
     for names, optimizer in zip(engine["names"], engine["optimizers"], strict=True):
         for name, state in _by_name(names, optimizer).items():
-            if "master" in state:
-                masters[name] = state["master"]
-            elif "low" in state:
-                masters[name] = join(weights[name], state["low"])
+            master = master_in(state, weights[name])
+            masters |= {} if master is None else {name: master}
     weights = replaced(weights, masters)
     if ema:
         if engine["ema"] is None:

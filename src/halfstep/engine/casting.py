@@ -1,6 +1,6 @@
 """Casting: which weights are 16-bit, and which modules compute in fp32.
 
-Presets with fp32 weights leave the weights alone. Lean presets round them to 16 bits in place and return the exact fp32
+Presets with fp32 weights leave the weights alone; a frozen base in 16 bits (LoRA) is accepted next to them. Lean presets round them to 16 bits in place and return the exact fp32
 values to the caller, which passes them to the optimizer as masters. Parameters stay the same objects, so optimizers,
 schedulers and hooks that refer to them keep working. The modules that the policy names stay in fp32, and so does
 batch-norm, whose running averages move by steps that 16 bits would lose.
@@ -23,7 +23,10 @@ from torch.utils import _pytree as pytree
 
 from halfstep.engine.region import upcast
 from halfstep.errors import SettingError
+from halfstep.events import log_info
+from halfstep.hardware.units import few
 from halfstep.kernels.split import split
+from halfstep.optim.trainable import unsupported_kind
 from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 from halfstep.precision.policy import Policy
 
@@ -31,44 +34,95 @@ __all__ = ["cast_model", "check_patterns", "sum_gradients_in_fp32", "uncast_forw
 
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the public classes' common base
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_UNCAST = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)  # layers with matrices that autocast does not cast on every device
 
 
 def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
     """Cast the model's weights to the policy's dtype in place; returns the fp32 values that were rounded, by parameter."""
+    fp32 = _fp32_parameters(model, policy)
+    wide = _frozen_to_upcast(model, policy, fp32)
     if policy.params == "fp32":
         _reject_16_bit_weights(model, policy)
+        _upcast_in_place(model, wide, policy)
         return {}
-    dtype = COMPUTE_DTYPES[policy.params]
-    fp32 = _fp32_parameters(model, policy)
     new: dict[Tensor, tuple[Tensor, Tensor]] = {}
     for name, param in model.named_parameters():
-        if not param.is_floating_point():
-            continue
-        if param in fp32:
-            if param.dtype in DTYPES_16_BIT:
-                raise SettingError(
-                    f"Parameter {name} stays fp32 under {policy}, but it is already {param.dtype}; the rounded-off bits "
-                    "are lost. Build the model in fp32 and let the Engine cast it."
-                )
-            continue
-        if param.dtype is dtype:
-            continue
-        if param.dtype is not torch.float32:
-            raise SettingError(
-                f"Parameter {name} is {param.dtype}, but the policy {policy} stores {policy.params} weights rounded from fp32. "
-                "Build the model in fp32 and let the Engine cast it."
-            )
-        master = param.detach().clone()
-        weight, _ = split(master, dtype)
-        if _has_numbers(master) and bool((weight.isinf() & master.isfinite()).any()):
-            raise SettingError(
-                f"Parameter {name} has a value of {master.abs().max().item():.4g}, outside the range of {policy.params}; keep its module in fp32 "
-                f"(keep_fp32={name.rpartition('.')[0] or name}) or use a preset with fp32 weights."
-            )
-        new[param] = weight, master
+        if param not in wide and _is_to_be_rounded(name, param, policy, fp32):
+            new[param] = _rounded(name, param, policy)
     for target, (weight, _) in new.items():
         target.data = weight
+    _upcast_in_place(model, wide, policy)
     return {param: master for param, (_, master) in new.items()}
+
+
+def _is_to_be_rounded(name: str, param: Tensor, policy: Policy, fp32: set[Tensor]) -> bool:
+    """Whether a lean preset stores this parameter in 16 bits and it is not yet; raises where it should and cannot."""
+    dtype = COMPUTE_DTYPES[policy.params]
+    frozen = not param.requires_grad
+    if unsupported_kind(param) is not None or not param.is_floating_point():  # frozen, or set-up would have raised
+        return False
+    if param in fp32:
+        if param.dtype in DTYPES_16_BIT:
+            raise SettingError(
+                f"Parameter {name} stays fp32 under {policy}, but it is already {param.dtype}; the rounded-off bits "
+                "are lost. Build the model in fp32 and let the Engine cast it."
+            )
+        return False
+    if param.dtype is dtype or (frozen and param.dtype in DTYPES_16_BIT):
+        return False
+    if param.dtype is not torch.float32:
+        raise SettingError(
+            f"Parameter {name} is {param.dtype}, but the policy {policy} stores {policy.params} weights rounded from fp32. "
+            "Build the model in fp32 and let the Engine cast it."
+        )
+    return True
+
+
+def _rounded(name: str, param: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
+    """The 16-bit weight of a parameter and its fp32 value; raises for a value that would become inf."""
+    master = param.detach().clone()
+    weight, _ = split(master, COMPUTE_DTYPES[policy.params])
+    if _has_numbers(master) and bool((weight.isinf() & master.isfinite()).any()):
+        raise SettingError(
+            f"Parameter {name} has a value of {master.abs().max().item():.4g}, outside the range of {policy.params}; keep its module in fp32 "
+            f"(keep_fp32={name.rpartition('.')[0] or name}) or use a preset with fp32 weights."
+        )
+    return weight, master
+
+
+def _frozen_to_upcast(model: nn.Module, policy: Policy, fp32: set[Tensor]) -> dict[Tensor, str]:
+    """Frozen 16-bit weights that the model can compute with only in fp32, with their names.
+
+    Autocast casts the matrices of a 16-bit base next to adapters of another dtype. It does not cast for normalisation,
+    recurrent and bilinear layers, whose kernels raise a dtype mismatch, and where compute is fp32 it casts nothing.
+    """
+    by_torch = {p for m in model.modules() if isinstance(m, _UNCAST) for p in m.parameters()}
+    return {
+        param: name
+        for name, param in model.named_parameters()
+        if param.dtype in DTYPES_16_BIT
+        and not param.requires_grad
+        and unsupported_kind(param) is None
+        and (
+            param in fp32
+            or policy.compute not in COMPUTE_DTYPES
+            or ((param.dim() < 2 or param in by_torch) and param.dtype is not COMPUTE_DTYPES.get(policy.params))
+        )
+    }
+
+
+def _upcast_in_place(model: nn.Module, params: dict[Tensor, str], policy: Policy) -> None:
+    for param in params:
+        param.data = param.data.float()
+    for module in model.modules():
+        if policy.compute not in COMPUTE_DTYPES or isinstance(module, _BATCH_NORMS):
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype in DTYPES_16_BIT and unsupported_kind(buffer) is None:
+                    setattr(module, name, buffer.float())
+    if params:
+        log_info(
+            f"Frozen 16-bit weights that {policy} computes with in fp32 were cast to fp32, which is exact: {few(list(params.values()))}."
+        )
 
 
 def check_patterns(model: nn.Module, policy: Policy) -> None:
@@ -94,7 +148,7 @@ def wrap_forwards(model: nn.Module, policy: Policy) -> None:
         if id(module) in fp32_ids or policy.keeps_fp32(name):
             _set_forward(module, _forward_in_fp32)
             covered += (f"{name}.",)
-        elif policy.params != "fp32" and type(module) in _NORMS:
+        elif policy.params != "fp32" and type(module) in _NORMS and not _has_frozen_fp32(module):
             _set_forward(module, _forward_as_it_is)
 
 
@@ -109,7 +163,7 @@ def uncast_forwards(model: nn.Module) -> None:
 
 
 def _reject_16_bit_weights(model: nn.Module, policy: Policy) -> None:
-    half = [name for name, p in model.named_parameters() if p.dtype in DTYPES_16_BIT]
+    half = [name for name, p in model.named_parameters() if p.dtype in DTYPES_16_BIT and p.requires_grad]
     if half:
         example = dict(model.named_parameters())[half[0]].dtype
         lean = "bf16-lean" if example is torch.bfloat16 else "fp16-lean"
@@ -117,6 +171,11 @@ def _reject_16_bit_weights(model: nn.Module, policy: Policy) -> None:
             f"The model already has 16-bit weights ({len(half)} parameters, e.g. {half[0]} in {example}), but the policy {policy} "
             f"keeps weights in fp32 and casts while computing. Drop .half() / .bfloat16() / torch_dtype=, or use precision={lean!r}."
         )
+
+
+def _has_frozen_fp32(module: nn.Module) -> bool:
+    """Whether a layer's own weights were cast from 16 bits to fp32; autocast alone computes with those."""
+    return any(p.dtype is torch.float32 and not p.requires_grad for p in module.parameters(recurse=False))
 
 
 def _has_numbers(tensor: Tensor) -> bool:

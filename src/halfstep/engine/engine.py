@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backends import Backend, make_backend
+from halfstep.engine.averaging import average_masters
 from halfstep.engine.blocks import Blocks
 from halfstep.engine.buffers import BufferGuard
 from halfstep.engine.checks import (
@@ -41,6 +42,7 @@ from halfstep.engine.compiling import check_compile, compile_model, records_grap
 from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
+from halfstep.engine.frozen import FrozenWatch
 from halfstep.engine.guards import GradientGuard
 from halfstep.engine.members import as_module
 from halfstep.engine.region import recomputing
@@ -124,6 +126,8 @@ class Engine(SavedEngine):
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
         self._delivery = Delivery(self.progress, Schedules(schedulers), self.scaler, run.params, callbacks)
+        average_masters(run)
+        self._frozen = FrozenWatch(run, () if ema is None else run.params.values())
         self._watch, self._closed = watch, False
         self._truths = TruthObserver(
             run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release
@@ -215,6 +219,7 @@ class Engine(SavedEngine):
     def _close_window(self, lr: float) -> StepResult:
         gradients, scale = self._update.gradients(), self.scaler.scale_on(self.device).clone()
         decision = self._update.apply(self.window, gradients)
+        self._frozen.check()
         self.progress.attempts += 1
         result = StepResult(self.progress.attempts, boundary=True, lr=lr, wait=self._delivery.drain)
         self._delivery.push(decision, scale, result)

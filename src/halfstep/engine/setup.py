@@ -29,6 +29,7 @@ from halfstep.errors import SettingError
 from halfstep.hardware.tf32 import set_tf32
 from halfstep.optim.adopt import adopt, check_adoptable
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.trainable import check_model
 from halfstep.precision.policy import Policy
 
 __all__ = ["PreparedRun", "as_list", "prepare_run"]
@@ -76,6 +77,7 @@ def prepare_run(
     if policy.compute == "fp8":
         raise SettingError("precision fp8 is not implemented yet. Use bf16-lean, which stores weights the same way.")
     check_optimizers(optimizers)
+    check_model(module)
     params = named_trainables(module, optimizers)
     check_patterns(module, policy)
     layout = _lean_layout(policy, always=gradient_release)

@@ -6,6 +6,9 @@ A 16-bit weight cannot represent an update smaller than half its ulp, so the opt
     master="fp32"    `master`: an fp32 copy; 6 bytes together
     master="none"    nothing: updates below half a ulp are lost
 
+The weight is the rounding of its master after every step. Where it is not, somebody else changed it, and the edited weight
+is the master: an fp32 copy is compared with the weight at every step, and a split one contains the weight.
+
 An fp32 weight is its own master and has no entry. Moments are stored as fp32, as bf16, or as 8-bit codes with one scale
 per block (`kernels.moments8`), in the entries `<name>` and `<name>_scale`.
 
@@ -133,8 +136,14 @@ def restore(state: Mapping[str, Any], name: str) -> Tensor:
 
 
 def master_in(state: Mapping[str, Any], weight: Tensor) -> Tensor | None:
-    """The fp32 master that a state has for this weight, or None where the weight is all there is."""
+    """The fp32 master that a state has for this weight, or None where the weight is all there is.
+
+    An fp32 copy counts only where the weight is its rounding; elsewhere the weight was edited since and is returned.
+    """
+    if weight.dtype not in DTYPES_16_BIT:
+        return None
     if "master" in state:
         master: Tensor = state["master"]
-        return master
+        rounded, _ = split(master, weight.dtype)
+        return torch.where(rounded.view(torch.int16) == weight.view(torch.int16), master, weight.float())
     return join(weight, state["low"]) if "low" in state else None

@@ -28,7 +28,15 @@ from halfstep.kernels.lion_triton import lion_factors_kernel, lion_update
 from halfstep.kernels.moments8 import BLOCK
 from halfstep.kernels.moments8_triton import decode, encode_signed, encode_unsigned
 from halfstep.kernels.sgd_triton import sgd_factors_kernel, sgd_update
-from halfstep.kernels.split_triton import join_bf16, join_fp16, split_bf16, split_fp16
+from halfstep.kernels.split_triton import (
+    join_bf16,
+    join_fp16,
+    split_bf16,
+    split_fp16,
+    unless_edited_bf16,
+    unless_edited_fp16,
+    widen_bf16,
+)
 from halfstep.kernels.table import LAUNCH_SHAPES, NUM_FACTORS, ChunkTable, Pointer
 from halfstep.kernels.table_triton import chunk_pointer, load, store
 
@@ -71,17 +79,18 @@ def _weight_pointers(row, start, WEIGHT: tl.constexpr, MASTER: tl.constexpr, FUL
 
 @triton.jit
 def _read_master(weight_at, master_at, offsets, left, WEIGHT: tl.constexpr, MASTER: tl.constexpr, FULL: tl.constexpr):
-    """The fp32 master, from wherever it is stored."""
-    if WEIGHT == _WEIGHT_FP32 or MASTER == _FP32_MASTER:
-        master = load(master_at, offsets, left, FULL)
+    """The fp32 master, from wherever it is stored; the weight itself where that was edited since the last step."""
+    weight = load(weight_at, offsets, left, FULL)
+    if WEIGHT == _WEIGHT_FP32:
+        master = weight
+    elif MASTER == _NO_MASTER:
+        master = widen_bf16(weight) if WEIGHT == _WEIGHT_BF16 else weight.to(tl.float32)
     else:
-        weight = load(weight_at, offsets, left, FULL)
+        stored = load(master_at, offsets, left, FULL)
         if WEIGHT == _WEIGHT_BF16:
-            master = join_bf16(weight, load(master_at, offsets, left, FULL) if MASTER == _SPLIT_MASTER else 0 * weight)
-        elif MASTER == _SPLIT_MASTER:
-            master = join_fp16(weight, load(master_at, offsets, left, FULL))
+            master = join_bf16(weight, stored) if MASTER == _SPLIT_MASTER else unless_edited_bf16(stored, weight)
         else:
-            master = weight.to(tl.float32)
+            master = join_fp16(weight, stored) if MASTER == _SPLIT_MASTER else unless_edited_fp16(stored, weight)
     return master
 
 

@@ -11,6 +11,11 @@ hi 0x7FC0 and lo 0, because rounding up could carry a NaN's bits into another pa
 largest value rounds to inf; it still inverts, but the model computes with inf, so the caller must treat it as an
 overflow.
 
+The model may change a weight outside the optimizer (pruning, clamping, load_state_dict), and the residual of the old
+weight then stays next to the new one. Every pair must therefore join to a number: at most half a 16-bit ulp from the
+weight, which is what a residual can represent. Only two kinds of pair are none, and neither comes from a split: a zero
+with lo < 0 and an infinity with lo > 0 have the bits of a NaN. They join to the weight itself.
+
 fp16. The weight is the nearest fp16 (ties to even) and the residual is the rounding error, in units of ulp / 2^15
 of the weight. fp32 has 13 more fraction bits than fp16 and a unit is two bits finer than that, so for weights that
 are normal in fp16 the master is exact. Below 2^-14 fp16's ulp stays at 2^-24, a unit is 2^-39, and the master is
@@ -36,10 +41,12 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def join(weight: Tensor, low: Tensor) -> Tensor:
-    """The fp32 master of a split weight."""
+    """The fp32 master of a split weight; of a weight that was edited since, a number within half a ulp of it."""
     if weight.dtype is torch.bfloat16:
-        # int32 arithmetic wraps around like the 32-bit register it stands for.
-        return ((weight.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+        # int32 arithmetic wraps around like the 32-bit register it stands for. In place: this is a step's peak memory.
+        bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
+        joined = bits.view(torch.float32)
+        return torch.where(joined.isnan(), weight.float(), joined, out=joined)
     wide = weight.float()
     unit = torch.ldexp(torch.ones_like(wide), _unit_exponent(weight))
     # inf and NaN have no residual; inf * 0 would turn the one into the other.

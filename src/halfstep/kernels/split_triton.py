@@ -9,28 +9,55 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["join_bf16", "join_fp16", "split_bf16", "split_fp16"]
+__all__ = [
+    "join_bf16",
+    "join_fp16",
+    "split_bf16",
+    "split_fp16",
+    "unless_edited_bf16",
+    "unless_edited_fp16",
+    "widen_bf16",
+]
+
+
+@triton.jit
+def widen_bf16(weight_bits):
+    """A bf16 weight (its int16 bits) in fp32."""
+    return (weight_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def join_bf16(weight_bits, low):
     """The fp32 master of a bf16 weight (its int16 bits) and the signed 16 bits stored next to it."""
-    return ((weight_bits.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+    joined = ((weight_bits.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+    return tl.where(joined == joined, joined, widen_bf16(weight_bits))  # NaN: an edited weight, or a NaN already
+
+
+@triton.jit
+def unless_edited_bf16(master, weight_bits):
+    """An fp32 master, or the weight where that is not the master's rounding any more."""
+    rounded = ((master.to(tl.int32, bitcast=True) + 0x8000) >> 16).to(tl.int16)
+    return tl.where(rounded == weight_bits, master, widen_bf16(weight_bits))
+
+
+@triton.jit
+def unless_edited_fp16(master, weight):
+    """The same for an fp16 weight."""
+    rounded = master.to(tl.float16).to(tl.int16, bitcast=True)
+    return tl.where(rounded == weight.to(tl.int16, bitcast=True), master, weight.to(tl.float32))
 
 
 @triton.jit
 def split_bf16(master):
     """A master's bf16 weight as int16 bits (ties away from zero), and the residual.
 
-    A finite master that would round to inf becomes bf16's largest value; any NaN becomes one NaN without a residual.
+    A finite master that would round to inf becomes bf16's largest value; that, inf and NaN have no residual. All three are
+    what remains when the lower half is cut off: arithmetic makes only quiet NaNs, whose mark is in the upper half.
     """
     bits = master.to(tl.int32, bitcast=True)
-    high = (bits + 0x8000) >> 16
-    low = bits - (high << 16)
-    beyond = (high & 0x7FFF) >= 0x7F80  # inf, NaN, or a number rounded up to inf, which has a residual below zero
-    high = tl.where(beyond & (low < 0), high - 1, high)
-    high = tl.where(master != master, 0x7FC0, high)
-    low = tl.where(beyond, 0, low)
+    inside = tl.abs(master) < 3.3961775292304601e38  # the tie between bf16's largest value, 0x7F7F, and inf
+    high = (bits + tl.where(inside, 0x8000, 0)) >> 16
+    low = tl.where(inside, bits - (high << 16), 0)
     return high.to(tl.int16), low.to(tl.int16)
 
 
@@ -56,10 +83,10 @@ def split_fp16(master):
     finite = tl.abs(master) < float("inf")
     inside = tl.where(finite, tl.minimum(tl.maximum(master, -65504.0), 65504.0), master)
     weight = inside.to(tl.float16)
-    residual = tl.where(finite, master - weight.to(tl.float32), 0.0)
+    residual = master - weight.to(tl.float32)
     # 1 / unit from the exponent bits: a power of two, so the product is exact.
     exponent = (weight.to(tl.int16, bitcast=True).to(tl.int32) >> 10) & 31
     units = residual * ((167 - tl.maximum(exponent, 1)) << 23).to(tl.float32, bitcast=True)
-    units = tl.where(tl.abs(units) <= 16384.0, units, 0.0)  # a master beyond fp16's range has no residual
+    units = tl.where(tl.abs(master) < 65520.0, units, 0.0)  # a master that rounds to inf has no residual; nor has NaN
     # Adding 1.5 * 2^23 rounds to the nearest, ties to even, as torch does, and leaves the integer in the low bits.
     return weight, (units + 12582912.0).to(tl.int32, bitcast=True).to(tl.int16)

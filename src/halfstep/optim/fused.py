@@ -119,7 +119,7 @@ class FusedStep:
         self._states: list[dict[str, Tensor]] = []
         self._state: Mapping[Tensor, Any] | None = None  # the optimizer's mapping that contains them
         self._addresses: list[int] = []  # of the weights, to notice `param.data = ...`
-        self._views: list[Tensor] = []
+        self._stored: list[Any] = []  # the tensors of the states, to notice that one was replaced
         self._steps = self._group_of = self._settings = torch.empty(0)
         self._rows: list[Row] = []  # the settings on the device
         self._settings_host: Tensor | None = None
@@ -138,9 +138,9 @@ class FusedStep:
         self._params, self._states, self._state = params, states, state
         self._addresses = [p.data_ptr() for p in params]
         self._steps = torch.stack([s["step"].to(device, torch.float32).reshape(()) for s in states])
-        self._views = list(self._steps.unbind())
-        for own, view in zip(states, self._views, strict=True):
+        for own, view in zip(states, self._steps.unbind(), strict=True):
             own["step"] = view
+        self._stored = [value for own in states for value in own.values()]
         self._group_of = to_device(np.asarray(group_of, dtype=np.int32), device)
         self._pointers, self._kinds = None, ()
 
@@ -152,7 +152,8 @@ class FusedStep:
             and len(active) == len(self._params)
             and all(map(operator.is_, active, self._params))
             and [p.data_ptr() for p in active] == self._addresses
-            and all(s["step"] is v for s, v in zip(self._states, self._views, strict=True))
+            and sum(map(len, self._states)) == len(self._stored)
+            and all(map(operator.is_, (value for s in self._states for value in s.values()), self._stored))
         )
 
     def step(self, rows: list[Row], divisor: Tensor | None, found_inf: Tensor | None) -> bool:
@@ -241,7 +242,7 @@ class FusedStep:
 
     def _kind(self, grad: Tensor, param: Tensor, state: State) -> tuple[Any, ...]:
         """What the tensors of a launch must agree in: the rule, and the dtypes of gradient, weight, master, moments."""
-        master = _master_entry(state)
+        master = _master_entry(param, state)
         moment = state.get(self._moments[0])
         rule = _WITHOUT_MOMENTS[self._rule] if moment is None else self._rule
         return (rule, grad.dtype, param.dtype, getattr(master, "dtype", None), getattr(moment, "dtype", None))
@@ -258,7 +259,7 @@ class FusedStep:
 
     def _pointer_row(self, param: Tensor, state: State) -> list[int]:
         """The addresses of one tensor's row: the weight's where there is nothing, and for the gradient until it is known."""
-        tensors: dict[Pointer, Tensor | None] = {Pointer.MASTER: _master_entry(state)}
+        tensors: dict[Pointer, Tensor | None] = {Pointer.MASTER: _master_entry(param, state)}
         columns = ((Pointer.FIRST, Pointer.FIRST_SCALE), (Pointer.SECOND, Pointer.SECOND_SCALE))
         for name, (moment, scale) in zip(self._moments, columns, strict=False):
             tensors[moment] = state.get(name)
@@ -272,5 +273,6 @@ def _settings_table(rows: list[Row]) -> Tensor:
     return torch.tensor([(*row, *[0.0] * (NUM_SETTINGS - len(row))) for row in rows], dtype=torch.float64)
 
 
-def _master_entry(state: State) -> Tensor | None:
-    return state.get("low", state.get("master"))
+def _master_entry(param: Tensor, state: State) -> Tensor | None:
+    """What is stored next to a 16-bit weight; an fp32 one is its own master, also if it was cast after it had another."""
+    return state.get("low", state.get("master")) if param.dtype in DTYPES_16_BIT else None

@@ -35,6 +35,7 @@ from halfstep.errors import SettingError, unknown
 from halfstep.kernels.layout import MASTER_ENTRIES, Layout
 from halfstep.kernels.lean import lean_step, read_master
 from halfstep.optim.convert import convert, plain
+from halfstep.optim.trainable import check_trainable
 
 __all__ = ["LeanOptimizer"]
 
@@ -60,6 +61,15 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
             raise unknown("states", states, STATES)
         self.master, self.states = master, states
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do; a parameter that cannot be trained is rejected by name."""
+        super().add_param_group(param_group)
+        try:
+            check_trainable(_named(self.param_groups[-1]), type(self).__name__)
+        except SettingError:
+            self.param_groups.pop()
+            raise
 
     # --- the contract -----------------------------------------------------------------------------------------------
 
@@ -119,6 +129,9 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_supported(self, param: Tensor) -> None:
         assert param.grad is not None
+        check_trainable(
+            [(f"of shape {tuple(param.shape)}", param)], type(self).__name__
+        )  # it may have been frozen before
         if param.grad.is_sparse or param.is_complex():
             kind = "sparse gradient" if param.grad.is_sparse else "complex parameter"
             raise SettingError(
@@ -208,3 +221,10 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"master": self.master, "states": self.states}
+
+
+def _named(group: dict[str, Any]) -> Iterable[tuple[str, Tensor]]:
+    """The parameters of a group with their names, or their numbers where the optimizer was built without names."""
+    params = group["params"]
+    names = group.get("param_names") or [f"number {i} of its group" for i in range(len(params))]
+    return zip(names, params, strict=True)
