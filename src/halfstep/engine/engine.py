@@ -106,7 +106,7 @@ class Engine:
         self.device, self.optimizers, self.schedulers = run.device, run.optimizers, schedulers
         reject_foreign_steps(self.optimizers, run.undo)
         self.ema = None if ema is None else Ema(run.params, ema, run.master_of)
-        self.window, self.progress = Window(accumulate), Progress()
+        self.window, self.progress = Window(accumulate, run.device), Progress()
         self._buffers = BufferGuard(module)
         hide, in_graphs = self.policy.widens_grads(accumulate), records_graphs(compile, self.device)
         self._gradients = GradientGuard(run.params, self.optimizers, in_graphs=in_graphs, hide=hide)
@@ -155,10 +155,9 @@ class Engine:
             raise SettingError(
                 "With gradient_release the update happens inside backward(): call it once per step, and without weight=."
             )
-        factor = self.window.weigh(weight)
-        scaled = self.scaler.scale(loss)
+        factor, scaled = self._update.weigh(self.window, weight), self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
-            scaled = scaled * factor
+            scaled = scaled * (factor.to(loss.device) if isinstance(factor, Tensor) else factor)
         with torch.autocast(self.device.type, enabled=False), recomputing():
             self.backend.backward(scaled, retain_graph=retain_graph)
         self.window.has_gradients = True
@@ -198,7 +197,7 @@ class Engine:
         return self._close_window(lr)
 
     def _close_window(self, lr: float) -> StepResult:
-        gradients, scale = self._update.gradients(), self.scaler.scale_on(self.device).clone()
+        gradients, scale = self._update.gradients(self.window), self.scaler.scale_on(self.device).clone()
         decision = self._update.apply(self.window, gradients)
         self.progress.attempts += 1
         result = StepResult(self.progress.attempts, boundary=True, lr=lr, wait=self._delivery.drain)
@@ -220,6 +219,7 @@ class Engine:
         for param in self._run.module.parameters():
             param.grad = None
         self.window.open()
+        self.backend.reset()
         self._gradients.forget()
 
     # --- state --------------------------------------------------------------------------------------------------
