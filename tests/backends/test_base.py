@@ -167,7 +167,16 @@ def test_a_backend_is_an_object_or_a_name():
     assert make_backend("auto", as_ddp(model)).name == "ddp"
     with pytest.raises(SettingError, match="Did you mean 'single'"):
         make_backend("singel", model)
+    for wrapped, advice in ((model, "Wrap the model in"), (as_ddp(model), "Omit backend=")):
+        with pytest.raises(SettingError, match=f'backend="ddp" is not supported.*{advice}'):
+            make_backend("ddp", wrapped)
     with pytest.raises(SettingError, match="must be a Backend"):
         make_backend(None, model)
     with pytest.raises(SettingError, match="DistributedDataParallel"):
         make_backend("single", as_ddp(model))
+
+
+def test_a_wrapper_around_a_part_is_rejected():
+    """Its ranks would agree on nothing: weights would be per rank."""
+    with pytest.raises(SettingError, match="A part of the model"):
+        make_backend("auto", nn.Sequential(as_ddp(nn.Linear(2, 2)), nn.Linear(2, 2)))

@@ -95,7 +95,7 @@ class Engine:
         self.scaler = scaler or make_scaler(self.policy.scaling)
         check_scaler(self.scaler, self.policy.compute)
         if gradient_release:
-            check_release(self.policy, max_norm, accumulate, compiled=bool(compile))
+            check_release(self.policy, max_norm, accumulate, compiled=bool(compile), backend=self.backend.name)
         for note in self.notes:
             log_info(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
@@ -221,6 +221,7 @@ class Engine:
         self.window.open()
         self.backend.reset()
         self._gradients.forget()
+        self._buffers.forget()
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -253,7 +254,6 @@ class Engine:
         """Continue from `state`; what does not fit is rejected before anything is changed."""
         load_state(self._parts(), state)
         self._delivery.discard()  # outcomes of the run that this state replaces
-        self._buffers.forget()
         self.reset_window()
 
     def save(self, path: str | Path, **extra: Any) -> Path:

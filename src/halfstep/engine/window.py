@@ -121,7 +121,7 @@ def _checked(weight: Any, device: torch.device) -> float | Tensor:
         return weight.detach().to(device, torch.float32, non_blocking=True).reshape(())
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
         raise SettingError(f"weight={weight!r} must be a number or a tensor with one, such as a count of tokens.")
-    if weight != 0 and not _SMALLEST <= weight <= _LARGEST:
+    if weight != 0 and not (weight >= _SMALLEST and weight <= _LARGEST):
         raise SettingError(
             f"weight={weight!r} must be a finite number of 0 or more in the range of fp32 (1e-38 to 1e38), such as a count of tokens."
         )
@@ -134,10 +134,13 @@ def _grown(old: float | Tensor, last: float | Tensor, weight: float | Tensor) ->
         power = _power_of_two_above(weight)
         reference = max(old, power) if old else max(power, min(last, power * _MOST_ABOVE))
         return reference, weight / reference if reference else 0.0
-    device = next(v.device for v in (weight, old, last) if isinstance(v, Tensor))
-    old, last, weight = (_on(device, v) for v in (old, last, weight))
+    return _grown_on_device(*_tensors(old, last, weight))
+
+
+def _grown_on_device(old: Tensor, last: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     valid = (weight >= 0) & (weight <= _LARGEST)
-    power = _device_power_of_two_above(torch.where(valid, weight, 0.0))
+    # The power of two at or above a weight, exactly: a mantissa that is not 0 carries into fp32's exponent.
+    power = ((torch.where(valid, weight, 0.0).view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     start = torch.maximum(power, torch.minimum(last, power * _MOST_ABOVE))
     reference = torch.where(old > 0, torch.maximum(old, power), start)
     return reference, torch.where(valid, weight / reference.clamp(min=_SMALLEST), torch.nan)
@@ -145,33 +148,27 @@ def _grown(old: float | Tensor, last: float | Tensor, weight: float | Tensor) ->
 
 def _ratio(old: float | Tensor, new: float | Tensor) -> float | Tensor:
     """old / new, and 1 while `old` is 0: then what has been accumulated is 0."""
-    if isinstance(old, float) and isinstance(new, float):
+    if isinstance(old, float) and (not old or isinstance(new, float)):
         return old / new if old else 1.0
-    if isinstance(old, float) and not old:
-        return 1.0
-    device = next(v.device for v in (old, new) if isinstance(v, Tensor))
-    old, new = _on(device, old), _on(device, new)
-    return torch.where(old > 0, old / new.clamp(min=_SMALLEST), 1.0)
+    before, after = _tensors(old, new)
+    return torch.where(before > 0, before / after.clamp(min=_SMALLEST), 1.0)
 
 
 def _or_else(reference: float | Tensor, last: float | Tensor) -> float | Tensor:
     """The reference, or the last one while it is 0."""
     if isinstance(reference, float):
         return reference or last
-    return torch.where(reference > 0, reference, _on(reference.device, last))
+    return torch.where(reference > 0, *_tensors(reference, last))
 
 
-def _on(device: torch.device, value: float | Tensor) -> Tensor:
+def _tensors(*values: float | Tensor) -> list[Tensor]:
+    """All as 0-dim tensors on the device of the first that is one."""
+    device = next(v.device for v in values if isinstance(v, Tensor))
     # torch.full and not torch.tensor: a copy from the host would wait for the device.
-    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float32, device=device)
+    return [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float32, device=device) for v in values]
 
 
 def _power_of_two_above(weight: float) -> float:
     """The power of two at or above a weight; 0 for 0."""
     mantissa, exponent = math.frexp(weight)
     return math.ldexp(1.0, exponent - (mantissa == 0.5)) if weight else 0.0
-
-
-def _device_power_of_two_above(weight: Tensor) -> Tensor:
-    """The same on the device, exactly: a mantissa that is not 0 carries into fp32's exponent."""
-    return ((weight.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
