@@ -13,8 +13,8 @@ from halfstep.engine.engine import Engine
 from halfstep.errors import SettingError
 
 HOOKS = (
-    "check", "prepare", "context", "forward_context", "backward", "reduce_weight", "total_norm", "agree", "step", "local", "gather", "scatter",
-    "truth_rows", "close",
+    "check", "prepare", "context", "forward_context", "agree_reference", "backward", "reduce_gradients", "reduce_weight", "total_norm", "agree",
+    "step", "reset", "local", "gather", "scatter", "truth_rows", "close",
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ class Recording(Backend):
     """Writes down the hooks that are called."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(RunContext(world_size=2))
         self.calls = []
 
     def __getattribute__(self, name):
@@ -59,6 +59,7 @@ def test_every_hook_is_right_for_one_process():
     assert backend.context() == RunContext()
     for hook in (backend.reduce_weight, backend.total_norm, backend.agree, backend.local):
         assert hook(tensor) is tensor
+    assert backend.agree_reference(tensor, weighted=True, closing=True) is tensor
     assert backend.gather(state) is backend.scatter(state) is state
     assert backend.step(None, None) is False
     assert backend.truth_rows() == {}
@@ -75,8 +76,9 @@ def test_the_engine_calls_the_hooks_in_their_order(tmp_path):
         backend.calls.clear()
         step(engine, model)
         order = [name for name in dict.fromkeys(backend.calls) if name not in {"context", "truth_rows"}]
-        assert order == ["forward_context", "backward", "reduce_weight", "total_norm", "agree", "step"]
-        once = ("reduce_weight", "total_norm", "agree", "step")  # each may be a collective
+        update = ["reduce_gradients", "total_norm", "reduce_weight", "agree", "step", "reset"]
+        assert order == ["forward_context", "agree_reference", "backward", *update]
+        once = ("reduce_gradients", "total_norm", "reduce_weight", "agree", "step")  # each may be a collective
         assert [backend.calls.count(name) for name in once] == [1] * len(once)
         backend.calls.clear()
         engine.load(engine.save(tmp_path / "saved"))
@@ -165,7 +167,16 @@ def test_a_backend_is_an_object_or_a_name():
     assert make_backend("auto", as_ddp(model)).name == "ddp"
     with pytest.raises(SettingError, match="Did you mean 'single'"):
         make_backend("singel", model)
+    for wrapped, advice in ((model, "Wrap the model in"), (as_ddp(model), "Omit backend=")):
+        with pytest.raises(SettingError, match=f'backend="ddp" is not supported.*{advice}'):
+            make_backend("ddp", wrapped)
     with pytest.raises(SettingError, match="must be a Backend"):
         make_backend(None, model)
     with pytest.raises(SettingError, match="DistributedDataParallel"):
         make_backend("single", as_ddp(model))
+
+
+def test_a_wrapper_around_a_part_is_rejected():
+    """Its ranks would agree on nothing: weights would be per rank."""
+    with pytest.raises(SettingError, match="A part of the model"):
+        make_backend("auto", nn.Sequential(as_ddp(nn.Linear(2, 2)), nn.Linear(2, 2)))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from halfstep.engine.buffers import BufferGuard
+from halfstep.engine.engine import Engine
 
 FLAG, CLEAR = torch.ones(()), torch.zeros(())
 
@@ -241,3 +242,45 @@ def test_buffers_that_cannot_be_written_into_do_not_stop_a_step():
     guard.restore_if(FLAG)
     assert not model.mean.any()
     assert torch.equal(model.edges.to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize("abort", ["forward", "loss", "backward", "between"])
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_skip_after_an_aborted_window_reverts_to_its_own_start(abort, num_before):
+    """The skipped window's forwards are undone, and not those of a window that was dropped before it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=None))
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", accumulate=2)
+
+    def train(num, factor=1.0):
+        for _ in range(num):
+            with engine.forward():
+                loss = model(torch.randn(4, 3)).pow(3).mean() * factor
+            engine.backward(loss)
+            result = engine.step()
+        return result
+
+    train(2)
+    if num_before:
+        train(num_before)
+
+    def fail(*_):
+        raise RuntimeError("aborted")
+
+    with pytest.raises(RuntimeError, match="aborted"):
+        with engine.forward():
+            out = model(torch.randn(4, 3))
+            if abort == "forward":
+                fail()
+        if abort == "loss":
+            fail()
+        if abort == "backward":
+            out.register_hook(fail)
+        engine.backward(out.pow(2).mean())
+        fail()
+    engine.reset_window()
+    before = values(model)
+    assert train(2, factor=torch.inf).skipped
+    assert equal(values(model), before)
+    assert not train(2).skipped
+    assert not equal(values(model), before)

@@ -4,8 +4,8 @@ The Engine, the trainer and the planner call these hooks and know nothing else a
 right for one process, so a backend overrides only what differs:
 
     once              check -> prepare -> context
-    each micro-batch  forward_context(last) around the forward, then backward(loss)
-    each update       reduce_weight -> total_norm -> agree -> step
+    each micro-batch  forward_context(last) around the forward, agree_reference -> backward(loss)
+    each update       agree_reference -> reduce_gradients -> total_norm -> reduce_weight -> agree -> step -> reset
     state             gather before saving, scatter before loading
     always            local, truth_rows, close
 
@@ -68,7 +68,18 @@ class Backend:
         """Backpropagate a loss that is already scaled."""
         loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
+    def agree_reference(self, reference: float | Tensor, *, weighted: bool, closing: bool) -> float | Tensor:
+        """The unit of the window's weights, which must be the same on every rank when gradients are reduced.
+
+        Called before each backward, and with `closing` when the window ends. `weighted` is whether weights were passed in
+        this window. Returns `reference` itself where nothing is about to be reduced.
+        """
+        return reference
+
     # --- each update --------------------------------------------------------------------------------------------
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that no backward of this window has reduced."""
 
     def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
         """The weight of a window, agreed over ranks; gradients are divided by it."""
@@ -85,6 +96,9 @@ class Backend:
     def step(self, optimizer: torch.optim.Optimizer, decision: Any) -> bool:
         """Take the step of an optimizer that this backend owns; False leaves it to the Engine."""
         return False
+
+    def reset(self) -> None:
+        """The window ended and its gradients were dropped, after an update or without one."""
 
     # --- state --------------------------------------------------------------------------------------------------
 

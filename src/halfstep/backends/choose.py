@@ -16,6 +16,9 @@ __all__ = ["BACKENDS", "make_backend"]
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (SingleDevice,)}
 
 
+_WRAP = "Wrap the model in torch.nn.parallel.DistributedDataParallel and pass that to the Engine"
+
+
 def make_backend(backend: Backend | str, model: nn.Module) -> Backend:
     """The backend object that `Engine(backend=...)` names; "auto" looks at how the model is wrapped."""
     if isinstance(backend, Backend):
@@ -23,9 +26,17 @@ def make_backend(backend: Backend | str, model: nn.Module) -> Backend:
     names = ("auto", *BACKENDS)
     if not isinstance(backend, str):
         raise SettingError(f"backend={backend!r} must be a Backend or one of {', '.join(names)}.")
-    if backend not in names:
-        raise unknown("backend", backend, names)
     wrapper = find_ddp(model)
+    if backend == "ddp":
+        advice = 'Omit backend=: "auto" recognises it' if wrapper is not None else _WRAP
+        raise SettingError(f'backend="ddp" is not supported: the Engine does not wrap a model. {advice}.')
+    if backend not in names:
+        raise unknown("backend", backend, names, advice=f"{_WRAP} to train on several GPUs.")
+    if wrapper is None and any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
+        raise SettingError(
+            "A part of the model is in DistributedDataParallel. The Engine supports the wrapper around the whole model only: put the parts "
+            "into one module and wrap that, or build one Engine per wrapped part."
+        )
     if backend == "auto":
         return SingleDevice() if wrapper is None else WrappedDDP()
     if wrapper is not None:

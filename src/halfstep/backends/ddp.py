@@ -1,7 +1,9 @@
 """A model that the user wrapped in DistributedDataParallel: it reduces the gradients itself.
 
 The wrapper decides in its forward whether the following backward reduces, so `no_sync` is entered around the forward, as
-its documentation shows. Weights must stay fp32: its buckets have the dtype that the weights had when it was built.
+its documentation shows. Gradients that no backward has reduced when a window closes (a short window, a second loss, a
+forward outside the wrapper) are reduced then, by the wrapper's own reducer. What the ranks agree on is in `agreement`.
+Weights must stay fp32: its buckets have the dtype that the weights had when it was built.
 """
 
 from __future__ import annotations
@@ -9,13 +11,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from halfstep.backends.agreement import Agreement
 from halfstep.backends.base import Backend
 from halfstep.backends.context import RunContext
+from halfstep.backends.reducer import check_finished, reduce_now
 from halfstep.errors import SettingError
 from halfstep.precision.policy import Policy
 
@@ -33,9 +39,21 @@ class WrappedDDP(Backend):
         else:
             super().__init__()
         self._wrapper: nn.parallel.DistributedDataParallel | None = None
+        self._agreement: Agreement | None = None  # None with one rank
+        self._observer: Any = None  # the handle of `_observe`
+        self._armed = False  # whether the next backward reduces
+        self._due = False  # whether there are gradients that no backward has reduced
+        self._reduced = False  # whether a backward of this window has reduced
+        self._several = False  # whether micro-batches have several losses: then all gradients are reduced at the end
 
     def check(self, model: nn.Module, policy: Policy) -> None:
-        """Reject policies that the wrapper's fp32 buckets cannot carry."""
+        """Reject policies that the wrapper's fp32 buckets cannot carry, and precision settings of its own."""
+        wrapper = find_ddp(model)
+        if getattr(wrapper, "mixed_precision", None) is not None:
+            raise SettingError(
+                "The model is in DistributedDataParallel(mixed_precision=...), which casts weights and gradients on its own. Omit it: the "
+                "Engine's precision= decides."
+            )
         if policy.params != "fp32":
             raise SettingError(
                 f"The model is in DistributedDataParallel, whose buckets have the dtype the weights had when it was built; {policy} "
@@ -49,12 +67,94 @@ class WrappedDDP(Backend):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Remember the wrapper and return the module inside it."""
-        self._wrapper = find_ddp(model)
-        return super().prepare(model, optimizers)
+        module, wrapper = super().prepare(model, optimizers), find_ddp(model)
+        self._wrapper, group = wrapper, getattr(wrapper, "process_group", None)
+        if wrapper is None or group is None:
+            return module
+        self._observer = wrapper.register_forward_hook(self._observe)
+        if dist.get_world_size(group) > 1:
+            _reject_foreign(module, optimizers)
+            self._context = replace(self._context, process_group=group)
+            self._agreement = Agreement(group, self._context.device)
+        return module
+
+    def _observe(self, wrapper: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._armed = bool(wrapper.require_backward_grad_sync)
 
     def forward_context(self, *, last: bool) -> AbstractContextManager[None]:
         """`no_sync` for all but the last micro-batch of a window."""
-        return contextlib.nullcontext() if last or self._wrapper is None else self._wrapper.no_sync()
+        wrapper = self._wrapper
+        if wrapper is None:
+            return contextlib.nullcontext()
+        if getattr(getattr(wrapper, "_join_config", None), "enable", False):
+            raise SettingError(
+                "DistributedDataParallel.join() does not repeat the Engine's own messages between ranks, and the others would wait for ever. "
+                "Train the same number of windows on every rank: their lengths may differ (step(last=True)), and a batch with weight=0 "
+                "counts nothing."
+            )
+        if last and not self._several:
+            return contextlib.nullcontext()
+        self._reject_static_graph("accumulate above 1")
+        return wrapper.no_sync()
+
+    def _reject_static_graph(self, cause: str) -> None:
+        if getattr(self._wrapper, "static_graph", False):
+            raise SettingError(
+                f"DistributedDataParallel(static_graph=True) expects a reduction in every backward, which {cause} does not give it. Build it "
+                "without static_graph, or use accumulate=1 with one loss per step."
+            )
+
+    def agree_reference(self, reference: float | Tensor, *, weighted: bool, closing: bool) -> float | Tensor:
+        """The largest of all ranks, right before gradients are reduced."""
+        if self._agreement is None or not (self._due if closing else self._armed):
+            return reference
+        return self._agreement.reference(reference, weighted=weighted)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Backpropagate; after a forward that was not under `no_sync` the wrapper reduces meanwhile."""
+        super().backward(loss, retain_graph=retain_graph)
+        # A second backward after one that reduced adds gradients of this rank alone: they are reduced when the window closes,
+        # and from the next window on nothing is reduced before.
+        self._several = self._several or (self._reduced and not self._armed)
+        self._reduced, self._due, self._armed = self._reduced or self._armed, not self._armed, False
+
+    def reduce_gradients(self) -> None:
+        """Reduce what no backward has reduced, and raise if a reduction is incomplete."""
+        if self._wrapper is None:
+            return
+        if self._due:
+            self._reject_static_graph("a second loss, or a forward outside it,")
+            reduce_now(self._wrapper)
+            self._due = False
+        elif self._agreement is not None:
+            check_finished(self._wrapper)
+
+    def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
+        """The mean over ranks, as the wrapper averages gradients."""
+        return weight if self._agreement is None else self._agreement.weight(weight)
+
+    def total_norm(self, partial: Tensor) -> Tensor:
+        """Reduced gradients have the same norm on every rank; whether it is finite travels with the weight."""
+        return partial if self._agreement is None else self._agreement.norm(partial)
+
+    def agree(self, found_inf: Tensor) -> Tensor:
+        """1 on every rank if it is on any."""
+        return found_inf if self._agreement is None else self._agreement.flag(found_inf)
+
+    def reset(self) -> None:
+        """Expect no gradients; after a forward without its backward the reducer is reset as well."""
+        if self._armed and self._wrapper is not None:
+            self._wrapper.reducer._reset_state()  # noqa: SLF001 - else the next backward under no_sync would reduce
+        self._armed = self._due = self._reduced = False
+        if self._agreement is not None:
+            self._agreement.reset()
+
+    def close(self) -> None:
+        """Stop observing the wrapper."""
+        if self._observer is not None:
+            self._observer.remove()
+            self._observer = None
 
     def truth_rows(self) -> Mapping[str, str]:
         """The wrapper sums fp32 gradients in fp32."""
@@ -69,3 +169,14 @@ def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
             return None
         model = inner
     return model
+
+
+def _reject_foreign(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise for parameters that the wrapper does not reduce: ranks would drift apart."""
+    own = set(module.parameters())
+    foreign = sum(p not in own for o in optimizers for group in o.param_groups for p in group["params"])
+    if foreign:
+        raise SettingError(
+            f"The optimizers have {foreign} parameters outside the model that is in DistributedDataParallel; their gradients would differ "
+            "between ranks. Make them part of the module before you wrap it."
+        )

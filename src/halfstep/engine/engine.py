@@ -106,7 +106,7 @@ class Engine(SavedEngine):
         self.backend.check(root, self.policy)
         self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:
-            check_release(self.policy, max_norm, accumulate, compiled=bool(compile))
+            check_release(self.policy, max_norm, accumulate, compiled=bool(compile), backend=self.backend.name)
         for note in self.notes:
             log_once(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
@@ -117,7 +117,7 @@ class Engine(SavedEngine):
         self.device, self.optimizers, self.schedulers = run.device, run.optimizers, schedulers
         reject_foreign_steps(self.optimizers, run.undo)
         self.ema = None if ema is None else Ema(run.params, ema, run.master_of)
-        self.window, self.progress = Window(accumulate), Progress()
+        self.window, self.progress = Window(accumulate, run.device), Progress()
         self._buffers = BufferGuard(module)
         hide, in_graphs = self.policy.widens_grads(accumulate), records_graphs(compile, self.device)
         self._gradients = GradientGuard(run.params, self.optimizers, in_graphs=in_graphs, hide=hide)
@@ -175,10 +175,9 @@ class Engine(SavedEngine):
         self._gradients.check("backward")
         check_backward(self.window, weighted=weight is not None, released=self._release is not None)
         self._truths.losses.observe(loss, entered=self._blocks.entered)
-        factor = self.window.weigh(weight)
-        scaled = self.scaler.scale(loss)
+        factor, scaled = self._update.weigh(self.window, weight), self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
-            scaled = scaled * factor
+            scaled = scaled * (factor.to(loss.device) if isinstance(factor, Tensor) else factor)
         with torch.autocast(self.device.type, enabled=False), recomputing():
             self.backend.backward(scaled, retain_graph=retain_graph)
         self.window.has_gradients = True
@@ -217,7 +216,7 @@ class Engine(SavedEngine):
         return self._close_window(lr)
 
     def _close_window(self, lr: float) -> StepResult:
-        gradients, scale = self._update.gradients(), self.scaler.scale_on(self.device).clone()
+        gradients, scale = self._update.gradients(self.window), self.scaler.scale_on(self.device).clone()
         decision = self._update.apply(self.window, gradients)
         self._frozen.check()
         self.progress.attempts += 1
@@ -244,7 +243,9 @@ class Engine(SavedEngine):
         for param in self._run.module.parameters():
             param.grad = None
         self.window.open()
+        self.backend.reset()
         self._gradients.forget()
+        self._buffers.forget()
 
     # --- state --------------------------------------------------------------------------------------------------
 

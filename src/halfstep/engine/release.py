@@ -29,7 +29,9 @@ WAIVED_GUARANTEES = (
 )
 
 
-def check_release(policy: Policy, max_norm: float | None, accumulate: int, *, compiled: bool) -> None:
+def check_release(
+    policy: Policy, max_norm: float | None, accumulate: int, *, compiled: bool, backend: str = "single"
+) -> None:
     """Raise where something needs all gradients at once."""
     reason = None
     if policy.scaling.mode != "none":
@@ -38,6 +40,8 @@ def check_release(policy: Policy, max_norm: float | None, accumulate: int, *, co
         reason = f"max_norm={max_norm} needs the norm of all gradients before the first update; use max_norm=None"
     elif accumulate > 1:
         reason = f"accumulate={accumulate} adds gradients up before the update; use accumulate=1 and a larger batch"
+    elif backend == "ddp":
+        reason = "DistributedDataParallel reduces a gradient after it was used, and the ranks would drift apart"
     elif compiled:
         reason = "compile=True returns all gradients of the compiled backward at once, so none would be released early"
     if reason is not None:

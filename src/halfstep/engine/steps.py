@@ -158,15 +158,20 @@ def decide(
     max_norm: float | None,
     backend: Backend,
     tables: dict[Any, Any] | None = None,
+    *,
+    norm: Tensor | None = None,
 ) -> Decision:
-    """Read all gradients once; the norm and the flag are those of all ranks. `tables` lives from step to step."""
+    """Read all gradients once; the norm and the flag are those of all ranks. `tables` lives from step to step.
+
+    `norm` is that of the gradients before division, over all ranks, where the caller already knows it.
+    """
     sums = known_sums(grads, tables) if backend.context().world_size == 1 else None
     if sums is not None and sums.device == divisor.device:
         from halfstep.kernels.gradstats_triton import judge
 
         found_inf, norm, divisor = judge(sums, divisor, max_norm)
         return Decision(backend.agree(found_inf), norm, divisor)
-    norm = backend.total_norm(total_norm(grads, divisor.device, tables)) / divisor
+    norm = (backend.total_norm(total_norm(grads, divisor.device, tables)) if norm is None else norm) / divisor
     found_inf = backend.agree((~(norm.isfinite() & (divisor > 0))).to(torch.float32))
     if max_norm is not None:
         divisor = divisor * ((norm + 1e-6) / max_norm).clamp(min=1)

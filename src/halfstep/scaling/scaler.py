@@ -87,8 +87,11 @@ class Scaler:
         for _, (consecutive,) in self._readback.deliver(wait=False):
             stop_if_stuck(int(consecutive), self.settings, self.get_scale, named_params)
 
-    def advance(self, found_inf: Tensor | float) -> None:
-        """`update` without the check that stops the run, for callers that read the counters back themselves."""
+    def advance(self, found_inf: Tensor | float, *, unless: Tensor | None = None) -> None:
+        """`update` without the check that stops the run, for callers that read the counters back themselves.
+
+        Where the flag `unless` is set, scale and counters stay as they are.
+        """
         if isinstance(found_inf, Tensor):
             if found_inf.numel() != 1:
                 raise SettingError(
@@ -97,7 +100,12 @@ class Scaler:
             self._place(found_inf.device)
         else:
             found_inf = torch.full((), float(found_inf), device=self._scale.device)
+        before = None if unless is None else (self._scale.clone(), self._counters.clone())
         scale_update(self._scale, self._counters, found_inf.to(self._scale.device, non_blocking=True), self.settings)
+        if unless is not None and before is not None:
+            unless = unless.to(self._scale.device, torch.bool, non_blocking=True)
+            for value, old in zip((self._scale, self._counters), before, strict=True):
+                value.copy_(torch.where(unless, old, value))
 
     def get_scale(self) -> float:
         """The current scale; on a GPU this waits for the device."""
