@@ -18,7 +18,7 @@ def test_a_tied_weight_keeps_its_master_in_another_layout(target, tmp_path):
 
 
 def test_averages_fit_a_model_with_other_wrappers(tmp_path):
-    """An average of a model with a compiled part continues in the same model without one, and back."""
+    """An average of a model with a wrapped part continues in the same model without one, and back."""
     wrapped = nn.Sequential(nn.Embedding(16, 8), Wrapped(nn.Linear(8, 8)), nn.Linear(8, 16))
     other = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16))
     engine, twin = trained(wrapped, "bf16-lean", ema=0.9), trained(other, "bf16-lean", steps=0, ema=0.9)
