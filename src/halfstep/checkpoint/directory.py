@@ -37,7 +37,15 @@ import torch
 from torch import Tensor
 
 from halfstep.checkpoint.exchange import exchange
-from halfstep.checkpoint.files import FORMAT, VERSION, read_manifest, render_manifest, require_intact, require_present
+from halfstep.checkpoint.files import (
+    FILES,
+    FORMAT,
+    VERSION,
+    read_manifest,
+    render_manifest,
+    require_intact,
+    require_present,
+)
 from halfstep.checkpoint.names import match_names
 from halfstep.checkpoint.tensorfile import TensorReader, file_bytes, require_storable, tensor_blocks, view_key
 from halfstep.checkpoint.tree import tree_from_json, tree_to_json
@@ -56,7 +64,6 @@ __all__ = [
 ]
 
 TEMPORARY = ".tmp-"
-_FILES = ("model.safetensors", "state.safetensors", "state.json", "meta.json", "manifest.json")
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,9 +242,9 @@ def _check_target(path: Path, *, overwrite: bool) -> None:
         raise SettingError(
             f"{path} exists already and is not overwritten; save under another name, remove it first, or pass overwrite=True."
         )
-    if entries is None or "manifest.json" not in entries or not set(entries) <= set(_FILES):
+    if entries is None or "manifest.json" not in entries or not set(entries) <= {*FILES, "manifest.json"}:
         foreign = (
-            "" if entries is None else f" (it has {few([name for name in entries if name not in _FILES] or entries)})"
+            "" if entries is None else f" (it has {few([name for name in entries if name not in FILES] or entries)})"
         )
         raise SettingError(
             f"{path} is not a checkpoint directory{foreign}, and overwrite=True replaces nothing else; save under another name."
