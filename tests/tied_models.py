@@ -21,15 +21,15 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.inner(self.embed(x))))
 
 
-class Wrapped(nn.Module):
-    """A submodule behind the level that torch.compile inserts."""
+class Wrapped(nn.DataParallel):
+    """A submodule behind the level that a wrapper of torch's inserts; on the CPU, whatever devices there are."""
 
     def __init__(self, inner):
-        super().__init__()
-        self._orig_mod = inner
+        nn.Module.__init__(self)
+        self.module = inner
 
     def forward(self, x):
-        return self._orig_mod(x)
+        return self.module(x)
 
 
 def trained(model, precision, steps=4, optimizer=None, **options):

@@ -10,7 +10,9 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from halfstep.checkpoint.directory import check_weights, clean_name, folder_lock, load_checkpoint, save_checkpoint
+from halfstep.checkpoint import directory
+from halfstep.checkpoint.directory import check_weights, folder_lock, load_checkpoint, save_checkpoint
+from halfstep.checkpoint.exchange import exchange
 from halfstep.checkpoint.files import FILES
 from halfstep.errors import HalfstepError, SettingError
 from tree_cases import TREES, same
@@ -18,9 +20,10 @@ from tree_cases import TREES, same
 EVERY_FILE = [*FILES, "manifest.json"]
 
 
-def save(path, weights=None, state=None, **meta):
+def save(path, weights=None, state=None, overwrite=False, **meta):
     """Save a small checkpoint."""
-    return save_checkpoint(path, weights=weights or {"w": torch.arange(6.0)}, state=state, meta=meta)
+    weights = weights or {"w": torch.arange(6.0)}
+    return save_checkpoint(path, weights=weights, state=state, meta=meta, overwrite=overwrite)
 
 
 @given(TREES, TREES)
@@ -76,40 +79,22 @@ def test_tied_weights_are_stored_once_and_tied_after_loading(tmp_path):
     assert torch.equal(weights["head"], shared)
 
 
-@pytest.mark.parametrize(
-    ("name", "clean"),
-    [
-        ("module.a.weight", "a.weight"),
-        ("_orig_mod.module.a", "a"),
-        ("a._orig_mod.b.module.c", "a.b.c"),
-        ("module", "module"),
-        ("a.module", "a.module"),
-        ("modules.a", "modules.a"),
-        ("_fsdp_wrapped_module.a._checkpoint_wrapped_module.b", "a.b"),
-    ],
-)
-def test_wrapper_levels_are_removed_from_names(name, clean):
-    """DDP, FSDP, compile and activation checkpointing do not change the names on disk."""
-    assert clean_name(name) == clean
-
-
-def test_a_compiled_wrapped_model_is_saved_under_its_own_names(tmp_path):
-    """A checkpoint of a wrapped model loads into the bare one, and vice versa."""
+def test_a_checkpoint_fits_a_model_with_other_wrappers(tmp_path):
+    """Weights are stored under the names they are passed with, and levels of wrappers on either side do not matter."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3))
     wrapped = {f"_orig_mod.module.{name}": value for name, value in model.state_dict().items()}
     loaded = load_checkpoint(save(tmp_path / "ckpt", wrapped))
-    assert list(loaded.weights) == ["0.weight", "0.bias"]
+    assert list(loaded.weights) == list(wrapped)
     model.load_state_dict(check_weights(loaded.weights, model.state_dict()))
-    assert list(check_weights(loaded.weights, wrapped)) == list(wrapped)
+    assert list(check_weights(model.state_dict(), wrapped)) == list(wrapped)
 
 
-def test_names_that_collide_are_rejected_unless_they_are_one_tensor(tmp_path):
-    """Removing a wrapper's level from names never loses a weight."""
-    a, b = torch.ones(2), torch.zeros(2)
-    save(tmp_path / "fine", {"a": a, "module.a": a, "b": a, "module.b": a})
-    assert set(load_checkpoint(tmp_path / "fine").weights) == {"a", "b"}
-    with pytest.raises(SettingError, match=r"'a' and 'module\.a' are different tensors"):
-        save(tmp_path / "ckpt", {"a": a, "module.a": b})
+def test_no_weight_is_lost_whatever_its_name(tmp_path):
+    """Names that differ only in a level called like a wrapper's are different weights."""
+    weights = {"a": torch.ones(2), "module.a": torch.zeros(2), "module.module.a": torch.full((2,), 3.0)}
+    loaded = load_checkpoint(save(tmp_path / "ckpt", weights)).weights
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in check_weights(loaded, weights).items())
 
 
 @pytest.mark.parametrize(
@@ -271,7 +256,7 @@ def test_weights_that_do_not_fit_are_listed_with_both_shapes():
     text = str(caught.value)
     assert "1 missing in the checkpoint: c;" in text
     assert "7 not in the model: extra0, extra1, extra2, extra3, extra4 and 2 more;" in text
-    assert "2 different: a (saved [2] float32, model [2, 2] float32), b (saved [3] float32, model [3] float16)" in text
+    assert "2 different: module.a (saved [2] float32, model [2, 2] float32), module.b (saved [3] float32, model" in text
 
 
 def test_saving_copies_at_most_one_tensor_at_a_time(tmp_path, monkeypatch):
@@ -287,3 +272,59 @@ def test_saving_copies_at_most_one_tensor_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "empty_like", watched)
     save(tmp_path / "ckpt", {f"w{i}": torch.ones(8, 8 + i).t() for i in range(4)})
     assert len(copies) == 4
+
+
+def test_overwriting_replaces_a_checkpoint_and_leaves_nothing_behind(tmp_path):
+    """The new checkpoint is there, and neither the old one nor a temporary directory; a second time too."""
+    for value in range(3):
+        save(tmp_path / "ckpt", {"w": torch.full((2,), float(value))}, overwrite=True)
+        assert load_checkpoint(tmp_path / "ckpt").weights["w"].tolist() == [value, value]
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+    with pytest.raises(SettingError, match="overwrite=True"):
+        save(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("moment", ["temporary directory", "parent"])
+def test_an_overwritten_checkpoint_is_intact_until_the_new_one_is_complete(tmp_path, monkeypatch, moment):
+    """A disk that fails before or after the rename leaves the old checkpoint under its name, and nothing else."""
+    save(tmp_path / "ckpt", {"w": torch.zeros(2)})
+    sync = directory._sync
+
+    def fail(folder):
+        if (folder == tmp_path) == (moment == "parent"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(folder)
+
+    monkeypatch.setattr(directory, "_sync", fail)
+    with pytest.raises(HalfstepError, match="No space left"):
+        save(tmp_path / "ckpt", {"w": torch.ones(2)}, overwrite=True)
+    assert not load_checkpoint(tmp_path / "ckpt").weights["w"].any()
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_only_checkpoints_are_overwritten(tmp_path):
+    """A file, a link, a directory with other files and a checkpoint with files added to it stay as they are."""
+    save(tmp_path / "real")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name, entry in (("folder", "notes.txt"), ("mixed", "notes.txt")):
+        if name == "mixed":
+            save(tmp_path / name)
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / entry).write_text("mine")
+    for name in ("file", "link", "folder", "mixed"):
+        with pytest.raises(SettingError, match="not a checkpoint directory"):
+            save(tmp_path / name, overwrite=True)
+    assert (tmp_path / "mixed" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "mine"
+
+
+def test_directories_change_places_without_the_system_call(tmp_path, monkeypatch):
+    """Where the operating system cannot exchange two directories at once, renames do, and a failure reverts them."""
+    monkeypatch.setattr("halfstep.checkpoint.exchange._exchange_at_once", lambda *_: False)
+    for value in range(2):
+        save(tmp_path / "ckpt", {"w": torch.full((2,), float(value))}, overwrite=True)
+    assert load_checkpoint(tmp_path / "ckpt").weights["w"].tolist() == [1.0, 1.0]
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+    with pytest.raises(OSError):
+        exchange(tmp_path / "absent", tmp_path / "ckpt")
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]

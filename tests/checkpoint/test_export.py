@@ -23,12 +23,12 @@ def test_a_tied_weight_is_exported_in_full_under_all_its_names(precision, ema, t
 
 
 @pytest.mark.parametrize("ema", [False, True], ids=["weights", "ema"])
-def test_a_model_with_a_compiled_part_is_exported_under_its_own_names(ema, tmp_path):
-    """The level that torch.compile inserts into names is not in the file, and the masters are exported."""
+def test_a_model_with_a_wrapped_part_is_exported_under_its_own_names(ema, tmp_path):
+    """The level that a wrapper inserts into names is not in the file, and the masters are exported."""
     model = nn.Sequential(nn.Embedding(16, 8), Wrapped(nn.Linear(8, 8)), nn.Linear(8, 16))
     engine = trained(model, "bf16-lean", ema=0.9)
     engine.save(tmp_path / "saved")
     exported = load_file(export_weights(tmp_path / "saved", tmp_path / "weights.safetensors", ema=ema))
     expected = engine.ema.averages if ema else engine.masters()
-    assert {name.replace("_orig_mod.", "") for name in expected} == set(exported)
-    assert all(torch.equal(exported[name.replace("_orig_mod.", "")], value) for name, value in expected.items())
+    assert {name.replace("module.", "") for name in expected} == set(exported)
+    assert all(torch.equal(exported[name.replace("module.", "")], value) for name, value in expected.items())

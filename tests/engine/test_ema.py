@@ -136,6 +136,38 @@ def test_state_round_trip():
     assert fresh.decay == 0.5
 
 
+def test_the_trained_weights_come_back_inside_and_changes_to_them_stay():
+    """Within `swapped`, `swapped_back` has the trained weights; nested blocks of either kind end where they began."""
+    param = nn.Parameter(torch.ones(3))
+    ema = Ema({"w": param}, 0.9, plain)
+    ema.averages["w"].fill_(5)
+    with ema.swapped_back():
+        assert param.tolist() == [1.0] * 3
+    with ema.swapped():
+        with ema.swapped_back():
+            assert param.tolist() == [1.0] * 3
+            with ema.swapped():
+                assert param.tolist() == [5.0] * 3
+            param.data.fill_(2)  # as loading a state does
+        assert param.tolist() == [5.0] * 3
+        with ema.swapped():
+            assert param.tolist() == [5.0] * 3
+        assert param.tolist() == [5.0] * 3
+        with pytest.raises(ZeroDivisionError), ema.swapped_back():
+            raise ZeroDivisionError
+        assert param.tolist() == [5.0] * 3
+    assert param.tolist() == [2.0] * 3
+    assert ema.trained is None
+
+
+def test_averages_of_another_shape_are_rejected():
+    """A shape that would broadcast is not accepted, and nothing has been loaded."""
+    ema = Ema({"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2))}, 0.9, plain)
+    with pytest.raises(SettingError, match=r"EMA of b has the shape \(1,\) and the parameter \(2,\)"):
+        ema.load_state_dict({"averages": {"a": torch.ones(2), "b": torch.ones(1)}})
+    assert not ema.averages["a"].any()
+
+
 def test_averages_of_other_parameters_are_rejected():
     """The message names what does not fit, and nothing has been loaded."""
     ema = Ema({"a": nn.Parameter(torch.zeros(2))}, 0.9, plain)

@@ -1,9 +1,15 @@
 """States between Engines that differ in wrappers, ties, keep_fp32 or the way they step."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from halfstep.checkpoint.directory import load_checkpoint
+from halfstep.checkpoint.export import masters_of
+from halfstep.errors import SettingError
 from tied_models import Tied, Wrapped, train, trained
 
 
@@ -18,7 +24,7 @@ def test_a_tied_weight_keeps_its_master_in_another_layout(target, tmp_path):
 
 
 def test_averages_fit_a_model_with_other_wrappers(tmp_path):
-    """An average of a model with a compiled part continues in the same model without one, and back."""
+    """An average of a model with a wrapped part continues in the same model without one, and back."""
     wrapped = nn.Sequential(nn.Embedding(16, 8), Wrapped(nn.Linear(8, 8)), nn.Linear(8, 16))
     other = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16))
     engine, twin = trained(wrapped, "bf16-lean", ema=0.9), trained(other, "bf16-lean", steps=0, ema=0.9)
@@ -50,3 +56,126 @@ def test_a_state_does_not_bring_its_way_of_stepping(precision, then, now, tmp_pa
     assert {k: optimizer.param_groups[0][k] for k in ("fused", "foreach")} == way
     train(target, other, 2)
     assert other.progress.applied == 6
+
+
+EMA_PRESETS = ["fp32", "bf16-lean", "bf16-lean,master=fp32"]
+
+
+@pytest.mark.parametrize("precision", EMA_PRESETS)
+@pytest.mark.parametrize("blocks", [[True], [True, True], [True, False], [False, True]], ids=str)
+def test_what_is_saved_inside_an_evaluation_is_the_trained_run(precision, blocks, tmp_path):
+    """In any nesting of evaluate(): state, masters, checkpoint and export have the trained weights, and training continues."""
+    engine, twin = (trained(Tied(), precision, ema=0.9) for _ in range(2))
+    wanted = copy.deepcopy(twin.state_dict())
+    masters = {name: master.clone() for name, master in twin.masters().items()}
+    with contextlib.ExitStack() as stack:
+        for ema in blocks:
+            stack.enter_context(engine.evaluate(ema=ema))
+        inside = copy.deepcopy(engine.state_dict())
+        inner = engine.masters()
+        engine.save(tmp_path / "saved")
+        shown = dict(engine.params)["inner.weight"].detach().clone()
+    for name, weight in wanted["model"].items():
+        assert torch.equal(inside["model"][name], weight)
+    assert all(torch.equal(inner[name], master) for name, master in masters.items())
+    exported = masters_of(load_checkpoint(tmp_path / "saved"))
+    assert all(torch.equal(exported[name], master) for name, master in masters.items())
+    averages = engine.ema.averages["inner.weight"].to(shown.dtype)
+    assert torch.equal(shown, averages) == blocks[-1]
+    train(engine.model, engine, 2)
+    train(twin.model, twin, 2)
+    assert all(torch.equal(engine.masters()[name], master) for name, master in twin.masters().items())
+
+
+@pytest.mark.parametrize("precision", EMA_PRESETS)
+def test_a_state_loaded_inside_an_evaluation_stays_after_it(precision):
+    """evaluate(ema=True) puts back the loaded weights, not those it found, also if an exception ends it."""
+    engine, source = trained(Tied(), precision, ema=0.9), trained(Tied(), precision, steps=6, ema=0.9)
+    with pytest.raises(ZeroDivisionError), engine.evaluate(ema=True):
+        engine.load_state_dict(copy.deepcopy(source.state_dict()))
+        raise ZeroDivisionError
+    assert all(torch.equal(engine.masters()[name], master) for name, master in source.masters().items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-lean", "bf16-lean,master=fp32"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_weights_are_not_saved_unless_requested(precision, value, tmp_path):
+    """The message names the tensors and counts; frozen ones count too, and nothing is written."""
+    model = Tied()
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    engine = trained(model, precision)
+    model.inner.weight.data[0, :3] = value
+    model.frozen.data[1] = value
+    with pytest.raises(SettingError, match=r"frozen \(1 of 3\).*inner.weight \(3 of 64\)"):
+        engine.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    engine.save(tmp_path / "saved", allow_nonfinite=True)
+    model.inner.weight.data.fill_(1), model.frozen.data.fill_(1)
+    if "master=fp32" in precision:
+        engine.optimizers[0].state[model.inner.weight]["master"][0, 0] = value
+        with pytest.raises(SettingError, match=r"inner.weight \(its master\) \(1 of 64\)"):
+            engine.save(tmp_path / "again")
+
+
+def test_buffers_may_be_infinite(tmp_path):
+    """A mask of -inf is a normal buffer."""
+    model = Tied()
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf))
+    trained(model, "bf16-lean").save(tmp_path / "saved")
+
+
+def test_a_checkpoint_is_replaced_on_request(tmp_path):
+    """save(overwrite=True) replaces the last one; without it the old one stays."""
+    engine = trained(Tied(), "fp32")
+    engine.save(tmp_path / "last", epoch=1)
+    with pytest.raises(SettingError, match="overwrite=True"):
+        engine.save(tmp_path / "last", epoch=2)
+    engine.save(tmp_path / "last", overwrite=True, epoch=3)
+    assert engine.load(tmp_path / "last") == {"epoch": 3}
+
+
+class Named(nn.Module):
+    """A model with a submodule called `module`, as wrappers call theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.module = nn.Linear(8, 16)
+        self.weight = nn.Parameter(torch.ones(16, 16) / 16)
+
+    def forward(self, x):
+        return self.module(self.embed(x)) @ self.weight
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-lean"])
+@pytest.mark.parametrize(("there", "back"), [(False, False), (True, False), (False, True)])
+def test_a_submodule_called_module_loses_nothing(precision, there, back, tmp_path):
+    """Saved and loaded with and without a wrapper around the model, and exported, every tensor has its own name."""
+    source, target = (Wrapped(Named()) if wrap else Named() for wrap in (there, back))
+    engine = trained(source, precision, ema=0.9)
+    path = engine.save(tmp_path / "saved")
+    names = {"embed.weight", "module.weight", "module.bias", "weight"}
+    assert engine.state_dict()["model"].keys() == masters_of(load_checkpoint(path)).keys() == names
+    other = trained(target, precision, steps=0, ema=0.9)
+    other.load(path)
+    ours, theirs = list(engine.masters().values()), list(other.masters().values())
+    assert len(ours) == 4
+    assert all(map(torch.equal, ours, theirs))
+    assert all(map(torch.equal, engine.ema.averages.values(), other.ema.averages.values()))
+
+
+def test_a_reset_window_forgets_its_copy_of_the_buffers():
+    """After an abandoned window, a skipped step restores the buffers of its own start, not those of the abandoned one."""
+    model = nn.Sequential(nn.Embedding(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 16))
+    engine = trained(model, "fp32", steps=1)
+    x = torch.arange(16)
+    with engine.forward():
+        loss = model(x).sum()
+    engine.backward(loss)
+    engine.reset_window()
+    start = {name: b.clone() for name, b in model.named_buffers()}
+    with engine.forward():
+        loss = model(x).sum() * torch.inf
+    engine.backward(loss)
+    assert engine.step().skipped
+    assert all(torch.equal(b, start[name]) for name, b in model.named_buffers())

@@ -1,7 +1,9 @@
 """Adoption: a lean optimizer takes over a stock one with its groups, schedulers and state."""
 
+import copy
 import itertools
 import logging
+import weakref
 
 import pytest
 import torch
@@ -219,3 +221,39 @@ def test_groups_added_after_adoption_are_seen_by_both_and_take_the_users_setting
     give_grads([first, second, third], 0)
     lean.step()
     assert all("low" in lean.state[p] for p in (first, second, third))
+
+
+@every_stock
+def test_loading_into_the_adopted_optimizer_reaches_the_lean_one(stock):
+    """The groups stay the same dictionaries, the state stays shared, and masters and moments are those of the state."""
+    params = weights((5, 7), (9,), dtype=BF16)
+    optimizer = stock(params)
+    lean = adopt(optimizer, master="split", states="fp32")
+    for t in range(3):
+        give_grads(params, t)
+        lean.step()
+    saved, values = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    masters, groups = [lean.master_of(p).clone() for p in params], lean.param_groups[0]
+    give_grads(params, 9)
+    lean.step()
+    for p, value in zip(params, values, strict=True):
+        p.data.copy_(value)
+    saved["param_groups"][0]["lr"] = 0.125
+    optimizer.load_state_dict(saved)
+    assert lean.param_groups[0] is groups is optimizer.param_groups[0]
+    assert groups["lr"] == 0.125
+    assert optimizer.state is lean.state
+    assert all(torch.equal(lean.master_of(p), master) for p, master in zip(params, masters, strict=True))
+    assert all(lean.state[p]["step"] == 3 for p in params)
+
+
+def test_an_adopted_optimizer_whose_engine_is_gone_loads_by_itself():
+    """Nothing keeps the lean optimizer alive, and the stock one loads as torch does."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([param], lr=0.5, momentum=0.9)
+    lean = adopt(optimizer, master="none", states="fp32")
+    gone = weakref.ref(lean)
+    del lean
+    assert gone() is None
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: {"momentum_buffer": torch.full((3,), 2.0)}}})
+    assert optimizer.state[param]["momentum_buffer"].tolist() == [2.0] * 3

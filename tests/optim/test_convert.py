@@ -1,9 +1,13 @@
 """States between layouts and to and from torch's own optimizers."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
 
+from halfstep.engine.engine import Engine
 from halfstep.errors import SettingError
 from halfstep.kernels.split import join, split
 from halfstep.optim import SGD, Adam, AdamW, Lion
@@ -125,3 +129,68 @@ def test_step_hooks_run_around_a_step():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert calls == ["pre", "post"]
+
+
+def stored(tree):
+    file = io.BytesIO()
+    torch.save(tree, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def steps(model, engine, seeds):
+    for seed in seeds:
+        with engine.forward():
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+            loss = (model(x).float() - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+    return engine.masters()
+
+
+@pytest.mark.parametrize("through", [stored, copy.deepcopy], ids=["torch.save", "deepcopy"])
+@pytest.mark.parametrize("stock", [torch.optim.AdamW, torch.optim.SGD, Lion], ids=["AdamW", "SGD", "Lion"])
+@pytest.mark.parametrize("layout", ["states=8bit", "states=bf16", "master=fp32,states=8bit", "master=none,states=8bit"])
+def test_a_lean_state_survives_torchs_own_saving_and_loading(layout, stock, through):
+    """Saved and loaded by the stock class before Engine(...), with fp32 weights, a run continues bit for bit."""
+
+    def build():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 6)
+        return model, stock(model.parameters(), lr=1e-2, **({"momentum": 0.9} if stock is torch.optim.SGD else {}))
+
+    model, optimizer = build()
+    engine = Engine(model, optimizer, f"bf16-lean,{layout}")
+    steps(model, engine, range(3))
+    saved = through((model.state_dict(), optimizer.state_dict()))
+    wanted = steps(model, engine, range(3, 6))
+    dtypes = {name: value.dtype for name, value in engine.optimizers[0].state[model.weight].items()}
+    model, optimizer = build()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    engine = Engine(model, optimizer, f"bf16-lean,{layout}")
+    masters = steps(model, engine, range(3, 6))
+    assert all(torch.equal(masters[name], wanted[name]) for name in wanted)
+    assert {name: value.dtype for name, value in engine.optimizers[0].state[model.weight].items()} == dtypes
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("options", "entry"), [({}, "low"), ({"master": "fp32"}, "master"), ({"states": "8bit"}, "low")]
+)
+def test_entries_that_torch_cast_to_16_bits_are_rejected(dtype, options, entry):
+    """A low half or a master does not fit into 16 bits; the error names the entry and the ways out."""
+    params, lean = trained(AdamW, dtype, **options)
+    stock = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in params])
+    stock.load_state_dict(lean.state_dict())
+    with pytest.raises(SettingError, match=f"'{entry}' of an optimizer state was cast to .*before Engine"):
+        lean.load_state_dict(stock.state_dict())
+
+
+def test_codes_that_are_not_integers_are_rejected():
+    """A state that was changed after it was saved is not rounded to the nearest code."""
+    _, lean = trained(AdamW, BF16, states="8bit")
+    state = copy.deepcopy(lean.state_dict())
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].float() + 0.5
+    with pytest.raises(SettingError, match="'exp_avg' of an optimizer state contains numbers that are not torch.int8"):
+        lean.load_state_dict(state)

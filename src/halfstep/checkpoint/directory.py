@@ -10,7 +10,8 @@ A checkpoint is a directory of five files:
 
 How saving is atomic. Everything is written to a temporary directory in the same parent and synced to disk: each file,
 then the directory. One rename then moves it into place, and the parent is synced. A process that dies at any moment
-leaves either nothing or the complete checkpoint, and at worst a `.tmp-*` directory that nothing reads.
+leaves either nothing or the complete checkpoint, and at worst a `.tmp-*` directory that nothing reads. A checkpoint that
+is overwritten changes places with the new one once that is complete (`exchange.py`), and is removed after that.
 
 How damage is detected. Loading checks the manifest against its own checksum and every file against the manifest before
 anything is parsed, so a flipped bit anywhere raises an error that names the file. The checksums detect accidents; they
@@ -35,7 +36,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint.files import FORMAT, VERSION, read_manifest, render_manifest, require_intact, require_present
+from halfstep.checkpoint.exchange import exchange
+from halfstep.checkpoint.files import (
+    FILES,
+    FORMAT,
+    VERSION,
+    read_manifest,
+    render_manifest,
+    require_intact,
+    require_present,
+)
+from halfstep.checkpoint.names import match_names
 from halfstep.checkpoint.tensorfile import TensorReader, file_bytes, require_storable, tensor_blocks, view_key
 from halfstep.checkpoint.tree import tree_from_json, tree_to_json
 from halfstep.errors import HalfstepError, SettingError
@@ -45,7 +56,6 @@ __all__ = [
     "TEMPORARY",
     "Checkpoint",
     "check_weights",
-    "clean_name",
     "folder_lock",
     "load_checkpoint",
     "read_meta",
@@ -54,8 +64,6 @@ __all__ = [
 ]
 
 TEMPORARY = ".tmp-"
-# Levels that DDP and DataParallel, torch.compile, FSDP1 and activation checkpointing insert into parameter names.
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +80,15 @@ class Checkpoint:
         return f"checkpoint {self.path} ({len(self.weights)} tensors, {num_params} values)"
 
 
-def clean_name(name: str) -> str:
-    """The model's own name of a weight, without the levels that DDP, FSDP and torch.compile insert."""
-    *levels, last = name.split(".")
-    return ".".join([*(level for level in levels if level not in _WRAPPERS), last])
-
-
-def save_checkpoint(path: str | Path, *, weights: Mapping[str, Tensor], state: Any, meta: Mapping[str, Any]) -> Path:
-    """Write a checkpoint to `path`, which must not exist yet, and return the path.
+def save_checkpoint(
+    path: str | Path,
+    *,
+    weights: Mapping[str, Tensor],
+    state: Any,
+    meta: Mapping[str, Any],
+    overwrite: bool = False,
+) -> Path:
+    """Write a checkpoint to `path` and return the path; with `overwrite`, a checkpoint that is there is replaced.
 
     `state` is any tree of dicts, lists, tuples, tensors and plain values; `meta` the same without tensors. A value
     that cannot be stored raises an error with its path before anything is written. If writing fails, the partial
@@ -101,10 +110,7 @@ def save_checkpoint(path: str | Path, *, weights: Mapping[str, Tensor], state: A
     }
     needed = file_bytes(stored) + file_bytes(state_tensors)
     try:
-        if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
-            raise SettingError(
-                f"{path} exists already and is never overwritten; save under another name, or remove it first."
-            )
+        _check_target(path, overwrite=overwrite)
         _write(path, files)
     except OSError as error:
         raise _cannot_save(path, error, needed) from error
@@ -151,11 +157,11 @@ def check_weights(
 ) -> dict[str, Tensor]:
     """The saved weights under the model's names, for `load_state_dict`; raises an error that lists every mismatch.
 
-    `model` is the model's `state_dict()`; names are compared after `clean_name`. With `any_float`, floating-point
-    tensors may differ in dtype.
+    `model` is the model's `state_dict()`; wrappers in its names or in the saved ones do not matter. With `any_float`,
+    floating-point tensors may differ in dtype.
     """
-    actual = {clean_name(name): tensor for name, tensor in saved.items()}
-    expected = {clean_name(name): tensor for name, tensor in model.items()}
+    own = match_names(saved, model)
+    actual, expected = {own.get(name, name): tensor for name, tensor in saved.items()}, model
     different = [
         f"{name} (saved {_shape_and_dtype(actual[name])}, model {_shape_and_dtype(expected[name])})"
         for name in expected
@@ -172,12 +178,13 @@ def check_weights(
             f"The checkpoint does not fit the model: {listed}. Build the model with the settings it was saved with; "
             "they are in the checkpoint's meta."
         )
-    return {name: actual[clean_name(name)] for name in model}
+    return {name: actual[name] for name in model}
 
 
 def replaced(weights: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of `weights` with the values of `new`; a tied weight is replaced under all of its names."""
-    by_view = {view_key(weights[clean_name(name)]): tensor for name, tensor in new.items()}
+    own = match_names(new, weights)
+    by_view = {view_key(weights[own.get(name, name)]): tensor for name, tensor in new.items()}
     return {name: by_view.get(view_key(tensor), tensor) for name, tensor in weights.items()}
 
 
@@ -206,34 +213,42 @@ def folder_lock(folder: Path, *, exclusive: bool) -> Iterator[bool]:
 
 
 def _untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The weights under clean names, tied ones once, and a map from each other name to the stored one."""
+    """The weights, tied ones once, and a map from each other name to the stored one."""
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     name_of_view: dict[tuple[object, ...], str] = {}
-    original: dict[str, str] = {}
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):
             raise SettingError(f"weights[{name!r}] is a {type(tensor).__name__}, not a tensor; put it into state.")
         require_storable(tensor, f"weights[{name!r}]")
-        clean = clean_name(name)
-        if clean == "__metadata__" or clean.encode("utf-8", "replace").decode() != clean:
+        if name == "__metadata__" or name.encode("utf-8", "replace").decode() != name:
             raise SettingError(f"weights[{name!r}]: a safetensors file cannot store a tensor of that name; rename it.")
-        key = view_key(tensor)
-        if clean in original:
-            if name_of_view.get(key) == aliases.get(clean, clean):
-                continue  # one tensor, listed with and without the wrapper's level
-            raise SettingError(
-                f"weights {original[clean]!r} and {name!r} are different tensors, but both are {clean!r} without the "
-                "levels of DDP, FSDP or torch.compile. Pass the weights of the model or of its wrapper, not of "
-                "both, or rename the submodule."
-            )
-        original[clean] = name
-        if key in name_of_view:
-            aliases[clean] = name_of_view[key]
+        first = name_of_view.setdefault(view_key(tensor), name)
+        if first == name:
+            stored[name] = tensor
         else:
-            name_of_view[key] = clean
-            stored[clean] = tensor
+            aliases[name] = first
     return stored, aliases
+
+
+def _check_target(path: Path, *, overwrite: bool) -> None:
+    """Raise where writing to `path` would destroy something: only a checkpoint may be overwritten, and only on request."""
+    if not os.path.lexists(path):
+        return
+    entries = None if path.is_symlink() or not path.is_dir() else sorted(entry.name for entry in path.iterdir())
+    if entries == []:
+        return
+    if not overwrite:
+        raise SettingError(
+            f"{path} exists already and is not overwritten; save under another name, remove it first, or pass overwrite=True."
+        )
+    if entries is None or "manifest.json" not in entries or not set(entries) <= {*FILES, "manifest.json"}:
+        foreign = (
+            "" if entries is None else f" (it has {few([name for name in entries if name not in FILES] or entries)})"
+        )
+        raise SettingError(
+            f"{path} is not a checkpoint directory{foreign}, and overwrite=True replaces nothing else; save under another name."
+        )
 
 
 def _write(path: Path, files: Mapping[str, Iterable[bytes | memoryview]]) -> None:
@@ -249,12 +264,15 @@ def _write(path: Path, files: Mapping[str, Iterable[bytes | memoryview]]) -> Non
             manifest = {name: _write_file(aside / name, blocks) for name, blocks in files.items()}
             _write_file(aside / "manifest.json", [render_manifest(manifest)])
             _sync(aside)
-            aside.replace(path)
+            overwritten = path.is_dir() and any(path.iterdir())
+            (exchange if overwritten else Path.replace)(aside, path)
             try:
                 _sync(parent)
             except BaseException:
-                path.rename(aside)
+                exchange(aside, path) if overwritten else path.rename(aside)
                 raise
+            if overwritten:
+                shutil.rmtree(aside, ignore_errors=True)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.checkpoint.directory import Checkpoint, clean_name, load_checkpoint, replaced
+from halfstep.checkpoint.directory import Checkpoint, load_checkpoint, replaced
+from halfstep.checkpoint.names import match_names
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.errors import SettingError, unknown
 from halfstep.kernels.layout import master_in
@@ -45,7 +46,8 @@ def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor
             f"{checkpoint.path} was not saved by an Engine, so it has no master weights; use its model.safetensors."
         )
     for names, optimizer in zip(engine["names"], engine["optimizers"], strict=True):
-        for name, state in _by_name(names, optimizer).items():
+        own = match_names(names, weights)
+        for name, state in _by_name([own.get(name, name) for name in names], optimizer).items():
             master = master_in(state, weights[name])
             masters |= {} if master is None else {name: master}
     weights = replaced(weights, masters)
@@ -60,7 +62,7 @@ def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor
 
 def _by_name(names: list[str], optimizer: dict[str, Any]) -> dict[str, dict[str, Any]]:
     order = [index for group in optimizer["param_groups"] for index in group["params"]]
-    indices = zip(map(clean_name, names), order, strict=True)
+    indices = zip(names, order, strict=True)
     return {name: optimizer["state"][i] for name, i in indices if i in optimizer["state"]}
 
 

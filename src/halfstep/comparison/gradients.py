@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from halfstep.checkpoint.directory import clean_name
+from halfstep.checkpoint.names import match_names
 from halfstep.comparison.measurements import GradientDifference
 
 __all__ = ["compare_gradients", "save_gradients"]
@@ -25,11 +25,7 @@ __all__ = ["compare_gradients", "save_gradients"]
 def save_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: float) -> None:
     """Write the unscaled gradients in fp32."""
     save_file(
-        {
-            clean_name(name): (param.grad.float() / divisor).cpu().contiguous()
-            for name, param in named
-            if param.grad is not None
-        },
+        {name: (param.grad.float() / divisor).cpu().contiguous() for name, param in named if param.grad is not None},
         path,
     )
 
@@ -43,12 +39,12 @@ def compare_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: floa
     dot = own = other = error = 0.0
     vanished = 0
     with safe_open(path, framework="pt") as file:
-        known = set(file.keys())
+        saved = match_names((name for name, _ in named), file.keys())
         for name, param in named:
-            if param.grad is None or clean_name(name) not in known:
+            if param.grad is None or name not in saved:
                 continue
             mine = param.grad.float() / divisor
-            theirs = file.get_tensor(clean_name(name)).to(mine.device)
+            theirs = file.get_tensor(saved[name]).to(mine.device)
             dot += (mine * theirs).sum(dtype=torch.float64).item()
             own += mine.square().sum(dtype=torch.float64).item()
             other += theirs.square().sum(dtype=torch.float64).item()

@@ -42,10 +42,10 @@ class Blocks:
         if ema and self._ema is None:
             raise SettingError("evaluate(ema=True) needs Engine(ema=DECAY); this engine has no EMA.")
         training = [m for m in self._run.module.modules() if m.training]
-        weights = self._ema.swapped() if ema and self._ema is not None else contextlib.nullcontext()
+        swap = contextlib.nullcontext if self._ema is None else self._ema.swapped if ema else self._ema.swapped_back
         self._run.module.eval()
         try:
-            with weights, self._gradients.set_aside(), torch.no_grad(), self._region():
+            with swap(), self._gradients.set_aside(), torch.no_grad(), self._region():
                 yield
         finally:
             for module in training:

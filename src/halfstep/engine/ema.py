@@ -30,6 +30,7 @@ class Ema:
         self.decay = float(decay)
         self._params, self._master_of = params, master_of
         self.averages = {name: master_of(p).detach().clone() for name, p in params.items()}
+        self.trained: dict[str, Tensor] | None = None  # the weights, while the parameters have their EMA values
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
@@ -42,12 +43,35 @@ class Ema:
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
         """The parameters have their EMA values inside this block."""
-        trained = {name: p.detach().clone() for name, p in self._params.items()}
-        self._put(self.averages)
+        if self.trained is not None:
+            yield
+            return
+        self._swap()
         try:
             yield
         finally:
-            self._put(trained)
+            self._swap_back()
+
+    @contextlib.contextmanager
+    def swapped_back(self) -> Iterator[None]:
+        """The parameters have their trained values inside this block, also within `swapped`; what it changes stays."""
+        if self.trained is None:
+            yield
+            return
+        self._swap_back()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        self.trained = {name: p.detach().clone() for name, p in self._params.items()}
+        self._put(self.averages)
+
+    def _swap_back(self) -> None:
+        assert self.trained is not None
+        trained, self.trained = self.trained, None
+        self._put(trained)
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:
@@ -58,13 +82,24 @@ class Ema:
         """Decay and averages."""
         return {"decay": self.decay, "averages": dict(self.averages)}
 
+    def check_state(self, averages: dict[str, Tensor]) -> None:
+        """Raise unless there is an EMA of the right shape for every parameter."""
+        if averages.keys() != self.averages.keys():
+            odd = sorted(averages.keys() ^ self.averages.keys())[:4]
+            raise SettingError(f"The saved EMA has other parameters than this model: {', '.join(odd)}.")
+        for name, own in self.averages.items():
+            shape = getattr(averages[name], "shape", None)
+            if shape != own.shape:
+                raise SettingError(
+                    f"The saved EMA of {name} has the shape {shape and tuple(shape)} and the parameter {tuple(own.shape)}; build the model "
+                    "with the settings it was saved with."
+                )
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Load saved averages; the decay stays as constructed."""
         saved = state["averages"]
         assert isinstance(saved, dict)
-        if saved.keys() != self.averages.keys():
-            odd = sorted(saved.keys() ^ self.averages.keys())[:4]
-            raise SettingError(f"The saved EMA has other parameters than this model: {', '.join(odd)}.")
+        self.check_state(saved)
         for name, value in saved.items():
             self.averages[name].copy_(value)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from halfstep.backends import Backend
 from halfstep.checkpoint.directory import Checkpoint, load_checkpoint, save_checkpoint
-from halfstep.engine.buffers import BufferGuard
 from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.ema import Ema
 from halfstep.engine.setup import PreparedRun
@@ -32,7 +31,6 @@ class SavedEngine(ABC):
     backend: Backend
     schedulers: list[Any]
     _run: PreparedRun
-    _buffers: BufferGuard
     _delivery: Delivery
 
     @abstractmethod
@@ -50,7 +48,7 @@ class SavedEngine(ABC):
 
     def masters(self) -> dict[str, Tensor]:
         """The fp32 value of every trainable parameter, by name."""
-        return {name: self._run.master_of(p) for name, p in self._run.params.items()}
+        return self._parts().masters()
 
     def _parts(self) -> RunParts:
         return RunParts(self._run, self.schedulers, self.scaler, self.ema, self.window, self.progress, self.backend)
@@ -64,13 +62,12 @@ class SavedEngine(ABC):
         """Continue from `state`; what does not fit is rejected before anything is changed."""
         load_state(self._parts(), state)
         self._delivery.discard()  # outcomes of the run that this state replaces
-        self._buffers.forget()
         self.reset_window()
 
-    def save(self, path: str | Path, **extra: Any) -> Path:
+    def save(self, path: str | Path, *, overwrite: bool = False, allow_nonfinite: bool = False, **extra: Any) -> Path:
         """Write a checkpoint directory: weights under the model's own names, state, random-number state."""
-        weights, state, meta = checkpoint_parts(self.state_dict(), extra)
-        return save_checkpoint(path, weights=weights, state=state, meta=meta)
+        weights, state, meta = checkpoint_parts(self.state_dict(), extra, allow_nonfinite=allow_nonfinite)
+        return save_checkpoint(path, weights=weights, state=state, meta=meta, overwrite=overwrite)
 
     def load(self, path: str | Path | Checkpoint) -> dict[str, Any]:
         """Continue from a checkpoint directory; returns what `save` was given as extra."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from halfstep.engine.casting import cast_model, check_patterns, sum_gradients_in_fp32, uncast_forwards, wrap_forwards
 from halfstep.engine.checks import check_optimizers, named_trainables
+from halfstep.engine.ownership import check_ownable, own_optimizers
 from halfstep.engine.steps import StepPath, choose_path
 from halfstep.errors import SettingError
 from halfstep.hardware.tf32 import set_tf32
@@ -84,6 +85,7 @@ def prepare_run(
     if layout is not None:
         for optimizer in optimizers:
             check_adoptable(optimizer, **layout)
+    check_ownable(optimizers, lean=layout is not None, release=gradient_release)
     masters = cast_model(module, policy)
     if policy.compute in {"fp32", "tf32"} and next(iter(params.values())).device.type == "cuda":
         set_tf32(policy.compute == "tf32")  # process-wide: another run may change it, so nothing reverts it
@@ -98,6 +100,7 @@ def prepare_run(
     if policy.widens_grads(accumulate):
         sum_gradients_in_fp32(params.values(), policy)
     paths = tuple(choose_path(o, module) for o in stepped)
+    own_optimizers(stepped, undo)
     return PreparedRun(module, policy, accumulate, params, paths, undo)
 
 

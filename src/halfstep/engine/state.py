@@ -2,11 +2,16 @@
 
 Model, optimizers, schedulers, loss scaler, EMA and counters; a checkpoint adds the random-number state. A state is taken
 only between windows: the gradients of a partly filled window are not saved, and dropping them silently would break
-bit-exact resume.
+bit-exact resume. It always has the trained weights, also inside `evaluate(ema=True)`.
+
+Loading checks everything first and changes nothing unless all of it fits. Where foreign code fails after that, what
+was changed is restored.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +19,32 @@ import torch
 from torch import Tensor
 
 from halfstep.backends.base import Backend
-from halfstep.checkpoint.directory import Checkpoint, check_weights, clean_name, replaced
+from halfstep.checkpoint.directory import Checkpoint, check_weights, replaced
+from halfstep.checkpoint.names import clean_names, match_names
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.delivery import Progress
 from halfstep.engine.ema import Ema
+from halfstep.engine.entries import check_entries, load_entries, optimizer_state
+from halfstep.engine.matching import MatchedState, ModelNames, by_number, class_name, group_names, match_optimizers
+from halfstep.engine.ownership import keep_step_path
+from halfstep.engine.rollback import restored_on_error
+from halfstep.engine.schedule_states import match_schedulers, optimizer_of, scheduler_states
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.window import Window
-from halfstep.errors import SettingError
+from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import log_info
+from halfstep.hardware.units import few
+from halfstep.optim.adopt import users_optimizer
 from halfstep.optim.convert import master_in, plain
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
 
-__all__ = ["RunParts", "checkpoint_parts", "engine_state", "load_state", "names_of", "restore_extra", "state_of"]
+__all__ = ["RunParts", "checkpoint_parts", "engine_state", "load_state", "restore_extra", "state_of"]
 
 STATE_VERSION = 1
+_EXTRA = "_extra_state"  # torch's name for what a module's get_extra_state() returns
+_COUNTERS = ("attempts", "micro_batches", "applied")
 
 
 @dataclass(frozen=True)
@@ -54,11 +69,13 @@ class RunParts:
         """The optimizers as they are stepped."""
         return self.run.optimizers
 
-
-def names_of(params: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
-    """The model's names of an optimizer's parameters, in its own order."""
-    names = {id(p): name for name, p in params.items()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    def masters(self) -> dict[str, Tensor]:
+        """The fp32 value of every trainable parameter, by name; of the trained weights, also inside `evaluate(ema=True)`."""
+        run = self.run
+        if self.ema is None or self.ema.trained is None:
+            return {name: run.master_of(p) for name, p in run.params.items()}
+        with self.ema.swapped_back():
+            return {name: run.master_of(p).clone() for name, p in run.params.items()}
 
 
 def state_of(parts: RunParts, truth: dict[str, Any]) -> dict[str, Any]:
@@ -68,17 +85,26 @@ def state_of(parts: RunParts, truth: dict[str, Any]) -> dict[str, Any]:
             f"The engine is inside a window ({parts.window.num_micro_batches} of {parts.run.accumulate} micro-batches stepped) and its "
             "gradients would be lost. Save after a step whose result.boundary is True, or close the window with step(last=True)."
         )
-    progress = parts.progress
+    module, progress = parts.run.module, parts.progress
+    names = ModelNames.of(module)
+    model, extra = _module_state(parts)
     state = {
         "version": STATE_VERSION,
         "policy": str(parts.policy),
         "truth": truth,
-        "model": {clean_name(n): t.detach() for n, t in parts.run.module.state_dict().items()},
-        "optimizers": [o.state_dict() for o in parts.optimizers],
-        "names": [names_of(parts.run.params, o) for o in parts.optimizers],  # in the order of the optimizer's numbering
-        "schedulers": [s.state_dict() for s in parts.schedulers],
+        "model": model,
+        "extra_state": extra,
+        "params": sorted(set(names.every) & model.keys()),  # which of them are parameters; the others are buffers
+        "optimizers": [optimizer_state(o) for o in parts.optimizers],
+        "optimizer_classes": [class_name(o) for o in parts.optimizers],
+        "names": [
+            [n for g in group_names(names, o) for n in g] for o in parts.optimizers
+        ],  # as the optimizer counts them
+        "schedulers": scheduler_states(parts.schedulers),
+        "scheduler_classes": [type(s).__name__ for s in parts.schedulers],
+        "scheduler_optimizers": [optimizer_of(s, parts.optimizers) for s in parts.schedulers],
         "scaler": parts.scaler.state_dict(),
-        "ema": None if parts.ema is None else parts.ema.state_dict(),
+        "ema": None if parts.ema is None else _ema_state(parts.ema, parts.run, names),
         "counters": {
             "attempts": progress.attempts,
             "micro_batches": progress.micro_batches,
@@ -89,40 +115,96 @@ def state_of(parts: RunParts, truth: dict[str, Any]) -> dict[str, Any]:
     return parts.backend.gather(state)
 
 
+def _module_state(parts: RunParts) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of the model under its own names, and what its modules' get_extra_state() returned."""
+    module, ema = parts.run.module, parts.ema
+    tensors, extra = _divided(module.state_dict())
+    if ema is not None and ema.trained is not None:
+        own = {id(p): name for name, p in parts.run.params.items()}
+        every = {name: own[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in own}
+        clean, fulls = clean_names(module, every), clean_names(module, tensors)
+        trained = {clean[name]: ema.trained[first] for name, first in every.items()}
+        tensors = {name: trained.get(fulls[name], tensor) for name, tensor in tensors.items()}
+    clean = clean_names(module, [*tensors, *extra])
+    return {clean[n]: t.detach() for n, t in tensors.items()}, {clean[n]: value for n, value in extra.items()}
+
+
+def _divided(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the extra states of a module's `state_dict()`."""
+    extra = {name: value for name, value in state.items() if name.split(".")[-1] == _EXTRA}
+    return {name: value for name, value in state.items() if name not in extra}, extra
+
+
+def _ema_state(ema: Ema, run: PreparedRun, names: ModelNames) -> dict[str, Any]:
+    averages = {names.own[id(run.params[name])]: average for name, average in ema.averages.items()}
+    return ema.state_dict() | {"averages": averages}
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A state that fits this run, in the order and under the names of this run."""
+
+    policy: Policy
+    weights: dict[str, Tensor]  # under the names without wrappers
+    full: dict[str, str]  # those names -> the module's
+    extra: dict[str, Any]  # under the module's names
+    optimizers: list[MatchedState]
+    schedulers: list[Any]
+    averages: dict[str, Tensor]
+
+
 def load_state(parts: RunParts, state: dict[str, Any]) -> None:
-    """Restore a state; everything is checked before the first change."""
+    """Restore a state; everything is checked before the first change, and a failure after that is reverted."""
     state = parts.backend.scatter(state)
-    _check(parts, state)
-    module = parts.run.module
-    own = {clean_name(name): name for name in module.state_dict()}
-    policy = Policy.parse(state["policy"])
-    if policy.scaling.mode == parts.policy.scaling.mode:
-        parts.scaler.load_state_dict(state["scaler"])
+    fit = _fit(parts, state)
+    others = [*parts.schedulers, parts.scaler, parts.progress, parts.window]
+    optimizers = [*parts.optimizers, *map(users_optimizer, parts.optimizers)]
+    trained = contextlib.nullcontext() if parts.ema is None else parts.ema.swapped_back()
+    with trained, restored_on_error(parts.run.module, optimizers, others):
+        _load(parts, fit, state)
+
+
+def _load(parts: RunParts, fit: _Fit, state: dict[str, Any]) -> None:
+    if fit.policy.scaling.mode == parts.policy.scaling.mode:
+        with _reported("the loss scaler"):
+            parts.scaler.load_state_dict(state["scaler"])
     else:
         log_info(
             f"The loss scale of the saved run does not apply under {parts.policy}; it restarts at its initial value."
         )
-    weights = {clean_name(n): t for n, t in state["model"].items()}
-    if _same_layout(policy, parts.policy):
-        module.load_state_dict({own[n]: t for n, t in weights.items()})
-        for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
-            _load_optimizer(optimizer, saved)
+    if _same_layout(fit.policy, parts.policy):
+        _load_module(parts, fit, fit.weights)
+        for optimizer, matched in zip(parts.optimizers, fit.optimizers, strict=True):
+            _load_optimizer(optimizer, matched, exact=True)
     else:
-        _load_converted(parts, own, weights, state)
-    for scheduler, saved in zip(parts.schedulers, state["schedulers"], strict=True):
-        scheduler.load_state_dict(saved)
-    if parts.ema is not None:
-        parts.ema.load_state_dict(state["ema"] | {"averages": _averages(parts, state["ema"])})
+        _load_converted(parts, fit)
+    for scheduler, saved in zip(parts.schedulers, fit.schedulers, strict=True):
+        with _reported(f"the scheduler {type(scheduler).__name__}"):
+            scheduler.load_state_dict(saved)
     counters = state["counters"]
-    for name in ("attempts", "micro_batches", "applied"):
+    for name in _COUNTERS:
         setattr(parts.progress, name, counters[name])
     parts.window.largest = counters["largest_weight"]
+    if parts.ema is not None:
+        parts.ema.load_state_dict({"averages": fit.averages})
 
 
-def _averages(parts: RunParts, saved: dict[str, Any]) -> dict[str, Tensor]:
-    """Saved averages under this model's names, whatever wrappers either model has."""
-    own = {clean_name(name): name for name in parts.run.params}
-    return {own.get(clean_name(name), name): average for name, average in saved["averages"].items()}
+@contextlib.contextmanager
+def _reported(part: str) -> Iterator[None]:
+    """Errors of foreign code name the part that failed."""
+    try:
+        yield
+    except HalfstepError:
+        raise
+    except Exception as error:
+        raise SettingError(
+            f"The state could not be loaded: {part} raised {type(error).__name__}: {error}. The engine is as it was before."
+        ) from error
+
+
+def _load_module(parts: RunParts, fit: _Fit, weights: dict[str, Tensor]) -> None:
+    with _reported("the model"):
+        parts.run.module.load_state_dict({fit.full[n]: t for n, t in weights.items()} | fit.extra)
 
 
 def _same_layout(saved: Policy, own: Policy) -> bool:
@@ -130,83 +212,144 @@ def _same_layout(saved: Policy, own: Policy) -> bool:
     return all(getattr(saved, name) == getattr(own, name) for name in names)
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def _load_optimizer(optimizer: torch.optim.Optimizer, matched: MatchedState, *, exact: bool) -> None:
     """Load a state, but keep this run's choice of fused or foreach, which changes how a step is computed, not what."""
-    groups = zip(saved["param_groups"], optimizer.param_groups, strict=True)
-    own = [theirs | {k: mine[k] for k in ("fused", "foreach") if k in mine} for theirs, mine in groups]
-    optimizer.load_state_dict(saved | {"param_groups": own})
+    numbered = by_number(matched)
+    groups = keep_step_path(matched.saved["param_groups"], optimizer) if numbered else None
+    with _reported(f"the optimizer {class_name(optimizer)}"):
+        load_entries(optimizer, matched, groups, exact=exact and bool(numbered))
 
 
-def _load_converted(parts: RunParts, own: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+def _load_converted(parts: RunParts, fit: _Fit) -> None:
     """Weights and optimizer states from another layout, through what every layout represents: fp32 masters and moments."""
     separate: dict[str, Tensor] = {}  # masters that are not the weights themselves
     plain_states = []
-    for optimizer, names, saved in zip(parts.optimizers, state["names"], state["optimizers"], strict=True):
+    for optimizer, matched in zip(parts.optimizers, fit.optimizers, strict=True):
         moments = optimizer.moments if isinstance(optimizer, LeanOptimizer) else None
-        order = [index for group in saved["param_groups"] for index in group["params"]]
-        entries = {}
-        for name, index in zip(map(clean_name, names), order, strict=True):
-            entry = saved["state"].get(index)
+        entries = dict(matched.saved["state"])
+        for number, name in by_number(matched).items():
+            entry = entries.get(number)
             if entry is not None:
-                master = master_in(entry, weights[name])
+                master = master_in(entry, fit.weights[name])
                 separate |= {} if master is None else {name: master}
-                entries[index] = plain(entry, moments)
-        plain_states.append(saved | {"state": entries})
-    masters = replaced(weights, separate)
-    parts.run.module.load_state_dict({own[n]: t for n, t in masters.items()})
-    for optimizer, saved in zip(parts.optimizers, plain_states, strict=True):
-        _load_optimizer(optimizer, saved)
+                entries[number] = plain(entry, moments)
+        saved = {**matched.saved, "state": entries}
+        plain_states.append(MatchedState(matched.index, matched.groups, matched.names, saved))
+    masters = replaced(fit.weights, separate)
+    _load_module(parts, fit, masters)
+    for optimizer, matched in zip(parts.optimizers, plain_states, strict=True):
+        _load_optimizer(optimizer, matched, exact=False)
         if isinstance(optimizer, LeanOptimizer):
-            names = {id(p): clean_name(name) for name, p in parts.run.params.items()}
-            for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-                optimizer.set_master(param, masters[names[id(param)]].to(param.device, torch.float32))
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            for name, param in zip(matched.names, params, strict=True):
+                if param.requires_grad:
+                    optimizer.set_master(param, masters[name].to(param.device, torch.float32))
 
 
-def _check(parts: RunParts, state: dict[str, Any]) -> None:
-    version = state.get("version")
-    if not isinstance(version, int) or version > STATE_VERSION:
-        raise SettingError(
-            f"The state has version {version!r}; this Halfstep reads up to {STATE_VERSION}. Upgrade Halfstep."
-        )
+def _fit(parts: RunParts, state: dict[str, Any]) -> _Fit:
+    """Check all of a state against this run; nothing is changed."""
+    _check_keys(state)
     saved, own = Policy.parse(state["policy"]), parts.policy
+    module, names = parts.run.module, ModelNames.of(parts.run.module)
+    tensors, extra = _divided(module.state_dict())
+    clean = clean_names(module, [*tensors, *extra])
+    expected = {clean[name]: tensor for name, tensor in tensors.items()}
+    weights = check_weights(state["model"], expected, any_float=not _same_layout(saved, own))
+    saved_extra = state.get("extra_state", {})
+    own_extra = match_names(saved_extra, [clean[name] for name in extra])
+    if len(own_extra) != len(saved_extra) or len(own_extra) != len(extra):
+        theirs, ours = sorted(saved_extra), sorted(clean[name] for name in extra)
+        raise SettingError(f"The state has the extra states {few(theirs)} of modules, and this model {few(ours)}.")
+    full = {clean[name]: name for name in (*tensors, *extra)}
+    matched = match_optimizers(names, parts.optimizers, state)
+    params = {names.own[id(p)]: p for p in parts.run.params.values()}
+    for optimizer, one in zip(parts.optimizers, matched, strict=True):
+        check_entries(optimizer, one, params, known_class=bool(state.get("optimizer_classes")))
+        if not by_number(one) and not _same_layout(saved, own):
+            raise SettingError(
+                f"The state of {class_name(optimizer)} has a layout of its own, which cannot be converted from {saved} to {own}. Continue "
+                f"under {saved}."
+            )
+    schedulers = match_schedulers(parts.schedulers, parts.optimizers, matched, state)
+    if (state["ema"] is None) != (parts.ema is None):
+        average = "an EMA" if state["ema"] is not None else "no EMA"
+        raise SettingError(f"The state has {average}; build the Engine with the same ema=.")
+    averages = {} if parts.ema is None else _averages(parts, names, state["ema"]["averages"])
+    if parts.ema is not None:
+        parts.ema.check_state(averages)
     if saved != own:
         lossy = own.states not in {"fp32", saved.states}
         log_info(
             f"The state was saved under {saved}; continuing under {own}."
             + (f" Moments are rounded to {own.states} once." if lossy else "")
         )
-    weights = {clean_name(n): t for n, t in parts.run.module.state_dict().items()}
-    check_weights(state["model"], weights, any_float=not _same_layout(saved, own))
-    for field, objects in (("optimizers", parts.optimizers), ("schedulers", parts.schedulers)):
-        if len(state[field]) != len(objects):
-            raise SettingError(
-                f"The state has {len(state[field])} {field} and this engine {len(objects)}; build it as it was when it was saved."
-            )
-    for index, (optimizer, stored) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
-        saved_sizes = [len(group["params"]) for group in stored["param_groups"]]
-        own_sizes = [len(group["params"]) for group in optimizer.param_groups]
-        if saved_sizes != own_sizes:
-            raise SettingError(
-                f"Optimizer {index} was saved with parameter groups of {saved_sizes} tensors and has {own_sizes} now."
-            )
-    if (state["ema"] is None) != (parts.ema is None):
-        averages = "an EMA" if state["ema"] is not None else "no EMA"
-        raise SettingError(f"The state has {averages}; build the Engine with the same ema=.")
+    extra = {full[own_extra[name]]: value for name, value in saved_extra.items()}
+    return _Fit(saved, weights, full, extra, matched, schedulers, averages)
+
+
+def _averages(parts: RunParts, names: ModelNames, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Saved averages under the names that the EMA has here."""
+    own = {names.own[id(p)]: name for name, p in parts.run.params.items()}
+    resolved = names.resolve(list(saved))
+    return {own.get(name, name): average for name, average in zip(resolved, saved.values(), strict=True)}
+
+
+def _check_keys(state: dict[str, Any]) -> None:
+    version = state.get("version")
+    if not isinstance(version, int) or version > STATE_VERSION:
+        raise SettingError(
+            f"The state has version {version!r}; this Halfstep reads up to {STATE_VERSION}. Upgrade Halfstep."
+        )
+    needed = ("policy", "model", "optimizers", "names", "schedulers", "scaler", "ema", "counters")
+    missing = [key for key in needed if key not in state]
+    counters = state.get("counters")
+    if not missing and isinstance(counters, dict):
+        missing = [
+            f"counters.{key}"
+            for key in (*_COUNTERS, "largest_weight")
+            if not isinstance(counters.get(key), int | float)
+        ]
+    if missing:
+        raise SettingError(f"The state has no {', '.join(missing)}; pass what Engine.state_dict() returned.")
 
 
 def checkpoint_parts(
-    state: dict[str, Any], extra: dict[str, Any]
+    state: dict[str, Any], extra: dict[str, Any], *, allow_nonfinite: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Weights, state tree and meta values of a checkpoint, from `state_of` and what the caller adds."""
+    """Weights, state tree and meta values of a checkpoint, from `state_of` and what the caller adds.
+
+    Raises where a parameter or a master is not finite, unless that is allowed; buffers may contain any number.
+    """
+    if not allow_nonfinite:
+        _check_finite(state)
     state = dict(state)
     weights = state.pop("model")
     meta = {"policy": state["policy"], "truth": state["truth"], "counters": state["counters"]}
     return weights, {"engine": state, "rng": rng_state(), "extra": extra}, meta
 
 
+def _check_finite(state: dict[str, Any]) -> None:
+    weights: dict[str, Tensor] = {name: state["model"][name] for name in state["params"]}
+    for names, saved in zip(state["names"], state["optimizers"], strict=True):
+        numbers = [i for group in saved.get("param_groups", []) for i in group["params"]]
+        entries = zip(names, numbers, strict=True) if len(numbers) == len(names) else ()
+        masters = {name: saved["state"].get(i, {}).get("master") for name, i in entries}
+        weights |= {f"{name} (its master)": master for name, master in masters.items() if master is not None}
+    floating = {name: w for name, w in weights.items() if w.is_floating_point() or w.is_complex()}
+    # One number per tensor, read together: a network has hundreds of tensors, and each read waits for the device.
+    sums = [torch.isfinite(w).logical_not().sum() for w in floating.values()]
+    counts = torch.stack([count.to(sums[0].device) for count in sums]).tolist() if sums else []
+    bad = [f"{name} ({n} of {floating[name].numel()})" for name, n in zip(floating, counts, strict=True) if n]
+    if bad:
+        raise SettingError(
+            f"The checkpoint was not written: {len(bad)} of {len(floating)} weights have values that are not finite: {few(bad)}. Continue "
+            "from an earlier checkpoint; save(..., allow_nonfinite=True) writes it all the same, to examine it."
+        )
+
+
 def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """The state that `load_state` takes, from a checkpoint that an Engine saved."""
-    if not isinstance(checkpoint.state, dict) or "engine" not in checkpoint.state:
+    if not isinstance(checkpoint.state, dict) or not {"engine", "rng", "extra"} <= checkpoint.state.keys():
         raise SettingError(f"{checkpoint.path} is a checkpoint, but not one that an Engine saved.")
     state: dict[str, Any] = checkpoint.state["engine"] | {"model": checkpoint.weights}
     return state

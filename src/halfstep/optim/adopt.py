@@ -1,8 +1,15 @@
-"""Adoption: a lean optimizer replaces one of torch's, with its groups, its state and its schedulers."""
+"""Adoption: a lean optimizer replaces one of torch's, with its groups, its state, its schedulers and its hooks.
+
+The user keeps the stock optimizer, and what they call on it reaches the lean one: `state_dict` and `add_param_group`
+through the shared groups and state, `load_state_dict` because it is forwarded, hooks because they run around the lean step
+with the stock optimizer as their argument. `step` raises.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,7 +17,7 @@ from halfstep.errors import SettingError
 from halfstep.events import log_once
 from halfstep.optim.lean import LeanOptimizer
 
-__all__ = ["ADOPTS", "adopt", "adopts", "check_adoptable"]
+__all__ = ["ADOPTS", "adopt", "adopts", "check_adoptable", "users_optimizer"]
 
 ADOPTS: dict[type, Callable[..., LeanOptimizer]] = {}  # stock class -> the lean class that replaces it
 
@@ -51,6 +58,8 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     lean = target(optimizer.param_groups, master=master, states=states)
     lean.take_over(optimizer)
     _disable_step(optimizer, lean)
+    _forward_loading(optimizer, lean)
+    _forward_hooks(optimizer, lean)
     log_once(
         f"{type(optimizer).__name__} was adopted as halfstep.optim.{type(lean).__name__} (master={master}, states={states})."
     )
@@ -71,7 +80,49 @@ def _disable_step(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - keeps schedulers from warning
     optimizer.step = step  # type: ignore[method-assign,assignment]
 
-    def mark(*_: object) -> None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - schedulers check it
 
-    lean.register_step_post_hook(mark)
+def _forward_loading(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None:
+    """Make `load_state_dict` of the stock optimizer load into the lean one, which has masters and another layout."""
+    # Weak references, because the stock optimizer has this function and the lean one has the stock optimizer.
+    stock_ref, lean_ref = weakref.ref(optimizer), weakref.ref(lean)
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        stock, target = stock_ref(), lean_ref()
+        assert stock is not None
+        if target is None:  # its Engine is gone: the next one adopts whatever torch loads
+            type(stock).load_state_dict(stock, state_dict)
+            return
+        state_dict = state_dict.copy()
+        for pre_hook in list(stock._optimizer_load_state_dict_pre_hooks.values()):  # noqa: SLF001 - torch has no other way
+            state_dict = pre_hook(stock, state_dict) or state_dict
+        target.load_state_dict(state_dict)
+        for post_hook in list(stock._optimizer_load_state_dict_post_hooks.values()):  # noqa: SLF001
+            post_hook(stock)
+
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _forward_hooks(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None:
+    """Run the stock optimizer's step hooks around the lean step; whenever they were registered."""
+
+    def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):  # noqa: SLF001 - torch has no other way
+            if hook(optimizer, (optimizer, *args[1:]), kwargs) is not None:
+                raise SettingError(
+                    f"A step pre-hook of the adopted {type(optimizer).__name__} returned new arguments for step(), which takes none "
+                    "here. Return None from the hook."
+                )
+
+    def after(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - schedulers check it
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):  # noqa: SLF001
+            hook(optimizer, (optimizer, *args[1:]), kwargs)
+
+    lean.register_step_pre_hook(before)
+    lean.register_step_post_hook(after)
+
+
+def users_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that the user built: the adopted one behind a lean one, otherwise the optimizer itself."""
+    stock = getattr(optimizer, "_stock", None)
+    return stock if isinstance(stock, torch.optim.Optimizer) and stock.state is optimizer.state else optimizer

@@ -2,6 +2,10 @@
 
 Every layout represents the same logical state: a step count, fp32 moments, an fp32 master. Converting goes through it.
 Into fp32 nothing is lost; into bf16 or 8 bits moments are rounded as a step would round them.
+
+torch's own `load_state_dict` casts every entry but the step count to the dtype of its parameter, integers too. Codes and low
+halves are numbers that fp32 represents exactly, so they become integers again here; what a 16-bit dtype has rounded
+is rejected.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ def convert(saved: Mapping[str, Any], param: Tensor, layout: Layout) -> dict[str
         for name, value in saved.items()
         if value is not None
     }
+    state |= _integers_again(state, layout)
     moments = [name for name in layout.moments if name in state]
     if "step" in state:
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
@@ -41,6 +46,29 @@ def convert(saved: Mapping[str, Any], param: Tensor, layout: Layout) -> dict[str
             state.pop(f"{name}_scale", None)
             state |= layout.pack(name, value, state["step"])
     return _convert_master(state, param, layout)
+
+
+def _integers_again(state: Mapping[str, Any], layout: Layout) -> dict[str, Tensor]:
+    """The entries that torch cast to a floating-point dtype, as the integers they were."""
+    scaled = [name for name in layout.moments if f"{name}_scale" in state]
+    integers = {name: torch.uint8 if name in layout.unsigned else torch.int8 for name in scaled} | {"low": torch.int16}
+    cast = {name: dtype for name, dtype in integers.items() if name in state and state[name].is_floating_point()}
+    for name in (*(name for name in cast if name == "low"), *(f"{name}_scale" for name in scaled), "master"):
+        dtype = state[name].dtype if name in state else torch.float32
+        if dtype in DTYPES_16_BIT:
+            raise SettingError(
+                f"The entry {name!r} of an optimizer state was cast to {format_name(dtype)}, which has too few bits for it: torch's "
+                "load_state_dict casts states to the dtype of the weights. Load the state while the weights are fp32, before "
+                "Engine(...) casts them, or after Engine(...), which forwards it, or use Engine.load."
+            )
+    exact = {name: state[name].to(dtype) for name, dtype in cast.items()}
+    for name, values in exact.items():
+        if not torch.equal(values.to(state[name].dtype), state[name]):
+            raise SettingError(
+                f"The entry {name!r} of an optimizer state contains numbers that are not {cast[name]}, so it was changed after it was "
+                "saved. Load the original state."
+            )
+    return exact
 
 
 def _convert_master(state: dict[str, Any], param: Tensor, layout: Layout) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of any layout, or torch's; moments and masters have this optimizer's layout afterwards."""
-        groups = self.param_groups
+        groups, before = self.param_groups, self.state
         super().load_state_dict(state_dict)  # which casts moments to the weights' dtype: they are replaced below
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.clear()
@@ -200,6 +200,10 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         for index, param in zip(indices, params, strict=True):
             if index in saved:
                 self.state[param] = convert(saved[index], param, self.layout)
+            if not self.state[param].keys() & set(MASTER_ENTRIES):  # torch's own state: the weights stay what they are
+                self.state[param] |= {
+                    name: before[param][name] for name in MASTER_ENTRIES if name in before.get(param, {})
+                }
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch's class of the same name saves and loads it: fp32 moments, no masters.
