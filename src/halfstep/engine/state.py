@@ -24,6 +24,7 @@ from halfstep.errors import SettingError
 from halfstep.events import log_info
 from halfstep.optim.convert import master_in, plain
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.masters import WithMasters
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
 
@@ -156,7 +157,7 @@ def _load_converted(parts: RunParts, own: dict[str, str], weights: dict[str, Ten
     parts.run.module.load_state_dict({own[n]: t for n, t in masters.items()})
     for optimizer, saved in zip(parts.optimizers, plain_states, strict=True):
         _load_optimizer(optimizer, saved)
-        if isinstance(optimizer, LeanOptimizer):
+        if isinstance(optimizer, WithMasters):
             names = {id(p): clean_name(name) for name, p in parts.run.params.items()}
             for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
                 optimizer.set_master(param, masters[names[id(param)]].to(param.device, torch.float32))

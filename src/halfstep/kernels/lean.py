@@ -40,7 +40,10 @@ def lean_step(
         wide = wide * (1 / divisor.to(wide.device, torch.float32, non_blocking=True))  # as the kernels do
     step = state["step"] + 1
     moments = [name for name in layout.moments if name in state]
-    working = {name: restore(state, name) for name in moments} | {"step": step}
+    scalars = [name for name in layout.scalars if name in state]
+    working = (
+        {name: restore(state, name) for name in moments} | {name: state[name] for name in scalars} | {"step": step}
+    )
     inputs = {"master": master, "grad": wide} | working
     versions = {name: _version(tensor) for name, tensor in inputs.items()}
     new_master = update(working, master, wide)
@@ -49,6 +52,8 @@ def lean_step(
     for name in moments:
         for entry, value in layout.pack(name, working[name], step).items():
             _write(state[entry], value, skip)
+    for name in scalars:
+        _write(state[name], working[name], skip)
     _write_master(weight, state, new_master, skip)
     _write(state["step"], step, skip)
 
