@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
 }
-ADOPTED = ("adamw", "adam", "sgd", "sgd-dampened")
+ADOPTED = ("adamw", "adam", "sgd", "sgd-dampened", "rmsprop", "nadam")
 
 
 def pairs():

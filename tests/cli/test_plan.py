@@ -74,11 +74,11 @@ def test_bad_settings_are_explained(args, message):
 
 
 def test_find_skips_a_default_precision_that_does_not_apply(tmp_path):
-    """An optimizer without a lean version still gets its answer in bf16."""
+    """An optimizer whose masters contradict the lean preset still gets its answer in bf16."""
     (tmp_path / "job.py").write_text(
         "import torch, halfstep\n"
         "job = halfstep.Job(model=lambda: torch.nn.Linear(4, 2), data=lambda batch_size: [torch.ones(batch_size, 4)],\n"
-        "    loss=lambda model, batch: model(batch).sum(), optimizer=lambda params: torch.optim.RMSprop(params))\n"
+        "    loss=lambda model, batch: model(batch).sum(), optimizer=lambda params: halfstep.optim.AdamW(params, master='fp32'))\n"
     )
     result = run(str(tmp_path / "job.py"), "--find", "--memory", "2GiB")
     assert result.exit_code == 0, result.output

@@ -90,7 +90,7 @@ def test_the_truth_table_says_what_is_given_up():
         ("bf16", {"max_norm": 1.0}, "max_norm=1.0"),
         ("fp32", {"accumulate": 2}, "accumulate=2"),
         ("bf16-lean", {"compile": True}, "compile=True"),
-        ("bf16", {"optimizer": torch.optim.RMSprop}, "RMSprop"),
+        ("bf16", {"optimizer": torch.optim.Adafactor}, "Adafactor steps all of them together"),
     ],
 )
 def test_it_is_rejected_where_all_gradients_are_needed_at_once(precision, options, reason):

@@ -50,7 +50,10 @@ def test_nothing_is_changed_by_a_run_that_is_rejected():
 @pytest.mark.parametrize(
     ("precision", "optimizer", "reason"),
     [
-        ("bf16-lean", torch.optim.RMSprop, "RMSprop has none"),
+        ("bf16-lean,states=8bit", torch.optim.Adafactor, "states=8bit has no effect on Adafactor"),
+        ("bf16-lean,master=none", torch.optim.Adafactor, "Omit master=none"),
+        ("bf16-lean,states=bf16", torch.optim.Adagrad, "Adagrad cannot store its moments with states=bf16"),
+        ("bf16-lean,states=8bit", lambda params: torch.optim.Adam(params, amsgrad=True), "amsgrad"),
         ("bf16-lean", lambda params: AdamW(params, master="fp32"), "built with master='fp32'"),
         ("bf16-lean,keep_fp32=nothing", torch.optim.AdamW, "matches no module"),
     ],

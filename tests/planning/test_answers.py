@@ -100,15 +100,15 @@ def test_model_state_decides_when_weights_do_not_fit():
 
 
 def test_default_precisions_that_cannot_be_planned_are_omitted():
-    """An optimizer without a lean form is planned in the other default precisions; requested explicitly, the lean one raises."""
-    job = small_job(optimizer=torch.optim.RMSprop)
+    """An optimizer without 8-bit states is planned in the other default precisions; requested explicitly, that one raises."""
+    job = small_job(optimizer=torch.optim.Adafactor)
     result = plan(job, 8, memory="8GiB")
-    assert [e.precision for e in result.entries] == ["fp32", "bf16", "fp16"]
+    assert [e.precision for e in result.entries] == ["fp32", "bf16", "fp16", "bf16-lean"]
     (omitted,) = [note for note in result.notes if "Omitted" in note]
-    assert "bf16-lean and bf16-lean,states=8bit" in omitted
-    assert "RMSprop" in omitted
-    with pytest.raises(SettingError, match="RMSprop"):
-        plan(job, 8, precision=("bf16", "bf16-lean"), memory="8GiB")
+    assert "bf16-lean,states=8bit" in omitted
+    assert "Adafactor" in omitted
+    with pytest.raises(SettingError, match="Adafactor"):
+        plan(job, 8, precision=("bf16", "bf16-lean,states=8bit"), memory="8GiB")
 
 
 def test_data_with_a_fixed_batch_size_is_planned_at_that_size():

@@ -19,6 +19,7 @@ from halfstep.checkpoint.names import clean_names, match_names
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
 from halfstep.optim.adopt import users_optimizer
+from halfstep.optim.masters import Fp32Masters
 
 __all__ = [
     "MatchedState",
@@ -67,7 +68,7 @@ class MatchedState:
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
     """The name of the class that the user chose; stock and lean classes of one rule have the same."""
-    stock = getattr(optimizer, "_stock", None)
+    stock = optimizer.inner if isinstance(optimizer, Fp32Masters) else getattr(optimizer, "_stock", None)
     return type(stock if isinstance(stock, torch.optim.Optimizer) else users_optimizer(optimizer)).__name__
 
 

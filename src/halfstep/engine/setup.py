@@ -7,7 +7,8 @@ bytes. In order, and nothing is changed before the checks have passed:
     cast        weights to the policy's dtype in place; their fp32 values become masters
     switch      TF32 on or off, where the policy computes in fp32 or TF32 on CUDA
     wrap        modules that compute in fp32
-    adopt       a stock optimizer becomes a lean one where the policy needs masters or smaller states
+    adopt       a stock optimizer becomes a lean one where the policy needs masters or smaller states; any other gets fp32
+                masters
     accumulate  fp32 gradients for 16-bit weights where a window has several micro-batches
     choose      how each optimizer is stepped: by our kernels, by torch's fused ones, or in plain torch
 """
@@ -28,8 +29,7 @@ from halfstep.engine.ownership import check_ownable, own_optimizers
 from halfstep.engine.steps import StepPath, choose_path
 from halfstep.errors import SettingError
 from halfstep.hardware.tf32 import set_tf32
-from halfstep.optim.adopt import adopt, check_adoptable
-from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.masters import WithMasters, add_masters, check_masters
 from halfstep.optim.trainable import check_model
 from halfstep.precision.policy import Policy
 
@@ -60,7 +60,7 @@ class PreparedRun:
     def master_of(self, param: Tensor) -> Tensor:
         """The fp32 value of a parameter."""
         for optimizer in self.optimizers:
-            if isinstance(optimizer, LeanOptimizer) and param in optimizer.state:
+            if isinstance(optimizer, WithMasters) and param in optimizer.state:
                 return optimizer.master_of(param)
         value = param.detach()
         return value.float() if value.is_floating_point() and value.element_size() < 4 else value
@@ -84,7 +84,7 @@ def prepare_run(
     layout = _lean_layout(policy, always=gradient_release)
     if layout is not None:
         for optimizer in optimizers:
-            check_adoptable(optimizer, **layout)
+            check_masters(optimizer, **layout, release=gradient_release)
     check_ownable(optimizers, lean=layout is not None, release=gradient_release)
     masters = cast_model(module, policy)
     if policy.compute in {"fp32", "tf32"} and next(iter(params.values())).device.type == "cuda":
@@ -92,9 +92,9 @@ def prepare_run(
     undo = contextlib.ExitStack()
     wrap_forwards(module, policy)
     undo.callback(uncast_forwards, module)
-    stepped = [o if layout is None else adopt(o, **layout) for o in optimizers]
+    stepped = [o if layout is None else add_masters(o, **layout) for o in optimizers]
     for optimizer in stepped:
-        if isinstance(optimizer, LeanOptimizer):
+        if isinstance(optimizer, WithMasters):
             for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
                 optimizer.start_master(param, masters.get(param))
     if policy.widens_grads(accumulate):

@@ -37,6 +37,7 @@ from halfstep.hardware.units import few
 from halfstep.optim.adopt import users_optimizer
 from halfstep.optim.convert import master_in, plain
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.masters import WithMasters
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
 
@@ -239,7 +240,7 @@ def _load_converted(parts: RunParts, fit: _Fit) -> None:
     _load_module(parts, fit, masters)
     for optimizer, matched in zip(parts.optimizers, plain_states, strict=True):
         _load_optimizer(optimizer, matched, exact=False)
-        if isinstance(optimizer, LeanOptimizer):
+        if isinstance(optimizer, WithMasters):
             params = [p for group in optimizer.param_groups for p in group["params"]]
             for name, param in zip(matched.names, params, strict=True):
                 if param.requires_grad:

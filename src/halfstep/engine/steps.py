@@ -9,7 +9,8 @@ of them gives the norm of the scaled gradients, and from it everything is decide
 
 Optimizers that follow torch's fused protocol (torch's fused Adam, AdamW, SGD and Adagrad; halfstep.optim) get D' and
 the flag as tensors and do the rest in their own kernel: 36 bytes per parameter instead of the 48 of unscale, clip and
-step, and nothing waits. Any other optimizer needs the decision on the host: one read, then unscale and clip in place.
+step, and nothing waits. Any other optimizer needs the decision on the host: one read, then unscale and clip in place, or
+into fp32 copies where it runs over fp32 masters.
 
 Several optimizers share one decision: a non-finite gradient anywhere skips them all.
 """
@@ -29,6 +30,7 @@ from halfstep.errors import SettingError
 from halfstep.events import log_once
 from halfstep.kernels.gradstats import dense_values, known_sums, total_norm
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.masters import Fp32Masters
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = [
@@ -52,7 +54,7 @@ _MARK = "_halfstep_steps"  # on an optimizer while the Engine steps it
 
 @dataclass(frozen=True)
 class StepPath:
-    """How one optimizer is stepped: `kind` is "halfstep", "fused" or "plain"."""
+    """How one optimizer is stepped: `kind` is "halfstep", "fused", "masters" or "plain"."""
 
     optimizer: torch.optim.Optimizer
     kind: str
@@ -73,6 +75,9 @@ def choose_path(optimizer: torch.optim.Optimizer, model: nn.Module) -> StepPath:
     name = type(optimizer).__name__
     if isinstance(optimizer, LeanOptimizer):
         return StepPath(optimizer, "halfstep", f"halfstep.optim.{name}")
+    if isinstance(optimizer, Fp32Masters):
+        reason = f"{type(optimizer.inner).__name__} over fp32 masters, decided on the host"
+        return StepPath(optimizer, "masters", reason)
     obstacle = _why_not_fused(optimizer, model)
     if obstacle is not None:
         return StepPath(optimizer, "plain", f"{name}, decided on the host: {obstacle}")
@@ -215,7 +220,7 @@ def widen(params: Iterable[Tensor]) -> None:
 def take_step(paths: Sequence[StepPath], decision: Decision, backend: Backend, *, divides: bool) -> None:
     """Step every optimizer, or none; `divides` is False when the divisor is known to be 1."""
     paths = [path for path in paths if not backend.step(path.optimizer, decision)]
-    if any(path.kind == "plain" or _has_sparse(path) for path in paths):
+    if any(path.kind in {"plain", "masters"} or _has_sparse(path) for path in paths):
         _step_on_host(paths, decision, divides=divides)
         return
     for path in paths:

@@ -156,13 +156,13 @@ def _master(policy: Policy, masters: list[Any]) -> str:
         return "the fp32 weights themselves"
     if policy.master == "none":
         return "none"
-    kind = "split: weight and 16 more bits" if policy.master == "split" else "an fp32 copy"
-    exact = (
-        "exact fp32"
-        if policy.params == "bf16" or policy.master == "fp32"
-        else "exact fp32 for normal weights, else to 2^-40"
-    )
-    return f"{kind}, {exact}" + ("" if masters else " (from the first step on)")
+    split_exact = "exact fp32" if policy.params == "bf16" else "exact fp32 for normal weights, else to 2^-40"
+    kinds = {"split": f"split: weight and 16 more bits, {split_exact}", "fp32": "an fp32 copy, exact fp32"}
+    if not masters:
+        return f"{kinds[policy.master]} (from the first step on)"
+    # An optimizer that halfstep.optim does not adopt has fp32 copies whatever the policy prefers.
+    stored = {"fp32" if master.is_floating_point() else "split" for master in masters}
+    return "; ".join(text for kind, text in kinds.items() if kind in stored)
 
 
 def _lossy(policy: Policy, accumulate: int, support: str | None) -> tuple[str, ...]:

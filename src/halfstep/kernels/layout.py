@@ -85,6 +85,7 @@ class Layout:
     unsigned: frozenset[str] = frozenset()  # moments that are never negative
     master: str = "split"  # "split", "fp32" or "none"
     states: str = "fp32"  # "fp32", "bf16" or "8bit"
+    scalars: tuple[str, ...] = ()  # entries of one fp32 number
 
     @property
     def moment_dtype(self) -> torch.dtype:

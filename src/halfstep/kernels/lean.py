@@ -40,15 +40,20 @@ def lean_step(
         wide = wide * (1 / divisor.to(wide.device, torch.float32, non_blocking=True))  # as the kernels do
     step = state["step"] + 1
     moments = [name for name in layout.moments if name in state]
-    working = {name: restore(state, name) for name in moments} | {"step": step}
+    scalars = [name for name in layout.scalars if name in state]
+    working = (
+        {name: restore(state, name) for name in moments} | {name: state[name] for name in scalars} | {"step": step}
+    )
     inputs = {"master": master, "grad": wide} | working
     versions = {name: _version(tensor) for name, tensor in inputs.items()}
-    new_master = update(working, master, wide)
+    new_master = update(working, master, wide).float()  # a 0-dim tensor times an fp64 scalar is fp64
     _check_unchanged(inputs, versions)
     skip = None if found_inf is None else found_inf.to(weight.device, non_blocking=True) != 0
     for name in moments:
-        for entry, value in layout.pack(name, working[name], step).items():
+        for entry, value in layout.pack(name, working[name].float(), step).items():
             _write(state[entry], value, skip)
+    for name in scalars:
+        _write(state[name], working[name], skip)
     _write_master(weight, state, new_master, skip)
     _write(state["step"], step, skip)
 

@@ -66,12 +66,16 @@ class AdamW(FusedOptimizer):
             group["amsgrad"],
         )
 
-    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """First and second moment, and for amsgrad the largest second."""
-        if group["amsgrad"] and self.states == "8bit":
+    @classmethod
+    def check_states(cls, group: dict[str, Any], states: str) -> None:
+        """The largest second moment of amsgrad would be rounded up at random, step after step."""
+        if group["amsgrad"] and states == "8bit":
             raise SettingError(
                 "amsgrad needs the largest second moment, which 8 bits cannot store; use states=fp32 or bf16 with it."
             )
+
+    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """First and second moment, and for amsgrad the largest second."""
         return self.moments if group["amsgrad"] else self.moments[:2]
 
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from halfstep.optim.lean import LeanOptimizer
 
 __all__ = ["ADOPTS", "adopt", "adopts", "check_adoptable", "users_optimizer"]
 
-ADOPTS: dict[type, Callable[..., LeanOptimizer]] = {}  # stock class -> the lean class that replaces it
+ADOPTS: dict[type, type[LeanOptimizer]] = {}  # stock class -> the lean class that replaces it
 
 
 def adopts(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,6 +43,9 @@ def check_adoptable(optimizer: torch.optim.Optimizer, *, master: str, states: st
             f"Lean presets need an optimizer with fp32 masters, and {type(optimizer).__name__} has none. Use one of torch's that "
             f"are adopted ({adopted}), halfstep.optim, or a preset with fp32 weights such as bf16 or fp16."
         )
+    lean = type(optimizer) if isinstance(optimizer, LeanOptimizer) else ADOPTS[type(optimizer)]
+    for group in optimizer.param_groups:
+        lean.check_states(group, states)
 
 
 def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> LeanOptimizer:
@@ -54,7 +57,8 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     if isinstance(optimizer, LeanOptimizer):
         optimizer.master, optimizer.states = master, states
         return optimizer
-    target = ADOPTS[type(optimizer)]
+    # The abstract base declares other arguments than the classes that adopt, which all have torch's.
+    target: Callable[..., LeanOptimizer] = ADOPTS[type(optimizer)]
     lean = target(optimizer.param_groups, master=master, states=states)
     lean.take_over(optimizer)
     _disable_step(optimizer, lean)

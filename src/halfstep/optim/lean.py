@@ -24,8 +24,9 @@ stays on the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -46,8 +47,12 @@ STATES = ("policy", "fp32", "bf16", "8bit")
 class LeanOptimizer(torch.optim.Optimizer, ABC):
     """Base of the lean optimizers; a subclass declares its states and implements `update`."""
 
-    moments: ClassVar[tuple[str, ...]] = ()  # every state entry, zero at the start and shaped like the parameter
+    moments: ClassVar[tuple[str, ...]] = ()  # every state entry that is shaped like the parameter
+    scalars: ClassVar[tuple[str, ...]] = ()  # state entries of one fp32 number per parameter
     unsigned: ClassVar[frozenset[str]] = frozenset()  # moments that are never negative
+    unstorable: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {}
+    )  # values of `states` that are rejected, with the reason
     elementwise: ClassVar[bool] = True  # whether `update` treats each element alone, so that it works on shards
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to step()
     _stock: torch.optim.Optimizer | None = None  # the adopted optimizer, which shares groups and state
@@ -61,6 +66,8 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
             raise unknown("states", states, STATES)
         self.master, self.states = master, states
         super().__init__(params, defaults)
+        for group in self.param_groups:
+            self.check_states(group, self.layout.states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; a parameter that cannot be trained is rejected by name."""
@@ -77,13 +84,25 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """Return the new master of one parameter, and replace its moments in `state`.
 
-        All tensors are fp32 and have the parameter's shape; the gradient is unscaled and clipped, and `state["step"]` is the
+        All tensors are fp32 and, but for scalars, have the parameter's shape; the gradient is unscaled and clipped, and `state["step"]` is the
         number of this step, from 1. No tensor may be changed in place.
         """
 
     def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The moments that the parameters of a group have: all, unless a subclass makes it depend on the settings."""
         return self.moments
+
+    def initial_value(self, group: dict[str, Any], name: str) -> float:
+        """What a moment or scalar is before the first step: 0, unless a subclass has another start."""
+        return 0.0
+
+    @classmethod
+    def check_states(cls, group: dict[str, Any], states: str) -> None:  # noqa: ARG003 - for subclasses with options
+        """Raise where the moments of a group cannot be stored as `states`: those of `unstorable`, by default."""
+        if states in cls.unstorable:
+            raise SettingError(
+                f"{cls.__name__} cannot store its moments with states={states}: {cls.unstorable[states]}"
+            )
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -151,7 +170,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         """How masters and moments are stored; without an Engine, "policy" means a split master and fp32 moments."""
         master = "split" if self.master == "policy" else self.master
         states = "fp32" if self.states == "policy" else self.states
-        return Layout(self.moments, self.unsigned, master, states)
+        return Layout(self.moments, self.unsigned, master, states, self.scalars)
 
     def _create_state(self, group: dict[str, Any], param: Tensor) -> None:
         state, layout = self.state[param], self.layout
@@ -159,7 +178,13 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in self.moments_of(group):
             if name not in state:
-                state |= layout.pack(name, torch.zeros_like(param, dtype=torch.float32), state["step"])
+                self.check_states(group, layout.states)
+                start = torch.full_like(param, self.initial_value(group, name), dtype=torch.float32)
+                state |= layout.pack(name, start, state["step"])
+        for name in self.scalars:
+            if name not in state:
+                value = self.initial_value(group, name)
+                state[name] = torch.full((), value, dtype=torch.float32, device=param.device)
         self.start_master(param, None)
 
     def start_master(self, param: Tensor, master: Tensor | None) -> None:

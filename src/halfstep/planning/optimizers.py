@@ -2,7 +2,8 @@
 
     lean        halfstep.optim: moments and masters by the declared layout, and the kernels' tables
     fused       torch's fused Adam, AdamW, SGD and Adagrad: their states, and no temporaries
-    plain       anything else: its `step` is run on fake tensors, and what it allocates is counted
+    masters     any other optimizer over fp32 masters, and
+    plain       over fp32 weights: its `step` is run on fake tensors, and what it allocates is counted
 
 The first two need no run, because their states are known to the byte.
 """
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from halfstep.kernels.table import table_bytes
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.masters import Fp32Masters
 
-__all__ = ["StoredState", "run_plain", "states_after_step", "states_of", "step_scratch"]
+__all__ = ["StoredState", "plain_states", "run_plain", "states_after_step", "states_of", "step_scratch"]
 
 _REFERENCE_COPIES = 6  # fp32 tensors of one parameter's size that the reference step has at once, at most
 
@@ -55,6 +57,7 @@ def _lean(optimizer: LeanOptimizer) -> list[StoredState]:
                 states.append(StoredState("master", master, by_step=False))
             if not by_kernels:
                 states.append(StoredState("states", 4))  # the step count; the kernels have them in one table
+            states += [StoredState("states", 4) for _ in optimizer.scalars]
             for _ in optimizer.moments_of(group):
                 states += [StoredState("states", size) for size in layout.moment_bytes(param.numel())]
     if by_kernels:
@@ -95,6 +98,18 @@ def run_plain(optimizer: torch.optim.Optimizer, run: Callable[[], None]) -> str:
     except Exception as error:
         return f"{type(optimizer).__name__}.step() could not be traced ({type(error).__name__}: {error})".split("\n")[0]
     return ""
+
+
+def plain_states(optimizer: torch.optim.Optimizer) -> list[StoredState]:
+    """What an optimizer that was stepped has in its state, and the masters that the Engine made before."""
+    entries = [item for state in optimizer.state.values() for item in state.items() if isinstance(item[1], Tensor)]
+    masters = isinstance(optimizer, Fp32Masters)
+    return [
+        StoredState("master", tensor.nbytes, by_step=False)
+        if masters and name == "master"
+        else StoredState("states", tensor.nbytes)
+        for name, tensor in entries
+    ]
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

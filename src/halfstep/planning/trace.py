@@ -28,7 +28,14 @@ from halfstep.jobs.job import Job
 from halfstep.planning.cuda_rules import as_on_cuda
 from halfstep.planning.fakes import build_model, fake_batch, new_mode
 from halfstep.planning.ledger import Event, Ledger
-from halfstep.planning.optimizers import StoredState, run_plain, states_after_step, states_of, step_scratch
+from halfstep.planning.optimizers import (
+    StoredState,
+    plain_states,
+    run_plain,
+    states_after_step,
+    states_of,
+    step_scratch,
+)
 from halfstep.planning.quiet import quietly
 from halfstep.planning.tracer import Tracer
 from halfstep.planning.workspaces import scratch_by_category
@@ -145,15 +152,14 @@ def _micro_batch(tracer: Tracer, job: Job, run: PreparedRun, inputs: Any, contex
 def _update(tracer: Tracer, path: StepPath, notes: list[str]) -> list[StoredState]:
     """Trace the update of one optimizer; what it has allocated afterwards."""
     optimizer, kind = path.optimizer, "lean" if path.kind == "halfstep" else path.kind
-    if kind != "plain":
+    if kind not in {"plain", "masters"}:
         scratch = step_scratch(optimizer, kind)
         if scratch:
             tracer.scratch({"workspaces": scratch})
         return states_after_step(optimizer, kind)
     start = len(tracer.events)
     problem = run_plain(optimizer, optimizer.step)
-    tensors = states_of(optimizer)
-    states = [StoredState("states", t.nbytes) for t in tensors]
+    states, tensors = plain_states(optimizer), states_of(optimizer)
     if problem:
         notes.append(f"{problem}; only the states it had created by then are counted, and not its temporaries.")
         return states

@@ -1,0 +1,291 @@
+"""fp32 masters around any torch optimizer, for 16-bit weights.
+
+`Fp32Masters` steps an optimizer that knows nothing of masters (Muon, LARS, LAMB, Lookahead, your own). For the time of a
+step each 16-bit parameter has its fp32 master as `data` and its gradient in fp32, divided by the loss scale, as `grad`; the
+optimizer steps as it would step an fp32 model; then the parameter gets its 16-bit storage back, with the rounding of the new
+master. The optimizer's state is its own and in fp32, its groups stay the same dictionaries, and so its schedulers and hooks
+work as before. Loading goes the same way, because `load_state_dict` casts states to the dtype of the parameters.
+
+The master is stored apart from `optimizer.state`, which many optimizers expect to be empty before their first step, and
+survives in the optimizer, so that a second Engine over it continues from the exact values. Where the weight was changed
+from outside (it is no longer the master's rounding), the weight is what counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import SettingError
+from halfstep.events import log_info
+from halfstep.kernels.split import split
+from halfstep.optim.adopt import adopt, adopts, check_adoptable
+from halfstep.optim.lean import LeanOptimizer
+from halfstep.precision.formats import DTYPES_16_BIT
+
+__all__ = ["Fp32Masters", "WithMasters", "add_masters", "check_masters"]
+
+_MASTERS = "_halfstep_masters"  # on the optimizer: its masters by parameter
+_STEPPING = "_halfstep_over_masters"  # on the optimizer: whether it is stepped over its masters now
+
+
+class Fp32Masters(torch.optim.Optimizer):
+    """Steps `inner` over fp32 masters of its 16-bit parameters; groups and state are those of `inner`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        # Not super().__init__, which would build groups again: this is how torch prepares an unpickled optimizer.
+        self.__setstate__({"defaults": inner.defaults})
+        if _MASTERS not in vars(inner):
+            setattr(inner, _MASTERS, {})
+            inner.register_step_pre_hook(_reject_direct_step)
+        self._masters: dict[Tensor, Tensor] = getattr(inner, _MASTERS)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # always the inner ones: loading replaces them
+        """The groups of the inner optimizer."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:  # type: ignore[override]  # a view: the states are the inner ones
+        """Each parameter's state in the inner optimizer, and its `master`."""
+        return _States(self)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step the inner optimizer on the masters, with gradients divided by `grad_scale` if that attribute is set."""
+        if closure is not None:
+            raise SettingError(
+                "A closure would run the model again inside step(); call backward first and step() without arguments."
+            )
+        with self._on_masters(getattr(self, "grad_scale", None)):
+            setattr(self.inner, _STEPPING, True)
+            try:
+                self.inner.step()
+            finally:
+                delattr(self.inner, _STEPPING)
+
+    @contextlib.contextmanager
+    def _on_masters(self, divisor: Tensor | None = None) -> Iterator[None]:
+        """Inside this block parameters are their masters and gradients are fp32; afterwards weights are rounded again."""
+        params = [p for p in self._params() if p.requires_grad]
+        stored = [(p, p.data, p.grad) for p in params]
+        try:
+            for param, weight, grad in stored:
+                param.grad = None  # away while the dtype changes: a gradient has that of its parameter
+                if weight.dtype in DTYPES_16_BIT:
+                    self.start_master(param, None)
+                    self._masters[param].copy_(self.master_of(param))
+                    param.data = self._masters[param]
+                param.grad = None if grad is None else _unscaled(grad, divisor)
+            yield
+        finally:
+            for param, weight, grad in stored:
+                if param.dtype is not weight.dtype:
+                    master = param.data  # the optimizer may have replaced it
+                    param.grad, param.data = None, weight
+                    self.set_master(param, master)
+                param.grad = grad
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # --- masters ----------------------------------------------------------------------------------------------------
+
+    def start_master(self, param: Tensor, master: Tensor | None) -> None:
+        """Store the master of a 16-bit weight that was rounded from it just now; None: the weight, if there is none yet."""
+        if param.dtype not in DTYPES_16_BIT or (master is None and param in self._masters):
+            return
+        if master is None:  # the weight was 16-bit when the optimizer was built, and so may be states made then
+            for _, optimizer in _nested(self.inner):
+                _widen(optimizer.state.get(param, {}))
+        self._masters[param] = param.detach().float() if master is None else master
+
+    @torch.no_grad()
+    def set_master(self, param: Tensor, master: Tensor) -> None:
+        """Set a parameter to this fp32 value: its master, and its weight to the rounding of that."""
+        if param.dtype not in DTYPES_16_BIT:
+            param.copy_(master)
+            return
+        # A finite master past the dtype's end would make an infinite weight, and no later step could undo that.
+        largest = torch.finfo(param.dtype).max
+        master = torch.where(master.isfinite(), master.clamp(-largest, largest), master)
+        param.copy_(split(master, param.dtype)[0])
+        if param in self._masters:
+            self._masters[param].copy_(master)
+        else:
+            self._masters[param] = master
+
+    def master_of(self, param: Tensor) -> Tensor:
+        """The fp32 value that the optimizer works on for `param`: the master, or the weight where that was changed."""
+        weight, master = param.detach(), self._masters.get(param)
+        if weight.dtype not in DTYPES_16_BIT:
+            return weight
+        if master is None:
+            return weight.float()
+        return torch.where(split(master, weight.dtype)[0] == weight, master, weight.float())
+
+    # --- saving and loading -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state with each parameter's `master` in it.
+
+        A state of another form than torch's (Lookahead's) is stored as it is under `inner`.
+        """
+        saved: dict[str, Any] = self.inner.state_dict()
+        if not saved.keys() >= {"state", "param_groups"}:
+            saved = {"state": {}, "param_groups": _numbered(self.param_groups), "inner": saved}
+        states = {index: dict(entries) for index, entries in saved["state"].items()}
+        for index, param in zip(_order(saved), self._params(), strict=True):
+            if param not in self._masters:
+                continue
+            entries = states.setdefault(index, {})
+            if "master" in entries:
+                raise SettingError(
+                    f"{type(self.inner).__name__} has a state called 'master' itself, which the fp32 master would replace. Use it with a "
+                    "preset with fp32 weights such as bf16 or fp16."
+                )
+            entries["master"] = self.master_of(param)
+            if "inner" in saved:
+                entries["position"] = index  # in the inner state, which only its optimizer can read
+        return saved | {"state": states}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, or the state of the same optimizer over fp32 weights."""
+        states = {index: dict(entries) for index, entries in state_dict["state"].items()}
+        masters = {index: entries.pop("master", None) for index, entries in states.items()}
+        moved = [index for index, entries in states.items() if entries.pop("position", index) != index]
+        inner = state_dict.get("inner")
+        if inner is None:
+            inner = state_dict | {"state": {index: entries for index, entries in states.items() if entries}}
+        elif moved:
+            raise SettingError(
+                f"The state of {type(self.inner).__name__} has a form of its own, which refers to parameters by their order, and "
+                f"{len(moved)} of them are in another place now. Build the optimizer with the parameters in the order of the saved run."
+            )
+        with self._on_masters():  # states are cast to the dtype that the parameters have now
+            self.inner.load_state_dict(inner)
+        for index, param in zip(_order(state_dict), self._params(), strict=True):
+            master = masters.get(index)
+            if master is not None and param.dtype in DTYPES_16_BIT:
+                self._masters[param] = master.to(param.device, torch.float32, copy=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        self.inner.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"Fp32Masters({self.inner!r})"
+
+
+WithMasters = LeanOptimizer | Fp32Masters  # every optimizer that has `start_master`, `set_master` and `master_of`
+
+
+class _States(Mapping[Tensor, dict[str, Any]]):
+    """Per parameter what an optimizer, and any optimizer inside it, has stored, and the master."""
+
+    def __init__(self, owner: Fp32Masters) -> None:
+        self._owner = owner
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        for prefix, optimizer in _nested(self._owner.inner):
+            if param in optimizer.state:
+                entries |= {f"{prefix}{name}": value for name, value in optimizer.state[param].items()}
+        master = getattr(self._owner.inner, _MASTERS).get(param)
+        if master is not None:
+            entries["master"] = master
+        if not entries:
+            raise KeyError(param)
+        return entries
+
+    def __iter__(self) -> Iterator[Tensor]:
+        params = [p for group in self._owner.param_groups for p in group["params"]]
+        return (p for p in params if p in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _nested(optimizer: torch.optim.Optimizer, prefix: str = "") -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """An optimizer and those that it wraps, with a prefix for the names of their states."""
+    yield prefix, optimizer
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            yield from _nested(value, f"{prefix}{name}.")
+
+
+def _order(saved: Mapping[str, Any]) -> list[int]:
+    return [index for group in saved["param_groups"] for index in group["params"]]
+
+
+def _numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups as torch saves them, with numbers in place of parameters."""
+    start, numbered = 0, []
+    for group in groups:
+        end = start + len(group["params"])
+        numbered.append(group | {"params": list(range(start, end))})
+        start = end
+    return numbered
+
+
+def _widen(entries: dict[str, Any]) -> None:
+    for name, value in entries.items():
+        if isinstance(value, Tensor) and value.dtype in DTYPES_16_BIT:
+            entries[name] = value.float()
+
+
+def _unscaled(grad: Tensor, divisor: Tensor | None) -> Tensor:
+    wide = grad.float() if grad.dtype in DTYPES_16_BIT else grad
+    return wide if divisor is None else wide / divisor.to(wide.device, torch.float32)
+
+
+def _reject_direct_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    masters = getattr(optimizer, _MASTERS)
+    if not getattr(optimizer, _STEPPING, False) and any(param.dtype in DTYPES_16_BIT for param in masters):
+        raise SettingError(
+            f"This {type(optimizer).__name__} is stepped over fp32 masters, and its own step() would bypass them; call engine.step() "
+            "instead of optimizer.step()."
+        )
+
+
+# --- set-up -------------------------------------------------------------------------------------------------------------
+
+
+def check_masters(optimizer: torch.optim.Optimizer, *, master: str, states: str, release: bool = False) -> None:
+    """Raise where `add_masters` would, and for gradient release where it could not work; nothing is changed."""
+    if isinstance(optimizer, LeanOptimizer) or adopts(optimizer):
+        check_adoptable(optimizer, master=master, states=states)
+        return
+    name = type(optimizer).__name__
+    if release:
+        raise SettingError(
+            f"gradient_release updates each parameter alone, and {name} steps all of them together. Use an optimizer of "
+            "halfstep.optim, or one of torch's that it adopts."
+        )
+    if states != "fp32":
+        raise SettingError(
+            f"states={states} has no effect on {name}, whose states are its own; use states=fp32, or an optimizer of halfstep.optim "
+            "or one of torch's that it adopts."
+        )
+    if master == "none":
+        raise SettingError(
+            f"master=none: {name} would update 16-bit weights, with states in 16 bits. Omit master=none, and it runs over fp32 masters."
+        )
+
+
+def add_masters(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> LeanOptimizer | Fp32Masters:
+    """An optimizer that keeps masters: the lean one that adopts a stock one, or any other over fp32 masters."""
+    check_masters(optimizer, master=master, states=states)
+    if isinstance(optimizer, LeanOptimizer) or adopts(optimizer):
+        return adopt(optimizer, master=master, states=states)
+    instead = "" if master == "fp32" else f" instead of master={master}, which needs a class of halfstep.optim"
+    log_info(f"{type(optimizer).__name__} runs over fp32 masters (master=fp32{instead}).")
+    return Fp32Masters(optimizer)

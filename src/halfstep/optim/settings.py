@@ -1,0 +1,29 @@
+"""Checks of the settings that the lean optimizers share, with messages that name the setting and its value."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from halfstep.errors import SettingError
+
+__all__ = ["as_scalar", "check_betas", "check_not_negative"]
+
+
+def check_not_negative(**settings: float | Tensor) -> None:
+    """Raise for a setting that is negative or NaN, and for a tensor of more than one element."""
+    for name, value in settings.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise SettingError(f"{name} has {value.numel()} elements; pass a number or a tensor of one element.")
+        if not value >= 0:
+            raise SettingError(f"{name}={value!r} must be 0 or more.")
+
+
+def check_betas(betas: tuple[float | Tensor, float | Tensor]) -> None:
+    """Raise for decay rates outside [0, 1)."""
+    if not all(0 <= beta < 1 for beta in betas):
+        raise SettingError(f"betas={betas!r} must lie in [0, 1).")
+
+
+def as_scalar(value: float | Tensor) -> float | Tensor:
+    """A setting that broadcasts to any shape: a tensor of one element without its dimensions."""
+    return value.reshape(()) if isinstance(value, Tensor) else value
