@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.checkpoint.directory import load_checkpoint, save_checkpoint
+from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.score import Score, read_score
 from halfstep.engine.engine import Engine
@@ -105,16 +105,14 @@ class RunCheckpoints:
             "data": _BETWEEN_EPOCHS if epoch_done else data.state(),
         }
         step = engine.progress.attempts
-        weights, state, meta = checkpoint_parts(engine.state_dict(), extra)
         self.nonfinite, self.saved_at = nonfinite_parameters(engine), step
         if not self.nonfinite:
+            weights, state, meta = checkpoint_parts(engine.state_dict(), extra)
             _, higher = self._rank({})
             self.latest = self._folder.save(step, weights=weights, state=state, meta=meta, higher_is_better=higher)
             return self.latest
         earlier = next(iter(sorted(self._folder.root.glob(f"{ASIDE}*"))), None)
-        path = earlier or save_checkpoint(
-            self._folder.root / f"{ASIDE}{step:08d}", weights=weights, state=state, meta=meta
-        )
+        path = earlier or engine.save(self._folder.root / f"{ASIDE}{step:08d}", allow_nonfinite=True, **extra)
         log_warning(
             f"After step {step} the weights are not finite (in {few(self.nonfinite)}). "
             + (

@@ -14,13 +14,13 @@ __all__ = ["describe_problem", "nonfinite_parameters"]
 
 
 def nonfinite_parameters(engine: Engine) -> list[str]:
-    """The trainable parameters with a non-finite weight or master; waits for the device once.
+    """The parameters with a non-finite weight or master; waits for the device once.
 
     Buffers are not checked: a mask rightly contains -inf. A split master is non-finite exactly where its weight is.
     """
     tensors: list[tuple[str, Tensor]] = []
-    for name, param in engine.params.items():
-        if param.requires_grad and param.is_floating_point():
+    for name, param in engine.model.named_parameters():
+        if param.is_floating_point():
             tensors.append((name, param.detach()))
             for optimizer in engine.optimizers:
                 master = optimizer.state.get(param, {}).get("master")
