@@ -22,3 +22,13 @@ def test_unknown_says_what_was_seen_and_what_is_known():
     text = str(unknown("preset", "bf61", ["bf16", "fp16"], "See the docs."))
     assert text == "Unknown preset 'bf61'. Did you mean 'bf16'? Known: bf16, fp16. See the docs."
     assert "Did you mean" not in str(unknown("preset", "zzz", ["bf16"]))
+
+
+def test_a_long_list_of_known_names_is_cut_to_the_similar_ones():
+    """A message of a hundred names hides what is wrong."""
+    names = [f"HS{n}" for n in range(100, 200)]
+    text = str(unknown("rule", "HS1044", names, "See the docs."))
+    assert (
+        text == "Unknown rule 'HS1044'. Did you mean 'HS104'? Also similar: HS144, HS194, HS184, HS174. See the docs."
+    )
+    assert str(unknown("rule", "zzz", names)) == "Unknown rule 'zzz'."

@@ -17,6 +17,10 @@ from collections.abc import Iterable
 __all__ = ["HalfstepError", "MissingError", "OverflowStop", "SettingError", "nearest", "unknown"]
 
 
+_MOST_LISTED = 30  # a longer list of names would hide the message
+_NUM_SIMILAR = 5
+
+
 class HalfstepError(Exception):
     """Any error that Halfstep raises on purpose; its message has the remedy."""
 
@@ -41,9 +45,15 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown(kind: str, name: object, known: Iterable[str], advice: str = "") -> SettingError:
-    """The error for an unknown name: the name, the nearest known one, and the list of known names."""
+    """The error for an unknown name: the nearest known one, and the known names, or of a long list the similar ones."""
     known = list(known)
     close = nearest(str(name), known)
     hint = f" Did you mean {close!r}?" if close else ""
     tail = f" {advice}" if advice else ""
-    return SettingError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{tail}")
+    if len(known) <= _MOST_LISTED:
+        return SettingError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{tail}")
+    folded = {each.casefold(): each for each in known}
+    similar = difflib.get_close_matches(str(name).casefold(), folded, n=_NUM_SIMILAR, cutoff=0.5)
+    others = [folded[each] for each in similar if folded[each] != close]
+    listed = f" Also similar: {', '.join(others)}." if others else ""
+    return SettingError(f"Unknown {kind} {name!r}.{hint}{listed}{tail}")

@@ -57,3 +57,4 @@ def test_an_unknown_rule_is_an_error_with_a_guess():
     """An unknown rule code raises an error instead of being treated as a topic."""
     error = run("HS99999").exception
     assert "Unknown rule 'HS99999'" in str(error)
+    assert len(str(error)) < 200

@@ -30,6 +30,12 @@ with loop.forward():
     loss = job.call("loss", run, model=loop.model, batch=next(iter(job.call("data", run, split="train"))))
 loop.backward(loss)
 """
+OUTSIDE_A_REGION = """
+from halfstep.engine.engine import Engine
+model = torch.nn.Linear(64, 64)
+engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-lean")
+model(torch.randn(64, 64, dtype=torch.bfloat16))
+"""
 MEASURING = f"""
 from halfstep.hardware import measure
 def product():
@@ -43,7 +49,9 @@ BY_HAND = "".join(f"warnings.warn({text + ', switching to BLAS gemm'!r}, UserWar
 
 
 @pytest.mark.parametrize(
-    "code", [IN_A_REGION + BY_HAND, IN_A_PEER + BY_HAND, MEASURING], ids=["region", "torch-amp", "measure"]
+    "code",
+    [IN_A_REGION + BY_HAND, OUTSIDE_A_REGION + BY_HAND, IN_A_PEER + BY_HAND, MEASURING],
+    ids=["region", "outside a region", "torch-amp", "measure"],
 )
 def test_a_16_bit_product_prints_nothing(code):
     """A program that multiplies in bf16 prints no warning on any CPU."""

@@ -182,10 +182,11 @@ def test_an_ambiguous_name_takes_the_smallest_and_says_so():
 
 @pytest.mark.parametrize(("asked", "hint"), [("RTX 4095", "RTX 4090"), ("H2000", "H200"), ("T5", "T4")])
 def test_an_unknown_gpu_is_rejected_with_the_nearest(asked, hint):
-    """The error names the nearest device and the list, and that an architecture will do."""
+    """The error names the nearest devices, not all of them, and that an architecture will do."""
     with pytest.raises(SettingError, match=f"Unknown GPU '{asked}'. Did you mean '{hint}'") as caught:
         find_gpu(asked)
     assert "sm90" in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("asked", ["", "  ", "x86", "arm-bf16"])

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from halfstep.backends.context import RunContext
-from halfstep.checkpoint.directory import read_meta
+from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.engine.engine import Engine
 from halfstep.errors import SettingError
 from halfstep.jobs.job import Job
-from halfstep.train.checkpoints import Progress, RunCheckpoints
+from halfstep.train.checkpoints import Progress, RunCheckpoints, check_out
 from halfstep.train.config import TrainConfig
 from halfstep.train.stream import DataStream
 
@@ -37,42 +37,83 @@ def test_an_existing_run_needs_resume_and_resume_an_existing_run(tmp_path, run):
         RunCheckpoints(tmp_path, CONFIG, resume=True, has_metric=True)
     first = RunCheckpoints(tmp_path, CONFIG, resume=False, has_metric=True)
     assert first.restore(*run) == Progress()
-    first.save(*run, Progress(), epoch_done=True, validated=False)
+    first.save(*run, Progress(), epoch_done=True)
     with pytest.raises(SettingError, match="already contains a run"):
         RunCheckpoints(tmp_path, CONFIG, resume=False, has_metric=True)
 
 
 def test_progress_is_restored(tmp_path, run):
-    """A checkpoint at the end of an epoch resumes with the next one, and keeps the last validation."""
+    """A checkpoint whose validation is due resumes with it; one with a score resumes with the score's values."""
     first = RunCheckpoints(tmp_path, CONFIG, resume=False, has_metric=True)
-    first.save(*run, Progress(3, {"loss": 0.5}), epoch_done=True, validated=True)
+    progress = Progress(4, {"loss": 0.5}, unvalidated=3)
+    first.save(*run, progress, epoch_done=True)
     again = RunCheckpoints(tmp_path, CONFIG, resume=True, has_metric=True)
     assert again.latest == first.latest
-    assert again.restore(*run) == Progress(4, {"loss": 0.5})
+    assert again.restore(*run) == progress
+    first.score({"loss": 0.25})
+    assert again.restore(*run) == Progress(4, {"loss": 0.25})
 
 
 def test_other_settings_of_the_trajectory_raise(tmp_path, run):
     """The error has the old and the new value."""
-    RunCheckpoints(tmp_path, CONFIG, resume=False, has_metric=True).save(
-        *run, Progress(), epoch_done=True, validated=False
-    )
+    RunCheckpoints(tmp_path, CONFIG, resume=False, has_metric=True).save(*run, Progress(), epoch_done=True)
     other = RunCheckpoints(tmp_path, TrainConfig(batch=4, steps=4), resume=True, has_metric=True)
     with pytest.raises(SettingError, match="batch: was 2, is 4"):
         other.restore(*run)
 
 
 @pytest.mark.parametrize(
-    ("values", "validated", "has_metric", "expected"),
+    ("values", "has_metric", "expected"),
     [
-        ({"loss": 0.5, "metric": 0.9}, True, True, (0.9, True)),
-        ({"loss": 0.5}, True, False, (0.5, False)),
-        ({"loss": 0.5, "metric": 0.9}, False, True, (None, True)),
-        ({}, False, False, (None, False)),
+        ({"loss": 0.5, "metric": 0.9}, True, (0.9, True)),
+        ({"loss": 0.5}, False, (0.5, False)),
+        ({}, True, (None, True)),
+        ({}, False, (None, False)),
     ],
 )
-def test_the_metric_or_else_the_loss_ranks_a_checkpoint(tmp_path, run, values, validated, has_metric, expected):
+def test_the_metric_or_else_the_loss_ranks_a_checkpoint(tmp_path, run, values, has_metric, expected):
     """A checkpoint is ranked by the validation that it belongs to, and not at all without one."""
     checkpoints = RunCheckpoints(tmp_path, CONFIG, resume=False, has_metric=has_metric)
-    path = checkpoints.save(*run, Progress(0, values), epoch_done=True, validated=validated)
-    folder = read_meta(path)["folder"]
-    assert (folder["metric"], folder["higher_is_better"]) == expected
+    path = checkpoints.save(*run, Progress(0), epoch_done=True)
+    if values:
+        checkpoints.score(values)
+    (entry,) = CheckpointFolder(path.parent).checkpoints()
+    assert (entry.metric, entry.higher_is_better) == expected
+
+
+def test_weights_that_are_not_finite_never_replace_a_healthy_checkpoint(tmp_path, run):
+    """They are written aside once, under a name that nothing resumes from, and nothing is rotated out for them."""
+    engine, data = run
+    config = TrainConfig(batch=2, steps=4, keep_last=1, keep_best=0)
+    checkpoints = RunCheckpoints(tmp_path, config, resume=False, has_metric=False)
+    healthy = checkpoints.save(engine, data, Progress(1), epoch_done=True)
+    with torch.no_grad():
+        engine.model.weight[0, 1] = float("inf")
+    for step in (5, 6):
+        engine.progress.attempts = step
+        assert checkpoints.save(engine, data, Progress(2), epoch_done=True) is None
+        assert checkpoints.nonfinite == ["weight"]
+        checkpoints.score({"loss": 0.1})
+    assert sorted(path.name for path in healthy.parent.iterdir() if path.is_dir()) == [
+        "nonfinite-00000005",
+        healthy.name,
+    ]
+    again = RunCheckpoints(tmp_path, config, resume=True, has_metric=False)
+    assert again.latest == healthy
+    assert again.restore(engine, data) == Progress(1)
+    assert not checkpoints.save(engine, data, Progress(2), epoch_done=True).name.startswith("nonfinite")
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "file/far/below"])
+def test_a_directory_that_cannot_be_created_is_rejected_before_anything_runs(tmp_path, name):
+    """The message names the file that is in the way."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match=r"file is not a directory; pass another --out"):
+        check_out(tmp_path / name)
+
+
+def test_a_directory_without_permission_is_rejected(tmp_path, monkeypatch):
+    """The nearest existing directory is the one that is checked."""
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(SettingError, match="no permission to write to"):
+        check_out(tmp_path / "new" / "run")

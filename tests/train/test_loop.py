@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -11,11 +12,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.checkpoint.directory import load_checkpoint, read_meta
+from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.export import masters_of
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.runlog import read_runlog
@@ -88,7 +90,7 @@ def test_a_run_writes_everything_it_promises(tmp_path):
     assert [r["attempted"] for r in run.records] == [1, 2, 3, 4, 5, 6]
     assert [r["micro_batch"] for r in run.records] == [3, 4, 7, 8, 11, 12]
     assert [line.loss for line in observer.lines] == [r["loss"] for r in run.records]
-    assert [e["event"] for e in run.events] == ["truth", "validation", "saved"] + ["validation", "saved"] * 2
+    assert [e["event"] for e in run.events] == ["truth", "saved", "validation"] + ["saved", "validation"] * 2
     assert run.events[0]["truth"]["rows"]["gradients"] == "fp32"
     assert outcome.steps == 6
     assert outcome.epochs == 3
@@ -208,6 +210,204 @@ def test_a_bad_device_is_refused(tmp_path):
     """A device torch does not know is named."""
     with pytest.raises(HalfstepError, match="device='gpu'"):
         train(tiny_job(), TrainConfig(batch=16, epochs=1, device="gpu"), precision="fp32", out=tmp_path / "run")
+
+
+# --- what ends a run early costs nothing ------------------------------------------------------------------------
+
+
+def fails_once(field):
+    """A metric or validation split that fails the first time it is used."""
+    calls = []
+
+    def fail():
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("val")
+
+    if field == "metric":
+        return {"metric": lambda model, batch: (fail(), 0.5)[1]}
+    plain = tiny_job().data
+    return {"data": lambda batch_size, split: (split == "val" and fail(), plain(batch_size, split))[1]}
+
+
+@pytest.mark.parametrize("field", ["metric", "data"])
+@pytest.mark.parametrize("save_every", [None, 3])
+def test_a_validation_that_fails_does_not_cost_the_epoch(field, save_every, tmp_path):
+    """The epoch is saved first; after a fix, --resume validates it and continues as if nothing had happened."""
+    config = TrainConfig(batch=16, epochs=2, save_every=save_every)
+    job = tiny_job(**fails_once(field))
+    with pytest.raises(JobError, match="KeyError: 'val'"):
+        train(job, config, precision="fp32", out=tmp_path / "run")
+    assert CheckpointFolder(tmp_path / "run" / "checkpoints").latest().name == "step-00000004"
+    resumed = train(job, config, precision="fp32", out=tmp_path / "run", resume=True)
+    epochs = [e["epoch"] for e in read_runlog(tmp_path / "run" / "run.jsonl").events if e["event"] == "validation"]
+    assert epochs == [0, 1]
+    plain = train(tiny_job(), config, precision="fp32", out=tmp_path / "plain")
+    a, b = weights_of(plain), weights_of(resumed)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_signal_during_validation_ends_it_at_once_and_the_run_resumes_with_it(tmp_path):
+    """One batch of the split is used, the epoch is saved, and the resumed run validates it from the start."""
+    used = []
+
+    def metric(model, batch, epoch):
+        used.append(epoch)
+        if len(used) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 0.5
+
+    config = TrainConfig(batch=8, epochs=2)
+    stopped = train(tiny_job(metric=metric), config, precision="fp32", out=tmp_path / "run")
+    assert (stopped.stopped_by, stopped.steps, used) == ("SIGINT", 8, [0])
+    assert stopped.checkpoint.name == "step-00000008"
+    train(tiny_job(metric=metric), config, precision="fp32", out=tmp_path / "run", resume=True)
+    assert used == [0] + [0] * 4 + [1] * 4
+
+
+def test_a_second_signal_does_not_cost_the_checkpoint(tmp_path):
+    """Two signals within one step still end in a checkpoint of that step."""
+
+    def loss(model, batch):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    outcome = train(tiny_job(loss=loss), TrainConfig(batch=16, epochs=2), precision="fp32", out=tmp_path / "run")
+    assert (outcome.stopped_by, outcome.steps) == ("SIGINT", 1)
+    assert outcome.checkpoint.name == "step-00000001"
+
+
+@pytest.mark.parametrize("stop_first", [False, True])
+def test_data_that_fails_between_two_steps_does_not_cost_the_steps_before(stop_first, tmp_path):
+    """They are saved before the error is raised; after a signal, which also reaches data workers, it is a plain stop."""
+    plain = tiny_job().data
+
+    def data(batch_size, split):
+        for number, batch in enumerate(plain(batch_size, split)):
+            if number == 3 and split == "train":
+                if stop_first:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                raise OSError("disk gone")
+            yield batch
+
+    run = {"precision": "fp32", "out": tmp_path / "run"}
+    if stop_first:
+        assert train(tiny_job(data=data), TrainConfig(batch=16, epochs=1), **run).stopped_by == "SIGTERM"
+    else:
+        with pytest.raises(JobError, match="disk gone"):
+            train(tiny_job(data=data), TrainConfig(batch=16, epochs=1), **run)
+    assert CheckpointFolder(tmp_path / "run" / "checkpoints").latest().name == "step-00000003"
+
+
+# --- runs that did not train -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [
+        (lambda model, batch: model(batch[0]).sum() * float("nan"), "all 4 steps were skipped"),
+        (
+            lambda model, batch, split: (
+                F.cross_entropy(model(batch[0]), batch[1]) + (math.inf if split == "val" else 0)
+            ),
+            "the validation loss is inf",
+        ),
+        (
+            lambda model, batch, split: (
+                F.cross_entropy(model(batch[0]), batch[1]) + (math.inf if split == "train" else 0)
+            ),
+            "the training loss is inf",
+        ),
+        (lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), None),
+    ],
+)
+def test_a_run_that_did_not_train_has_a_problem(loss, problem, tmp_path):
+    """All steps skipped, or a loss that is not finite at the end, is not a success."""
+    config = TrainConfig(batch=16, epochs=1)
+    outcome = train(tiny_job(loss=loss), config, precision="fp32", out=tmp_path / "run")
+    assert problem is None if outcome.problem is None else outcome.problem.startswith(problem)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-lean", "bf16-lean,master=fp32"])
+def test_weights_that_stop_being_finite_are_written_aside(precision, tmp_path):
+    """The last healthy checkpoint stays the one to resume from, and the outcome has the reason."""
+    spoiled = []
+
+    def loss(model, batch, epoch):
+        if epoch == 1 and not spoiled:
+            spoiled.append(1)
+            with torch.no_grad():
+                model[0].bias[0] = float("nan")
+        return model(batch[0]).square().mean()
+
+    job = tiny_job(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)), loss=loss, metric=None
+    )
+    config = TrainConfig(batch=16, epochs=2, keep_last=1, keep_best=0)
+    outcome = train(job, config, precision=precision, out=tmp_path / "run")
+    assert "weights are not finite (in 0.bias" in outcome.problem
+    assert outcome.checkpoint.name == "step-00000004"
+    assert (tmp_path / "run" / "checkpoints" / "nonfinite-00000008").is_dir()
+    resumed = train(job, config, precision=precision, out=tmp_path / "run", resume=True)
+    assert (resumed.problem, resumed.steps) == (None, 8)
+
+
+# --- settings and generators -----------------------------------------------------------------------------------
+
+
+def test_the_batch_size_of_the_jobs_signature_is_its_default(tmp_path):
+    """A setting overrides it; a job without one gets 64."""
+    plain, sizes = tiny_job().data, []
+
+    def data(split, batch_size=16):
+        sizes.append(batch_size)
+        return plain(batch_size, split)
+
+    for number, (field, config) in enumerate(
+        [(data, TrainConfig(steps=1)), (data, TrainConfig(steps=1, batch=8)), (plain, TrainConfig(steps=1))]
+    ):
+        train(tiny_job(data=field), config, precision="fp32", out=tmp_path / str(number))
+    assert set(sizes[:2]) == {16}
+    assert set(sizes[2:]) == {8}
+    assert read_runlog(tmp_path / "0" / "run.jsonl").header["config"]["batch"] == 16
+    assert read_runlog(tmp_path / "2" / "run.jsonl").header["config"]["batch"] == 64
+
+
+def test_every_generator_is_seeded(tmp_path):
+    """Jobs that draw from Python's or NumPy's generator repeat, too."""
+    drawn = []
+
+    def model():
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))  # noqa: NPY002 - as jobs do
+        return torch.nn.Linear(6, 3)
+
+    for number in range(2):
+        config = TrainConfig(batch=16, steps=1, seed=3)
+        train(tiny_job(model=model), config, precision="fp32", out=tmp_path / str(number))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_resumed_run_records_its_own_truth_table(tmp_path):
+    """Another machine or precision may resume a run, so each process records the table after its first step."""
+    for steps in (2, 4):
+        train(tiny_job(), TrainConfig(batch=16, steps=steps), precision="fp32", out=tmp_path, resume=steps == 4)
+    events = read_runlog(tmp_path / "run.jsonl").events
+    assert [e["truth"]["rows"]["gradients"] for e in events if e["event"] == "truth"] == ["fp32", "fp32"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"data": lambda: [(torch.randn(4, 6), torch.zeros(4).long())], "metric": None},
+        {"data": lambda split: None if split == "val" else [(torch.randn(4, 6), torch.zeros(4).long())]},
+    ],
+    ids=["no split argument", "None"],
+)
+def test_a_job_without_validation_trains(changed, tmp_path):
+    """It has no values, and no problem."""
+    outcome = train(tiny_job(**changed), TrainConfig(epochs=2), precision="fp32", out=tmp_path / "run")
+    assert (outcome.validation, outcome.problem, outcome.steps) == ({}, None, 2)
 
 
 # --- real processes -------------------------------------------------------------------------------------------
@@ -370,8 +570,7 @@ def test_only_a_validated_checkpoint_has_a_score(tmp_path):
     config = TrainConfig(batch=16, epochs=4, eval_every=2, keep_last=4)
     train(job, config, precision="fp32", out=tmp_path)
     folder = CheckpointFolder(tmp_path / "checkpoints")
-    found = [read_meta(path)["folder"]["metric"] for path in sorted(folder.root.iterdir())]
-    assert found == [None, pytest.approx(0.9), None, pytest.approx(0.3)]
+    assert [entry.metric for entry in folder.checkpoints()] == [None, pytest.approx(0.9), None, pytest.approx(0.3)]
     assert folder.best().name == "step-00000008"
 
 

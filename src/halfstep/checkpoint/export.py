@@ -6,6 +6,7 @@ joins the two, so the file has the values that the optimizer updates. Any safete
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,13 @@ def export_weights(
     run: Path, out: Path, *, dtype: str = "fp32", best: bool = False, ema: bool = False, force: bool = False
 ) -> Path:
     """Write the weights of `run` to `out` as one safetensors file."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
+    if out.exists() and not out.is_file():
+        raise SettingError(f"{out} is not a regular file; choose another --out.")
     if out.exists() and not force:
         raise SettingError(f"{out} exists already; choose another --out, or overwrite it with --force.")
     checkpoint = load_checkpoint(find_checkpoint(run, best=best))
@@ -83,18 +87,18 @@ def export_weights(
         tensors[name] = (
             cast.clone() if any(cast.data_ptr() == t.data_ptr() for t in tensors.values() if t.numel()) else cast
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.part")
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         save_file(
             {n: t.contiguous() for n, t in tensors.items()},
             aside,
             metadata={"format": "pt", "halfstep": checkpoint.meta["policy"]},
         )
         aside.replace(out)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise SettingError(
-            f"{out} could not be written: {error.strerror or error}. Free space or choose another --out."
-        ) from error
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or error
+        raise SettingError(f"{out} could not be written: {reason}. Free space or choose another --out.") from error
     return out

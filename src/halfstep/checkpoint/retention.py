@@ -2,7 +2,9 @@
 
 Each checkpoint is a directory `step-00001234`. The newest is the one saved last, not the one with the highest step,
 because a run that went back to step 100 and saved step 150 must not resume from an abandoned step 200. Each
-checkpoint stores its position in the order of saving, and its metric, in its `meta.json` under `folder`.
+checkpoint stores its position in the order of saving, and its metric, in its `meta.json` under `folder`. A metric that is
+known only later is added by `score`. Directories of other names, such as those of checkpoints that were written aside
+because their weights are not finite, are left alone.
 
 A new checkpoint is moved into place atomically (`directory.py`) before an old one is removed. An old one is first
 renamed to `.tmp-*` and then deleted, so a crash never leaves a partial checkpoint under a valid name. Leftovers of a
@@ -13,6 +15,7 @@ folder. Only one process at a time may save into a folder.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import operator
 import re
@@ -26,6 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.checkpoint.directory import TEMPORARY, folder_lock, read_meta, save_checkpoint
+from halfstep.checkpoint.score import Score, read_score, write_score
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
 
@@ -77,13 +81,7 @@ class CheckpointFolder:
             raise SettingError(f"meta has the key {_KEY!r}, which CheckpointFolder writes itself; use another name.")
         self._clear_leftovers()
         earlier = self.checkpoints()
-        for other in earlier:
-            if metric is not None and other.metric is not None and other.higher_is_better != higher_is_better:
-                raise SettingError(
-                    f"higher_is_better={higher_is_better}, but {other.path.name} in {self.root} was saved with "
-                    f"{other.higher_is_better}: their metrics cannot be compared. Use one metric per folder, or "
-                    "another folder."
-                )
+        self._require_comparable(earlier, metric, higher_is_better=higher_is_better)
         order = 1 + max((other.order for other in earlier), default=0)
         entry = {
             "step": step,
@@ -94,6 +92,24 @@ class CheckpointFolder:
         path = save_checkpoint(self._free_path(step), weights=weights, state=state, meta={**meta, _KEY: entry})
         self._rotate()
         return path
+
+    def score(self, path: Path, score: Score) -> None:
+        """Rank a saved checkpoint by a validation that came after it, then remove those that are no longer needed."""
+        others = [entry for entry in self.checkpoints() if entry.path != path]
+        self._require_comparable(others, score.metric, higher_is_better=score.higher_is_better)
+        write_score(path, score)
+        self._rotate()
+
+    def _require_comparable(
+        self, others: list[SavedCheckpoint], metric: float | None, *, higher_is_better: bool
+    ) -> None:
+        for other in others:
+            if metric is not None and other.metric is not None and other.higher_is_better != higher_is_better:
+                raise SettingError(
+                    f"higher_is_better={higher_is_better}, but {other.path.name} in {self.root} was saved with "
+                    f"{other.higher_is_better}: their metrics cannot be compared. Use one metric per folder, or "
+                    "another folder."
+                )
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """The complete checkpoints of the folder in the order of saving; damaged ones are left out."""
@@ -132,7 +148,11 @@ class CheckpointFolder:
             if not _NAME.fullmatch(path.name):
                 continue
             try:
-                complete.append(SavedCheckpoint(path, **read_meta(path)[_KEY]))
+                entry = SavedCheckpoint(path, **read_meta(path)[_KEY])
+                score = read_score(path)
+                if score is not None:
+                    entry = dataclasses.replace(entry, metric=score.metric, higher_is_better=score.higher_is_better)
+                complete.append(entry)
             except SettingError as error:
                 problems.append(str(error))
             except (KeyError, TypeError):

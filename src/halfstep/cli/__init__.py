@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import click
 
 from halfstep import __version__
+from halfstep.cli.failures import INTERRUPTED, explain_error
 from halfstep.errors import HalfstepError, nearest
 
 __all__ = ["main"]
@@ -49,6 +51,19 @@ class _Lazy(click.Group):
             hint = f" Did you mean {close!r}?" if close else ""
             ctx.fail(f"No such command {args[0]!r}.{hint} Known: {', '.join(sorted(_COMMANDS))}.")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; errors that have a known remedy become a HalfstepError."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.stderr.write("halfstep: interrupted.\n")
+            sys.exit(INTERRUPTED)
+        except (MemoryError, OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            explained = None if isinstance(error, HalfstepError) else explain_error(error)
+            if explained is None:
+                raise
+            raise explained from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -59,5 +59,5 @@ def _rule(words: str, width: int, *, as_json: bool) -> str | None:
     if rule is not None:
         return json.dumps(rule_data(rule), indent=2) if as_json else render_rule(rule, width)
     if re.fullmatch(r"hs\d+", words.strip(), re.IGNORECASE):
-        raise unknown("rule", words, [known.code for known in all_rules()])
+        raise unknown("rule", words.upper(), [known.code for known in all_rules()], "docs/rules.md lists all rules.")
     return None

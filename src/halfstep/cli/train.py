@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfstep.cli.requirements import require_packages
+from halfstep.cli.requirements import require_one_process, require_packages
 
 if TYPE_CHECKING:
     from halfstep.jobs.targets import Target
@@ -63,9 +63,11 @@ def command(
     halfstep train job.py --precision bf16-lean --epochs 10 --set max_norm=1.0
     halfstep train --resume --out runs/digits-bf16-20261115-101500
     """
+    require_one_process("halfstep train")
     require_packages("halfstep train", "numpy", "safetensors")
     from halfstep.errors import SettingError
     from halfstep.jobs.targets import load_target
+    from halfstep.train.checkpoints import check_out
     from halfstep.train.config import parse_settings
     from halfstep.train.resume import saved_settings
 
@@ -79,6 +81,8 @@ def command(
         raise SettingError("--resume needs --out DIR, the directory of the run to resume.")
     if resume and len(precision) > 1:
         raise SettingError("--resume continues one run; pass at most one --precision.")
+    if out is not None:
+        check_out(out)
     saved = saved_settings(out) if resume and out is not None else None
     if saved is not None and target is None:
         if saved.source is None:
@@ -98,6 +102,8 @@ def command(
     _report(outcomes, as_json=as_json)
     if outcomes[-1].stopped_by:
         sys.exit(_EXIT[outcomes[-1].stopped_by])
+    if any(outcome.problem for outcome in outcomes):
+        sys.exit(1)
 
 
 def _folder(out: Path | None, name: str, policy: str, *, alone: bool) -> Path:

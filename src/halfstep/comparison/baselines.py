@@ -58,6 +58,7 @@ class _PlainLoop:
         self.dtype = torch_dtype(variant.policy)
         self.path = choose_path(self.optimizer, parts.model).reason.partition(":")[0]
         compile_model(self.model, variant.compile)
+        self._num_updates = 0
         self._grads: dict[str, int] = {}
         self._grad_bytes = 0
 
@@ -87,7 +88,10 @@ class _PlainLoop:
         """Nothing to undo: no setup outlives the process."""
 
     def _advance(self) -> None:
-        if self.scheduler is not None:
+        self._num_updates += 1
+        if hasattr(self.scheduler, "step_update"):  # timm's schedulers count updates this way
+            self.scheduler.step_update(num_updates=self._num_updates)
+        elif self.scheduler is not None:
             self.scheduler.step()
 
     def _record_gradients(self) -> None:

@@ -51,7 +51,7 @@ def run_preflight(target: Target, settings: CompareSettings) -> Survey:
     device = _usable_device(settings.device)
     batch = settings.batch or dict(target.defaults).get("batch", DEFAULT_BATCH)
     hardware = probe()
-    facts = _one_step(target.job, settings, batch, device)
+    facts, schedules = _one_step(target.job, settings, batch, device)
     return Survey(
         target=target.name,
         source=target.source,
@@ -65,7 +65,7 @@ def run_preflight(target: Target, settings: CompareSettings) -> Survey:
         matmul=tuple(dataclasses.asdict(m) for m in measure_matmuls(seconds=1.0)) if _measurable(device) else (),
         resident_bytes=largest_resident_bytes(),
         has_metric=target.job.metric is not None,
-        notes=tuple(_notes(facts, batch)),
+        notes=tuple(_notes(facts, batch, unscheduled=target.job.scheduler is not None and not schedules)),
         settings=settings,
         **dataclasses.asdict(facts),
     )
@@ -87,8 +87,8 @@ def _measurable(device: torch.device) -> bool:
     return device.type != "cpu" or not torch.accelerator.is_available()
 
 
-def _one_step(job: Job, settings: CompareSettings, batch: int, device: torch.device) -> _JobFacts:
-    """One fp32 forward and backward: its operations, and the properties of the job that a comparison depends on."""
+def _one_step(job: Job, settings: CompareSettings, batch: int, device: torch.device) -> tuple[_JobFacts, bool]:
+    """One fp32 forward and backward: the properties of the job that a comparison depends on, and whether it has a schedule."""
     run = RunContext(device, seed=settings.seed, batch_size=batch)
     if device.type == "cuda":
         set_tf32(False)
@@ -111,26 +111,35 @@ def _one_step(job: Job, settings: CompareSettings, batch: int, device: torch.dev
     except torch.OutOfMemoryError:
         pass  # lower precisions may fit; the notes name it
     (first_weights, first_batch), (second_weights, second_batch) = digests
-    return _JobFacts(
+    facts = _JobFacts(
         same_weights=first_weights == second_weights,
         same_batches=first_batch == second_batch,
         num_params=sum(p.numel() for _, p in trainable(parts.model)),
         samples=batch_size_of(raw),
         flops_per_step=flops,
     )
+    return facts, parts.scheduler is not None
 
 
 def _validate_once(job: Job, model: nn.Module, run: RunContext) -> None:
     """One validation batch. Validation comes last in a run, and a mistake in it must not cost the training before it."""
-    raw = next(iter(DataStream(job, run, split="val").batches(0)))
+    stream = DataStream(job, run, split="val")
+    if not job.has_validation or not stream.exists(0):
+        return
+    raw = next(iter(stream.batches(0)))
     model.eval()
     with torch.no_grad():
         for name in ("loss", "metric") if job.metric is not None else ("loss",):
             job.call(name, run, model=model, batch=to_device(raw, run.device), epoch=0, split="val")
 
 
-def _notes(facts: _JobFacts, batch: int) -> list[str]:
+def _notes(facts: _JobFacts, batch: int, *, unscheduled: bool) -> list[str]:
     notes = []
+    if unscheduled:
+        notes.append(
+            "The job's scheduler is stepped with validation results, and a comparison validates once, after training: every row "
+            "trained with the initial learning rate."
+        )
     if not facts.same_weights:
         notes.append(
             "The job is not deterministic: the same seed gave different initial weights twice. Speed and memory are comparable, "

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from halfstep.backends.context import RunContext
-from halfstep.jobs.job import Job
+from halfstep.jobs.job import Job, takes_metric
 
 __all__ = ["Parts", "StepOutcome", "TrainingLoop", "build_parts"]
 
@@ -71,7 +71,11 @@ class TrainingLoop(Protocol):
 
 
 def build_parts(job: Job, run: RunContext) -> Parts:
-    """Model, optimizer and scheduler of a job on the run's device."""
+    """Model, optimizer and scheduler of a job on the run's device.
+
+    A scheduler that is stepped with validation results is left out: a comparison validates once, after training.
+    """
     model = job.call("model", run).to(run.device)
     optimizer = job.call("optimizer", run, model=model)
-    return Parts(model, optimizer, job.call("scheduler", run, optimizer=optimizer, model=model))
+    scheduler = job.call("scheduler", run, optimizer=optimizer, model=model)
+    return Parts(model, optimizer, None if scheduler is not None and takes_metric(scheduler) else scheduler)

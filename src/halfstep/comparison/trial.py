@@ -196,12 +196,15 @@ class Trial:
             tuple(o.skipped for o in outcomes),
         )
 
-    def _validate(self) -> Validation:
+    def _validate(self) -> Validation | None:
         random_numbers = rng_state()
         sums = {"loss": 0.0} | ({"metric": 0.0} if self.job.metric is not None else {})
         total = 0
         arguments = {"model": self.loop.model, "epoch": 0, "split": "val"}
         stream = DataStream(self.job, self.context, split="val")
+        if not self.job.has_validation or not stream.exists(0):
+            restore_rng(random_numbers)
+            return None
         # Data without a length may be infinite: use as many batches as there are steps, the same in every row.
         limit = self.spec.settings.steps if stream.num_batches(0) is None else None
         with self._uncompiled(), self.loop.evaluate():

@@ -28,6 +28,7 @@ from halfstep.engine.checks import check_optimizers, named_trainables
 from halfstep.engine.ownership import check_ownable, own_optimizers
 from halfstep.engine.steps import StepPath, choose_path
 from halfstep.errors import SettingError
+from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.hardware.tf32 import set_tf32
 from halfstep.optim.masters import WithMasters, add_masters, check_masters
 from halfstep.optim.trainable import check_model
@@ -89,6 +90,8 @@ def prepare_run(
     masters = cast_model(module, policy)
     if policy.compute in {"fp32", "tf32"} and next(iter(params.values())).device.type == "cuda":
         set_tf32(policy.compute == "tf32")  # process-wide: another run may change it, so nothing reverts it
+    if policy.compute in {"bf16", "fp16"}:
+        ignore_fallback_warnings()  # the region does so too, but 16-bit weights may be multiplied outside of it
     undo = contextlib.ExitStack()
     wrap_forwards(module, policy)
     undo.callback(uncast_forwards, module)

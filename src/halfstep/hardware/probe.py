@@ -146,7 +146,12 @@ def find_gpu(name: str) -> Hardware:
     query = parse_name(name)
     matches = find_devices(name)
     if not matches:
-        raise unknown("GPU", name, [d.name for d in DEVICES], "An architecture such as sm90 or gfx942 works too.")
+        raise unknown(
+            "GPU",
+            name,
+            [d.name for d in DEVICES],
+            "An architecture such as sm90 or gfx942 works too; docs/hardware.md describes the table.",
+        )
     device = matches[0]
     arch = ARCHITECTURES[device.arch]
     gigabytes, notes = device.memory_gb, list(device.notes)

@@ -16,9 +16,8 @@ them. The others are passed by the caller of `Job.call`:
     optimizer   the optimizer                    model, params, named_params
     scheduler   a scheduler, stepped per update  optimizer, model
 
-An exception in one of them is re-raised as a `JobError` that names the field and the line in the user's code. Two kinds
-pass unchanged: Halfstep's own errors, which already give advice, and out-of-memory errors, which the batch finder has
-to recognize.
+An exception in one of them is re-raised as a `JobError` (`failures.py`) that names the field and the line in the user's
+code.
 """
 
 from __future__ import annotations
@@ -26,17 +25,12 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-import os
-import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from halfstep.errors import HalfstepError, SettingError, nearest
+from halfstep.errors import SettingError, nearest
+from halfstep.jobs.failures import JobError, JobGuard, user_line
 
 if TYPE_CHECKING:
     from halfstep.backends.context import RunContext
@@ -50,6 +44,7 @@ __all__ = [
     "JobError",
     "call_by_name",
     "read_arguments",
+    "takes_metric",
     "trainable",
     "user_line",
 ]
@@ -95,21 +90,22 @@ _EXAMPLE = {
 }
 
 
-class JobError(HalfstepError, RuntimeError):
-    """A callable of the user's job raised; the message names the field, the error and the line."""
-
-
 @dataclass(frozen=True)
 class Arguments:
     """The arguments that can be passed to a callable by name."""
 
     required: tuple[str, ...]
-    optional: tuple[str, ...]
+    defaults: Mapping[str, Any]  # of the optional ones
     variadic: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The required arguments, then the optional ones."""
+        return (*self.required, *self.defaults)
 
     def choose(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """The subset of the available values that the callable names."""
-        return {name: available[name] for name in (*self.required, *self.optional) if name in available}
+        return {name: available[name] for name in self.names if name in available}
 
 
 def read_arguments(function: Any, label: str = "The callable") -> Arguments:
@@ -135,7 +131,7 @@ def read_arguments(function: Any, label: str = "The callable") -> Arguments:
         bound |= inner.keywords.keys()
         inner = inner.func
     required: list[str] = []
-    optional: list[str] = []
+    defaults: dict[str, Any] = {}
     variadic = False
     for parameter in parameters:
         if parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD}:
@@ -146,9 +142,13 @@ def read_arguments(function: Any, label: str = "The callable") -> Arguments:
                     f"{label} takes {parameter.name!r} by position only, but arguments are passed by name; "
                     "remove the '/' from its signature, or wrap it in a lambda."
                 )
-        elif parameter.name not in bound:
-            (required if parameter.default is parameter.empty else optional).append(parameter.name)
-    return Arguments(tuple(required), tuple(optional), variadic)
+        elif parameter.name in bound:
+            continue
+        elif parameter.default is parameter.empty:
+            required.append(parameter.name)
+        else:
+            defaults[parameter.name] = parameter.default
+    return Arguments(tuple(required), defaults, variadic)
 
 
 def call_by_name(function: Callable[..., Any], available: Mapping[str, Any]) -> Any:
@@ -195,7 +195,8 @@ class Job:
 
         `run_context` provides `batch_size`, `seed`, `rank`, `world_size` and `device`; `values` are the rest, and
         override it. An argument that neither provides keeps its default. `params` and `named_params` are derived from
-        `model` unless they are passed. Returns None for a metric or scheduler that the job does not have.
+        `model` unless they are passed. Returns None for a metric or scheduler that the job does not have, and for
+        `data` that returns None for split="val": the job has no validation data.
         """
         values = ({} if run_context is None else run_context.job_arguments()) | values
         if which not in FIELDS:
@@ -205,7 +206,7 @@ class Job:
             return None
         arguments = self._arguments[which]
         if "model" in values:
-            named = {*arguments.required, *arguments.optional} - values.keys()
+            named = {*arguments.names} - values.keys()
             if "named_params" in named:
                 values["named_params"] = trainable(values["model"])
             if "params" in named:
@@ -218,6 +219,8 @@ class Job:
             )
         with self.guard(which):
             result = function(**arguments.choose(values))
+        if which == "data" and result is None and values.get("split") == "val":
+            return None
         problem = _RESULT[which](result)
         if problem:
             raise JobError(
@@ -225,9 +228,22 @@ class Job:
             )
         return result
 
-    def guard(self, which: str) -> _Guard:
+    def guard(self, which: str) -> JobGuard:
         """A `with` block that re-raises exceptions as a `JobError` of `which`, e.g. around `next(batches)`."""
-        return _Guard(self, which)
+        return JobGuard(lambda: self.describe(which))
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether `data` names `split`; data that cannot distinguish the splits has no validation split."""
+        return "split" in self._arguments["data"].names
+
+    def default_batch_size(self) -> int | None:
+        """The default of `batch_size` in the signature of `data`, or else of another field; None without one."""
+        for which in ("data", *FIELDS):
+            default = self._arguments[which].defaults.get("batch_size") if which in self._arguments else None
+            if isinstance(default, int) and not isinstance(default, bool) and default > 0:
+                return default
+        return None
 
     def describe(self, which: str) -> str:
         """The name of one field in messages, such as "The loss of job 'digits'"."""
@@ -242,51 +258,6 @@ def trainable(model: Any) -> list[tuple[str, Any]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-class _Guard:
-    """Re-raises exceptions of the user's code as `JobError`, with the original as the cause."""
-
-    def __init__(self, job: Job, which: str) -> None:
-        self._job, self._which = job, which
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Literal[False]:
-        if (
-            isinstance(error, Exception)
-            and not isinstance(error, (HalfstepError, StopIteration))
-            and not _out_of_memory(error)
-        ):
-            message = "".join(traceback.format_exception_only(error)).strip()
-            raise JobError(f"{self._job.describe(self._which)} failed{user_line(error)}: {message}") from error
-        return False
-
-
-def user_line(error: BaseException) -> str:
-    """The line of the user's code that an exception comes from, as " at FILE:LINE", or "" if it is unknown.
-
-    The deepest line outside the standard library, installed packages and Halfstep; if there is none, the first
-    line outside Halfstep, and for Halfstep's built-in jobs the deepest line.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [f for f in frames if not f.filename.startswith(_PACKAGE)]
-    user = [f for f in outside if not f.filename.startswith(_LIBRARIES)]
-    best = user[-1] if user else outside[0] if outside else frames[-1] if frames else None
-    return f" at {best.filename}:{best.lineno}" if best else ""
-
-
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-# "<" starts the names of code without a file: generated by torch.compile, dataclasses, importlib.
-_LIBRARIES = ("<", *(sysconfig.get_path(key) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")))
-
-
-def _out_of_memory(error: Exception) -> bool:
-    torch = sys.modules.get("torch")  # if nothing has imported torch, it cannot have raised
-    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
-
-
 def _check_field(which: str, value: Any) -> Arguments:
     """The arguments of one field's callable; raises for a value that could never be called."""
     if not callable(value) or (hasattr(value, "named_parameters") and not isinstance(value, type)):
@@ -296,7 +267,7 @@ def _check_field(which: str, value: Any) -> Arguments:
         )
     arguments = read_arguments(value, f"Job({which}=...)")
     _reject_unknown(arguments, FIELDS[which], f"Job({which}=...)")
-    if which in _NEEDS_NAMES and not {*arguments.required, *arguments.optional} & {*FIELDS[which]}:
+    if which in _NEEDS_NAMES and not {*arguments.names} & {*FIELDS[which]}:
         hint = " (a decorator without functools.wraps hides the names)" if arguments.variadic else ""
         raise SettingError(
             f"Job({which}=...) names none of the arguments it could use{hint}, so it would be called without any; "
@@ -357,7 +328,31 @@ def _not_optimizer(value: Any) -> str:
 
 
 def _not_scheduler(value: Any) -> str:
-    return "" if hasattr(value, "step") else "not a scheduler"
+    if isinstance(value, (list, tuple)):
+        return "not one scheduler; combine several with torch.optim.lr_scheduler.ChainedScheduler or SequentialLR"
+    if not callable(getattr(value, "step", None)):
+        return "not a scheduler"
+    needed = _required_by_step(value)
+    if needed and not takes_metric(value) and not hasattr(value, "step_update"):  # timm's way to count updates
+        return (
+            f"whose step() needs {_quote(needed)}; it is called as step(), once per update, so return a scheduler of "
+            "torch.optim.lr_scheduler, or wrap this one in a class that passes the argument"
+        )
+    return ""
+
+
+def takes_metric(scheduler: Any) -> bool:
+    """Whether a scheduler is stepped with the result of a validation, as ReduceLROnPlateau is."""
+    if any(kind.__name__ == "ReduceLROnPlateau" for kind in type(scheduler).__mro__):
+        return True
+    return _required_by_step(scheduler) in {("metric",), ("metrics",), ("val_loss",), ("score",)}
+
+
+def _required_by_step(scheduler: Any) -> tuple[str, ...]:
+    try:
+        return read_arguments(scheduler.step).required
+    except SettingError:  # its signature cannot be read
+        return ()
 
 
 _RESULT: dict[str, Callable[[Any], str]] = {

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfstep.errors import HalfstepError, SettingError, nearest
 from halfstep.hardware.torch_build import require_torch
+from halfstep.jobs.failures import error_text, user_line
 from halfstep.jobs.files import first_on_path, load_file
-from halfstep.jobs.job import Job, user_line
+from halfstep.jobs.job import FIELDS, Job
 
 __all__ = ["BUILT_IN", "Target", "load_target"]
 
@@ -97,7 +97,7 @@ def _from_file(path: Path, name: str) -> Target:
         raise _failed(f"The job file {path}", error) from error
     job = _pick(vars(module), name, str(path))
     shown = path.name if name == "job" else f"{path.name}:{name}"
-    return Target(shown, job, f"{absolute}:{name}")
+    return Target(shown, job, f"{absolute}:{name}", defaults=_defaults(job))
 
 
 def _from_module(module_name: str, name: str) -> Target:
@@ -113,7 +113,14 @@ def _from_module(module_name: str, name: str) -> Target:
         raise _failed(f"The module {module_name}", error) from error
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise _failed(f"The module {module_name}", error) from error
-    return Target(f"{module_name}:{name}", _pick(vars(module), name, module_name), f"{module_name}:{name}")
+    job = _pick(vars(module), name, module_name)
+    return Target(f"{module_name}:{name}", job, f"{module_name}:{name}", defaults=_defaults(job))
+
+
+def _defaults(job: Job) -> tuple[tuple[str, int], ...]:
+    """The run settings that a job's own signatures imply."""
+    size = job.default_batch_size()
+    return () if size is None else (("batch", size),)
 
 
 def _pick(names: dict[str, Any], name: str, where: str) -> Job:
@@ -125,9 +132,11 @@ def _pick(names: dict[str, Any], name: str, where: str) -> Job:
             f"{where} has no {name!r}. {available}; write {name} = halfstep.Job(...) or name another one."
         )
     if not isinstance(names[name], Job):
-        kind = type(names[name]).__name__
+        value, remedy = names[name], f"{name} = halfstep.Job(...)"
+        if isinstance(value, dict) and value.keys() & FIELDS:
+            remedy = f"{name} = halfstep.Job(**{name}) after it"
         raise SettingError(
-            f"{name!r} in {where} is of type {kind}, not a halfstep.Job. {available}; write {name} = halfstep.Job(...)."
+            f"{name!r} in {where} is of type {type(value).__name__}, not a halfstep.Job. {available}; write {remedy}."
         )
     job: Job = names[name]
     return job
@@ -142,10 +151,7 @@ def _failed(label: str, error: BaseException) -> HalfstepError:
             f"{label} exited while it was loaded{user_line(error)} (exit {error.code!r}); "
             'put code that should run only as a program under `if __name__ == "__main__":`.'
         )
-    if isinstance(error, HalfstepError):
-        message = str(error)
-    else:
-        message = "".join(traceback.format_exception_only(error)).strip()
+    message = str(error) if isinstance(error, HalfstepError) else error_text(error)
     return SettingError(f"{label} failed while it was loaded{user_line(error)}: {message}")
 
 

@@ -81,12 +81,14 @@ def outcome_dict(outcome: TrainOutcome) -> dict[str, Any]:
 def render_outcome(outcome: TrainOutcome) -> str:
     """The result and the files written."""
     validation = "  ".join(f"val {name} {value:.4f}" for name, value in outcome.validation.items()) or "not validated"
-    ended = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "done"
+    ended = f"stopped by {outcome.stopped_by}" if outcome.stopped_by else "failed" if outcome.problem else "done"
     lines = [
         f"{outcome.precision}: {ended} after {outcome.steps} steps, {outcome.skips} skipped; {validation}",
         f"run file    {outcome.out / 'run.jsonl'}",
-        f"checkpoint  {outcome.checkpoint}",
+        f"checkpoint  {outcome.checkpoint or 'none'}",
     ]
+    if outcome.problem:
+        lines.append(f"problem     {outcome.problem}")
     if outcome.stopped_by:
         lines.append(f"resume with halfstep train --resume --out {outcome.out}")
     return "\n".join(lines)

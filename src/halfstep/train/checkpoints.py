@@ -1,23 +1,35 @@
-"""The checkpoints of one run: which one to resume from, what they contain besides the engine, and how they are ranked."""
+"""The checkpoints of one run: which one to resume from, what they contain besides the engine, and how they are ranked.
+
+A checkpoint is written before its weights are validated and gets its score afterwards; one whose validation was due but
+did not finish is validated when the run resumes. Weights that are not finite are written aside, as `nonfinite-STEP`, where
+nothing resumes from them and no healthy checkpoint is removed for them; only the first is written, which is the closest
+to the cause.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.checkpoint.score import Score, read_score
 from halfstep.engine.engine import Engine
 from halfstep.engine.state import checkpoint_parts
 from halfstep.errors import SettingError
+from halfstep.events import log_warning
+from halfstep.hardware.units import few
 from halfstep.train.config import TrainConfig, changed_fields
+from halfstep.train.health import nonfinite_parameters
 from halfstep.train.resume import RUN_FILE
 from halfstep.train.stream import DataStream
 
-__all__ = ["Progress", "RunCheckpoints"]
+__all__ = ["Progress", "RunCheckpoints", "check_out"]
 
 CHECKPOINTS = "checkpoints"  # in the directory of a run
+ASIDE = "nonfinite-"  # start of the names of checkpoints with non-finite weights
 # The data position between two epochs: no epoch has this number.
 _BETWEEN_EPOCHS = {"epoch": -1, "batch": 0, "rng": None, "first": None, "loader": None}
 
@@ -28,16 +40,30 @@ class Progress:
 
     epoch: int = 0
     values: dict[str, float] = field(default_factory=dict)
+    unvalidated: int | None = None  # the epoch whose validation is due but not done
+
+
+def check_out(out: Path) -> None:
+    """Raise if `out` cannot be the directory of a run; creates nothing."""
+    existing = out
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise SettingError(f"--out {out}: {existing} is not a directory; pass another --out.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise SettingError(f"--out {out}: no permission to write to {existing}; pass another --out.")
 
 
 class RunCheckpoints:
-    """Finds, restores and writes the checkpoints of one run; `latest` is the newest one."""
+    """Finds, restores and writes the checkpoints of one run; `latest` is the newest healthy one."""
 
     def __init__(self, out: Path, config: TrainConfig, *, resume: bool, has_metric: bool) -> None:
+        check_out(out)
         self._out, self._config, self._has_metric = out, config, has_metric
         self._folder = CheckpointFolder(out / CHECKPOINTS, config.keep_last, config.keep_best)
         self.latest = self._find(resume=resume)
-        self.saved_at = -1  # the step of the last checkpoint that this process wrote
+        self.saved_at = -1  # the step of the last checkpoint that this process wrote, healthy or not
+        self.nonfinite: list[str] = []  # parameters that were not finite at that save
 
     def _find(self, *, resume: bool) -> Path | None:
         latest = self._folder.latest() if self._folder.root.exists() else None
@@ -63,25 +89,47 @@ class RunCheckpoints:
             )
         engine.load(checkpoint)
         data.restore(extra["data"])
-        return Progress(extra["epoch"], extra["values"])
+        self.saved_at = engine.progress.attempts
+        score = read_score(self.latest)
+        if score is not None:
+            return Progress(extra["epoch"], score.values)
+        return Progress(extra["epoch"], extra["values"], extra.get("unvalidated"))
 
-    def save(self, engine: Engine, data: DataStream, progress: Progress, *, epoch_done: bool, validated: bool) -> Path:
-        """Write a checkpoint; `epoch_done` if all batches of the epoch were used, `validated` if it may be the best."""
+    def save(self, engine: Engine, data: DataStream, progress: Progress, *, epoch_done: bool) -> Path | None:
+        """Write a checkpoint; `epoch_done` if `progress` is between two epochs. None if its weights are not finite."""
         extra = {
-            "epoch": progress.epoch + epoch_done,
+            "epoch": progress.epoch,
             "values": progress.values,
+            "unvalidated": progress.unvalidated,
             "config": dataclasses.asdict(self._config),
             "data": _BETWEEN_EPOCHS if epoch_done else data.state(),
         }
-        weights, state, meta = checkpoint_parts(engine.state_dict(), extra)
-        metric, higher = self._score(progress.values if validated else {})
-        self.latest = self._folder.save(
-            engine.progress.attempts, weights=weights, state=state, meta=meta, metric=metric, higher_is_better=higher
+        step = engine.progress.attempts
+        self.nonfinite, self.saved_at = nonfinite_parameters(engine), step
+        if not self.nonfinite:
+            weights, state, meta = checkpoint_parts(engine.state_dict(), extra)
+            _, higher = self._rank({})
+            self.latest = self._folder.save(step, weights=weights, state=state, meta=meta, higher_is_better=higher)
+            return self.latest
+        earlier = next(iter(sorted(self._folder.root.glob(f"{ASIDE}*"))), None)
+        path = earlier or engine.save(self._folder.root / f"{ASIDE}{step:08d}", allow_nonfinite=True, **extra)
+        log_warning(
+            f"After step {step} the weights are not finite (in {few(self.nonfinite)}). "
+            + (
+                f"{path} was written aside and is never resumed from"
+                if earlier is None
+                else f"{path} has the first of them"
+            )
+            + f"; the last healthy checkpoint is {self.latest or 'missing'}."
         )
-        self.saved_at = engine.progress.attempts
-        return self.latest
+        return None
 
-    def _score(self, values: dict[str, float]) -> tuple[float | None, bool]:
+    def score(self, values: dict[str, float]) -> None:
+        """Rank the latest checkpoint by the validation of its weights."""
+        if self.latest is not None and not self.nonfinite:
+            self._folder.score(self.latest, Score(*self._rank(values), values))
+
+    def _rank(self, values: dict[str, float]) -> tuple[float | None, bool]:
         """The value that ranks a checkpoint, and whether a higher one is better."""
         if "metric" in values:
             return values["metric"], self._config.higher_is_better

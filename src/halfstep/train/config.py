@@ -12,8 +12,9 @@ from typing import Any
 from halfstep.engine.compiling import SWITCH, check_compile, parse_compile
 from halfstep.errors import SettingError, unknown
 
-__all__ = ["TrainConfig", "changed_fields", "parse_settings"]
+__all__ = ["DEFAULT_BATCH", "TrainConfig", "changed_fields", "parse_settings"]
 
+DEFAULT_BATCH = 64  # examples in a micro-batch of a job that has no default of its own
 # Settings that determine the trajectory: a resumed run must have the same values.
 FIXED = ("batch", "seed", "accumulate", "max_norm", "ema", "deterministic")
 
@@ -22,7 +23,7 @@ FIXED = ("batch", "seed", "accumulate", "max_norm", "ema", "deterministic")
 class TrainConfig:
     """How long and how to train; None means off, or for epochs and steps, no limit."""
 
-    batch: int = 64  # examples in a micro-batch
+    batch: int | None = None  # examples in a micro-batch; None: the job's own, else DEFAULT_BATCH
     epochs: int | None = None
     steps: int | None = None  # optimizer steps; the first limit reached ends the run
     seed: int = 0
@@ -33,6 +34,7 @@ class TrainConfig:
     deterministic: bool = False
     gradient_release: bool = False
     eval_every: int = 1  # epochs between validations; the end of the run is always validated
+    eval_batches: int | None = None  # at most; None: all, or MAX_UNSIZED_BATCHES of data that has no length
     save_every: int | None = None  # steps between checkpoints; None: at the end of each epoch
     keep_last: int = 2
     keep_best: int = 1
@@ -40,9 +42,9 @@ class TrainConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("batch", "accumulate", "eval_every", "keep_last"):
+        for name in ("accumulate", "eval_every", "keep_last"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("epochs", "steps", "save_every"):
+        for name in ("batch", "epochs", "steps", "eval_batches", "save_every"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("keep_best", self.keep_best, 0)

@@ -1,14 +1,15 @@
 """The training loop over a Job: what `halfstep train` does, as one function.
 
-Each epoch trains, validates and saves; after a signal the current step is finished, a checkpoint is written and the run
-ends. A resumed run continues bit for bit as if it had not been stopped: weights, masters, moments, loss scale, schedules,
+Each epoch trains, saves and validates, in this order, so that a validation that fails or is stopped costs nothing; the
+checkpoint gets its score afterwards. After a signal the current step is finished, a checkpoint is written and the run
+ends; a validation ends at once, and is repeated when the run resumes. A resumed run continues bit for bit as if it had not been stopped: weights, masters, moments, loss scale, schedules,
 EMA, random-number state and the position in the data are all in the checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import seed_everything
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
-from halfstep.errors import SettingError
-from halfstep.events import log_info
+from halfstep.errors import HalfstepError, OverflowStop, SettingError
+from halfstep.events import log_info, log_warning
 from halfstep.hardware.environment import environment
+from halfstep.jobs.failures import JobError, user_line
 from halfstep.jobs.job import Job
 from halfstep.train.checkpoints import Progress, RunCheckpoints
-from halfstep.train.config import TrainConfig
+from halfstep.train.config import DEFAULT_BATCH, TrainConfig
+from halfstep.train.health import describe_problem
 from halfstep.train.memory import PeakCounter, compare_memory
 from halfstep.train.recorder import Observer, Recorder, SilentObserver
 from halfstep.train.resume import RUN_FILE, Source
+from halfstep.train.schedule import needs_metric, step_on_metric
 from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, batch_size_of, to_device
-from halfstep.train.validation import validate
+from halfstep.train.validation import ValidationStopped, validate
 
 __all__ = ["TrainOutcome", "train"]
 
@@ -51,6 +56,7 @@ class TrainOutcome:
     validation: dict[str, float]
     checkpoint: Path | None
     stopped_by: str | None  # the name of the signal that stopped the run
+    problem: str | None = None  # why the run did not train although it reached its end
 
 
 def train(
@@ -67,13 +73,21 @@ def train(
     """Train `job` and write run file, checkpoints and TensorBoard logs under `out`; `source` loads the job on a resume."""
     if config.steps is None and config.epochs is None:
         raise SettingError("The run has no end: set steps or epochs.")
+    if config.batch is None:
+        config = dataclasses.replace(config, batch=job.default_batch_size() or DEFAULT_BATCH)
     header: dict[str, Any] = {"command": list(command)}
     if source is not None:
         header["source"] = dataclasses.asdict(source)
     run = _Run(job, config, precision, out, resume=resume, header=header, observer=observer or SilentObserver())
-    with StopRequest() as stop:
+    with StopRequest(saves=True) as stop:
         try:
             return run.train(stop)
+        except KeyboardInterrupt as error:
+            if stop:
+                raise
+            raise JobError(
+                f"The job raised KeyboardInterrupt{user_line(error)}, which is reserved for Ctrl-C; raise another exception."
+            ) from error
         finally:
             run.close()
 
@@ -94,15 +108,18 @@ class _Run:
     ) -> None:
         self.job, self.config, self.out, self.resumed = job, config, out, resume
         self.checkpoints = RunCheckpoints(out, config, resume=resume, has_metric=job.metric is not None)
-        torch.manual_seed(config.seed)
-        self.context = RunContext.single(config.device, seed=config.seed, batch_size=config.batch)
+        seed_everything(config.seed)
+        self.context = RunContext.single(config.device, seed=config.seed, batch_size=config.batch or DEFAULT_BATCH)
         self.memory = PeakCounter(self.context.device)
         self.model, self.engine = _build(job, self.context, config, precision)
+        _check_validation(job, self.engine)
         self.data = DataStream(job, self.context, split="train")
         self.validation_data = DataStream(job, self.context, split="val")
         self.recorder = Recorder(self._open_log(header), observer, out / TENSORBOARD)
         self.progress = self.checkpoints.restore(self.engine, self.data)
         self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
+        self._before = (self.engine.progress.attempts, self.engine.progress.applied)
+        self._data_failed = False
         self._loss_sum: Tensor | None = None
         self._num_losses = self._samples = 0
 
@@ -110,7 +127,10 @@ class _Run:
         path = self.out / RUN_FILE
         if path.exists() and (self.checkpoints.latest is not None or path.stat().st_size):
             return RunLog(path)
-        self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"--out {self.out} cannot be created: {error.strerror}; pass another --out.") from error
         return RunLog.create(
             path,
             policy=str(self.engine.policy),
@@ -129,25 +149,31 @@ class _Run:
                 micro_batch=engine.progress.micro_batches,
             )
         self.recorder.observer.started(engine, self._total_steps())
+        if self.progress.unvalidated is not None:  # the run ended between the checkpoint and its validation
+            self._validate(stop, epoch_done=not self.data.resumes_in(self.progress.epoch))
         while not self._done(self.progress.epoch) and not stop:
             epoch = self.progress.epoch
-            ended_by = self._train_epoch(epoch, stop)
+            self._step_schedulers_on_metric(epoch)
+            try:
+                ended_by = self._train_epoch(epoch, stop)
+            except OverflowStop:
+                self._save_before_failing()
+                raise
             self.recorder.flush(wait=True)
             if ended_by == "stop":
                 break
             epoch_done = ended_by == "epoch"
             last = not epoch_done or self._done(epoch + 1)
-            validated = last or (epoch + 1) % config.eval_every == 0
-            if validated:
-                self._validate()
+            due = last or (epoch + 1) % config.eval_every == 0
+            self.progress = Progress(epoch + epoch_done, self.progress.values, epoch if due else None)
             if last or config.save_every is None:
-                self._save(epoch_done=epoch_done, validated=validated)
-            if epoch_done:
-                self.progress = dataclasses.replace(self.progress, epoch=epoch + 1)
+                self._save(epoch_done=epoch_done)
+            if due:
+                self._validate(stop, epoch_done=epoch_done)
             if last:
                 break
         if stop and self.checkpoints.saved_at != engine.progress.attempts:
-            self._save(epoch_done=False, validated=False)
+            self._save(epoch_done=False)
         if (peak := self.memory.peak()) is not None and not stop:
             log.event("memory", **compare_memory(self.job, engine.policy, config, peak))
         return self._outcome(stop)
@@ -157,7 +183,7 @@ class _Run:
         config = self.config
         self.model.train()
         self.recorder.restart_clock()
-        for batch in self.data.batches(epoch):
+        for batch in self._batches(epoch, stop):
             self._micro_batch(to_device(batch, self.context.device), epoch)
             if self.engine.in_window:
                 continue
@@ -166,10 +192,36 @@ class _Run:
             if stop:
                 return "stop"
             if config.save_every is not None and self.engine.progress.attempts % config.save_every == 0:
-                self._save(epoch_done=False, validated=False)
+                self._save(epoch_done=False)
+        if stop and not self.engine.in_window and self._data_failed:
+            return "stop"
         if self.engine.in_window:
             self._record(self.engine.step(last=True), epoch)
         return "epoch"
+
+    def _batches(self, epoch: int, stop: StopRequest) -> Iterator[Any]:
+        """The training batches; data that fails after a signal ends them, as Ctrl-C also reaches its worker processes."""
+        self._data_failed = False
+        batches = self.data.batches(epoch)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (HalfstepError, KeyboardInterrupt):
+                if not stop or self.engine.in_window:
+                    self._save_before_failing()
+                    raise
+                self._data_failed = True
+                return
+            yield batch
+
+    def _save_before_failing(self) -> None:
+        """Save the steps since the last checkpoint, if the error came between two windows."""
+        step = self.engine.progress.attempts
+        if step and step != self.checkpoints.saved_at and not self.engine.in_window:
+            self._save(epoch_done=False)
+            log_warning(f"The run fails after step {step}, which is saved in {self.out}.")
 
     def _micro_batch(self, batch: Any, epoch: int) -> None:
         with self.engine.forward():
@@ -178,7 +230,7 @@ class _Run:
         loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph overwrites it on replay
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._num_losses += 1
-        self._samples += batch_size_of(batch, self.config.batch)
+        self._samples += batch_size_of(batch, self.context.batch_size)
         result = self.engine.step()
         if result.boundary:
             self._record(result, epoch)
@@ -195,16 +247,50 @@ class _Run:
         self.recorder.record_truth(self.engine)
         self._loss_sum, self._num_losses, self._samples = None, 0, 0
 
-    def _validate(self) -> None:
-        epoch = self.progress.epoch
-        values = validate(self.job, self.context, self.model, self.engine, self.validation_data, epoch)
-        self.progress = Progress(epoch, values)
+    def _validate(self, stop: StopRequest, *, epoch_done: bool) -> None:
+        """Validate the epoch that is due; whatever ends the validation early, the trained weights are saved."""
+        epoch = self.progress.unvalidated
+        assert epoch is not None
+        limit = self.config.eval_batches
+        arguments = (self.job, self.context, self.model, self.engine, self.validation_data, epoch)
+        try:
+            values = validate(*arguments, limit=limit, stopped=lambda: bool(stop))
+            if not values:
+                _reject_metric_schedulers(self.engine, f"{self.job.describe('data')} returned None for split='val'")
+        except BaseException as error:
+            if self.checkpoints.saved_at != self.engine.progress.attempts:
+                self._save(epoch_done=epoch_done)
+            if isinstance(error, ValidationStopped):
+                return
+            log_warning(
+                f"Validation failed. The training up to step {self.engine.progress.attempts} is saved in {self.out}; "
+                "once the validation works, continue with --resume."
+            )
+            raise
+        self.progress = Progress(self.progress.epoch, values)
+        if not values:
+            return
         self.recorder.validated(epoch, self.engine.progress.attempts, values)
+        if self.checkpoints.saved_at == self.engine.progress.attempts:
+            self.checkpoints.score(values)
 
-    def _save(self, *, epoch_done: bool, validated: bool) -> None:
+    def _step_schedulers_on_metric(self, epoch: int) -> None:
+        """Step schedulers such as ReduceLROnPlateau with the validation of the epoch before.
+
+        At the start of an epoch, and not right after the validation, so that a checkpoint is the same whether its
+        validation has finished or not: a resumed run continues from either with the same learning rate.
+        """
+        values, validated = self.progress.values, epoch > 0 and epoch % self.config.eval_every == 0
+        if values and validated and not self.data.resumes_in(epoch):
+            step_on_metric(self.engine, values.get("metric", values["loss"]))
+
+    def _save(self, *, epoch_done: bool) -> None:
         self.recorder.flush(wait=True)
-        path = self.checkpoints.save(self.engine, self.data, self.progress, epoch_done=epoch_done, validated=validated)
-        self.recorder.saved(path)
+        path = self.checkpoints.save(self.engine, self.data, self.progress, epoch_done=epoch_done)
+        if path is None:
+            self.recorder.log.event("nonfinite", parameters=self.checkpoints.nonfinite)
+        else:
+            self.recorder.saved(path)
         self.recorder.restart_clock()
 
     def _steps_done(self) -> bool:
@@ -216,6 +302,10 @@ class _Run:
     def _total_steps(self) -> int | None:
         """The number of steps at the end of the run, if it is known in advance."""
         config, batches = self.config, self.data.num_batches(self.progress.epoch)
+        if config.steps is None and batches is None:
+            log_info(
+                "The training data has no length: the epoch ends when the data does. If it is endless, set --steps."
+            )
         if config.epochs is None or batches is None:
             return config.steps
         total = config.epochs * -(-batches // config.accumulate)
@@ -227,16 +317,25 @@ class _Run:
             log_info(
                 f"Stopped by {stop.signal.name} after step {engine.progress.attempts}; saved {checkpoint}. Continue with --resume."
             )
+        loss = None if last is None else last.loss
+        problem = describe_problem(
+            steps=engine.progress.attempts - self._before[0],
+            applied=engine.progress.applied - self._before[1],
+            loss=loss,
+            validation=self.progress.values,
+            nonfinite=self.checkpoints.nonfinite,
+        )
         return TrainOutcome(
             self.out,
             str(engine.policy),
             engine.progress.attempts,
             self.progress.epoch,
             engine.progress.attempts - engine.progress.applied,
-            None if last is None else last.loss,
+            loss,
             self.progress.values,
             checkpoint,
             None if stop.signal is None else stop.signal.name,
+            problem,
         )
 
     def close(self) -> None:
@@ -261,3 +360,21 @@ def _build(job: Job, run: RunContext, config: TrainConfig, precision: str) -> tu
         gradient_release=config.gradient_release,
     )
     return model, engine
+
+
+def _check_validation(job: Job, engine: Engine) -> None:
+    """What a job without a validation split cannot use."""
+    if job.has_validation:
+        return
+    reason = f"{job.describe('data')} has no `split` argument"
+    _reject_metric_schedulers(engine, reason)
+    if job.metric is not None:
+        log_warning(f"{reason}, so nothing is validated and the job's metric has no effect.")
+
+
+def _reject_metric_schedulers(engine: Engine, reason: str) -> None:
+    if needs_metric(engine):
+        raise SettingError(
+            f"ReduceLROnPlateau is stepped with the result of a validation, and there is none: {reason}. Return validation data "
+            "for split='val', or use another scheduler."
+        )

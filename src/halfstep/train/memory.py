@@ -13,7 +13,7 @@ from halfstep.jobs.job import Job
 from halfstep.planning import predict_peak
 from halfstep.planning.measured import start_counting
 from halfstep.precision.policy import Policy
-from halfstep.train.config import TrainConfig
+from halfstep.train.config import DEFAULT_BATCH, TrainConfig
 
 __all__ = ["PeakCounter", "compare_memory"]
 
@@ -39,7 +39,12 @@ def compare_memory(job: Job, policy: Policy, config: TrainConfig, measured: int)
         return memory
     random_numbers = rng_state()
     estimate = predict_peak(
-        job, policy, config.batch, accumulate=config.accumulate, ema=config.ema is not None, seed=config.seed
+        job,
+        policy,
+        config.batch or DEFAULT_BATCH,
+        accumulate=config.accumulate,
+        ema=config.ema is not None,
+        seed=config.seed,
     )
     restore_rng(random_numbers)
     if estimate is None:

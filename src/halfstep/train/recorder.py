@@ -78,11 +78,13 @@ class Recorder:
         self._losses = Readback()
         self._started = time.perf_counter()
         self._skips = 0
+        self._truth_recorded = False
         self.last: StepLine | None = None
 
     def record_truth(self, engine: Engine) -> None:
-        """Record the truth table after the first step; the header of the file was written before it."""
-        if engine.progress.attempts == 1:
+        """Record the truth table after the first step of this process; the header was written before anything had run."""
+        if not self._truth_recorded:
+            self._truth_recorded = True
             self.log.event("truth", truth=engine.truth().as_dict())
 
     def push(self, result: StepResult, loss: Tensor, *, epoch: int, micro_batch: int, samples: int) -> None:

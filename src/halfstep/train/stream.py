@@ -70,7 +70,7 @@ class DataStream:
         self._job, self._run, self._split = job, run, split
         arguments = read_arguments(job.data)
         # A loader without an `epoch` argument is created once and iterated again, as is usual for DataLoaders.
-        self._per_epoch = "epoch" in {*arguments.required, *arguments.optional}
+        self._per_epoch = "epoch" in arguments.names
         self._loader: Any = None
         self._made_for = -1  # the epoch of the loader
         self.epoch = self.batch = 0
@@ -83,8 +83,9 @@ class DataStream:
         self.epoch, self.batch = epoch, 0
         with self._job.guard("data"):
             loader = self._make(epoch)
+        resumes = self.resumes_in(epoch)
         resume, self._resume = self._resume, None
-        if resume is not None and resume["epoch"] == epoch:
+        if resume is not None and resumes:
             batches = self._replay(loader, resume)
         else:
             self._rng, self._first = rng_state(), None
@@ -103,8 +104,17 @@ class DataStream:
         if self.batch == 0:
             raise SettingError(
                 f"{self._job.describe('data')} gave no batches for split={self._split!r}, epoch {epoch}. "
-                "Each split needs at least one; without validation data, return part of the training data for split='val'."
+                "Each split needs at least one; return None for split='val' if there is no validation data."
             )
+
+    def exists(self, epoch: int) -> bool:
+        """Whether the job has data for this split; only validation data may be missing."""
+        with self._job.guard("data"):
+            return self._make(epoch) is not None
+
+    def resumes_in(self, epoch: int) -> bool:
+        """Whether a restored position lies in this epoch."""
+        return self._resume is not None and self._resume["epoch"] == epoch
 
     def num_batches(self, epoch: int) -> int | None:
         """The number of batches of an epoch, if its loader has a length."""

@@ -2,42 +2,87 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import nn
 
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.engine import Engine
+from halfstep.events import log_warning
 from halfstep.jobs.job import Job
 from halfstep.train.stream import DataStream, batch_size_of, to_device
 
-__all__ = ["validate"]
+__all__ = ["MAX_UNSIZED_BATCHES", "ValidationStopped", "validate"]
+
+MAX_UNSIZED_BATCHES = 1000  # of data without a length, which may be endless
+
+
+class ValidationStopped(Exception):
+    """A signal ended the validation before it had a result."""
 
 
 def validate(
-    job: Job, run: RunContext, model: nn.Module, engine: Engine, data: DataStream, epoch: int
+    job: Job,
+    run: RunContext,
+    model: nn.Module,
+    engine: Engine,
+    data: DataStream,
+    epoch: int,
+    *,
+    limit: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Mean loss and metric, weighted by batch size; with EMA weights if the engine has them.
 
-    Random numbers that validation draws (iterating a DataLoader draws one) are restored, so that when and how often a
-    run is validated does not change its training.
+    At most `limit` batches are used; None means all, or `MAX_UNSIZED_BATCHES` of data without a length. Returns nothing for
+    a job without validation data; raises ValidationStopped once `stopped()` is true. Random numbers that validation draws
+    (iterating a DataLoader draws one) are restored, so that when and how often a run is validated does not change its
+    training.
     """
     random_numbers = rng_state()
-    loss_sum = torch.zeros((), device=run.device, dtype=torch.float64)
-    metric_sum = torch.zeros((), device=run.device, dtype=torch.float64)
-    total = 0
-    arguments = {"model": model, "epoch": epoch, "split": "val"}
-    with engine.evaluate(ema=engine.ema is not None):
-        for raw in data.batches(epoch):
-            batch = to_device(raw, run.device)
-            size = batch_size_of(batch, run.batch_size)
-            loss_sum += job.call("loss", run, batch=batch, **arguments).detach().double() * size
-            if job.metric is not None:
-                metric = torch.as_tensor(job.call("metric", run, batch=batch, **arguments), device=run.device)
-                metric_sum += metric.double() * size
-            total += size
-    restore_rng(random_numbers)
+    try:
+        if not job.has_validation or not data.exists(epoch):
+            return {}
+        loss_sum = torch.zeros((), device=run.device, dtype=torch.float64)
+        metric_sum = torch.zeros((), device=run.device, dtype=torch.float64)
+        total = 0
+        arguments = {"model": model, "epoch": epoch, "split": "val"}
+        with engine.evaluate(ema=engine.ema is not None):
+            for raw in _limited(data, epoch, limit):
+                if stopped():
+                    raise ValidationStopped
+                batch = to_device(raw, run.device)
+                size = batch_size_of(batch, run.batch_size)
+                loss_sum += job.call("loss", run, batch=batch, **arguments).detach().double() * size
+                if job.metric is not None:
+                    metric = torch.as_tensor(job.call("metric", run, batch=batch, **arguments), device=run.device)
+                    metric_sum += metric.double() * size
+                total += size
+    finally:
+        restore_rng(random_numbers)
     values = {"loss": (loss_sum / total).item()}
     if job.metric is not None:
         values["metric"] = (metric_sum / total).item()
+        if not math.isfinite(values["metric"]):
+            log_warning(f"The validation metric is {values['metric']}, so it cannot rank the checkpoint of this epoch.")
     return values
+
+
+def _limited(data: DataStream, epoch: int, limit: int | None) -> Iterator[Any]:
+    """The validation batches; a warning if there are more of them than are used."""
+    size = data.num_batches(epoch)
+    most = limit if limit is not None else size if size is not None else MAX_UNSIZED_BATCHES
+    for number, raw in enumerate(data.batches(epoch)):
+        if number == most:
+            if limit is None:  # a limit that the user set needs no warning
+                reason = "its data has no length" if size is None else f"len() of its data is {size}"
+                log_warning(
+                    f"Validation used the first {most} batches, because {reason} and there are more. "
+                    "Set the number of batches with --set eval_batches=N."
+                )
+            return
+        yield raw

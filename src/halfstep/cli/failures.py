@@ -1,0 +1,38 @@
+"""Errors that are not Halfstep's own, as one message: exhausted memory, files that cannot be written, Ctrl-C.
+
+The library passes them on, because a program wants to catch them by their type. At the command line a traceback would
+hide what to do about them.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from halfstep.errors import HalfstepError
+
+__all__ = ["INTERRUPTED", "explain_error"]
+
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
+
+
+def explain_error(error: BaseException) -> HalfstepError | None:
+    """The error with a remedy for one that is not Halfstep's; None for what must pass unchanged."""
+    from halfstep.jobs.failures import error_text, is_out_of_memory, user_line
+
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    if is_out_of_memory(error):
+        device = "main memory" if isinstance(error, MemoryError) else "GPU memory"
+        detail = f": {first_line}" if first_line else ""
+        return HalfstepError(
+            f"Out of {device}{user_line(error)}{detail}. Pass a smaller --batch, with --set accumulate=N for the same batch in N "
+            "parts, or a lean precision; `halfstep plan` predicts what fits."
+        )
+    if isinstance(error, OSError) and error.errno is not None and error.errno != errno.EPIPE:
+        name = error.filename if error.filename is not None else "A file"
+        return HalfstepError(
+            f"{name} cannot be read or written: {error.strerror or first_line}. Check its path and permissions, and the free "
+            "disk space."
+        )
+    if isinstance(error, RecursionError):
+        return HalfstepError(f"{error_text(error)}{user_line(error)}.")
+    return None
