@@ -16,7 +16,7 @@ MODULES = (language, vision, generative, control, methods)
 PLAIN = {n.removeprefix("plain_"): f for m in MODULES for n, f in vars(m).items() if n.startswith("plain_")}
 CONVERTED = {n.removeprefix("converted_"): f for m in MODULES for n, f in vars(m).items() if n.startswith("converted_")}
 # Need parts of the Engine that are not finished.
-PENDING = {"plateau", "lora_16_bit_base", "rmsprop", "adafactor"}
+PENDING = {"plateau", "lora_16_bit_base", "rmsprop", "adafactor", "ppo_two_modules", "sac_loose_parameter"}
 QUICK = ("mingpt", "dcgan", "ppo", "sam")
 NAMES = [name for name in CONVERTED if name not in PENDING]
 

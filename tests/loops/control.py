@@ -29,7 +29,7 @@ class ActorCritic(nn.Module):
 def start_ppo():
     torch.manual_seed(0)
     agent = ActorCritic()
-    return agent, torch.optim.Adam(agent.parameters(), lr=3e-3, eps=1e-5)
+    return agent, torch.optim.Adam(agent.parameters(), lr=1e-2, eps=1e-5)
 
 
 def rollouts():
@@ -56,9 +56,9 @@ def ppo_loss(agent, rollout, old, rows):
     return policy + 0.5 * value_loss - 0.01 * entropy, divergence
 
 
-def minibatches(epoch):
-    """A shuffled split of a rollout into two."""
-    return torch.randperm(16, generator=generator(epoch)).chunk(2)
+def minibatches():
+    """The rows of each minibatch, over four epochs."""
+    return [rows for epoch in range(4) for rows in torch.randperm(16, generator=generator(epoch)).chunk(2)]
 
 
 def plain_ppo(preset):
@@ -69,41 +69,57 @@ def plain_ppo(preset):
         with torch.no_grad(), amp.autocast():
             log_probs, value = agent(rollout[0])
             old = log_probs.gather(1, rollout[1][:, None])[:, 0], value
-        for epoch in range(4):
-            for rows in minibatches(epoch):
-                with amp.autocast():
-                    loss, divergence = ppo_loss(agent, rollout, old, rows)
-                optimizer.zero_grad()
-                scaler.scale(loss).backward()
-                losses.append(loss.item())
-                if divergence > 0.02:
-                    break
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                scaler.step(optimizer)
-                scaler.update()
+        for rows in minibatches():
+            with amp.autocast():
+                loss, divergence = ppo_loss(agent, rollout, old, rows)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            losses.append(loss.item())
+            if divergence > 0.035:
+                break
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    return losses
+
+
+def train_ppo(agent, engine):
+    """The converted loop."""
+    losses = []
+    for rollout in rollouts():
+        with torch.no_grad(), engine.forward():
+            log_probs, value = agent(rollout[0])
+            old = log_probs.gather(1, rollout[1][:, None])[:, 0], value
+        for rows in minibatches():
+            with engine.forward():
+                loss, divergence = ppo_loss(agent, rollout, old, rows)
+            engine.backward(loss)
+            losses.append(loss.item())
+            if divergence > 0.035:
+                engine.reset_window()  # this minibatch is not used
+                break
+            engine.step()
     return losses
 
 
 def converted_ppo(precision):
     agent, optimizer = start_ppo()
-    losses = []
     with halfstep.Engine(agent, optimizer, precision, max_norm=0.5) as engine:
-        for rollout in rollouts():
-            with torch.no_grad(), engine.forward():
-                log_probs, value = agent(rollout[0])
-                old = log_probs.gather(1, rollout[1][:, None])[:, 0], value
-            for epoch in range(4):
-                for rows in minibatches(epoch):
-                    with engine.forward():
-                        loss, divergence = ppo_loss(agent, rollout, old, rows)
-                    engine.backward(loss)
-                    losses.append(loss.item())
-                    if divergence > 0.02:
-                        engine.reset_window()  # this minibatch is not used
-                        break
-                    engine.step()
-    return losses
+        return train_ppo(agent, engine)
+
+
+# The same with actor and critic as two modules, which one engine trains with one norm for the clipping.
+
+
+def plain_ppo_two_modules(preset):
+    return plain_ppo(preset)
+
+
+def converted_ppo_two_modules(precision):
+    agent, optimizer = start_ppo()
+    with halfstep.Engine([agent.actor, agent.critic], optimizer, precision, max_norm=0.5) as engine:
+        return train_ppo(agent, engine)
 
 
 # SAC: actor, two critics and a temperature, each with its own optimizer, and target critics that follow.
@@ -201,11 +217,8 @@ def plain_sac(preset):
     return losses
 
 
-def converted_sac(precision):
-    actor, critics, target, temperature = start_sac()
-    engines = [
-        halfstep.Engine(m, torch.optim.Adam(m.parameters(), lr=3e-3), precision) for m in (actor, critics, temperature)
-    ]
+def train_sac(actor, critics, target, log_alpha, engines):
+    """The converted loop: one engine for each optimizer."""
     losses = []
 
     def update(engine, loss):
@@ -213,7 +226,7 @@ def converted_sac(precision):
         engine.step()
 
     for batch in transitions():
-        alpha = temperature.log_alpha.float().exp().detach()
+        alpha = log_alpha.float().exp().detach()
         with engines[1].forward():
             loss_q = critic_loss(critics, target, actor, alpha, batch)
         update(engines[1], loss_q)
@@ -222,8 +235,32 @@ def converted_sac(precision):
             loss_pi, log_prob = actor_loss(critics, actor, alpha, batch)
         update(engines[0], loss_pi)
         critics.requires_grad_(True)
-        loss_alpha = -(temperature.log_alpha.float() * (log_prob - 1.0)).mean()
+        with engines[2].forward():
+            loss_alpha = -(log_alpha.float() * (log_prob - 1.0)).mean()
         update(engines[2], loss_alpha)
         polyak(target, critics)
         losses += [loss_q.item(), loss_pi.item()]
     return losses
+
+
+def converted_sac(precision):
+    actor, critics, target, temperature = start_sac()
+    engines = [
+        halfstep.Engine(m, torch.optim.Adam(m.parameters(), lr=3e-3), precision) for m in (actor, critics, temperature)
+    ]
+    return train_sac(actor, critics, target, temperature.log_alpha, engines)
+
+
+# The same with the temperature as a parameter of no module.
+
+
+def plain_sac_loose_parameter(preset):
+    return plain_sac(preset)
+
+
+def converted_sac_loose_parameter(precision):
+    actor, critics, target, _ = start_sac()
+    log_alpha = nn.Parameter(torch.zeros(1))
+    engines = [halfstep.Engine(m, torch.optim.Adam(m.parameters(), lr=3e-3), precision) for m in (actor, critics)]
+    engines.append(halfstep.Engine({"log_alpha": log_alpha}, torch.optim.Adam([log_alpha], lr=3e-3), precision))
+    return train_sac(actor, critics, target, log_alpha, engines)
