@@ -484,7 +484,7 @@ def start_unet():
     torch.manual_seed(6)
     model = UNet()
     data = [(x, (x[:, 0] > 0).long()) for x in images(STEPS, seed=6)]
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4, nesterov=True), data
+    return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4, nesterov=True), data
 
 
 def plain_unet(preset):
@@ -553,7 +553,7 @@ def start_clip():
 def clip_loss(logits):
     """Cross-entropy over rows and columns."""
     labels = torch.arange(len(logits))
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+    return (F.cross_entropy(logits.float(), labels) + F.cross_entropy(logits.t().float(), labels)) / 2
 
 
 def plain_clip(preset):
@@ -563,7 +563,7 @@ def plain_clip(preset):
     for picture, ids in data:
         optimizer.zero_grad()
         with amp.autocast():
-            loss = clip_loss(model(picture, ids).float())
+            loss = clip_loss(model(picture, ids))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
