@@ -148,6 +148,7 @@ class Reference:
         self.config, self.values, self.slack = config, dict(values), {}
         self.window, self.scale = Window(), Scale(config.loss_scale)
         self.buffers_before = None
+        self.widened = set()  # names whose 16-bit gradients are stored in fp32 since an unscale
         self.union = union or (lambda window: window)
 
     # The calls, in the order of the Engine's table. `may_...` raises Illegal where the Engine must.
@@ -174,7 +175,7 @@ class Reference:
             window.total += weight
             window.bad |= not math.isfinite(weight) or weight < 0
         for name, grad in grads.items():
-            window.add(name, grad, multiplier, window.weight, self.config.narrow(name))
+            window.add(name, grad, multiplier, window.weight, self._narrow(name))
         window.has_gradients = True
 
     def may_unscale(self):
@@ -186,7 +187,16 @@ class Reference:
         """The true gradients of the window and how exact they are: name -> (gradient, slack)."""
         self.window.unscaled = True
         self.window = self.union(self.window)
-        return self.gradients()
+        grads = self.gradients()
+        for name, (grad, doubt) in grads.items():
+            if self._narrow(name) is torch.float16:
+                self.widened.add(name)
+            elif self._narrow(name) is not None:  # divided, and rounded once more
+                grads[name] = grad, doubt + ulp(grad, self._narrow(name))
+        return grads
+
+    def _narrow(self, name):
+        return None if name in self.widened else self.config.narrow(name)
 
     def gradients(self):
         """The weighted mean over the window, by name."""
