@@ -1,184 +1,27 @@
-"""Runs random moves on a real Engine and on the float64 reference, and compares every number after each move."""
+"""The moves of a random run on a real Engine, each next to what the reference makes of it; and how a failure is shortened."""
 
+import contextlib
 import copy
 import dataclasses
 import math
-import random
-import tempfile
-from pathlib import Path
 
 import torch
-from fuzz_moves import GAMMA, KNOWN, OPTIONS, Config, batch, falling, parameter_names, program
-from fuzz_reference import RULES, Illegal, Reference, Scale, stored_slack, ulp
-from torch import nn
 
-import halfstep
+from fuzz_moves import KNOWN, Config, batch, program
+from fuzz_reference import Illegal, ulp
+from fuzz_restarts import Restarts
+from fuzz_run import Mismatch, check, losses_of
 from halfstep.errors import OverflowStop, SettingError
 
-__all__ = ["Config", "Mismatch", "Run", "replay", "shrink"]
-
-
-class Mismatch(AssertionError):
-    """The Engine and the reference disagree."""
+__all__ = ["Config", "Driver", "Mismatch", "replay", "shrink"]
 
 
 class Abort(Exception):
     """Raised inside a forward or backward, as user code would."""
 
 
-class Net(nn.Module):
-    """Two linear layers, perhaps tied, perhaps with batch norm, and a parameter that not every forward uses."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.batch = nn.BatchNorm1d(4) if config.batch_norm else nn.Identity()
-        self.spare = nn.Parameter(torch.ones(4))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        if config.tied:
-            self.second.weight = self.first.weight
-        generator = torch.Generator().manual_seed(config.seed)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator) * 0.5)
-
-    def forward(self, x, *, spare=False):
-        if self.training:
-            self.calls += 1
-        self.hidden = torch.tanh(self.batch(self.first(x)))
-        y = self.second(self.hidden)
-        return y * self.spare if spare else y
-
-
-def losses_of(y, target):
-    """Two losses of one output."""
-    return ((y - target) ** 2).mean(), torch.sin(y.to(target.dtype)).mean()
-
-
-def make_optimizer(kind, lr, groups, params):
-    """A stock optimizer, or Lion, over groups of names."""
-    make = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}
-    parts = [{"params": [params[name] for name in group]} for group in groups]
-    return make.get(kind, halfstep.optim.Lion)(parts, lr=lr, **OPTIONS[kind])
-
-
-def make_schedulers(config, optimizers):
-    """One scheduler for each optimizer that has one."""
-    lr_scheduler = torch.optim.lr_scheduler
-    return [
-        lr_scheduler.ExponentialLR(optimizers[i], GAMMA)
-        if config.schedules[i] == "exponential"
-        else lr_scheduler.LambdaLR(optimizers[i], falling)
-        for i in config.scheduled
-    ]
-
-
-class Run:
-    """An Engine with its model and optimizers, next to the reference."""
-
-    def __init__(self, config, wrap=lambda model: model, union=None):
-        self.config, self.wrap, self.union = config, wrap, union
-        self.twin = Net(config).double()
-        self.captured, self.multipliers = {}, []
-        self.build(config)
-        start = {("master", name): p.detach().double().clone() for name, p in Net(config).named_parameters()}
-        self.reference = Reference(config, self.observe(), union)
-        for key, value in start.items():
-            self.reference.expect(key, value, self.storing_slack(config, key[1], value))
-        self.compare()
-
-    # --- set-up and observation -----------------------------------------------------------------------------------
-
-    def build(self, config, model=None, optimizers=None, schedulers=None, frozen=None):
-        """The model, its optimizers and the Engine."""
-        self.config = config
-        self.model = Net(config) if model is None else model
-        self.params = dict(self.model.named_parameters())
-        for name in config.frozen if frozen is None else frozen:
-            self.params[name].requires_grad_(requires_grad=False)
-        if optimizers is None:
-            optimizers = [make_optimizer(*spec, self.params) for spec in config.optimizers]
-            schedulers = make_schedulers(config, optimizers)
-        self.optimizers, self.schedulers = optimizers, schedulers
-        self.wrapped = self.wrap(self.model)
-        self.engine = halfstep.Engine(
-            self.wrapped,
-            self.optimizers,
-            config.text,
-            max_norm=config.max_norm,
-            accumulate=config.accumulate,
-            scheduler=self.schedulers,
-            ema=config.ema,
-        )
-        if model is None:
-            for name, p in self.params.items():
-                p.requires_grad_()
-                p.register_hook(lambda grad, name=name: self.captured.__setitem__(name, grad.detach().clone()))
-                p.requires_grad_(name not in (config.frozen if frozen is None else frozen))
-
-    def observe(self):
-        """Every number that a call may change, in float64."""
-        engine = self.engine
-        values = {("master", name): m for name, m in engine.masters().items()}
-        values |= {("weight", name): p for name, p in self.params.items()}
-        values |= {("buffer", name): b for name, b in self.model.named_buffers()}
-        values |= {} if engine.ema is None else {("ema", name): a for name, a in engine.ema.averages.items()}
-        names = {id(p): name for name, p in self.params.items()}
-        for i, optimizer in enumerate(engine.optimizers):
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            saved = optimizer.torch_state_dict() if hasattr(optimizer, "torch_state_dict") else optimizer.state_dict()
-            for index, state in saved["state"].items():
-                name = names[id(params[index])]
-                wanted = (*RULES[self.config.rule_of(name)[0]][1], *(["step"] if self.config.counts_steps(name) else []))
-                values |= {(key, name): state[key] for key in wanted if state.get(key) is not None}
-            for j, group in enumerate(self.optimizers[i].param_groups):
-                values["lr", f"{i}.{j}"] = group["lr"]
-        values["scale", ""] = engine.scaler.get_scale()
-        values["schedule", ""] = self.schedulers[0].last_epoch if self.schedulers else 0
-        for counter in ("attempts", "applied", "micro_batches"):
-            values[counter, ""] = getattr(engine.progress, counter)
-        return {k: _double(v) for k, v in values.items()}
-
-    def gradients(self):
-        """The gradients as they are, in float64."""
-        return {n: p.grad.detach().double().clone() for n, p in self.params.items() if p.grad is not None}
-
-    def compare(self):
-        """Raise Mismatch for a number that is not as expected; then take what was observed as the new values."""
-        observed, reference = self.observe(), self.reference
-        for key in observed.keys() | reference.values.keys():
-            new, expected = observed.get(key), reference.values.get(key)
-            new = torch.zeros_like(expected) if new is None else new
-            expected = torch.zeros_like(new) if expected is None else expected
-            check(" ".join(key), new, expected, reference.slack.get(key))
-        if self.config.master in {"split", "fp32"}:
-            for name in self.params:
-                dtype = self.config.stored_dtype(name)
-                if dtype is not None:
-                    master = observed["master", name]
-                    check(f"rounded {name}", observed["weight", name], master, 0.5001 * ulp(master, dtype))
-        if self.engine.in_window != reference.window.has_gradients:
-            raise Mismatch(f"in_window is {self.engine.in_window}")
-        reference.values, reference.slack = observed, {}
-
-    def rejected(self, call):
-        """The Engine must raise SettingError and change nothing."""
-        before, grads = self.observe(), self.gradients()
-        try:
-            call()
-        except SettingError:
-            pass
-        else:
-            raise Mismatch("no SettingError")
-        after, grads_after = self.observe(), self.gradients()
-        for key in before.keys() | after.keys():
-            check(f"after a rejected call: {' '.join(key)}", after[key], before[key])
-        if grads.keys() != grads_after.keys():
-            raise Mismatch(f"a rejected call changed which gradients exist: {sorted(grads.keys() ^ grads_after.keys())}")
-        for name, grad in grads.items():
-            check(f"after a rejected call: gradient {name}", grads_after[name], grad)
-
-    # --- moves ----------------------------------------------------------------------------------------------------
+class Driver(Restarts):
+    """A run that can be moved: one method per move."""
 
     def forward(self, x, *, spare, poisoned=False):
         """A forward under the Engine, and the buffers that it must leave."""
@@ -197,16 +40,6 @@ class Run:
             self.reference.expect(("buffer", name), new)
         return y, exact
 
-    def load_twin(self, kind="weight"):
-        """Give the float64 twin the numbers of the model, or of its EMA."""
-        values = self.reference.values
-        with torch.no_grad():
-            for name, p in self.twin.named_parameters():
-                p.copy_(values.get((kind, name), values["weight", name]))
-                p.requires_grad_(self.params[name].requires_grad)
-            for name, b in self.twin.named_buffers():
-                b.copy_(values["buffer", name])
-
     def micro_batch(self, seed, weight=None, losses=1, spare=False, poison=None, size=1.0):
         """A forward and the backward of one or two losses."""
         x, target = batch(seed, size)
@@ -224,21 +57,22 @@ class Run:
         for i, loss in enumerate(parts):
             retain = i + 1 < len(parts)
             try:
-                if not loss.requires_grad:
-                    raise Illegal
-                self.reference.may_backward(kind, number)
+                self.reference.may_backward(kind, number, has_graph=loss.requires_grad)
             except Illegal:
-                self.rejected(lambda loss=loss, r=retain: self.engine.backward(loss, _typed(kind, number), retain_graph=r))
+                self.rejected(
+                    lambda loss=loss, r=retain: self.engine.backward(loss, _typed(kind, number), retain_graph=r)
+                )
                 continue
             self.captured.clear()
-            seen = []
-            loss.register_hook(lambda grad: seen.append(float(grad)))
+            multipliers = []
+            loss.register_hook(lambda grad, out=multipliers: out.append(float(grad)))
             self.engine.backward(loss, _typed(kind, number), retain_graph=retain)
-            if seen[0] > self.reference.scale.value and "growing weights" not in KNOWN:
-                raise Mismatch(f"the loss was multiplied by {seen[0]:g}, more than the loss scale")
-            self.reference.backward(self.captured, seen[0], kind, number)
-            if poison is None and seen[0]:
-                self.check_gradients(losses_of(exact, target.double())[i], seen[0], retain=retain)
+            multiplier = multipliers[0]
+            if multiplier > self.reference.scale.value and "growing weights" not in KNOWN:
+                raise Mismatch(f"the loss was multiplied by {multiplier:g}, more than the loss scale")
+            self.reference.backward(self.captured, multiplier, kind, number)
+            if poison is None and multiplier and math.isfinite(number):
+                self.check_gradients(losses_of(exact, target.double())[i], multiplier, retain=retain)
 
     def check_gradients(self, loss, multiplier, *, retain):
         """Compare what backward produced with float64: tightly in fp32, and for gross errors in 16 bits."""
@@ -323,13 +157,10 @@ class Run:
 
     def forward_only(self, seed, fails):
         """A forward whose output is not used, or that raises."""
-        try:
-            self.forward(batch(seed)[0], spare=False)
-            with self.engine.forward():
-                if fails:
-                    raise Abort
-        except Abort:
-            pass
+        self.forward(batch(seed)[0], spare=False)
+        with contextlib.suppress(Abort), self.engine.forward():
+            if fails:
+                raise Abort
 
     def failing_backward(self, seed, where):
         """A backward that raises before or after some gradients have been computed; the window is dropped."""
@@ -381,7 +212,9 @@ class Run:
         if y.requires_grad or not self.model.training:
             raise Mismatch("evaluate() recorded a graph, or left the model in eval mode")
         after = self.gradients()
-        if grads.keys() != after.keys() or not all(torch.equal(g, after[n]) for n, g in grads.items() if g.isfinite().all()):
+        if grads.keys() != after.keys() or not all(
+            torch.equal(g, after[n]) for n, g in grads.items() if g.isfinite().all()
+        ):
             raise Mismatch("evaluate() changed gradients")
         return None
 
@@ -423,98 +256,14 @@ class Run:
         self.reference.expect(("weight", name), after)
         self.reference.expect(("master", name), torch.where(changed, after, values["master", name]), slack)
 
-    def reload(self, seed, disk, precision, shuffle):
-        """Save, and continue in a new Engine: perhaps of another precision, with everything in another order."""
-        if self.reference.window.has_gradients:
-            return self.rejected(self.engine.state_dict)
-        rng, old = random.Random(seed), self.config
-        config = dataclasses.replace(old, precision=precision or old.precision, seed=seed % 1000)
-        if not config.precision.startswith("fp16"):
-            config = dataclasses.replace(config, dynamic=None)
-        saved, engine = copy.deepcopy(self.engine.state_dict()), self.engine
-        order = shuffled(rng, config) if shuffle else config
-        rates = {name: self.rate(name) for name in self.params}
-        with tempfile.TemporaryDirectory() as folder:
-            if disk:
-                engine.save(Path(folder) / "checkpoint", note=seed)
-            engine.close()
-            self.build(order, frozen=[n for n, p in self.params.items() if not p.requires_grad])
-            if disk:
-                if self.engine.load(Path(folder) / "checkpoint") != {"note": seed}:
-                    raise Mismatch("load() did not return what was saved as extra")
-            else:
-                self.engine.load_state_dict(saved)
-        self.reloaded(old, order, rates)
-        return None
-
-    def rate(self, name):
-        """The learning rate of a parameter."""
-        i, j = self.config.place_of(name)
-        return self.reference.values["lr", f"{i}.{j}"]
-
-    def reloaded(self, old, new, rates):
-        """What must be the same after loading, and what may have been rounded."""
-        reference = self.reference
-        scale = Scale(new.loss_scale)
-        if scale.mode == reference.scale.mode:
-            scale = reference.scale
-        layouts_differ = (old.precision, old.master, old.states) != (new.precision, new.master, new.states)
-        for (kind, name), value in list(reference.values.items()):
-            if kind == "master":
-                slack = self.storing_slack(new, name, value) if layouts_differ else None
-                dtype = new.stored_dtype(name)
-                reference.expect((kind, name), value, slack)
-                rounding = None if not layouts_differ else torch.zeros_like(value) if dtype is None else ulp(value, dtype)
-                expected = value if layouts_differ else reference.values["weight", name]
-                reference.expect(("weight", name), expected, rounding)
-            elif kind in {"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"} and old.states != new.states:
-                reference.expect((kind, name), value, stored_slack(kind, value, new.states))
-            elif kind == "lr":
-                del reference.values[kind, name]
-        for name, rate in rates.items():
-            i, j = new.place_of(name)
-            reference.expect(("lr", f"{i}.{j}"), rate)
-        reference.scale, reference.config, reference.widened = scale, new, set()
-        reference.expect(("scale", ""), torch.tensor(scale.value, dtype=torch.float64))
-        reference.reset_window()
-
-    def storing_slack(self, config, name, value):
-        """How far a master may be from the fp32 value that it is made from."""
-        dtype = config.stored_dtype(name)
-        if dtype is None:
-            return torch.zeros_like(value)
-        if config.master == "none" or not self.params[name].requires_grad:  # frozen: rounded, without a master
-            return ulp(value, dtype)
-        return torch.full_like(value, 2.0**-40 if dtype is torch.float16 and config.master == "split" else 0.0)
-
-    def rebuild(self):
-        """Close the Engine and build another one on the same model."""
-        self.reset_window()
-        self.engine.close()
-        self.rejected(lambda: self.engine.forward().__enter__())
-        self.rejected(self.engine.step)
-        old, config = self.reference, self.config
-        if config.adopts:  # the masters belonged to the old optimizers
-            optimizers = [make_optimizer(*spec, self.params) for spec in config.optimizers]
-            schedulers = make_schedulers(config, optimizers)
-        else:
-            optimizers, schedulers = self.optimizers, self.schedulers
-        self.build(config, self.model, optimizers, schedulers, frozen=())
-        values = self.observe()
-        self.reference = Reference(config, values, self.union)
-        self.reference.widened = old.widened
-        for (kind, name), value in old.values.items():
-            if kind in {"weight", "buffer"} or (not config.adopts and kind not in {"attempts", "applied", "micro_batches", "scale", "ema"}):
-                self.reference.expect((kind, name), value)
-            if kind == "weight":
-                self.reference.expect(("master", name), value)
-                if config.ema is not None:
-                    self.reference.expect(("ema", name), value)
-
     def illegal(self, call):
         """A call that is rejected in every state."""
         engine, loss = self.engine, self.params["first.weight"].float().pow(2).sum()
-        state = {} if self.reference.window.has_gradients or not call.startswith("state") else copy.deepcopy(engine.state_dict())
+        state = (
+            {}
+            if self.reference.window.has_gradients or not call.startswith("state")
+            else copy.deepcopy(engine.state_dict())
+        )
         if call.startswith("state") and not state:
             return
         if call == "state of another version":
@@ -547,39 +296,6 @@ class Run:
             self.engine.step()
 
 
-def shuffled(rng, config):
-    """The same set-up with optimizers, groups and parameters in another order."""
-    order = list(range(len(config.optimizers)))
-    rng.shuffle(order)
-    optimizers = []
-    for i in order:
-        kind, lr, groups = config.optimizers[i]
-        groups = [tuple(rng.sample(group, len(group))) for group in groups]
-        rng.shuffle(groups)
-        optimizers.append((kind, lr, tuple(groups)))
-    schedules = [config.schedules[i] for i in order]
-    return dataclasses.replace(config, optimizers=tuple(optimizers), schedules=(*schedules, None)[:2])
-
-
-def check(label, new, expected, slack=None):
-    """Raise Mismatch unless every number is within its slack; non-finite ones must be the same."""
-    if new.shape != expected.shape:
-        raise Mismatch(f"{label} has shape {tuple(new.shape)}, expected {tuple(expected.shape)}")
-    close = (new == expected) | (new.isnan() & expected.isnan())
-    if slack is not None:
-        close |= (new - expected).abs() <= slack
-    if not bool(close.all()):
-        at = tuple((~close).nonzero()[0].tolist())
-        allowed = 0.0 if slack is None else float(slack.expand_as(new)[at])
-        raise Mismatch(f"{label}{list(at)} is {float(new[at])!r}, expected {float(expected[at])!r} within {allowed:.3g}")
-
-
-def _double(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(torch.float64, copy=True)
-    return torch.tensor(value, dtype=torch.float64)
-
-
 def _typed(kind, number):
     return {None: lambda _: None, "tensor": torch.tensor, "int": int, "float": float}[kind](number)
 
@@ -596,7 +312,7 @@ def _abort(_grad):
 
 def replay(config, moves, **options):
     """Run the moves; raise with the move at fault."""
-    run = Run(config, **options)
+    run = Driver(config, **options)
     for number, (name, arguments) in enumerate(moves):
         try:
             getattr(run, name)(**arguments)
@@ -608,22 +324,35 @@ def replay(config, moves, **options):
 
 
 def shrink(config, moves):
-    """The failing run with as few moves as possible, as a program with its error, or None if it passes."""
+    """A failing run with as few moves and settings as possible, as a program with its error; None if it passes."""
     failure = _failure(config, moves)
     if failure is None:
         return None
+    best = [config, moves, failure]
+
+    def attempt(config, moves):
+        failure = _failure(config, moves)
+        if failure is not None:
+            best[:] = config, moves, failure
+        return failure is not None
+
     size = len(moves)
     while size:
         start = 0
-        while start < len(moves):
-            shorter = moves[:start] + moves[start + size :]
-            failure_of_shorter = _failure(config, shorter)
-            if failure_of_shorter is None:
+        while start < len(best[1]):
+            if not attempt(best[0], best[1][:start] + best[1][start + size :]):
                 start += size
-            else:
-                moves, failure = shorter, failure_of_shorter
         size //= 2
-    return f"{program(config, moves)}\n# {failure}"
+    for number in range(len(best[1])):
+        for option in ("weight", "losses", "spare", "size", "poison", "last", "precision", "disk", "shuffle", "edit"):
+            name, options = best[1][number]
+            plain = {key: value for key, value in options.items() if key != option}
+            if plain != options:
+                attempt(best[0], [*best[1][:number], (name, plain), *best[1][number + 1 :]])
+    for field in dataclasses.fields(config):
+        if field.default is not dataclasses.MISSING and getattr(config, field.name) != field.default:
+            attempt(dataclasses.replace(best[0], **{field.name: field.default}), best[1])
+    return f"{program(*best[:2])}\n# {best[2]}"
 
 
 def _failure(config, moves):

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 
 import torch
+
 from fuzz_reference import DTYPES
 
 # Faults that are being fixed: moves that would run into them are left out.
@@ -291,4 +292,11 @@ def batch(seed, size=1.0, rows=4):
 def program(config, moves, runner="fuzz_driver"):
     """The run as a program: `PYTHONPATH=src:tests python program.py`."""
     lines = [f"    ({name!r}, {options!r})," for name, options in moves]
-    return "\n".join([f"from {runner} import Config, replay", "", f"moves = [\n{chr(10).join(lines)}\n]", f"replay({config!r}, moves)"])
+    return "\n".join(
+        [
+            f"from {runner} import Config, replay",
+            "",
+            f"moves = [\n{chr(10).join(lines)}\n]",
+            f"replay({config!r}, moves)",
+        ]
+    )

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+
 from scaler_rules import RULES as SCALE_RULES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -158,10 +159,10 @@ class Reference:
         if self.buffers_before is None:
             self.buffers_before = {key: v for key, v in self.values.items() if key[0] == "buffer"}
 
-    def may_backward(self, kind, weight):
+    def may_backward(self, kind, weight, *, has_graph):
         """`kind` is the type of the weight: only Python numbers can be compared without reading a device."""
         window = self.window
-        if window.unscaled:
+        if window.unscaled or not has_graph:
             raise Illegal
         known = kind in {"int", "float"}
         if window.weighed and known and window.kind != "tensor" and weight != window.weight:
