@@ -20,6 +20,9 @@ KNOWN = {
     "edit of 16-bit weights",
     "order",  # of parameters, groups and optimizers, when a state is loaded
     "reset_window and buffers",
+    "weights that differ between ranks",
+    "short windows on ranks",
+    "two losses on ranks",  # of one forward
 }
 
 OPTIONS = {
@@ -153,10 +156,10 @@ def parameter_names(*, batch_norm, tied):
 # --- random runs ----------------------------------------------------------------------------------------------------
 
 
-def random_config(rng, precisions=FP32_WEIGHTS + LEAN):
+def random_config(rng, precisions=FP32_WEIGHTS + LEAN, *, batch_norm=True):
     """A set-up, with every kind of precision and optimizer."""
     precision = rng.choice(precisions)
-    batch_norm, tied = rng.random() < 0.4, rng.random() < 0.2
+    batch_norm, tied = batch_norm and rng.random() < 0.4, rng.random() < 0.2
     names = parameter_names(batch_norm=batch_norm, tied=tied)
     rng.shuffle(names)
     kinds = ["adamw", "sgd", "lion"] + (["rmsprop"] if precision in {"fp32", "bf16", "fp16"} else [])
@@ -175,7 +178,7 @@ def random_config(rng, precisions=FP32_WEIGHTS + LEAN):
         dynamic=dynamic if precision.startswith("fp16") and rng.random() < 0.8 else None,
         batch_norm=batch_norm,
         tied=tied,
-        frozen=("second.bias",) if rng.random() < 0.1 else (),
+        frozen=("second.bias",) if batch_norm and rng.random() < 0.1 else (),
         seed=rng.randrange(1000),
     )
 
@@ -283,6 +286,34 @@ def random_run(seed, precisions=FP32_WEIGHTS + LEAN, length=16, known=KNOWN):
     return config, random_moves(rng, config, length, known)
 
 
+def random_ranks_run(seed, num_ranks=2, length=16, known=KNOWN):
+    """The Config of a seed for several ranks, and the moves of each rank: other data and weights, otherwise the same calls."""
+    rng = random.Random(seed)
+    config = random_config(rng, ("fp32", "bf16", "fp16"), batch_norm=False)
+    moves = [[] for _ in range(num_ranks)]
+    for name, options in random_moves(rng, config, length, known):
+        if name in {"failing_backward", "freeze", "rebuild", "tamper"}:
+            continue  # DistributedDataParallel itself does not survive an aborted backward or other trainable parameters
+        if "short windows on ranks" in known and (options.get("last") or name in {"unscale", "reload"}) and config.accumulate > 1:
+            continue
+        odd = rng.randrange(num_ranks)  # the rank of a poison
+        weights = [random_weight(rng, config, known) or ("int", 1) for _ in range(num_ranks)]
+        if "weights that differ between ranks" in known:
+            weights = weights[:1] * num_ranks
+        for rank in range(num_ranks):
+            own = dict(options)
+            if name == "micro_batch":
+                own |= {"seed": options["seed"] + rank, "spare": True}
+                own |= {"weight": weights[rank]} if "weight" in options else {}
+                own["losses"] = 1 if "two losses on ranks" in known else options.get("losses", 1)
+                if rank != odd:
+                    own.pop("poison", None)
+            if name == "reload" and own["precision"] not in {"fp32", "bf16", "fp16"}:
+                own["precision"] = None
+            moves[rank].append((name, own))
+    return config, moves
+
+
 def batch(seed, size=1.0, rows=4):
     """Inputs and targets of one micro-batch."""
     generator = torch.Generator().manual_seed(seed)
@@ -290,13 +321,6 @@ def batch(seed, size=1.0, rows=4):
 
 
 def program(config, moves, runner="fuzz_driver"):
-    """The run as a program: `PYTHONPATH=src:tests python program.py`."""
-    lines = [f"    ({name!r}, {options!r})," for name, options in moves]
-    return "\n".join(
-        [
-            f"from {runner} import Config, replay",
-            "",
-            f"moves = [\n{chr(10).join(lines)}\n]",
-            f"replay({config!r}, moves)",
-        ]
-    )
+    """The run as a program: `PYTHONPATH=src:tests python program.py`; with the moves of each rank, under torchrun."""
+    lines = [f"    {move!r}," for move in moves]
+    return "\n".join([f"from {runner} import Config, replay", "", "moves = [", *lines, "]", f"replay({config!r}, moves)"])

@@ -224,7 +224,8 @@ class Reference:
             self.window = self.union(self.window)
             grads = self.gradients()
         norm = math.sqrt(sum(float((g * g).sum()) for g, _ in grads.values()))
-        skipped = self.window.bad or not math.isfinite(norm)
+        empty = self.window.total == 0  # all weights are 0: nothing to learn from, for the loss scale neither
+        skipped = self.window.bad or empty or not math.isfinite(norm)
         scale = self.scale.value
         if skipped:
             for key, value in (self.buffers_before or {}).items():
@@ -233,10 +234,11 @@ class Reference:
             self._apply(grads, norm)
         self._count("attempts", 1)
         self._count("applied", not skipped)
-        self.scale.update(skipped)
+        if not empty:
+            self.scale.update(skipped)
         self.expect(("scale", ""), torch.tensor(self.scale.value, dtype=torch.float64))
         self.reset_window()
-        stops = skipped and self.scale.limit is not None and self.scale.skips >= self.scale.limit
+        stops = skipped and not empty and self.scale.limit is not None and self.scale.skips >= self.scale.limit
         return Outcome(True, skipped, norm, scale, stops)
 
     def reset_window(self):

@@ -89,7 +89,8 @@ class Run:
             optimizers = [make_optimizer(*spec, self.params) for spec in config.optimizers]
             schedulers = make_schedulers(config, optimizers)
         self.optimizers, self.schedulers = optimizers, schedulers
-        self.wrapped = self.wrap(self.model)
+        if model is None:
+            self.wrapped = self.wrap(self.model)
         self.engine = halfstep.Engine(
             self.wrapped,
             self.optimizers,
