@@ -1,0 +1,69 @@
+"""One rank of random runs under DistributedDataParallel: `python fuzz_ddp_program.py FIRST_SEED NUM_SEEDS` on each rank.
+
+The reference gets the gradients and weights of all ranks, so each rank is compared with one process over the union of the data,
+and all ranks with each other, bit for bit.
+"""
+
+import os
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+from fuzz_driver import Config, Driver, Mismatch
+from fuzz_driver import replay as replay_alone
+from fuzz_moves import program, random_ranks_run
+
+__all__ = ["Config", "replay"]
+
+
+def union(window):
+    """The window of all ranks together: sums and weights added, bad if one is."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (window.sums, window.doubt, window.total, window.bad))
+    for name in window.sums:
+        window.sums[name] = sum(part[0][name] for part in parts)
+        window.doubt[name] = sum(part[1][name] for part in parts)
+    window.total = sum(part[2] for part in parts)
+    window.bad = any(part[3] for part in parts)
+    return window
+
+
+class RankDriver(Driver):
+    """A driver whose observations are also compared between ranks."""
+
+    def compare(self):
+        super().compare()
+        weights = torch.cat([p.detach().flatten() for p in self.params.values()])
+        every = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, weights)
+        if not all(torch.equal(weights, other) for other in every):
+            raise Mismatch(f"the ranks drift apart, by {float((every[0] - every[1]).abs().max()):g}")
+
+
+def replay(config, moves):
+    """Run the moves of every rank; each takes its own."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    wrap = torch.nn.parallel.DistributedDataParallel
+    replay_alone(config, moves[dist.get_rank()], make=RankDriver, wrap=wrap, union=union)
+
+
+def main(first, number):
+    """Run these seeds, and print the program of the first that fails."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for seed in range(first, first + number):
+        config, moves = random_ranks_run(seed)
+        try:
+            replay(config, moves)
+        except Exception:
+            print(f"seed {seed}, rank {dist.get_rank()}:\n{program(config, moves, 'fuzz_ddp_program')}\n{traceback.format_exc()}")
+            sys.stdout.flush()
+            os._exit(1)  # without waiting for the other ranks, which may be inside a collective
+    print(f"rank {dist.get_rank()}: {number} runs")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
