@@ -6,7 +6,7 @@ from torch import nn
 
 from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.result import StepResult
-from halfstep.engine.scheduling import Schedules
+from halfstep.engine.schedules import Schedules
 from halfstep.engine.steps import Decision
 from halfstep.errors import OverflowStop, SettingError
 from halfstep.scaling.scaler import LossScaler

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.engine.scheduling import check_schedulers, required_arguments
+from halfstep.engine.schedules import check_schedulers, required_arguments
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
 from halfstep.events import log_once

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep.engine.result import StepResult
-from halfstep.engine.scheduling import Schedules
+from halfstep.engine.schedules import Schedules
 from halfstep.engine.steps import Decision
 from halfstep.kernels.scale_update import COUNTERS
 from halfstep.scaling.readback import Readback

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from halfstep.engine.engine import Engine
-from halfstep.engine.scheduling import Schedules
+from halfstep.engine.schedules import Schedules
 from halfstep.errors import SettingError
 
 
