@@ -665,3 +665,27 @@ def test_an_optimizer_step_left_in_the_loop_is_rejected(precision, name):
     engine.close()
     if precision == "fp32":
         optimizer.step()
+
+
+class Unusual(torch.optim.SGD):
+    """An optimizer without a learning rate in its groups, and with entries of its own among the states."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            del group["lr"]
+        self.state["k"], self.state["total"] = torch.zeros(1), 0
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data -= 0.1 * p.grad
+
+
+def test_unusual_optimizers_are_stepped():
+    """Third-party optimizers may have no lr, and states that belong to no parameter."""
+    model = torch.nn.Linear(6, 3)
+    before = model.weight.detach().clone()
+    engine = Engine(model, Unusual(model.parameters()), "fp32")
+    result = train_step(model, engine, batches(1)[0])
+    assert math.isnan(result.lr)
+    assert not torch.equal(before, model.weight)

@@ -54,6 +54,9 @@ def sam_step(model, engine, batch, rho=0.05):
     old = {}
     with torch.no_grad():
         norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    if not norm.isfinite():
+        return {name: master.clone() for name, master in engine.masters().items()}, engine.step()
+    with torch.no_grad():
         for p in model.parameters():
             if p.grad is not None:
                 old[p] = p.detach().clone()
@@ -133,3 +136,16 @@ def test_optimizers_with_two_steps_or_a_closure_are_rejected_with_the_pattern():
         Engine(model, torch.optim.LBFGS(model.parameters()), "fp32")
     sam = Sam(model.parameters(), torch.optim.SGD, lr=0.1)
     assert Engine(model, sam.base_optimizer, "fp32").optimizers
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16-lean"])
+def test_an_overflow_in_the_first_pass_skips_and_restores_the_buffers(precision):
+    """A first gradient that is not finite ends the update there: nothing changes, not even batch norm's averages."""
+    model, _, engine = build(precision, schedule=False)
+    x, y = batches(1)[0]
+    sam_step(model, engine, (x, y))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x[0, 0] = float("inf")
+    _, result = sam_step(model, engine, (x, y))
+    assert result.skipped
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
+from halfstep.engine.members import Members
 from halfstep.engine.region import upcast
 from halfstep.errors import SettingError
 from halfstep.events import log_info
@@ -184,7 +185,7 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def _fp32_parameters(model: nn.Module, policy: Policy) -> set[Tensor]:
-    params: set[Tensor] = set(getattr(model, "loose_parameters", ()))
+    params: set[Tensor] = set(model.loose_parameters if isinstance(model, Members) else ())
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _BATCH_NORMS) or policy.keeps_fp32(name):
             params.update(module.parameters())  # a tied weight with one fp32 owner stays fp32

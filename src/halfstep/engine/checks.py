@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "check_step",
     "check_unscale",
     "choose_scaler",
+    "fixed_setting",
     "named_trainables",
     "require_backward",
 ]
@@ -68,6 +70,14 @@ def choose_scaler(scaler: Scaler | None, policy: Policy) -> Scaler:
     chosen = make_scaler(policy.scaling) if scaler is None else scaler
     check_scaler(chosen, policy.compute)
     return chosen
+
+
+def fixed_setting(name: str, value: Any) -> SettingError:
+    """The error for assigning to an Engine that is built."""
+    return SettingError(
+        f"engine.{name} = {reprlib.repr(value)}: an Engine is fixed when it is built, and this would change nothing. Pass {name}= to "
+        "Engine(...) if it is one of its options; to change it during a run, close() this engine and build a new one."
+    )
 
 
 def _not_a_scaler(scaler: Any) -> str:

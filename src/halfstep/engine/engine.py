@@ -18,7 +18,7 @@ before it launches its own update. On a CPU it is delivered at once. `evaluate`,
 from __future__ import annotations
 
 import contextlib
-import reprlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -36,6 +36,7 @@ from halfstep.engine.checks import (
     check_step,
     check_unscale,
     choose_scaler,
+    fixed_setting,
     require_backward,
 )
 from halfstep.engine.compiling import check_compile, compile_model, records_graphs
@@ -140,10 +141,7 @@ class Engine(SavedEngine):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and "_built" in vars(self):
-            raise SettingError(
-                f"engine.{name} = {reprlib.repr(value)}: an Engine is fixed when it is built, and this would change nothing. Pass {name}= to "
-                "Engine(...) if it is one of its options; to change it during a run, close() this engine and build a new one."
-            )
+            raise fixed_setting(name, value)
         super().__setattr__(name, value)
 
     # --- blocks -------------------------------------------------------------------------------------------------
@@ -210,7 +208,7 @@ class Engine(SavedEngine):
         self.progress.micro_batches += self.window.end_micro_batch()
         self._truths.losses.end_micro_batch()
         self._blocks.entered = False
-        lr = float(self.optimizers[0].param_groups[0]["lr"])
+        lr = float(self.optimizers[0].param_groups[0].get("lr", math.nan))  # some optimizers compute theirs
         if not self.window.is_full() and not last:
             return StepResult(self.progress.attempts, boundary=False, lr=lr)
         return self._close_window(lr)

@@ -25,7 +25,8 @@ from halfstep.precision.policy import Policy
 __all__ = ["LossObserver", "Products", "leftover_factor", "products_of"]
 
 _PRODUCT = re.compile(
-    r"^(Addmm|Addmv|Addbmm|Addr|Baddbmm|Bmm|Mm|Mv|Dot|Linear|MkldnnLinear|Trilinear|GroupedMm|ScaledMm)Backward"
+    r"^(Addmm|AddmmActivation|Addmv|Addbmm|Addr|Baddbmm|Bmm|Mm|Matmul|Mv|Dot"
+    r"|(Mkldnn)?Linear|Trilinear|(Scaled)?GroupedMm|ScaledMm)Backward"
     r"|Convolution|Conv\d|ConvDepthwise|ConvTranspose|Attention|Rnn|LstmMps"
 )
 # Nodes through which a factor of a loss is still a factor of it.

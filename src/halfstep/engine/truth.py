@@ -92,6 +92,7 @@ def build_truth(
     stored = [
         (n, t)
         for state in states.values()
+        if isinstance(state, Mapping)  # some optimizers store a tensor or a number of their own among the states
         for n, t in state.items()
         if n not in _COUNTED_STATES and hasattr(t, "numel")
     ]
