@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.moments8 import decode, encode_signed, encode_unsigned, num_blocks
-from halfstep.kernels.split import join, split
+from halfstep.kernels.split import is_rounding, join, split
 from halfstep.precision.formats import DTYPES_16_BIT, torch_dtype
 
 __all__ = [
@@ -145,5 +145,4 @@ def master_in(state: Mapping[str, Any], weight: Tensor) -> Tensor | None:
     master: Tensor = state["master"]
     if weight.dtype not in DTYPES_16_BIT:  # an fp32 model that loads the state of a 16-bit one
         return master
-    rounded, _ = split(master, weight.dtype)
-    return torch.where(rounded.view(torch.int16) == weight.view(torch.int16), master, weight.float())
+    return torch.where(is_rounding(weight, master), master, weight.float())
