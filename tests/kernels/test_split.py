@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.kernels.split import FP16_RESIDUAL_BOUND, join, split
+from halfstep.kernels.split import FP16_RESIDUAL_BOUND, is_rounding, join, split
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Offsets inside one bf16 step: exact, just above, around the tie, just below the next.
@@ -108,6 +108,18 @@ def test_bf16_infinities_have_no_residual_and_the_overflow_band_still_inverts():
     weight, low = split(largest, BF16)
     assert weight.isinf().all()
     assert torch.equal(join(weight, low), largest)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_weight_is_the_rounding_of_its_own_master_and_of_no_other(dtype):
+    """True for what split makes, ties and overflows included; false for either neighbour and for the other sign."""
+    master = torch.cat([every_bf16_step(), fp16_range_masters()])
+    master = master[~master.isnan()]
+    weight, _ = split(master, dtype)
+    assert is_rounding(weight, master).all()
+    for change in (1, -1, 1 << 15):
+        other = bits(weight).to(torch.int32) ^ change if change > 1 else bits(weight).to(torch.int32) + change
+        assert not is_rounding(other.to(torch.int16).view(dtype), master).any()
 
 
 def ulp(weight, fraction_bits, bias):

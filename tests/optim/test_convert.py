@@ -103,7 +103,7 @@ def test_master_in_and_plain_read_any_layout():
     master = torch.randn(20)
     weight, low = split(master, BF16)
     assert torch.equal(master_in({"low": low}, weight), join(weight, low))
-    assert master_in({"master": master}, weight) is master
+    assert torch.equal(master_in({"master": master}, weight), master)
     assert master_in({}, weight) is None
     _, optimizer = trained(AdamW, BF16, master="split", states="8bit")
     stored = optimizer.state_dict()["state"][0]

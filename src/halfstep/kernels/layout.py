@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.moments8 import decode, encode_signed, encode_unsigned, num_blocks
-from halfstep.kernels.split import join, split
+from halfstep.kernels.split import is_rounding, join, split
 from halfstep.precision.formats import DTYPES_16_BIT, torch_dtype
 
 __all__ = [
@@ -139,12 +139,11 @@ def restore(state: Mapping[str, Any], name: str) -> Tensor:
 def master_in(state: Mapping[str, Any], weight: Tensor) -> Tensor | None:
     """The fp32 master that a state has for this weight, or None where the weight is all there is.
 
-    An fp32 copy counts only where the weight is its rounding; elsewhere the weight was edited since and is returned.
+    An fp32 copy counts only where a 16-bit weight is its rounding; elsewhere the weight was edited since and is returned.
     """
-    if weight.dtype not in DTYPES_16_BIT:
-        return None
-    if "master" in state:
-        master: Tensor = state["master"]
-        rounded, _ = split(master, weight.dtype)
-        return torch.where(rounded.view(torch.int16) == weight.view(torch.int16), master, weight.float())
-    return join(weight, state["low"]) if "low" in state else None
+    if "master" not in state:
+        return join(weight, state["low"]) if "low" in state else None
+    master: Tensor = state["master"]
+    if weight.dtype not in DTYPES_16_BIT:  # an fp32 model that loads the state of a 16-bit one
+        return master
+    return torch.where(is_rounding(weight, master), master, weight.float())

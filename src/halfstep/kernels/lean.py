@@ -60,7 +60,8 @@ def lean_step(
 
 def read_master(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
     """The fp32 value that the optimizer works on: the stored master, or the weight itself."""
-    master = master_in(state, weight.detach())
+    # A weight that was cast to fp32 in between is its own master, whatever is still stored next to it.
+    master = master_in(state, weight.detach()) if weight.dtype in DTYPES_16_BIT else None
     return weight.detach().float() if master is None else master
 
 

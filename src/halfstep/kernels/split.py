@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["FP16_RESIDUAL_BOUND", "join", "split"]
+__all__ = ["FP16_RESIDUAL_BOUND", "is_rounding", "join", "split"]
 
 FP16_RESIDUAL_BOUND = 2.0**-40  # the largest error of an fp16 split below fp16's normal range
 _UNITS_PER_ULP = 15  # as a power of two
@@ -51,6 +51,14 @@ def join(weight: Tensor, low: Tensor) -> Tensor:
     unit = torch.ldexp(torch.ones_like(wide), _unit_exponent(weight))
     # inf and NaN have no residual; inf * 0 would turn the one into the other.
     return torch.where(wide.isfinite() & (low != 0), wide + low.float() * unit, wide)
+
+
+def is_rounding(weight: Tensor, master: Tensor) -> Tensor:
+    """For each element, whether the 16-bit weight is what `split` makes of the fp32 master, as bits."""
+    bits = weight.view(torch.int16)
+    if weight.dtype is torch.bfloat16:
+        return master.view(torch.int32).add(0x8000).bitwise_right_shift_(16) == bits
+    return master.to(torch.float16).view(torch.int16) == bits
 
 
 def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:
