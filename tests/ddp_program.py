@@ -10,6 +10,7 @@ import contextlib
 import datetime as dt
 import json
 import math
+import random
 
 import torch
 import torch.distributed as dist
@@ -138,6 +139,22 @@ CASES |= {
     "searching_for_unused": windows_of(FULL, [[3, 5], [9] * 4], [[3], [9]], find_unused_parameters=True),
     "static_graph_without_accumulation": windows_of([[3], [5]], [[2], [9]], accumulate=1, static_graph=True),
 }  # fmt: skip
+
+
+@case
+def random_windows():
+    """Windows of random lengths, kinds of weights and sizes of weights on every rank."""
+    run, draw = Run(), random.Random(0)
+    kinds = (lambda w: w, lambda w: (w,), lambda _: None, lambda _: 0)
+    for _ in range(40):
+        weighted = draw.random() < 0.6
+        weights = []
+        for _rank in range(NUM_RANKS):
+            numbers = [2.0 ** draw.uniform(-12, 12) for _ in range(draw.randint(1, 4))]
+            weights.append([draw.choice(kinds)(w) if weighted else None for w in numbers])
+        weights[0][0] = weights[0][0] if weights[0][0] is None else weights[0][0] or 3
+        run.window(weights)
+    return run.report()
 
 
 @case

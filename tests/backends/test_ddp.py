@@ -69,7 +69,7 @@ SKIPS = {  # of cases in which not every window is an update
     [
         "unweighted", "short_on_all_ranks", "lengths_differ", "weights_differ", "tensor_weights", "numbers_here_and_tensors_there",
         "weights_on_one_rank", "weights_that_start_late", "one_micro_batch", "zero_on_one_rank", "zero_on_all_ranks", "broken_weight",
-        "fp16_small_and_large", "bucket_views", "searching_for_unused", "static_graph_without_accumulation", "messages",
+        "fp16_small_and_large", "bucket_views", "searching_for_unused", "static_graph_without_accumulation", "random_windows", "messages",
         "overflow_on_one_rank", "edited_on_one_rank", "unscaled_in_a_short_window", "forward_outside_the_wrapper",
     ],
 )  # fmt: skip
