@@ -10,6 +10,7 @@ import contextlib
 import datetime as dt
 import json
 import math
+import random
 
 import torch
 import torch.distributed as dist
@@ -141,6 +142,22 @@ CASES |= {
 
 
 @case
+def random_windows():
+    """Windows of random lengths, kinds of weights and sizes of weights on every rank."""
+    run, draw = Run(), random.Random(0)
+    kinds = (lambda w: w, lambda w: (w,), lambda _: None, lambda _: 0)
+    for _ in range(40):
+        weighted = draw.random() < 0.6
+        weights = []
+        for _rank in range(NUM_RANKS):
+            numbers = [2.0 ** draw.uniform(-12, 12) for _ in range(draw.randint(1, 4))]
+            weights.append([draw.choice(kinds)(w) if weighted else None for w in numbers])
+        weights[0][0] = weights[0][0] if weights[0][0] is None else weights[0][0] or 3
+        run.window(weights)
+    return run.report()
+
+
+@case
 def messages():
     """How many small messages windows need without weights, and with them."""
     reduced, count = Agreement._reduced, []
@@ -231,6 +248,50 @@ def two_losses():
             result = run.engine.step(last=i == len(own) - 1)
         run.check(weights, before, result)
     return run.report()
+
+
+@case
+def two_forwards():
+    """Two forwards with a backward each per micro-batch, as discriminators have."""
+    run = Run(accumulate=2)
+    for weights in ([[3, 5], [4, 9]], [[None], [None, None]], [[2, 2], [7]]):
+        before, own = run.model.weight.detach().clone(), weights[run.rank]
+        for i, weight in enumerate(own):
+            for _ in range(2):
+                with run.engine.forward():
+                    loss = run.wrapped(run.slope(run.rank, i)) * 0.5
+                run.engine.backward(loss, weight)
+            result = run.engine.step(last=i == len(own) - 1)
+        run.check(weights, before, result)
+    return run.report()
+
+
+class Parts(nn.Module):
+    """Parameters of several sizes whose gradient is the sum of the input, times their place."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.parts = nn.ParameterList([torch.zeros(n) for n in (300, 7, 1200, 1, 64)])
+
+    def forward(self, slope):
+        sums = [(part * (k + 1)).sum() for k, part in enumerate(self.parts)]
+        return (self.weight * slope).sum() + torch.stack(sums).sum() * slope.sum()
+
+
+@case
+def several_buckets():
+    """Reductions with and without a forward fill the same buckets in the same order, also before they are rebuilt."""
+    run = Run(Parts(), bucket_cap_mb=0.002)
+    worst = 0.0
+    for weights in ([[None] * 4, [None]], [[3], [5] * 4], FULL, [[2, 4], [8, 1]]):
+        before = run.model.weight.detach().clone()
+        parts = [part.detach().clone() for part in run.model.parts]
+        run.window(weights)
+        total = float((before - run.model.weight.detach()).sum())
+        for k, (part, old) in enumerate(zip(run.model.parts, parts, strict=True)):
+            worst = max(worst, float((old - part.detach() - total * (k + 1)).abs().max()))
+    return run.report(worst=worst)
 
 
 @case

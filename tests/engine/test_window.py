@@ -1,5 +1,6 @@
 """Weights of micro-batches: the update is their weighted mean, and no weight makes a scaled loss larger than the loss scale."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpu_sync import no_synchronisation
 from halfstep.engine.engine import Engine
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
@@ -210,6 +212,24 @@ def test_tensor_weights_are_not_read_by_the_host():
         with NoReading():
             engine.backward(loss, on_device)
         engine.step(last=i == 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16,loss_scale=32768"])
+def test_tensor_weights_on_a_gpu_do_not_synchronise(precision):
+    """torch reports no synchronising call, and the update is the weighted mean."""
+    model = Slope().cuda()
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1.0), precision, accumulate=3)
+    weights, slope = [torch.tensor(w, device="cuda") for w in (0.0, 3.0, 5000.0)], SLOPES.cuda()
+    for step in range(3):
+        with no_synchronisation() if step else contextlib.nullcontext():
+            for weight in weights:
+                with engine.forward():
+                    loss = model(slope)
+                engine.backward(loss, weight)
+                result = engine.step()
+    assert not result.skipped
+    assert torch.allclose(model.weight.detach().cpu(), -3 * SLOPES, rtol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,9 @@ class WrappedDDP(Backend):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Backpropagate; after a forward that was not under `no_sync` the wrapper reduces meanwhile."""
         super().backward(loss, retain_graph=retain_graph)
-        # A second backward after one that reduced adds gradients of this rank alone: they are reduced when the window closes,
-        # and from the next window on nothing is reduced before.
-        self._several = self._several or (self._reduced and not self._armed)
+        # A second backward after one that reduced adds gradients of this rank alone, or reduces again. From the next window on
+        # all are reduced once, when it closes.
+        self._several = self._several or (self._reduced and not getattr(self._wrapper, "static_graph", False))
         self._reduced, self._due, self._armed = self._reduced or self._armed, not self._armed, False
 
     def reduce_gradients(self) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from typing import Any
 
 import torch
@@ -121,11 +122,16 @@ def _checked(weight: Any, device: torch.device) -> float | Tensor:
         return weight.detach().to(device, torch.float32, non_blocking=True).reshape(())
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
         raise SettingError(f"weight={weight!r} must be a number or a tensor with one, such as a count of tokens.")
-    if weight != 0 and not (weight >= _SMALLEST and weight <= _LARGEST):
+    try:
+        number = float(weight)
+    except OverflowError:
+        number = math.inf
+    if number != 0 and not _SMALLEST <= number <= _LARGEST:
         raise SettingError(
-            f"weight={weight!r} must be a finite number of 0 or more in the range of fp32 (1e-38 to 1e38), such as a count of tokens."
+            f"weight={reprlib.repr(weight)} must be a finite number of 0 or more in the range of fp32 (1e-38 to 1e38), such as a count of "
+            "tokens."
         )
-    return float(weight)
+    return number
 
 
 def _grown(old: float | Tensor, last: float | Tensor, weight: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
@@ -158,7 +164,8 @@ def _or_else(reference: float | Tensor, last: float | Tensor) -> float | Tensor:
     """The reference, or the last one while it is 0."""
     if isinstance(reference, float):
         return reference or last
-    return torch.where(reference > 0, *_tensors(reference, last))
+    after, before = _tensors(reference, last)
+    return torch.where(after > 0, after, before)
 
 
 def _tensors(*values: float | Tensor) -> list[Tensor]:
