@@ -15,6 +15,7 @@ import torch
 
 from halfstep.errors import SettingError
 from halfstep.events import log_info
+from halfstep.optim.convert import convert
 from halfstep.optim.lean import LeanOptimizer
 
 __all__ = ["ADOPTS", "adopt", "adopts", "check_adoptable", "users_optimizer"]
@@ -53,6 +54,8 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     check_adoptable(optimizer, master=master, states=states)
     if isinstance(optimizer, LeanOptimizer):
         optimizer.master, optimizer.states = master, states
+        for param, state in list(optimizer.state.items()):  # of steps or a load before there was a policy
+            optimizer.state[param] = convert(state, param, optimizer.layout)
         return optimizer
     target = ADOPTS[type(optimizer)]
     lean = target(optimizer.param_groups, master=master, states=states)
