@@ -1,7 +1,7 @@
 import enum
 import json
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,17 @@ def through_json(tree):
 def test_every_tree_round_trips_exactly(tree):
     """Types, order, keys, infinities and the bits of every number are restored from JSON."""
     assert same(through_json(tree), tree)
+
+
+def test_dtypes_and_deques_round_trip():
+    """Some optimizers have a dtype among their settings, or a deque of gradients in their state."""
+    tree = {"dtype": torch.bfloat16, "past": deque([torch.ones(2), 1], maxlen=3), "open": deque()}
+    back = through_json(tree)
+    assert back["dtype"] is torch.bfloat16
+    assert [q.maxlen for q in (back["past"], back["open"])] == [3, None]
+    assert same([*back["past"]], [*tree["past"]])
+    with pytest.raises(SettingError, match="dtype 'Tensor'"):
+        tree_from_json({"$dtype": "Tensor"}, lambda *_: None)
 
 
 def test_a_shared_tensor_stays_shared():

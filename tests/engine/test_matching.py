@@ -1,6 +1,7 @@
 """Optimizer and scheduler states in another order than they were saved in."""
 
 import copy
+from collections import deque
 
 import pytest
 import torch
@@ -313,7 +314,7 @@ def test_an_optimizer_that_could_not_be_loaded_again_is_rejected_when_it_is_save
 
 
 def test_states_that_torch_would_cast_are_restored_as_they_were():
-    """Integers, booleans and strings in an optimizer's state have their dtype again, and training continues alike."""
+    """Integers, strings and deques in an optimizer's state are again what they were."""
 
     class Counting(torch.optim.Optimizer):
         def __init__(self, params):
@@ -325,6 +326,7 @@ def test_states_that_torch_would_cast_are_restored_as_they_were():
                     entry = self.state[p]
                     entry["count"] = entry.get("count", torch.zeros_like(p, dtype=torch.int64)) + 2**40 + 1
                     entry["mode"] = "signed"
+                    entry["past"] = deque(entry.get("past", [1]), maxlen=2)
                     p.data -= p.grad.sign() * 1e-2 * (entry["count"] % 2)
 
     net, engine = engine_of(lambda n, _: Counting(n.parameters()), ORDER, "fp32")
@@ -335,6 +337,7 @@ def test_states_that_torch_would_cast_are_restored_as_they_were():
     assert torch.equal(ours["count"], theirs["count"])
     assert theirs["count"].dtype is torch.int64
     assert theirs["mode"] == "signed"
+    assert theirs["past"].maxlen == 2
 
 
 def test_a_scheduler_that_cannot_load_is_rejected_when_it_is_saved():

@@ -113,7 +113,7 @@ def test_hooks_that_would_not_run_are_rejected():
 @pytest.mark.parametrize("precision", ["fp32", "bf16-lean"])
 def test_groups_cannot_be_added_while_an_engine_steps_the_optimizer(precision):
     """On the user's optimizer or the Engine's; after close(), or when the Engine is gone, they can."""
-    net, optimizer, engine = build(precision)
+    _, optimizer, engine = build(precision)
     late = {"params": [nn.Parameter(torch.ones(2))]}
     for target in (optimizer, engine.optimizers[0]):
         with pytest.raises(SettingError, match=r"add_param_group\(\).*engine.close\(\)"):

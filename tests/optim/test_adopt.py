@@ -197,6 +197,26 @@ def test_a_lean_optimizer_takes_the_policys_settings():
     assert adopt(optimizer, master="fp32", states="bf16") is optimizer
 
 
+@pytest.mark.parametrize(("master", "states"), [("split", "8bit"), ("fp32", "bf16"), ("fp32", "fp32")])
+def test_a_lean_optimizer_that_has_stepped_continues_in_the_policys_layout(master, states):
+    """States from before there was a policy are converted: masters exactly, moments as the layout rounds them."""
+    params = weights((5, 7), (9,), dtype=BF16)
+    optimizer = AdamW(params, lr=0.01)
+    for t in range(3):
+        give_grads(params, t)
+        optimizer.step()
+    masters = [optimizer.master_of(p).clone() for p in params]
+    adopt(optimizer, master=master, states=states)
+    assert all(torch.equal(optimizer.master_of(p), m) for p, m in zip(params, masters, strict=True))
+    give_grads(params, 3)
+    optimizer.step()
+    fresh = adopt(AdamW(weights((5, 7), (9,), dtype=BF16), lr=0.01), master=master, states=states)
+    give_grads(fresh.param_groups[0]["params"], 3)
+    fresh.step()
+    entries = [{n: v.dtype for n, v in o.state[o.param_groups[0]["params"][0]].items()} for o in (optimizer, fresh)]
+    assert entries[0] == entries[1]
+
+
 @pytest.mark.parametrize("own", [{"master": "fp32"}, {"states": "bf16"}])
 def test_a_lean_optimizer_that_contradicts_the_policy_is_rejected(own):
     """The message shows both values and both ways out, and nothing has been changed."""

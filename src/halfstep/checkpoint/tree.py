@@ -8,6 +8,8 @@ starts with `$`:
     {"$dict": [[key, value], ...]}     a dict with a key that is not a string, or that starts with `$`
     {"$ordered": [[key, value], ...]}  an OrderedDict; `$counter`: a Counter
     {"$tuple": [...]}                  a tuple
+    {"$deque": [[...], length]}        a deque and its maximum length, or null
+    {"$dtype": "float32"}              a torch.dtype
     {"$bytes": "00ff"}                 bytes, in hexadecimal
     {"$int": "0x1..."}                 an int that does not fit into 64 bits
     {"$float": "7ff0000000000000"}     inf, -inf or NaN: its eight bytes, most significant first
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +79,9 @@ def tree_from_json(node: Any, tensor: Callable[[str, str], Tensor]) -> Any:
             return _MAPPINGS[tag]([(build(key), build(value)) for key, value in content])
         if tag == "$tuple":
             return tuple(build(item) for item in content)
+        if tag == "$deque":
+            items, length = content
+            return deque((build(item) for item in items), length)
         if tag == "$tensor":
             return load(content, node.get("on", "cpu"))
         return _leaf(tag, content, load)
@@ -89,6 +94,8 @@ def _leaf(tag: str, content: Any, load: Callable[[str], Tensor]) -> Any:
         return bytes.fromhex(content)
     if tag == "$int":
         return int(content, 16)
+    if tag == "$dtype":
+        return _dtype(content)
     if tag == "$float":
         return struct.unpack(">d", bytes.fromhex(content))[0]
     if tag == "$array":
@@ -99,6 +106,13 @@ def _leaf(tag: str, content: Any, load: Callable[[str], Tensor]) -> Any:
     raise SettingError(
         f"The saved state has an entry of the unknown kind {tag!r}; load it with the Halfstep version that wrote it."
     )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise SettingError(f"The saved state has the dtype {name!r}, which torch {torch.__version__} does not have.")
+    return dtype
 
 
 class _Writer:
@@ -127,6 +141,10 @@ class _Writer:
             return [self.node(item, (*path, str(i))) for i, item in enumerate(value)]
         if kind is tuple:
             return {"$tuple": [self.node(item, (*path, str(i))) for i, item in enumerate(value)]}
+        if kind is deque:
+            return {"$deque": [[self.node(item, (*path, str(i))) for i, item in enumerate(value)], value.maxlen]}
+        if kind is torch.dtype:
+            return {"$dtype": str(value).removeprefix("torch.")}
         if kind in _PAIRS:
             return self._mapping(value, path)
         if isinstance(value, Tensor):
@@ -139,7 +157,7 @@ class _Writer:
             return {"$scalar": [value.dtype.name, value.astype(value.dtype.newbyteorder("<")).tobytes().hex()]}
         raise SettingError(
             f"{self._where(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot store. "
-            "It stores dict, list, tuple, str, bytes, int, float, bool, None, tensors and NumPy numbers; "
+            "It stores dict, list, tuple, deque, str, bytes, int, float, bool, None, tensors, dtypes and NumPy numbers; "
             "save the values you need from it instead of the object."
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,9 +81,11 @@ def load_entries(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, param in zip(by_number(matched), params, strict=True):
         for key, value in matched.saved["state"].get(number, {}).items():
-            loaded = optimizer.state[param].get(key)
-            # torch casts integers to the dtype of the weights, and takes strings apart
-            if isinstance(value, str) or (
-                isinstance(value, Tensor) and key != "step" and loaded.dtype is not value.dtype
-            ):
-                optimizer.state[param][key] = value if isinstance(value, str) else value.to(param.device, copy=True)
+            loaded = optimizer.state[param][key]
+            # torch casts integers to the dtype of the weights, takes strings apart and forgets the length of deques
+            if isinstance(value, str | bytes):
+                optimizer.state[param][key] = value
+            elif isinstance(value, deque):
+                optimizer.state[param][key] = deque(loaded, value.maxlen)
+            elif isinstance(value, Tensor) and key != "step" and loaded.dtype is not value.dtype:
+                optimizer.state[param][key] = value.to(param.device, copy=True)

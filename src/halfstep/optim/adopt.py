@@ -15,6 +15,7 @@ import torch
 
 from halfstep.errors import SettingError
 from halfstep.events import log_once
+from halfstep.optim.convert import convert
 from halfstep.optim.lean import LeanOptimizer
 
 __all__ = ["ADOPTS", "adopt", "adopts", "check_adoptable", "users_optimizer"]
@@ -56,6 +57,8 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     check_adoptable(optimizer, master=master, states=states)
     if isinstance(optimizer, LeanOptimizer):
         optimizer.master, optimizer.states = master, states
+        for param, state in list(optimizer.state.items()):  # of steps or a load before there was a policy
+            optimizer.state[param] = convert(state, param, optimizer.layout)
         return optimizer
     # The abstract base declares other arguments than the classes that adopt, which all have torch's.
     target: Callable[..., LeanOptimizer] = ADOPTS[type(optimizer)]
