@@ -209,6 +209,48 @@ def test_accumulation_clipping_ema_and_fp32_modules():
         assert torch.allclose(average, (old + new) / 2)
 
 
+def test_muon_for_matrices_and_adamw_for_the_rest(tmp_path):
+    """One Engine steps both: the adopted one with split masters, the other over fp32 masters, and a skip skips both."""
+
+    def build_two(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+        groups = [[p for p in model.parameters() if (p.dim() == 2) is matrix] for matrix in (True, False)]
+        optimizers = [torch.optim.Muon(groups[0], lr=0.02), torch.optim.AdamW(groups[1], lr=1e-2)]
+        return model, Engine(model, optimizers, "fp16-lean")
+
+    model, engine = build_two(0)
+    train(model, engine, batches(2))
+    rows = dict(engine.truth().rows)
+    assert rows["master"].startswith("split: ")
+    assert rows["master"].endswith("; an fp32 copy, exact fp32")
+    before = masters(engine)
+    x, y = batches(1)[0]
+    assert train(model, engine, [(x * float("inf"), y)])[0].skipped
+    assert all(map(torch.equal, before, masters(engine)))
+    engine.save(tmp_path / "checkpoint")
+    other, resumed = build_two(9)
+    resumed.load(tmp_path / "checkpoint")
+    for each, run in ((model, engine), (other, resumed)):
+        train(each, run, batches(2, seed=3))
+    assert not any(map(torch.equal, before, masters(engine)))
+    assert all(map(torch.equal, masters(engine), masters(resumed)))
+
+
+def test_a_copy_takes_the_same_next_step():
+    """A deep copy of parameter and optimizer continues bit for bit, masters included."""
+    param = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+    optimizer = Fp32Masters(LARS([param]))
+    param.grad = torch.full_like(param, 1e-3)
+    optimizer.step()
+    twin, copied = copy.deepcopy((param, optimizer))
+    for p, each in ((param, optimizer), (twin, copied)):
+        p.grad = torch.full_like(p, 0.5)
+        each.step()
+    assert torch.equal(optimizer.master_of(param), copied.master_of(twin))
+    assert copied.inner is not optimizer.inner
+
+
 def test_small_updates_add_up():
     """Updates far below half a ulp of the weight reach it in time, which 16-bit weights alone would lose."""
     param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))

@@ -36,14 +36,21 @@ _STEPPING = "_halfstep_over_masters"  # on the optimizer: whether it is stepped 
 class Fp32Masters(torch.optim.Optimizer):
     """Steps `inner` over fp32 masters of its 16-bit parameters; groups and state are those of `inner`."""
 
+    inner: torch.optim.Optimizer
+    _masters: dict[Tensor, Tensor]
+
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
         # Not super().__init__, which would build groups again: this is how torch prepares an unpickled optimizer.
-        self.__setstate__({"defaults": inner.defaults})
-        if _MASTERS not in vars(inner):
-            setattr(inner, _MASTERS, {})
-            inner.register_step_pre_hook(_reject_direct_step)
-        self._masters: dict[Tensor, Tensor] = getattr(inner, _MASTERS)
+        self.__setstate__({"inner": inner, "defaults": inner.defaults, "_masters": vars(inner).get(_MASTERS, {})})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self.inner, "defaults": self.defaults, "_masters": self._masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if _MASTERS not in vars(self.inner):
+            setattr(self.inner, _MASTERS, self._masters)
+            self.inner.register_step_pre_hook(_reject_direct_step)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # always the inner ones: loading replaces them
