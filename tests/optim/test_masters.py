@@ -45,7 +45,7 @@ class LARS(torch.optim.Optimizer):
 
 
 class Replacing(torch.optim.Optimizer):
-    """SGD that assigns `p.data` and counts its steps in the group."""
+    """SGD that assigns `p.data` and counts its steps in the group and, as some do, in the state."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "count": 0})
@@ -53,6 +53,7 @@ class Replacing(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             group["count"] += 1
+            self.state["steps"] = self.state.get("steps", 0) + 1
             for p in (p for p in group["params"] if p.grad is not None):
                 p.data = p.data - group["lr"] * p.grad.data
 
@@ -149,7 +150,7 @@ def test_resume_is_bit_exact(make, precision, tmp_path):
     train(other, resumed, data[3:])
     assert all(map(torch.equal, masters(engine), masters(resumed)))
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    states = [t for p in other.parameters() for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
     assert all(t.dtype is torch.float32 for t in states if t.is_floating_point())
 
 
