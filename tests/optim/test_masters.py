@@ -45,7 +45,7 @@ class LARS(torch.optim.Optimizer):
 
 
 class Replacing(torch.optim.Optimizer):
-    """SGD that assigns `p.data` and counts its steps in the group."""
+    """SGD that assigns `p.data` and counts its steps in the group and, as some do, in the state."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "count": 0})
@@ -53,6 +53,7 @@ class Replacing(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             group["count"] += 1
+            self.state["steps"] = self.state.get("steps", 0) + 1
             for p in (p for p in group["params"] if p.grad is not None):
                 p.data = p.data - group["lr"] * p.grad.data
 
@@ -149,7 +150,7 @@ def test_resume_is_bit_exact(make, precision, tmp_path):
     train(other, resumed, data[3:])
     assert all(map(torch.equal, masters(engine), masters(resumed)))
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    states = [t for p in other.parameters() for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
     assert all(t.dtype is torch.float32 for t in states if t.is_floating_point())
 
 
@@ -207,6 +208,48 @@ def test_accumulation_clipping_ema_and_fp32_modules():
     for old, new, average in zip(before, masters(engine), engine.ema.averages.values(), strict=True):
         assert not torch.equal(old, new)
         assert torch.allclose(average, (old + new) / 2)
+
+
+def test_muon_for_matrices_and_adamw_for_the_rest(tmp_path):
+    """One Engine steps both: the adopted one with split masters, the other over fp32 masters, and a skip skips both."""
+
+    def build_two(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+        groups = [[p for p in model.parameters() if (p.dim() == 2) is matrix] for matrix in (True, False)]
+        optimizers = [torch.optim.Muon(groups[0], lr=0.02), torch.optim.AdamW(groups[1], lr=1e-2)]
+        return model, Engine(model, optimizers, "fp16-lean")
+
+    model, engine = build_two(0)
+    train(model, engine, batches(2))
+    rows = dict(engine.truth().rows)
+    assert rows["master"].startswith("split: ")
+    assert rows["master"].endswith("; an fp32 copy, exact fp32")
+    before = masters(engine)
+    x, y = batches(1)[0]
+    assert train(model, engine, [(x * float("inf"), y)])[0].skipped
+    assert all(map(torch.equal, before, masters(engine)))
+    engine.save(tmp_path / "checkpoint")
+    other, resumed = build_two(9)
+    resumed.load(tmp_path / "checkpoint")
+    for each, run in ((model, engine), (other, resumed)):
+        train(each, run, batches(2, seed=3))
+    assert not any(map(torch.equal, before, masters(engine)))
+    assert all(map(torch.equal, masters(engine), masters(resumed)))
+
+
+def test_a_copy_takes_the_same_next_step():
+    """A deep copy of parameter and optimizer continues bit for bit, masters included."""
+    param = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+    optimizer = Fp32Masters(LARS([param]))
+    param.grad = torch.full_like(param, 1e-3)
+    optimizer.step()
+    twin, copied = copy.deepcopy((param, optimizer))
+    for p, each in ((param, optimizer), (twin, copied)):
+        p.grad = torch.full_like(p, 0.5)
+        each.step()
+    assert torch.equal(optimizer.master_of(param), copied.master_of(twin))
+    assert copied.inner is not optimizer.inner
 
 
 def test_small_updates_add_up():

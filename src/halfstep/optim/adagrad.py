@@ -49,8 +49,8 @@ class Adagrad(LeanOptimizer):
         super().__init__(params, defaults | {"maximize": maximize}, master=master, states=states)
 
     def initial_value(self, group: dict[str, Any], name: str) -> float:
-        """The sum starts at `initial_accumulator_value`."""
-        return float(group["initial_accumulator_value"])
+        """The sum starts at `initial_accumulator_value`, which torch takes from the constructor for every group."""
+        return float(self.defaults["initial_accumulator_value"])
 
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One Adagrad step on fp32 tensors."""

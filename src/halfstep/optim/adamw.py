@@ -13,6 +13,7 @@ from halfstep.kernels.adamw import AdamSettings, adamw_update
 from halfstep.kernels.layout import Rule
 from halfstep.optim.adopt import ADOPTS
 from halfstep.optim.fused import FusedOptimizer
+from halfstep.optim.settings import as_scalar, check_betas, check_not_negative
 
 __all__ = ["Adam", "AdamW"]
 
@@ -38,12 +39,8 @@ class AdamW(FusedOptimizer):
         master: str = "policy",
         states: str = "policy",
     ) -> None:
-        if not lr >= 0:
-            raise SettingError(f"lr={lr!r} must be 0 or more.")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise SettingError(f"betas={betas!r} must lie in [0, 1).")
-        if not eps >= 0 or not weight_decay >= 0:
-            raise SettingError(f"eps={eps!r} and weight_decay={weight_decay!r} must be 0 or more.")
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -57,7 +54,7 @@ class AdamW(FusedOptimizer):
     def settings(self, group: dict[str, Any]) -> AdamSettings:
         """A group's settings, for `update` and for the kernels."""
         return AdamSettings(
-            group["lr"],
+            as_scalar(group["lr"]),
             group["betas"],
             group["eps"],
             group["weight_decay"],

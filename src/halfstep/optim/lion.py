@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from halfstep.errors import SettingError
 from halfstep.kernels.layout import Rule
 from halfstep.kernels.lion import LionSettings, lion_update
 from halfstep.optim.fused import FusedOptimizer
+from halfstep.optim.settings import as_scalar, check_betas, check_not_negative
 
 __all__ = ["Lion"]
 
@@ -36,16 +36,14 @@ class Lion(FusedOptimizer):
         master: str = "policy",
         states: str = "policy",
     ) -> None:
-        if not lr >= 0 or not weight_decay >= 0:
-            raise SettingError(f"lr={lr!r} and weight_decay={weight_decay!r} must be 0 or more.")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise SettingError(f"betas={betas!r} must lie in [0, 1).")
+        check_not_negative(lr=lr, weight_decay=weight_decay)
+        check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, master=master, states=states)
 
     def settings(self, group: dict[str, Any]) -> LionSettings:
         """A group's settings, for `update` and for the kernels."""
-        return LionSettings(group["lr"], group["betas"], group["weight_decay"], group["maximize"])
+        return LionSettings(as_scalar(group["lr"]), group["betas"], group["weight_decay"], group["maximize"])
 
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One Lion step on fp32 tensors."""

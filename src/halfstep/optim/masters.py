@@ -36,14 +36,21 @@ _STEPPING = "_halfstep_over_masters"  # on the optimizer: whether it is stepped 
 class Fp32Masters(torch.optim.Optimizer):
     """Steps `inner` over fp32 masters of its 16-bit parameters; groups and state are those of `inner`."""
 
+    inner: torch.optim.Optimizer
+    _masters: dict[Tensor, Tensor]
+
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
         # Not super().__init__, which would build groups again: this is how torch prepares an unpickled optimizer.
-        self.__setstate__({"defaults": inner.defaults})
-        if _MASTERS not in vars(inner):
-            setattr(inner, _MASTERS, {})
-            inner.register_step_pre_hook(_reject_direct_step)
-        self._masters: dict[Tensor, Tensor] = getattr(inner, _MASTERS)
+        self.__setstate__({"inner": inner, "defaults": inner.defaults, "_masters": vars(inner).get(_MASTERS, {})})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self.inner, "defaults": self.defaults, "_masters": self._masters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if _MASTERS not in vars(self.inner):
+            setattr(self.inner, _MASTERS, self._masters)
+            self.inner.register_step_pre_hook(_reject_direct_step)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # always the inner ones: loading replaces them
@@ -141,7 +148,7 @@ class Fp32Masters(torch.optim.Optimizer):
         saved: dict[str, Any] = self.inner.state_dict()
         if not saved.keys() >= {"state", "param_groups"}:
             saved = {"state": {}, "param_groups": _numbered(self.param_groups), "inner": saved}
-        states = {index: dict(entries) for index, entries in saved["state"].items()}
+        states = _copied(saved["state"])
         for index, param in zip(_order(saved), self._params(), strict=True):
             if param not in self._masters:
                 continue
@@ -159,12 +166,16 @@ class Fp32Masters(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or the state of the same optimizer over fp32 weights."""
-        states = {index: dict(entries) for index, entries in state_dict["state"].items()}
-        masters = {index: entries.pop("master", None) for index, entries in states.items()}
-        moved = [index for index, entries in states.items() if entries.pop("position", index) != index]
+        states, masters, moved = _copied(state_dict["state"]), {}, []
+        for index in _order(state_dict):
+            entries = states.get(index, {})
+            masters[index] = entries.pop("master", None)
+            moved += [index] if entries.pop("position", index) != index else []
+            if not entries:
+                states.pop(index, None)  # a state that is empty but there would look like one that was begun
         inner = state_dict.get("inner")
         if inner is None:
-            inner = state_dict | {"state": {index: entries for index, entries in states.items() if entries}}
+            inner = state_dict | {"state": states}
         elif moved:
             raise SettingError(
                 f"The state of {type(self.inner).__name__} has a form of its own, which refers to parameters by their order, and "
@@ -220,6 +231,11 @@ def _nested(optimizer: torch.optim.Optimizer, prefix: str = "") -> Iterator[tupl
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             yield from _nested(value, f"{prefix}{name}.")
+
+
+def _copied(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A state that can be changed; some optimizers have entries of the whole run next to those of the parameters."""
+    return {key: dict(value) if isinstance(value, Mapping) else value for key, value in states.items()}
 
 
 def _order(saved: Mapping[str, Any]) -> list[int]:

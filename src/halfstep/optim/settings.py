@@ -19,7 +19,9 @@ def check_not_negative(**settings: float | Tensor) -> None:
 
 
 def check_betas(betas: tuple[float | Tensor, float | Tensor]) -> None:
-    """Raise for decay rates outside [0, 1)."""
+    """Raise for decay rates outside [0, 1), and for one of them as a tensor."""
+    if len({isinstance(beta, Tensor) for beta in betas}) > 1:
+        raise SettingError(f"betas={betas!r} must be two numbers or two tensors.")
     if not all(0 <= beta < 1 for beta in betas):
         raise SettingError(f"betas={betas!r} must lie in [0, 1).")
 

@@ -13,6 +13,7 @@ from halfstep.kernels.layout import Rule
 from halfstep.kernels.sgd import SGDSettings, sgd_update
 from halfstep.optim.adopt import ADOPTS
 from halfstep.optim.fused import FusedOptimizer
+from halfstep.optim.settings import as_scalar, check_not_negative
 
 __all__ = ["SGD"]
 
@@ -36,8 +37,7 @@ class SGD(FusedOptimizer):
         master: str = "policy",
         states: str = "policy",
     ) -> None:
-        if not lr >= 0 or not momentum >= 0 or not weight_decay >= 0:
-            raise SettingError(f"lr={lr!r}, momentum={momentum!r} and weight_decay={weight_decay!r} must be 0 or more.")
+        check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise SettingError(
                 f"nesterov needs momentum above 0 and no dampening, not momentum={momentum!r} and dampening={dampening!r}."
@@ -54,8 +54,8 @@ class SGD(FusedOptimizer):
 
     def settings(self, group: dict[str, Any]) -> SGDSettings:
         """A group's settings, for `update` and for the kernels."""
-        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-        return SGDSettings(*(group[name] for name in names))
+        names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        return SGDSettings(as_scalar(group["lr"]), *(group[name] for name in names))
 
     def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         """A momentum buffer, where there is momentum."""
