@@ -322,6 +322,7 @@ class _Run:
             steps=engine.progress.attempts - self._before[0],
             applied=engine.progress.applied - self._before[1],
             loss=loss,
+            scale=None if last is None else last.scale,
             validation=self.progress.values,
             nonfinite=self.checkpoints.nonfinite,
         )
