@@ -22,7 +22,7 @@ from halfstep.checkpoint.export import masters_of
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.runlog import read_runlog
 from halfstep.engine.engine import Engine
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, OverflowStop
 from halfstep.hardware.probe import probe
 from halfstep.jobs.job import Job, JobError
 from halfstep.train import TrainConfig, train
@@ -303,6 +303,24 @@ def test_data_that_fails_between_two_steps_does_not_cost_the_steps_before(stop_f
         with pytest.raises(JobError, match="disk gone"):
             train(tiny_job(data=data), TrainConfig(batch=16, epochs=1), **run)
     assert CheckpointFolder(tmp_path / "run" / "checkpoints").latest().name == "step-00000003"
+
+
+@pytest.mark.parametrize("fault", ["schedule", "overflow"])
+def test_a_step_that_ends_the_run_is_saved(fault, tmp_path):
+    """A scheduler beyond its end, or gradients that are never finite, do not cost the steps before."""
+    changed = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)}
+    if fault == "overflow":
+        changed = {"loss": lambda model, batch: model(batch[0]).sum() * math.nan}
+    config = TrainConfig(batch=1, epochs=4)
+    with pytest.raises(HalfstepError if fault == "schedule" else OverflowStop):
+        train(
+            tiny_job(metric=None, **changed, model=lambda: torch.nn.Linear(6, 3)),
+            config,
+            precision="fp32",
+            out=tmp_path,
+        )
+    latest = CheckpointFolder(tmp_path / "checkpoints").latest()
+    assert latest.name == ("step-00000003" if fault == "schedule" else "step-00000100")
 
 
 # --- runs that did not train -----------------------------------------------------------------------------------
