@@ -1,14 +1,16 @@
 """`halfstep train` and `halfstep export` at the command line."""
 
 import json
+import re
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from halfstep.checkpoint.directory import load_checkpoint
-from halfstep.cli import cli
+from halfstep.cli import cli, main
 from halfstep.errors import HalfstepError
 
 
@@ -71,13 +73,14 @@ def test_resume_needs_only_the_directory(job_file, tmp_path, monkeypatch):
     """Job, precision and settings come from the run, whatever the current directory; more steps may be requested."""
     out = tmp_path / "run"
     assert (
-        run("train", job_file, "-p", "fp16", "--steps", 3, "--batch", 8, "--set", "seed=4", "--out", out).exit_code == 0
+        run("train", job_file, "-p", "bf16-lean", "--steps", 3, "--batch", 8, "--set", "seed=4", "--out", out).exit_code
+        == 0
     )
     monkeypatch.chdir(tmp_path)
     for steps, named in ((5, []), (6, [job_file])):
         result = run("train", *named, "--resume", "--out", out, "--steps", steps, "--json")
         outcome = json.loads(result.stdout)
-        assert (outcome["steps"], outcome["precision"]) == (steps, "fp16")
+        assert (outcome["steps"], outcome["precision"]) == (steps, "bf16-lean")
 
 
 def test_a_run_without_a_recorded_job_needs_a_target(job_file, tmp_path):
@@ -122,6 +125,9 @@ def test_the_ema_can_be_exported(job_file, tmp_path):
         (["export", "{tmp}"], "has no checkpoint"),
         (["export", "{tmp}/nothing"], "nothing"),
         (["export", "{job}"], "job.py"),
+        (["train", "{job}", "--out", "{job}"], "is not a directory"),
+        (["train", "{job}", "--out", "{job}/below"], "is not a directory"),
+        (["train", "{job}", "--resume", "--out", "{job}"], "is not a directory"),
     ],
 )
 def test_bad_input_is_one_message(args, message, job_file, tmp_path, monkeypatch):
@@ -141,3 +147,98 @@ def test_export_replaces_nothing_without_force(job_file, tmp_path):
     assert target.read_text() == "mine"
     assert run("export", tmp_path / "run", "--out", target, "--force").exit_code == 0
     assert "fp32, bf16" in str(run("export", tmp_path / "run", "--dtype", "int8").exception)
+
+
+# Each is appended to JOB: what goes wrong in people's job files, and the one message about it.
+FAULTS = {
+    "assertion": ("assert x is None, 'bad config'", r"at .*job.py:\d+: AssertionError: bad config"),
+    "syntax": ("def f(:", r"is not valid Python at .*job.py:\d+"),
+    "import": ("import no_such_module", r"at .*job.py:\d+: ModuleNotFoundError"),
+    "exit while loading": ("raise SystemExit(5)", "exited while it was loaded"),
+    "dict": ("job = dict(model=job.model)", r"halfstep.Job\(\*\*job\)"),
+    "exit": ("loss = lambda model, batch: __import__('sys').exit(3)", r"The loss .* called sys.exit\(3\) at .*job.py"),
+    "interrupt": ("def loss(model, batch): raise KeyboardInterrupt", "The job raised KeyboardInterrupt at .*job.py"),
+    "recursion": ("def loss(model, batch): return loss(model, batch)", "The loss .* RecursionError"),
+    "memory": ("def loss(model, batch): raise MemoryError", "Out of main memory at .*job.py.*--batch.*halfstep plan"),
+    "gpu memory": ("def loss(model, batch): raise torch.OutOfMemoryError('CUDA')", "Out of GPU memory at .*job.py"),
+    "schedulers": ("scheduler = lambda optimizer: [torch.optim.lr_scheduler.StepLR(optimizer, 1)]", "ChainedScheduler"),
+    "epochs": ("class S:\n    def step(self, epoch): pass\nscheduler = lambda optimizer: S()", "step.. needs 'epoch'"),
+}
+REBUILD = """
+job = halfstep.Job(
+    model=job.model, data=job.data, loss=globals().get("loss", job.loss), optimizer=job.optimizer,
+    scheduler=globals().get("scheduler"),
+)
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_job_file_is_one_message_and_exit_code_1(fault, tmp_path, capsys):
+    """Whatever the file raises, and wherever, the message has the user's own line where there is one."""
+    code, message = FAULTS[fault]
+    path = tmp_path / "job.py"
+    path.write_text(JOB + code + "\n" + ("" if fault == "dict" else REBUILD))
+    with pytest.raises(SystemExit) as caught:
+        main(["train", str(path), "-p", "fp32", "--steps", "2", "--out", str(tmp_path / "run")])
+    text = capsys.readouterr().err
+    assert caught.value.code == 1
+    assert "Traceback" not in text
+    assert re.search(message, text.replace("\n", " ")), text
+
+
+def test_a_run_that_did_not_train_exits_with_1(job_file, tmp_path):
+    """The summary has the reason instead of "done", and so has the JSON."""
+    job_file.write_text(
+        JOB
+        + "job = halfstep.Job(job.model, job.data, lambda model, batch: model(batch[0]).sum() * float('nan'), job.optimizer)\n"
+    )
+    result = run("train", job_file, "-p", "fp32", "--steps", 2, "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "failed after 2 steps" in result.stdout
+    assert "all 2 steps were skipped" in result.stdout
+    result = run("train", job_file, "-p", "fp32", "--steps", 2, "--out", tmp_path / "json", "--json")
+    assert "all 2 steps were skipped" in json.loads(result.stdout)["problem"]
+
+
+def test_the_default_batch_size_of_a_job_file_is_used(job_file, tmp_path):
+    """As the job's signature has it, unless --batch overrides it."""
+    job_file.write_text(JOB.replace("batch_size, split", "split, batch_size=16"))
+    for options, steps in (([], 4), (["--batch", 8], 8)):
+        result = run("train", job_file, "-p", "fp32", "--epochs", 1, "--out", tmp_path / str(steps), "--json", *options)
+        assert json.loads(result.stdout)["steps"] == steps
+
+
+def test_several_processes_are_rejected_by_name(job_file, tmp_path, monkeypatch):
+    """Under torchrun each process would train its own copy and write to the same files."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run("train", job_file, "--steps", 1, "--out", tmp_path / "run")
+    assert isinstance(result.exception, HalfstepError)
+    assert "WORLD_SIZE=2" in str(result.exception)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [SafetensorError("No space left on device (os error 28)"), OSError(28, "No space left on device")]
+)
+def test_an_export_to_a_full_disk_is_one_message_and_leaves_nothing(error, job_file, tmp_path, monkeypatch):
+    """safetensors reports a full disk as an error of its own."""
+    run("train", job_file, "-p", "fp32", "--steps", 1, "--out", tmp_path / "run")
+
+    def fail(tensors, path, **_):
+        path.write_bytes(b"part")
+        raise error
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    before = sorted(tmp_path.rglob("*"))
+    result = run("export", tmp_path / "run", "--out", tmp_path / "w.safetensors")
+    assert isinstance(result.exception, HalfstepError)
+    assert "could not be written: No space left on device" in str(result.exception)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("where", ["{job}/w.safetensors", "/dev/full"])
+def test_an_export_that_cannot_be_written_is_one_message(where, job_file, tmp_path):
+    """A file as the directory, or a device as the file; --force does not replace a device."""
+    run("train", job_file, "-p", "fp32", "--steps", 1, "--out", tmp_path / "run")
+    result = run("export", tmp_path / "run", "--out", where.format(job=job_file), "--force")
+    assert isinstance(result.exception, HalfstepError), result.exception

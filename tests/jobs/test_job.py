@@ -226,7 +226,7 @@ def test_every_signature_gets_exactly_its_arguments(required, optional, availabl
 
 def test_arguments_are_a_value():
     """The arguments of a signature can be compared and printed."""
-    assert read_arguments(lambda model, seed=0, **rest: None) == Arguments(("model",), ("seed",), variadic=True)
+    assert read_arguments(lambda model, seed=0, **rest: None) == Arguments(("model",), {"seed": 0}, variadic=True)
 
 
 # ---- building a Job ---------------------------------------------------------------------------------------------
@@ -490,3 +490,61 @@ def test_job_needs_no_torch_to_be_imported():
         "import sys; sys.modules['torch'] = None; import halfstep.jobs.job, halfstep.jobs.targets, halfstep.jobs.files"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({"data": lambda split, batch_size=16: [split]}, 16),
+        ({"data": lambda split, batch_size: [split]}, None),
+        ({"data": lambda split, batch_size=None: [split]}, None),
+        ({"data": lambda split: [split]}, None),
+        ({"data": functools.partial(lambda split, batch_size: [split], batch_size=4)}, None),
+        ({"data": lambda batch_size=8: [1], "model": lambda batch_size=2: Model()}, 8),
+        ({"model": lambda batch_size=2: Model()}, 2),
+    ],
+)
+def test_the_default_batch_size_is_that_of_the_signature(changes, size):
+    """Of `data` first; an argument that is bound, required or None has no default."""
+    assert make(**changes).default_batch_size() == size
+
+
+def test_data_without_a_split_has_no_validation():
+    """Data that cannot distinguish the splits would be validated on what it trains on."""
+    assert make().has_validation
+    assert make(data=lambda split="train": [split]).has_validation
+    assert not make(data=lambda batch_size: [batch_size]).has_validation
+
+
+def test_only_validation_data_may_be_none():
+    """None for split="val" is a job without validation; for "train" it is a mistake."""
+    job = make(data=lambda split: None)
+    assert job.call("data", split="val") is None
+    with pytest.raises(JobError, match="returned None"):
+        job.call("data", split="train")
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda: None, None),
+        (lambda epoch=None: None, None),
+        (lambda metrics: None, None),
+        (lambda epoch: None, "needs 'epoch'"),
+        (None, "not a scheduler"),
+    ],
+)
+def test_a_scheduler_is_one_that_can_be_stepped(step, message):
+    """Without an argument, or with a validation result; anything else is rejected by name."""
+    job = make(scheduler=lambda optimizer: SimpleNamespace(step=step))
+    if message is None:
+        assert job.call("scheduler", optimizer=OPTIMIZER).step is step
+    else:
+        with pytest.raises(JobError, match=message):
+            job.call("scheduler", optimizer=OPTIMIZER)
+
+
+def test_a_list_of_schedulers_is_rejected_with_what_to_use():
+    """torch has schedulers that combine others."""
+    with pytest.raises(JobError, match="ChainedScheduler"):
+        make(scheduler=lambda optimizer: [SimpleNamespace(step=print)]).call("scheduler", optimizer=OPTIMIZER)

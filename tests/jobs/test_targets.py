@@ -427,3 +427,11 @@ def test_target_names_are_all_known_to_the_models():
     """The built-in targets are digits and every ViT size."""
     vit = pytest.importorskip("halfstep.jobs.models.vit")
     assert set(targets.BUILT_IN) == {"digits", *vit.SIZES}
+
+
+def test_the_default_batch_size_of_a_job_is_a_default_of_its_target(write):
+    """Files and modules alike; every command reads it from there."""
+    write("sized.py", JOB.replace("data=lambda split:", "data=lambda split, batch_size=16:"))
+    assert load_target("sized.py").defaults == (("batch", 16),)
+    assert load_target("sized:job").defaults == (("batch", 16),)
+    assert load_target("sized.py:other").defaults == ()

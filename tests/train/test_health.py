@@ -21,7 +21,7 @@ def test_parameters_are_checked_and_buffers_are_not(value):
         assert nonfinite_parameters(engine) == ["1.weight"]
 
 
-HEALTHY = {"steps": 2, "applied": 1, "loss": 0.5, "validation": {"loss": 0.5}, "nonfinite": []}
+HEALTHY = {"steps": 2, "applied": 1, "loss": 0.5, "scale": 1.0, "validation": {"loss": 0.5}, "nonfinite": []}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,9 @@ HEALTHY = {"steps": 2, "applied": 1, "loss": 0.5, "validation": {"loss": 0.5}, "
         ({"validation": {}}, None),
         ({"validation": {"loss": 0.5, "metric": math.nan}}, None),
         ({"steps": 0, "applied": 0, "loss": None}, None),
-        ({"applied": 0}, "all 2 steps were skipped"),
+        ({"applied": 0}, "so nothing was trained"),
+        ({"applied": 0, "scale": 65536.0}, "The loss scale is 65536 and still falls"),
+        ({"applied": 0, "steps": 1, "loss": math.nan, "scale": 65536.0}, "the only step was skipped"),
         ({"loss": math.nan}, "training loss is nan"),
         ({"validation": {"loss": math.inf}}, "validation loss is inf"),
         ({"nonfinite": ["a", "b"]}, "weights are not finite (in a, b)"),

@@ -21,11 +21,16 @@ from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.export import masters_of
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.runlog import read_runlog
-from halfstep.errors import HalfstepError
+from halfstep.engine.engine import Engine
+from halfstep.errors import HalfstepError, OverflowStop
 from halfstep.hardware.probe import probe
 from halfstep.jobs.job import Job, JobError
 from halfstep.train import TrainConfig, train
 from halfstep.train.recorder import SilentObserver
+
+needs_metric_schedulers = pytest.mark.skipif(
+    not hasattr(Engine, "step_scheduler"), reason="needs Engine.step_scheduler, which steps schedulers with a metric"
+)
 
 
 def tiny_job(**changed):
@@ -298,6 +303,24 @@ def test_data_that_fails_between_two_steps_does_not_cost_the_steps_before(stop_f
         with pytest.raises(JobError, match="disk gone"):
             train(tiny_job(data=data), TrainConfig(batch=16, epochs=1), **run)
     assert CheckpointFolder(tmp_path / "run" / "checkpoints").latest().name == "step-00000003"
+
+
+@pytest.mark.parametrize("fault", ["schedule", "overflow"])
+def test_a_step_that_ends_the_run_is_saved(fault, tmp_path):
+    """A scheduler beyond its end, or gradients that are never finite, do not cost the steps before."""
+    changed = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)}
+    if fault == "overflow":
+        changed = {"loss": lambda model, batch: model(batch[0]).sum() * math.nan}
+    config = TrainConfig(batch=1, epochs=4)
+    with pytest.raises(HalfstepError if fault == "schedule" else OverflowStop):
+        train(
+            tiny_job(metric=None, **changed, model=lambda: torch.nn.Linear(6, 3)),
+            config,
+            precision="fp32",
+            out=tmp_path,
+        )
+    latest = CheckpointFolder(tmp_path / "checkpoints").latest()
+    assert latest.name == ("step-00000003" if fault == "schedule" else "step-00000100")
 
 
 # --- runs that did not train -----------------------------------------------------------------------------------
@@ -580,3 +603,64 @@ def test_a_device_that_is_not_here_is_refused(device, tmp_path):
     with pytest.raises(HalfstepError, match=f"device='{device}' is (not available|an unknown device)"):
         train(tiny_job(), TrainConfig(steps=1, device=device), precision="fp32", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+# --- schedulers that depend on validation ----------------------------------------------------------------------
+
+
+def plateau_job(**changed):
+    """A job whose metric never improves, so that ReduceLROnPlateau divides the rate by 10 after every validation."""
+    scheduler = lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)  # noqa: E731
+    return tiny_job(**({"scheduler": scheduler, "metric": lambda batch: 1.0} | changed))
+
+
+def rates(out):
+    return [record["lr"] for record in read_runlog(out / "run.jsonl").records]
+
+
+@needs_metric_schedulers
+@pytest.mark.parametrize("metric", [lambda batch: 1.0, None], ids=["metric", "loss"])
+def test_a_plateau_scheduler_is_stepped_with_each_validation(metric, tmp_path):
+    """With the metric, or the loss of a job without one; the first validation only sets the best value."""
+    loss = lambda model, batch, split: F.cross_entropy(model(batch[0]), batch[1]) * (split == "train") + 1  # noqa: E731
+    train(plateau_job(metric=metric, loss=loss), TrainConfig(batch=32, epochs=4), precision="fp32", out=tmp_path)
+    assert rates(tmp_path) == pytest.approx([1e-2] * 4 + [1e-3] * 2 + [1e-4] * 2)
+
+
+@needs_metric_schedulers
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_with_a_plateau_scheduler_resumes_with_the_same_rates(fails, tmp_path):
+    """Whether the process ended after its last validation or in the middle of it."""
+    calls = []
+
+    def metric(batch):
+        calls.append(1)
+        if fails and len(calls) == 3:
+            raise ValueError("once")
+        return 1.0
+
+    job, run = plateau_job(metric=metric), {"precision": "fp32", "out": tmp_path / "run"}
+    if fails:
+        with pytest.raises(JobError, match="once"):
+            train(job, TrainConfig(batch=32, epochs=4), **run)
+    else:
+        train(job, TrainConfig(batch=32, epochs=3), **run)
+    resumed = train(job, TrainConfig(batch=32, epochs=4), resume=True, **run)
+    plain = train(plateau_job(), TrainConfig(batch=32, epochs=4), precision="fp32", out=tmp_path / "plain")
+    assert rates(tmp_path / "run") == rates(tmp_path / "plain")
+    a, b = weights_of(plain), weights_of(resumed)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@needs_metric_schedulers
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (lambda: [(torch.randn(4, 6), torch.zeros(4).long())], "has no `split` argument"),
+        (lambda split: None if split == "val" else [(torch.randn(4, 6), torch.zeros(4).long())], "returned None"),
+    ],
+)
+def test_a_plateau_scheduler_without_validation_is_an_error(data, reason, tmp_path):
+    """It would never be stepped."""
+    with pytest.raises(HalfstepError, match=f"ReduceLROnPlateau is stepped .*{reason}"):
+        train(plateau_job(data=data), TrainConfig(epochs=2), precision="fp32", out=tmp_path)

@@ -39,7 +39,7 @@ def explain_failure(job: Job, policy: Policy, error: BaseException) -> HalfstepE
 
 
 def _reason(causes: list[BaseException]) -> str:
-    message = str(causes[0]).split("\n")[0]
+    message = str(causes[0]).split("\n")[0] or type(causes[0]).__name__
     for cause in causes:
         operation = getattr(cause, "func", None)
         if isinstance(cause, DataDependentOutputException):

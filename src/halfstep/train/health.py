@@ -33,14 +33,22 @@ def nonfinite_parameters(engine: Engine) -> list[str]:
 
 
 def describe_problem(
-    *, steps: int, applied: int, loss: float | None, validation: dict[str, float], nonfinite: list[str]
+    *,
+    steps: int,
+    applied: int,
+    loss: float | None,
+    scale: float | None,
+    validation: dict[str, float],
+    nonfinite: list[str],
 ) -> str | None:
     """Why a run that reached its end did not train, or None; `steps` and `applied` are those of this process."""
     if nonfinite:
         return f"the weights are not finite (in {few(nonfinite)}); no checkpoint was replaced by them"
     if steps and not applied:
         skipped = "the only step was skipped" if steps == 1 else f"all {steps} steps were skipped"
-        return f"{skipped}, because their gradients were not finite, so nothing was trained"
+        starting = loss is not None and math.isfinite(loss) and scale is not None and scale > 1
+        advice = f". The loss scale is {scale:g} and still falls: train for more steps" if starting else ""
+        return f"{skipped}, because their gradients were not finite, so nothing was trained{advice}"
     if loss is not None and not math.isfinite(loss):
         return f"the training loss is {loss} at the last step"
     if not math.isfinite(validation.get("loss", 0.0)):

@@ -22,7 +22,7 @@ from halfstep.checkpoint.rng import seed_everything
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
-from halfstep.errors import HalfstepError, OverflowStop, SettingError
+from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import log_info, log_warning
 from halfstep.hardware.environment import environment
 from halfstep.jobs.failures import JobError, user_line
@@ -119,7 +119,7 @@ class _Run:
         self.progress = self.checkpoints.restore(self.engine, self.data)
         self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
         self._before = (self.engine.progress.attempts, self.engine.progress.applied)
-        self._data_failed = False
+        self._data_failed, self._recorded = False, self.engine.progress.attempts
         self._loss_sum: Tensor | None = None
         self._num_losses = self._samples = 0
 
@@ -156,8 +156,9 @@ class _Run:
             self._step_schedulers_on_metric(epoch)
             try:
                 ended_by = self._train_epoch(epoch, stop)
-            except OverflowStop:
-                self._save_before_failing()
+            except HalfstepError:  # such as OverflowStop, or a scheduler at its end
+                if engine.progress.attempts > self._recorded:  # the step itself is complete
+                    self._save_before_failing()
                 raise
             self.recorder.flush(wait=True)
             if ended_by == "stop":
@@ -237,6 +238,7 @@ class _Run:
 
     def _record(self, result: StepResult, epoch: int) -> None:
         assert self._loss_sum is not None
+        self._recorded = result.step
         self.recorder.push(
             result,
             self._loss_sum / self._num_losses,
@@ -322,6 +324,7 @@ class _Run:
             steps=engine.progress.attempts - self._before[0],
             applied=engine.progress.applied - self._before[1],
             loss=loss,
+            scale=None if last is None else last.scale,
             validation=self.progress.values,
             nonfinite=self.checkpoints.nonfinite,
         )
