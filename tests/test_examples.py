@@ -12,7 +12,7 @@ import halfstep
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PAGES = ("README.md", "docs/engine.md", "docs/policies.md")  # whose Python snippets run too
+PAGES = ("README.md", "docs/converting.md", "docs/engine.md", "docs/policies.md")  # whose Python snippets run too
 
 
 @pytest.mark.slow
@@ -52,3 +52,12 @@ def test_python_snippets_run(page, tmp_path, monkeypatch):
             names["engine"] = halfstep.Engine(names["model"], names["optimizer"], "fp32")
         exec(compile(code, page, "exec"), names)  # the page's own text
         names["engine"].close()
+
+
+def test_both_sides_of_a_conversion_run():
+    """The loop before and after its conversion, as the diff of the page has them, both run."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/converting.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = diff.splitlines()
+    for side in "-+":
+        code = "\n".join(line[1:] for line in lines if line[0] in f" {side}")
+        exec(compile(code, f"docs/converting.md {side}", "exec"), {**names_of_a_loop(), "device": "cpu"})

@@ -15,7 +15,7 @@ from loops.amp import PRESETS, TOLERANCES, precision_of
 MODULES = (language, vision, generative, control, methods)
 PLAIN = {n.removeprefix("plain_"): f for m in MODULES for n, f in vars(m).items() if n.startswith("plain_")}
 CONVERTED = {n.removeprefix("converted_"): f for m in MODULES for n, f in vars(m).items() if n.startswith("converted_")}
-# Need parts of the Engine that are not finished.
+# Need parts of the Engine that are not finished; remove a name once its loop passes.
 PENDING = {"plateau", "lora_16_bit_base", "rmsprop", "adafactor", "ppo_two_modules", "sac_loose_parameter"}
 QUICK = ("mingpt", "dcgan", "ppo", "sam")
 NAMES = [name for name in CONVERTED if name not in PENDING]
