@@ -10,6 +10,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
+
 from fuzz_driver import Config, Driver, Mismatch
 from fuzz_driver import replay as replay_alone
 from fuzz_moves import program, random_ranks_run
@@ -58,7 +59,9 @@ def main(first, number):
         try:
             replay(config, moves)
         except Exception:
-            print(f"seed {seed}, rank {dist.get_rank()}:\n{program(config, moves, 'fuzz_ddp_program')}\n{traceback.format_exc()}")
+            print(
+                f"seed {seed}, rank {dist.get_rank()}:\n{program(config, moves, 'fuzz_ddp_program')}\n{traceback.format_exc()}"
+            )
             sys.stdout.flush()
             os._exit(1)  # without waiting for the other ranks, which may be inside a collective
     print(f"rank {dist.get_rank()}: {number} runs")

@@ -20,6 +20,8 @@ KNOWN = {
     "edit of 16-bit weights",
     "order",  # of parameters, groups and optimizers, when a state is loaded
     "reset_window and buffers",
+    "optimizer.load_state_dict",  # of an optimizer that was adopted
+    "state in evaluate",
     "weights that differ between ranks",
     "short windows on ranks",
     "two losses on ranks",  # of one forward
@@ -245,11 +247,13 @@ def _random_other(rng, config, known):
     seed = rng.randrange(10**6)
     name = rng.choice([n for _, _, groups in config.optimizers for group in groups for n in group])
     pick = rng.choices(
-        ["evaluate", "edit", "reload", "lr", "freeze", "forward", "fail", "tamper", "reset", "rebuild", "last"],
-        [3, 3, 3, 2, 2, 1, 2, 1, 1, 1, 2],
+        ["evaluate", "edit", "reload", "lr", "freeze", "forward", "fail", "tamper", "reset", "rebuild", "last", *EXTRA],
+        [3, 3, 3, 2, 2, 1, 2, 1, 1, 1, 2, 2, 1, 1],
     )[0]
     if pick == "evaluate":
-        return [("evaluate", {"seed": seed, "ema": config.ema is not None and rng.random() < 0.6})]
+        options = {"seed": seed, "ema": config.ema is not None and rng.random() < 0.6}
+        options |= {"saves": True} if rng.random() < 0.3 and "state in evaluate" not in known else {}
+        return [("evaluate", options | ({"fails": True} if rng.random() < 0.1 else {}))]
     if pick == "edit":
         return [("edit", {"name": name, "how": rng.choice(EDITS), "seed": seed})]
     if pick == "reload":
@@ -265,11 +269,18 @@ def _random_other(rng, config, known):
         return [("failing_backward", {"seed": seed, "where": rng.choice(["hidden", "output"])})]
     if pick == "tamper":
         return [("tamper", {"how": rng.choice(["edit", "clear", "bare backward"])})]
+    if pick == "remember":
+        return [("step", {"last": True}), ("remember", {})]
+    if pick == "rewind":
+        return [("rewind", {})]
+    if pick == "optimizer":
+        return [("optimizer_state", {"index": rng.randrange(2)})]
     if pick == "reset":
         return [("reset_window", {})]
     return [("rebuild", {})] if pick == "rebuild" else [("step", {"last": True})]
 
 
+EXTRA = ("remember", "rewind", "optimizer")
 EDITS = ("zero_", "clamp_", "copy_", "data", "load_state_dict", "mask")
 
 
@@ -294,17 +305,21 @@ def random_ranks_run(seed, num_ranks=2, length=16, known=KNOWN):
     for name, options in random_moves(rng, config, length, known):
         if name in {"failing_backward", "freeze", "rebuild", "tamper"}:
             continue  # DistributedDataParallel itself does not survive an aborted backward or other trainable parameters
-        if "short windows on ranks" in known and (options.get("last") or name in {"unscale", "reload"}) and config.accumulate > 1:
+        if (
+            "short windows on ranks" in known
+            and (options.get("last") or name in {"unscale", "reload"})
+            and config.accumulate > 1
+        ):
             continue
         odd = rng.randrange(num_ranks)  # the rank of a poison
-        weights = [random_weight(rng, config, known) or ("int", 1) for _ in range(num_ranks)]
+        weights = [random_weight(rng, config, known) for _ in range(num_ranks)]
         if "weights that differ between ranks" in known:
             weights = weights[:1] * num_ranks
         for rank in range(num_ranks):
             own = dict(options)
             if name == "micro_batch":
                 own |= {"seed": options["seed"] + rank, "spare": True}
-                own |= {"weight": weights[rank]} if "weight" in options else {}
+                own["weight"] = weights[rank] if "weight" in options else None
                 own["losses"] = 1 if "two losses on ranks" in known else options.get("losses", 1)
                 if rank != odd:
                     own.pop("poison", None)
@@ -323,4 +338,6 @@ def batch(seed, size=1.0, rows=4):
 def program(config, moves, runner="fuzz_driver"):
     """The run as a program: `PYTHONPATH=src:tests python program.py`; with the moves of each rank, under torchrun."""
     lines = [f"    {move!r}," for move in moves]
-    return "\n".join([f"from {runner} import Config, replay", "", "moves = [", *lines, "]", f"replay({config!r}, moves)"])
+    return "\n".join(
+        [f"from {runner} import Config, replay", "", "moves = [", *lines, "]", f"replay({config!r}, moves)"]
+    )

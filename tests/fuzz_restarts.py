@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fuzz_moves import KNOWN
 from fuzz_reference import Reference, Scale, stored_slack, ulp
 from fuzz_run import Mismatch, Run, make_optimizer, make_schedulers
 
@@ -18,6 +19,33 @@ MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg"}
 
 class Restarts(Run):
     """A run whose Engine can be replaced."""
+
+    def remember(self):
+        """Take a state, for a later `rewind`."""
+        if self.reference.window.has_gradients:
+            return self.rejected(self.engine.state_dict)
+        values, scale = dict(self.reference.values), copy.deepcopy(self.reference.scale)
+        self.memory = self.config, copy.deepcopy(self.engine.state_dict()), values, scale
+        return None
+
+    def rewind(self):
+        """Load the state of an earlier moment into the same Engine; a window in progress is dropped."""
+        if self.memory is None or self.memory[0] != self.config:
+            return
+        _, state, values, scale = self.memory
+        self.engine.load_state_dict(copy.deepcopy(state))
+        self.reference.values, self.reference.scale = dict(values), copy.deepcopy(scale)
+        self.reference.slack = {}
+        self.reference.reset_window()
+        if self.gradients():
+            raise Mismatch("gradients left after load_state_dict()")
+
+    def optimizer_state(self, index):
+        """The user's own optimizer loads its own state: nothing changes."""
+        if self.config.adopts and "optimizer.load_state_dict" in KNOWN:
+            return
+        optimizer = self.optimizers[index % len(self.optimizers)]
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     def reload(self, seed, disk=False, precision=None, shuffle=False):
         """Save, and continue in a new Engine: perhaps of another precision, with everything in another order."""

@@ -68,7 +68,7 @@ class Run:
     def __init__(self, config, wrap=lambda model: model, union=None):
         self.config, self.wrap, self.union = config, wrap, union
         self.twin = Net(config).double()
-        self.captured, self.multipliers = {}, []
+        self.captured, self.memory = {}, None
         self.build(config)
         start = {("master", name): p.detach().double().clone() for name, p in Net(config).named_parameters()}
         self.reference = Reference(config, self.observe(), union)
@@ -139,7 +139,7 @@ class Run:
     def compare(self):
         """Raise Mismatch for a number that is not as expected; then take what was observed as the new values."""
         observed, reference = self.observe(), self.reference
-        for key in observed.keys() | reference.values.keys():
+        for key in sorted(observed.keys() | reference.values.keys()):
             new, expected = observed.get(key), reference.values.get(key)
             new = torch.zeros_like(expected) if new is None else new
             expected = torch.zeros_like(new) if expected is None else expected
@@ -164,7 +164,7 @@ class Run:
         else:
             raise Mismatch("no SettingError")
         after, grads_after = self.observe(), self.gradients()
-        for key in before.keys() | after.keys():
+        for key in sorted(before.keys() | after.keys()):
             check(f"after a rejected call: {' '.join(key)}", after[key], before[key])
         if grads.keys() != grads_after.keys():
             raise Mismatch(

@@ -3,13 +3,20 @@
 A failure prints the shortest failing sequence as a program.
 """
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from fuzz_driver import Config, Mismatch, replay, shrink
 from fuzz_moves import FP32_WEIGHTS, LEAN, random_run
 
+RANKS_PROGRAM = Path(__file__).parents[1] / "fuzz_ddp_program.py"
 PRECISIONS = FP32_WEIGHTS + LEAN
-NUM_QUICK, NUM_SLOW = 4, 2000 // (10 * len(PRECISIONS)) + 1  # sequences of each test below
+NUM_QUICK, NUM_SLOW = 3, 2000 // (10 * len(PRECISIONS)) + 1  # sequences of each test below
 
 
 def check_sequences(precision, seeds):
@@ -36,6 +43,24 @@ def test_many_random_calls_match_the_reference(precision, part):
     check_sequences(precision, range(1000 + part * NUM_SLOW, 1000 + (part + 1) * NUM_SLOW))
 
 
+@pytest.mark.parametrize("seeds", [(0, 8), pytest.param((1000, 300), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_random_calls_on_two_ranks_match_one_process_over_all_data(seeds):
+    """Under DistributedDataParallel, with other data, weights and overflows on each rank, in equal bits on both."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = os.pathsep.join([str(RANKS_PROGRAM.parent), *filter(None, sys.path)])
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "error", RANKS_PROGRAM, *map(str, seeds)]
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    output = [rank.communicate(timeout=1200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n\n".join(output)
+    assert [text.splitlines()[-1] for text in output] == [f"rank {rank}: {seeds[1]} runs" for rank in range(2)]
+
+
 ADAMW = (("adamw", 0.01, (("first.weight", "first.bias", "second.weight", "second.bias", "spare"),)),)
 
 
@@ -47,7 +72,7 @@ def test_a_wrong_number_is_detected(monkeypatch):
     noise = [("evaluate", {"seed": 1, "ema": True}), ("set_lr", {"name": "spare", "value": 0.05})]
     moves = [*noise, ("micro_batch", {"seed": 5, "weight": ("int", 3)}), *noise, ("step", {}), *noise]
     config = Config("fp32", ADAMW, max_norm=1.0, ema=0.9)
-    with pytest.raises(Mismatch, match="ema first.weight"):
+    with pytest.raises(Mismatch, match="ema first.bias"):
         replay(config, moves)
     text = shrink(config, moves)
     assert "('micro_batch', {'seed': 5}),\n    ('step', {})," in text
