@@ -89,7 +89,7 @@ class Schedules:
     def _compare(self) -> None:
         """Note a change; it is raised by the next step, not by whoever happens to wait for an outcome."""
         for scheduler, before in zip(self._by_update, self._counts or [], strict=False):
-            if _count(scheduler) != before:
+            if _has_advanced(before, _count(scheduler)):
                 name = type(scheduler).__name__
                 self._foreign = (
                     f"{name}.step() was called in addition to engine.step(), which steps it once per update: its learning rate would "
@@ -157,6 +157,14 @@ def _family(scheduler: Any) -> Iterator[Any]:
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", None) or ():
         yield from _family(inner)
+
+
+def _has_advanced(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether any count grew; a smaller one was loaded by whoever returned to an earlier state."""
+    pairs = [pair for old, new in zip(before, now, strict=False) for pair in zip(old, new, strict=True)]
+    return len(before) == len(now) and any(
+        isinstance(old, int | float) and isinstance(new, int | float) and new > old for old, new in pairs
+    )
 
 
 def _count(scheduler: Any) -> tuple[Any, ...]:
