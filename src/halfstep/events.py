@@ -25,9 +25,8 @@ class _Fallback(logging.Handler):
 
 logger = logging.getLogger("halfstep")
 logger.addHandler(_Fallback())
-if (
-    logger.level == logging.NOTSET
-):  # this module is imported at the first use, which may be after the program set a level
+if logger.level == logging.NOTSET:
+    # This module is imported at the first use, which may be after the program set a level.
     logger.setLevel(logging.INFO)
 _logged: set[str] = set()  # messages of `log_once`
 

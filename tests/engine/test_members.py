@@ -136,6 +136,7 @@ def test_a_skip_restores_the_buffers_of_every_member():
         ({}, "is empty"),
         ({"a.b": nn.Linear(1, 1)}, "named 'a.b'"),
         ({1: nn.Linear(1, 1)}, "named 1"),
+        ({"_orig_mod": nn.Linear(1, 1)}, "named '_orig_mod'"),
         ([nn.Linear(1, 1), "head"], "Member '1' .* is a str"),
         ([torch.zeros(2)], r"requires no gradient \(shape \(2,\)\)"),
         ([torch.zeros(2, requires_grad=True) * 2], "the result of a computation"),

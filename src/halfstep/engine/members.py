@@ -66,9 +66,11 @@ def as_module(model: Any) -> nn.Module:
 
 
 def _check_member(name: Any, member: Any) -> None:
-    if not isinstance(name, str) or not name or "." in name:
+    if (
+        not isinstance(name, str) or not name or "." in name or name == "_orig_mod"
+    ):  # which marks torch.compile's wrapper
         raise SettingError(
-            f"Engine(model=...) has a member named {name!r}; a name is a text without dots, which starts its parameters' names."
+            f"Engine(model=...) has a member named {name!r}; a name is a text without dots (and not _orig_mod), which starts its parameters' names."
         )
     if isinstance(member, nn.Module):
         if find_ddp(member) is not None:
