@@ -109,6 +109,21 @@ def test_a_module_that_is_frozen_now_and_then_gives_no_warning(caplog):
     assert not warnings_in(caplog)
 
 
+def test_unfreezing_a_16_bit_base_where_weights_are_fp32_is_reported_once(caplog):
+    """It has no master there; the same model stays silent while the base is frozen."""
+    torch.manual_seed(0)
+    model = Pair()
+    model.key.bfloat16()
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.5), precision="bf16")
+    train(engine, model, 2)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    model.key.requires_grad_(True)
+    train(engine, model, 3)
+    (warning,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert "key.0.weight" in warning
+    assert "without a master" in warning
+
+
 def test_buffers_are_not_rounded():
     """A queue or running statistics stay fp32 under lean presets."""
     model, _ = build("bf16-lean")

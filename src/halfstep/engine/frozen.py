@@ -10,6 +10,9 @@ Two signs, neither of which waits for the device:
     checksum of the bits            a few times early on, for edits through `.data`, which no counter records: changed twice
 
 A single change is a checkpoint that was loaded, and harmless.
+
+Under presets with fp32 weights a frozen 16-bit base is accepted as it is. If it is unfrozen later, its updates are rounded to
+16 bits with no master; that is reported as well.
 """
 
 from __future__ import annotations
@@ -44,13 +47,15 @@ class FrozenWatch:
 
     def __init__(self, run: PreparedRun, swapped: Iterable[Tensor] = ()) -> None:
         """`swapped` are parameters that the Engine itself writes, for validation on the EMA: their versions show nothing."""
-        named = dict(run.module.named_parameters()) if run.policy.params != "fp32" else {}
+        named = dict(run.module.named_parameters())
         self._run, self._swapped = run, {id(p) for p in swapped}
-        self._params = {
+        frozen = {
             name: p
             for name, p in named.items()
             if not p.requires_grad and p.dtype in DTYPES_16_BIT and unsupported_kind(p) is None
         }
+        is_lean = run.policy.params != "fp32"
+        self._params, self._without_master = (frozen, {}) if is_lean else ({}, frozen)
         self._trainable = [name for name, p in named.items() if p.requires_grad]
         self._updates = 0
         self._versions: dict[str, tuple[int, int]] = {}
@@ -61,6 +66,8 @@ class FrozenWatch:
 
     def check(self) -> None:
         """Compare with the last update; warns once, and then looks no more."""
+        if self._without_master:
+            self._check_unfrozen()
         if not self._params:
             return
         self._updates += 1
@@ -76,6 +83,17 @@ class FrozenWatch:
         # A copy from the device may still be on its way after the last checksum.
         if changing or (self._updates >= _LAST_UPDATE and not len(self._readback)):
             self._params = {}
+
+    def _check_unfrozen(self) -> None:
+        trained = [
+            name for name, param in self._without_master.items() if param.requires_grad and param.grad is not None
+        ]
+        if trained:
+            log_warning(
+                f"Parameters that were frozen when the Engine was built are trained now, in 16 bits and without a master: {few(trained)}. "
+                "Updates below half a ulp are lost. Unfreeze before Engine(...), with fp32 weights, or use a lean preset."
+            )
+            self._without_master = {}
 
     def _changes(self, name: str) -> bool:
         return self._scores[name] >= _LIMIT or self._differences[name] >= _NUM_CHECKSUMS

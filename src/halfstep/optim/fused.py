@@ -118,7 +118,7 @@ class FusedStep:
         self._params: list[Tensor] = []
         self._states: list[dict[str, Tensor]] = []
         self._state: Mapping[Tensor, Any] | None = None  # the optimizer's mapping that contains them
-        self._addresses: list[int] = []  # of the weights, to notice `param.data = ...`
+        self._addresses: list[tuple[int, int]] = []  # and sizes of the weights, to notice `param.data = ...`
         self._stored: list[Any] = []  # the tensors of the states, to notice that one was replaced
         self._steps = self._group_of = self._settings = torch.empty(0)
         self._rows: list[Row] = []  # the settings on the device
@@ -136,7 +136,7 @@ class FusedStep:
             return
         device = params[0].device
         self._params, self._states, self._state = params, states, state
-        self._addresses = [p.data_ptr() for p in params]
+        self._addresses = [(p.data_ptr(), p.numel()) for p in params]
         self._steps = torch.stack([s["step"].to(device, torch.float32).reshape(()) for s in states])
         for own, view in zip(states, self._steps.unbind(), strict=True):
             own["step"] = view
@@ -151,7 +151,7 @@ class FusedStep:
             state is self._state  # a loaded one is another object
             and len(active) == len(self._params)
             and all(map(operator.is_, active, self._params))
-            and [p.data_ptr() for p in active] == self._addresses
+            and [(p.data_ptr(), p.numel()) for p in active] == self._addresses
             and sum(map(len, self._states)) == len(self._stored)
             and all(map(operator.is_, (value for s in self._states for value in s.values()), self._stored))
         )

@@ -176,6 +176,12 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         state, layout = self.state[param], self.layout
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        for name in (*MASTER_ENTRIES, *self.moments):
+            if name in state and state[name].numel() != param.numel():
+                raise SettingError(
+                    f"A parameter now has the shape {tuple(param.shape)}, but its state {name!r} has {tuple(state[name].shape)}: it was "
+                    "resized after it was trained. Remove its state, optimizer.state.pop(param), or convert it yourself."
+                )
         for name in self.moments_of(group):
             if name not in state:
                 self.check_states(group, layout.states)
