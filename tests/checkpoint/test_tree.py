@@ -118,7 +118,7 @@ class Point(NamedTuple):
 @pytest.mark.parametrize(
     "value",
     [
-        lambda: 0, object(), {1, 2}, Colour.RED, Point(1, 2), defaultdict(list), torch.Size([1]), 1j,
+        lambda: 0, object(), {1, 2}, Colour.RED, Point(1, 2), defaultdict(list), torch.device("cpu"), torch.Size([1]), 1j,
         bytearray(b"x"), np.array(["a"]), np.array([1.0], dtype=">f8"), np.longdouble(1), np.datetime64("2020-01-01"),
         torch.ones(2).to_sparse(), torch.ones(1, device="meta"), torch.nn.parameter.UninitializedParameter(),
         torch.empty(2, dtype=torch.bits8) if hasattr(torch, "bits8") else object(),

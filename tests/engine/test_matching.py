@@ -264,6 +264,22 @@ def test_a_tied_weight_is_recognized_under_any_of_its_names():
     assert torch.equal(*moments)
 
 
+def test_a_state_with_more_than_entries_and_groups_needs_the_saved_order():
+    """What an optimizer stores next to its numbered entries may depend on their order, so it is not guessed."""
+
+    class Slow(torch.optim.SGD):
+        def state_dict(self):
+            return super().state_dict() | {"slow": [p.detach() for p in self.param_groups[0]["params"]]}
+
+    def build(net, order):
+        return Slow([p for i in order for p in params(net, i)], lr=1e-2)
+
+    state = engine_of(build, ORDER, "fp32")[1].state_dict()
+    engine_of(build, ORDER, "fp32")[1].load_state_dict(state)
+    with pytest.raises(SettingError, match="layout of its own"):
+        engine_of(build, [2, 1, 0], "fp32")[1].load_state_dict(state)
+
+
 class Opaque(torch.optim.SGD):
     """An optimizer whose state has a layout of its own."""
 

@@ -267,6 +267,23 @@ def test_loading_into_the_adopted_optimizer_reaches_the_lean_one(stock):
     assert all(lean.state[p]["step"] == 3 for p in params)
 
 
+def test_a_state_that_does_not_fit_an_adopted_optimizer_changes_nothing():
+    """A load that fails in its last entry leaves groups, masters and moments as they were."""
+    params = weights((5, 7), (9,), dtype=BF16)
+    optimizer = torch.optim.AdamW(params, lr=0.01)
+    lean = adopt(optimizer, master="split", states="8bit")
+    give_grads(params, 0)
+    lean.step()
+    before, saved = snapshot(lean), copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 5.0
+    saved["state"][1]["low"] = saved["state"][1]["low"].to(BF16)
+    with pytest.raises(SettingError, match="'low'"):
+        optimizer.load_state_dict(saved)
+    assert same(before, snapshot(lean))
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert optimizer.state is lean.state
+
+
 def test_an_adopted_optimizer_whose_engine_is_gone_loads_by_itself():
     """Nothing keeps the lean optimizer alive, and the stock one loads as torch does."""
     param = nn.Parameter(torch.ones(3))

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from halfstep.checkpoint.names import clean_names, match_names
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
-from halfstep.optim.adopt import users_optimizer
-from halfstep.optim.masters import Fp32Masters
 
 __all__ = [
     "MatchedState",
     "ModelNames",
+    "built_by_user",
     "by_number",
     "class_name",
     "group_names",
@@ -66,10 +65,16 @@ class MatchedState:
     saved: dict[str, Any]
 
 
+def built_by_user(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that the user built: the one inside, where one of Halfstep's replaced or wrapped it."""
+    inner = getattr(optimizer, "_stock", None) or getattr(optimizer, "inner", None)
+    own = type(optimizer).__module__.startswith("halfstep.")
+    return inner if own and isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
 def class_name(optimizer: torch.optim.Optimizer) -> str:
     """The name of the class that the user chose; stock and lean classes of one rule have the same."""
-    stock = optimizer.inner if isinstance(optimizer, Fp32Masters) else getattr(optimizer, "_stock", None)
-    return type(stock if isinstance(stock, torch.optim.Optimizer) else users_optimizer(optimizer)).__name__
+    return type(built_by_user(optimizer)).__name__
 
 
 def group_names(names: ModelNames, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -133,7 +138,7 @@ def _differences(saved: Sequence[str], own: Sequence[str]) -> str:
 def _in_own_order(saved: dict[str, Any], index: int, names: list[str], own: list[list[str]], kind: str) -> MatchedState:
     flat = [name for group in own for name in group]
     sizes = group_sizes(saved)
-    if sizes is None or sum(sizes) != len(names):
+    if sizes is None or sum(sizes) != len(names) or (names != flat and _has_more(saved)):
         if names != flat:
             raise SettingError(
                 f"The state of {kind} has a layout of its own, so it can only be loaded with its parameters in the order in which it was "
@@ -150,6 +155,13 @@ def _in_own_order(saved: dict[str, Any], index: int, names: list[str], own: list
         for i, mine in zip(order, own, strict=True)
     ]
     return MatchedState(index, order, flat, {**saved, "param_groups": groups})
+
+
+def _has_more(saved: Mapping[str, Any]) -> bool:
+    """Whether a state has more than numbered entries and groups, which may depend on the order of the parameters."""
+    return any(
+        isinstance(v, Mapping | list | tuple | Tensor) for k, v in saved.items() if k not in {"state", "param_groups"}
+    )
 
 
 def _match_groups(saved: list[list[str]], own: list[list[str]], kind: str) -> tuple[int, ...]:

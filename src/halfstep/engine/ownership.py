@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from halfstep.engine.matching import built_by_user
 from halfstep.engine.rollback import loads_itself
 from halfstep.errors import SettingError
 from halfstep.kernels.layout import MASTER_ENTRIES
-from halfstep.optim.adopt import users_optimizer
 
 __all__ = ["check_ownable", "keep_step_path", "own_optimizers"]
 
@@ -47,7 +47,7 @@ def own_optimizers(optimizers: Sequence[torch.optim.Optimizer], undo: contextlib
     for optimizer in optimizers:
         if not loads_itself(optimizer):
             undo.callback(optimizer.register_load_state_dict_pre_hook(_keep_step_path).remove)
-        for facing in {id(o): o for o in (optimizer, users_optimizer(optimizer))}.values():
+        for facing in {id(o): o for o in (optimizer, built_by_user(optimizer))}.values():
             facing.add_param_group = _rejection(facing, undo)  # type: ignore[method-assign]
             undo.callback(vars(facing).pop, "add_param_group", None)
 

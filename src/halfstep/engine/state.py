@@ -28,7 +28,7 @@ from halfstep.engine.entries import check_entries, load_entries, optimizer_state
 from halfstep.engine.matching import MatchedState, ModelNames, by_number, class_name, group_names, match_optimizers
 from halfstep.engine.ownership import keep_step_path
 from halfstep.engine.rollback import restored_on_error
-from halfstep.engine.schedule_states import match_schedulers, optimizer_of, scheduler_states
+from halfstep.engine.scheduler_states import match_schedulers, optimizer_of, scheduler_states
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.window import Window
 from halfstep.errors import HalfstepError, SettingError

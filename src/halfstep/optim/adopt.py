@@ -102,7 +102,15 @@ def _forward_loading(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> N
         state_dict = state_dict.copy()
         for pre_hook in list(stock._optimizer_load_state_dict_pre_hooks.values()):  # noqa: SLF001 - torch has no other way
             state_dict = pre_hook(stock, state_dict) or state_dict
-        target.load_state_dict(state_dict)
+        before, groups = target.state, [dict(group) for group in target.param_groups]
+        try:
+            target.load_state_dict(state_dict)
+        except BaseException:
+            target.state = stock.state = before
+            for group, settings in zip(target.param_groups, groups, strict=True):
+                group.clear()
+                group.update(settings)
+            raise
         for post_hook in list(stock._optimizer_load_state_dict_post_hooks.values()):  # noqa: SLF001
             post_hook(stock)
 

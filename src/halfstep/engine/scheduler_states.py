@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from halfstep.engine.matching import MatchedState
+from halfstep.engine.matching import MatchedState, built_by_user
 from halfstep.errors import SettingError
 
 __all__ = ["match_schedulers", "optimizer_of", "scheduler_states"]
@@ -26,7 +26,7 @@ def optimizer_of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) ->
     """The index of the optimizer that a scheduler changes; None if that is not known."""
     target = getattr(scheduler, "optimizer", None)
     for index, optimizer in enumerate(optimizers):
-        if target is not None and (target is optimizer or target is getattr(optimizer, "_stock", None)):
+        if target is not None and (target is optimizer or target is built_by_user(optimizer)):
             return index
     return None
 
