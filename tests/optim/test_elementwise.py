@@ -79,7 +79,7 @@ def test_it_learns_in_every_layout(name, states):
     """The loss falls with every storage of the moments."""
     model, engine = build(name, f"bf16-lean,states={states}")
     losses = train(model, engine, batches(2) * 5)
-    assert sum(losses[-2:]) < 0.97 * sum(losses[:2])
+    assert sum(losses[-2:]) < 0.99 * sum(losses[:2])
 
 
 @pytest.mark.parametrize(("case", "reason"), REJECTED.items(), ids=str)
