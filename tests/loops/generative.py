@@ -123,7 +123,12 @@ def start_wgan(seed=1):
 
 
 def wgan_optimizers(netg, critic):
-    """RMSprop has no lean counterpart in every release; Adam without momentum takes the same kind of step."""
+    """RMSprop, as in the paper."""
+    return [torch.optim.RMSprop(net.parameters(), lr=1e-3) for net in (netg, critic)]
+
+
+def wgan_gp_optimizers(netg, critic):
+    """Adam without momentum, as in the paper on gradient penalties."""
     return [torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.0, 0.9)) for net in (netg, critic)]
 
 
@@ -191,7 +196,7 @@ def mix_of(real, fake, step):
 
 def plain_wgan_gp(preset):
     netg, critic, reals, latents = start_wgan(2)
-    optg, optc = wgan_optimizers(netg, critic)
+    optg, optc = wgan_gp_optimizers(netg, critic)
     amp, losses = Amp(preset), []
     scaler_g, scaler_c = amp.scaler(), amp.scaler()
     for step in range(STEPS):
@@ -221,7 +226,7 @@ def plain_wgan_gp(preset):
 
 def converted_wgan_gp(precision):
     netg, critic, reals, latents = start_wgan(2)
-    optg, optc = wgan_optimizers(netg, critic)
+    optg, optc = wgan_gp_optimizers(netg, critic)
     engine_g, engine_c = halfstep.Engine(netg, optg, precision), halfstep.Engine(critic, optc, precision)
     losses = []
     for step in range(STEPS):

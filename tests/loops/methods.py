@@ -108,15 +108,9 @@ def plain_swa(preset):
     return losses
 
 
-def mean_so_far(averaged, current, count):
-    """The running mean; written out, because torch's default rejects fp32 averages of fp16 weights."""
-    return averaged + (current - averaged) / (count + 1)
-
-
 def converted_swa(precision):
     model, optimizer, data = start_swa()
-    # Before the Engine, so that the averages are fp32.
-    averaged = torch.optim.swa_utils.AveragedModel(model, avg_fn=mean_so_far)
+    averaged = torch.optim.swa_utils.AveragedModel(model)  # before the Engine, so that the averages are fp32
     losses = []
     with halfstep.Engine(model, optimizer, precision) as engine:
         for step, (x, y) in enumerate(data):
