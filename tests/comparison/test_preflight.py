@@ -77,7 +77,7 @@ def test_broken_validation_raises(target):
     """Missing validation batches or a failing metric raise before anything is trained."""
     data = target.job.data
     without = changed(target, data=lambda batch_size, split: data(batch_size, split) if split == "train" else [])
-    with pytest.raises(SettingError, match="gave no batches for split='val'.*return part of the training data"):
+    with pytest.raises(SettingError, match="gave no batches for split='val'.*return None for split='val'"):
         run_preflight(without, CompareSettings(batch=8))
     with pytest.raises(JobError, match="The metric of the job.*division by zero"):
         run_preflight(changed(target, metric=lambda model, batch: 1 / 0), CompareSettings(batch=8))
@@ -88,3 +88,22 @@ def test_an_unavailable_device_raises(target):
     for name, message in (("cuda:7", "device='cuda:7' is not available"), ("gpu", "unknown device")):
         with pytest.raises(SettingError, match=message):
             run_preflight(target, CompareSettings(device=name))
+
+
+def test_a_scheduler_that_needs_validation_results_is_left_out_and_noted(target):
+    """A comparison has one validation, after training."""
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    survey = run_preflight(changed(target, scheduler=plateau), CompareSettings(batch=8))
+    assert "trained with the initial learning rate" in survey.notes[0]
+
+
+def test_a_job_without_validation_data_can_be_compared(target):
+    """There is nothing to try out."""
+    data = lambda split: None if split == "val" else [(torch.zeros(8, 8), torch.zeros(8, 1))]  # noqa: E731
+    assert run_preflight(changed(target, data=data), CompareSettings(batch=8)).notes == ()
+
+
+def test_the_default_batch_size_of_the_job_is_used(target):
+    """As the signature of its data has it."""
+    sized = dataclasses.replace(target, defaults=(("batch", 4),))
+    assert run_preflight(sized, CompareSettings()).batch == 4

@@ -67,14 +67,14 @@ def test_a_schedule_as_long_as_the_run_does_not_end_it(job):
 def test_validation_ends_although_its_data_does_not(job):
     """Of data without a length, as many batches as there are steps are used; a shorter generator is used completely."""
 
-    def endless(batch_size):
+    def endless(batch_size, split):
         while True:
             yield torch.ones(batch_size, 8), torch.ones(batch_size, 1)
 
     measured = run(dataclasses.replace(job, data=endless), "fp32", survey=False).measurements
     assert measured.validation_cut == SETTINGS.steps
     assert math.isfinite(measured.validation.loss)
-    short = dataclasses.replace(job, data=lambda batch_size: itertools.islice(endless(batch_size), 5))
+    short = dataclasses.replace(job, data=lambda batch_size, split: itertools.islice(endless(batch_size, split), 5))
     assert run(short, "fp32", survey=False).measurements.validation_cut is None
 
 
@@ -131,3 +131,27 @@ def test_the_census_does_not_change_the_curves(job):
     """Curves contain only the training steps, not those of the census."""
     trial = run(job, "fp32")
     assert len(trial.curves().loss) == len(trial.curves().skipped) == 16
+
+
+def test_a_job_without_validation_data_has_no_validation(job):
+    """Everything else is measured."""
+    train_data = job.data
+    data = lambda batch_size, split: None if split == "val" else train_data(batch_size, split)  # noqa: E731
+    trial = run(dataclasses.replace(job, data=data), "fp32", survey=False)
+    assert trial.measurements.validation is None
+    assert trial.measurements.truth is not None
+
+
+def test_schedulers_of_both_kinds_step_in_a_baseline(job):
+    """timm's schedulers are stepped with the number of updates, as in the Engine."""
+    counts = []
+
+    class Counting:
+        def step(self, epoch):
+            raise AssertionError
+
+        def step_update(self, num_updates):
+            counts.append(num_updates)
+
+    run(dataclasses.replace(job, scheduler=lambda optimizer: Counting()), "torch-amp", survey=False)
+    assert counts == list(range(1, 17))

@@ -161,6 +161,7 @@ def test_a_missing_file_suggests_the_nearest(write):
     assert "train_jb.py does not exist; did you mean train_job.py?" in fails("train_jb.py")
     assert "nowhere/x.py does not exist, nor does its folder nowhere" in fails("nowhere/x.py")
     assert "nowhere/x does not exist" in fails("nowhere/x")
+    assert "Unknown target 'train_job'. Did you mean 'train_job.py'?" in fails("train_job")
 
 
 def test_a_file_that_changes_the_working_directory_can_be_loaded_again(write):

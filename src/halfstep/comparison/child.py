@@ -84,7 +84,8 @@ def classify_failure(error: BaseException) -> Failure:
     """The kind of a failure, and a reason that a user can act on."""
     message = str(error).strip() or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in message:
-        return Failure("out of memory", f"{message.splitlines()[0]} Lower the batch, or see `halfstep plan`.")
+        first_line = message.splitlines()[0].rstrip(".")
+        return Failure("out of memory", f"{first_line}. Lower the batch, or see `halfstep plan`.")
     if isinstance(error, OverflowStop):
         return Failure("overflow", message)
     if isinstance(error, MissingError):

@@ -89,7 +89,7 @@ def _from_file(path: Path, name: str) -> Target:
     if path.is_dir():
         raise SettingError(f"{path} is a folder, not a job file; name a file in it. {_FORMS}")
     if not path.is_file():
-        raise SettingError(f"The job file {path} does not exist{_similar(path)}. {_FORMS}")
+        raise SettingError(f"The job file {path} does not exist{_similar(path)} {_FORMS}")
     absolute = path.resolve()  # before the file is run, which may change the working directory
     try:
         module = load_file(path)
@@ -167,10 +167,11 @@ def _unusable(text: str) -> SettingError:
     if path.is_file():
         return SettingError(f"{text} is not a Python file; pass a job file, whose name ends in .py.")
     if os.sep in text:
-        return SettingError(f"The job file {text} does not exist{_similar(path)}. {_FORMS}")
+        return SettingError(f"The job file {text} does not exist{_similar(path)} {_FORMS}")
     if "." in text and ":" not in text:
         return SettingError(f"The target {text!r} names a module but not the Job in it; write {text}:job. {_FORMS}")
-    close = nearest(text, BUILT_IN)
+    file = path.with_name(f"{path.name}.py")
+    close = str(file) if file.is_file() else nearest(text, BUILT_IN)
     hint = f" Did you mean {close!r}?" if close else ""
     return SettingError(f"Unknown target {text!r}.{hint} {_FORMS}")
 
@@ -178,6 +179,6 @@ def _unusable(text: str) -> SettingError:
 def _similar(path: Path) -> str:
     """A hint with the most similar file name in the same folder."""
     if not path.parent.is_dir():
-        return f", nor does its folder {path.parent}"
+        return f", nor does its folder {path.parent}."
     close = nearest(path.name, [p.name for p in path.parent.glob("*.py")])
-    return f"; did you mean {path.parent / close}?" if close else ""
+    return f"; did you mean {path.parent / close}?" if close else "."
