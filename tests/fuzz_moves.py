@@ -20,6 +20,7 @@ KNOWN = {
     "edit of 16-bit weights",
     "order",  # of parameters, groups and optimizers, when a state is loaded
     "reset_window and buffers",
+    "RMSprop with masters",
     "optimizer.load_state_dict",  # of an optimizer that was adopted
     "state in evaluate",
     "weights that differ between ranks",
@@ -158,13 +159,17 @@ def parameter_names(*, batch_norm, tied):
 # --- random runs ----------------------------------------------------------------------------------------------------
 
 
-def random_config(rng, precisions=FP32_WEIGHTS + LEAN, *, batch_norm=True):
+def _with_rmsprop(known):
+    return ("fp32", "bf16", "fp16") if "RMSprop with masters" in known else FP32_WEIGHTS + LEAN
+
+
+def random_config(rng, precisions=FP32_WEIGHTS + LEAN, *, batch_norm=True, known=KNOWN):
     """A set-up, with every kind of precision and optimizer."""
     precision = rng.choice(precisions)
     batch_norm, tied = batch_norm and rng.random() < 0.4, rng.random() < 0.2
     names = parameter_names(batch_norm=batch_norm, tied=tied)
     rng.shuffle(names)
-    kinds = ["adamw", "sgd", "lion"] + (["rmsprop"] if precision in {"fp32", "bf16", "fp16"} else [])
+    kinds = ["adamw", "sgd", "lion", *(["rmsprop"] if precision in _with_rmsprop(known) else [])]
     cut = rng.randrange(1, len(names)) if rng.random() < 0.35 else len(names)
     optimizers = tuple(_random_optimizer(rng, rng.choice(kinds), part) for part in (names[:cut], names[cut:]) if part)
     semantics = rng.choice(["deepspeed", "deepspeed-consecutive", "torch", "apex", "megatron"])
@@ -257,7 +262,11 @@ def _random_other(rng, config, known):
     if pick == "edit":
         return [("edit", {"name": name, "how": rng.choice(EDITS), "seed": seed})]
     if pick == "reload":
-        reload = {"seed": seed, "disk": rng.random() < 0.3, "precision": rng.choice([None, None, *_compatible(config)])}
+        reload = {
+            "seed": seed,
+            "disk": rng.random() < 0.3,
+            "precision": rng.choice([None, None, *_compatible(config, known)]),
+        }
         return [("step", {"last": True}), ("reload", reload | {"shuffle": "order" not in known and rng.random() < 0.5})]
     if pick == "lr":
         return [("set_lr", {"name": name, "value": rng.choice([0.05, 0.002])})]
@@ -284,16 +293,16 @@ EXTRA = ("remember", "rewind", "optimizer")
 EDITS = ("zero_", "clamp_", "copy_", "data", "load_state_dict", "mask")
 
 
-def _compatible(config):
+def _compatible(config, known):
     """Precisions that a state of this set-up can be loaded into."""
     plain = any(kind == "rmsprop" for kind, _, _ in config.optimizers)
-    return [p for p in (FP32_WEIGHTS + LEAN) if not plain or p in {"fp32", "bf16", "fp16"}]
+    return _with_rmsprop(known) if plain else FP32_WEIGHTS + LEAN
 
 
 def random_run(seed, precisions=FP32_WEIGHTS + LEAN, length=16, known=KNOWN):
     """The Config and the moves of a seed."""
     rng = random.Random(seed)
-    config = random_config(rng, precisions)
+    config = random_config(rng, precisions, known=known)
     return config, random_moves(rng, config, length, known)
 
 
@@ -301,7 +310,7 @@ def random_ranks_run(seed, num_ranks=2, length=16, known=KNOWN):
     """The Config of a seed for several ranks, and the moves of each rank: other data and weights, otherwise the same calls."""
     rng = random.Random(seed)
     config = random_config(rng, ("fp32", "bf16", "fp16"), batch_norm=False)
-    moves = [[] for _ in range(num_ranks)]
+    moves, in_micro_batch = [[] for _ in range(num_ranks)], False
     for name, options in random_moves(rng, config, length, known):
         if name in {"failing_backward", "freeze", "rebuild", "tamper"}:
             continue  # DistributedDataParallel itself does not survive an aborted backward or other trainable parameters
@@ -319,13 +328,15 @@ def random_ranks_run(seed, num_ranks=2, length=16, known=KNOWN):
             own = dict(options)
             if name == "micro_batch":
                 own |= {"seed": options["seed"] + rank, "spare": True}
-                own["weight"] = weights[rank] if "weight" in options else None
+                # Another weight for a second loss would be rejected on some ranks only, and leave the others waiting.
+                own["weight"] = weights[rank] if "weight" in options and not in_micro_batch else None
                 own["losses"] = 1 if "two losses on ranks" in known else options.get("losses", 1)
                 if rank != odd:
                     own.pop("poison", None)
             if name == "reload" and own["precision"] not in {"fp32", "bf16", "fp16"}:
                 own["precision"] = None
             moves[rank].append((name, own))
+        in_micro_batch = name == "micro_batch" or (in_micro_batch and name != "step")
     return config, moves
 
 
