@@ -184,3 +184,14 @@ def test_a_reset_window_forgets_its_copy_of_the_buffers():
     engine.backward(loss)
     assert engine.step().skipped
     assert all(torch.equal(b, start[name]) for name, b in model.named_buffers())
+
+
+@pytest.mark.parametrize("precision", ["bf16-lean", "fp16-lean", "bf16-lean,master=fp32"])
+def test_a_weight_that_was_frozen_when_it_was_saved_is_loaded_as_it_was(precision):
+    """It has no master in the state, and the one of the weight that was here before does not stay."""
+    frozen, target = seeded(), Tied()
+    frozen.inner.requires_grad_(False)
+    engine, other = trained(frozen, precision), trained(target, precision)
+    other.load_state_dict(copy.deepcopy(engine.state_dict()))
+    assert torch.equal(target.inner.weight, frozen.inner.weight)
+    assert torch.equal(other.masters()["inner.weight"], frozen.inner.weight.float())

@@ -77,9 +77,16 @@ def load_entries(
     """Load a state with these groups; with `exact`, its tensors have the dtypes they were saved with."""
     facing = users_optimizer(optimizer)
     facing.load_state_dict(matched.saved if groups is None else {**matched.saved, "param_groups": list(groups)})
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if exact and isinstance(optimizer, LeanOptimizer):
+        for number, param in zip(by_number(matched), params, strict=True):
+            has_master = optimizer.layout.master_entry(param.dtype) is not None and param.requires_grad
+            if has_master and not matched.saved["state"].get(number, {}).keys() & set(MASTER_ENTRIES):
+                optimizer.set_master(
+                    param, param.detach().float()
+                )  # the rest of the weight that was here before is void
     if not exact or isinstance(optimizer, LeanOptimizer) or loads_itself(facing):
         return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, param in zip(by_number(matched), params, strict=True):
         for key, value in matched.saved["state"].get(number, {}).items():
             loaded = optimizer.state[param][key]
