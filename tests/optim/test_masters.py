@@ -375,9 +375,38 @@ def test_a_state_of_another_form_is_loaded_only_in_the_same_order():
         optimizer.start_master(p, None)
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)
-    swapped = saved | {"state": {0: saved["state"][1], 1: saved["state"][0]}}
-    with pytest.raises(SettingError, match="Lookahead has a form of its own.*order"):
-        optimizer.load_state_dict(swapped)
+    by_state = saved | {"state": {0: saved["state"][1], 1: saved["state"][0]}}
+    by_group = saved | {"param_groups": [saved["param_groups"][0] | {"params": [1, 0]}]}
+    for swapped in (by_state, by_group):
+        with pytest.raises(SettingError, match="Lookahead has a form of its own.*order"):
+            optimizer.load_state_dict(swapped)
+
+
+@every_optimizer
+def test_the_users_own_save_and_load_of_the_optimizer_is_exact(make):
+    """`load_state_dict` of the user's optimizer after Engine(...) restores states in fp32, and the masters stay."""
+    model, optimizer, engine = build(make, "bf16-lean")
+    train(model, engine, batches(3))
+    saved, before = copy.deepcopy(optimizer.state_dict()), masters(engine)
+    expected = copy.deepcopy(engine.optimizers[0].state_dict())
+    optimizer.load_state_dict(saved)
+    torch.testing.assert_close(engine.optimizers[0].state_dict(), expected, rtol=0, atol=0)
+    assert all(map(torch.equal, before, masters(engine)))
+    train(model, engine, batches(1))
+
+
+def test_states_of_other_dtypes_are_restored_as_they_were():
+    """Integer and 16-bit states, which torch casts to the dtype of the parameters, come back with their own."""
+    param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    inner = LARS([param])
+    optimizer = Fp32Masters(inner)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    inner.state[param] |= {"codes": torch.tensor([3, 250], dtype=torch.uint8), "small": torch.ones(2).half()}
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    dtypes = {name: value.dtype for name, value in inner.state[param].items()}
+    assert dtypes == {"momentum_buffer": torch.float32, "codes": torch.uint8, "small": torch.float16}
+    assert inner.state[param]["codes"].tolist() == [3, 250]
 
 
 def test_a_state_called_master_is_rejected():

@@ -14,6 +14,7 @@ from outside (it is no longer the master's rounding), the weight is what counts.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -51,6 +52,7 @@ class Fp32Masters(torch.optim.Optimizer):
         if _MASTERS not in vars(self.inner):
             setattr(self.inner, _MASTERS, self._masters)
             self.inner.register_step_pre_hook(_reject_direct_step)
+        _forward_loading(self)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # always the inner ones: loading replaces them
@@ -167,10 +169,10 @@ class Fp32Masters(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or the state of the same optimizer over fp32 weights."""
         states, masters, moved = _copied(state_dict["state"]), {}, []
-        for index in _order(state_dict):
+        for place, index in enumerate(_order(state_dict)):
             entries = states.get(index, {})
             masters[index] = entries.pop("master", None)
-            moved += [index] if entries.pop("position", index) != index else []
+            moved += [index] if entries.pop("position", place) != place else []
             if not entries:
                 states.pop(index, None)  # a state that is empty but there would look like one that was begun
         inner = state_dict.get("inner")
@@ -181,12 +183,28 @@ class Fp32Masters(torch.optim.Optimizer):
                 f"The state of {type(self.inner).__name__} has a form of its own, which refers to parameters by their order, and "
                 f"{len(moved)} of them are in another place now. Build the optimizer with the parameters in the order of the saved run."
             )
-        with self._on_masters():  # states are cast to the dtype that the parameters have now
-            self.inner.load_state_dict(inner)
+        self._load_inner(inner)
         for index, param in zip(_order(state_dict), self._params(), strict=True):
             master = masters.get(index)
             if master is not None and param.dtype in DTYPES_16_BIT:
                 self._masters[param] = master.to(param.device, torch.float32, copy=True)
+
+    def _load_inner(self, saved: dict[str, Any]) -> None:
+        """Load a state of the inner optimizer on the masters, because states are cast to the dtype of the parameters."""
+        load = type(self.inner).load_state_dict  # not that of the object, which is forwarded to here
+        with self._on_masters():
+            load(self.inner, saved)
+        if load is not torch.optim.Optimizer.load_state_dict:
+            return
+        for index, param in zip(_order(saved), self._params(), strict=True):
+            for name, value in saved["state"].get(index, {}).items():
+                # torch casts integers and 16-bit states, too, to the dtype of the parameters.
+                if (
+                    name != "step"
+                    and isinstance(value, Tensor)
+                    and value.dtype is not self.inner.state[param][name].dtype
+                ):
+                    self.inner.state[param][name] = value.to(param.device, copy=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""
@@ -261,6 +279,24 @@ def _widen(entries: dict[str, Any]) -> None:
 def _unscaled(grad: Tensor, divisor: Tensor | None) -> Tensor:
     wide = grad.float() if grad.dtype in DTYPES_16_BIT else grad
     return wide if divisor is None else wide / divisor.to(wide.device, torch.float32)
+
+
+def _forward_loading(owner: Fp32Masters) -> None:
+    """Make `load_state_dict` of the inner optimizer load on the masters: on 16-bit weights it would round the states."""
+    # Weak references, because the inner optimizer has this function and the owner has the inner optimizer.
+    owner_ref, inner_ref = weakref.ref(owner), weakref.ref(owner.inner)
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        owner, inner = owner_ref(), inner_ref()
+        assert inner is not None
+        if owner is None:
+            type(inner).load_state_dict(inner, state_dict)
+        elif state_dict.keys() >= {"state", "param_groups"}:
+            owner.load_state_dict(state_dict)
+        else:
+            owner._load_inner(state_dict)  # noqa: SLF001 - of this file
+
+    owner.inner.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
 def _reject_direct_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
