@@ -73,7 +73,10 @@ class Driver(Restarts):
             if limited and multiplier > self.reference.scale.value:
                 raise Mismatch(f"the loss was multiplied by {multiplier:g}, more than the loss scale")
             self.reference.backward(self.captured, multiplier, kind, number)
-            if poison is None and multiplier and math.isfinite(number) and number >= 0:
+            healthy = 0 <= self.reference.window.weight < math.inf
+            if healthy and not math.isfinite(multiplier):
+                raise Mismatch(f"the loss was multiplied by {multiplier}")
+            if poison is None and healthy and multiplier:
                 self.check_gradients(losses_of(exact, target.double())[i], multiplier, retain=retain)
 
     def check_gradients(self, loss, multiplier, *, retain):
@@ -366,7 +369,10 @@ def shrink(config, moves):
             if plain != options:
                 attempt(best[0], [*best[1][:number], (name, plain), *best[1][number + 1 :]])
     for field in dataclasses.fields(config):
-        if field.default is not dataclasses.MISSING and getattr(config, field.name) != field.default:
+        if (
+            field.name in {"accumulate", "max_norm", "ema", "schedules"}
+            and getattr(config, field.name) != field.default
+        ):
             attempt(dataclasses.replace(best[0], **{field.name: field.default}), best[1])
     return f"{program(*best[:2])}\n# {best[2]}"
 
