@@ -49,7 +49,7 @@ from halfstep.engine.members import as_module
 from halfstep.engine.region import recomputing
 from halfstep.engine.release import GradientRelease, check_release
 from halfstep.engine.result import StepResult
-from halfstep.engine.saving import SavedEngine
+from halfstep.engine.saved.methods import SavedEngine
 from halfstep.engine.schedules import Schedules
 from halfstep.engine.setup import as_list, prepare_run
 from halfstep.engine.steps import reject_foreign_steps

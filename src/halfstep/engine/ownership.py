@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from halfstep.engine.matching import built_by_user
-from halfstep.engine.rollback import loads_itself
+from halfstep.engine.saved.matching import built_by_user
+from halfstep.engine.saved.rollback import loads_itself
 from halfstep.errors import SettingError
 from halfstep.kernels.layout import MASTER_ENTRIES
 

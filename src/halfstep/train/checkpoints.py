@@ -17,7 +17,7 @@ from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.score import Score, read_score
 from halfstep.engine.engine import Engine
-from halfstep.engine.state import checkpoint_parts
+from halfstep.engine.saved.state import checkpoint_parts
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
 from halfstep.hardware.units import few

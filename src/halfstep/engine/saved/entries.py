@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.engine.matching import MatchedState, by_number, class_name, group_sizes, tensors_by_name
-from halfstep.engine.rollback import ObjectCopy, loads_itself
+from halfstep.engine.saved.matching import MatchedState, by_number, class_name, group_sizes, tensors_by_name
+from halfstep.engine.saved.rollback import ObjectCopy, loads_itself
 from halfstep.errors import SettingError
 from halfstep.kernels.layout import MASTER_ENTRIES
 from halfstep.kernels.moments8 import num_blocks

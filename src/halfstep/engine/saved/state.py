@@ -24,11 +24,18 @@ from halfstep.checkpoint.names import clean_names, match_names
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.delivery import Progress
 from halfstep.engine.ema import Ema
-from halfstep.engine.entries import check_entries, load_entries, optimizer_state
-from halfstep.engine.matching import MatchedState, ModelNames, by_number, class_name, group_names, match_optimizers
 from halfstep.engine.ownership import keep_step_path
-from halfstep.engine.rollback import restored_on_error
-from halfstep.engine.scheduler_states import match_schedulers, optimizer_of, scheduler_states
+from halfstep.engine.saved.entries import check_entries, load_entries, optimizer_state
+from halfstep.engine.saved.matching import (
+    MatchedState,
+    ModelNames,
+    by_number,
+    class_name,
+    group_names,
+    match_optimizers,
+)
+from halfstep.engine.saved.rollback import restored_on_error
+from halfstep.engine.saved.schedulers import match_schedulers, optimizer_of, scheduler_states
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.window import Window
 from halfstep.errors import HalfstepError, SettingError

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from halfstep.engine.matching import MatchedState, built_by_user
+from halfstep.engine.saved.matching import MatchedState, built_by_user
 from halfstep.errors import SettingError
 
 __all__ = ["match_schedulers", "optimizer_of", "scheduler_states"]
