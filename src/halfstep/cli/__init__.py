@@ -14,11 +14,11 @@ from typing import Any
 import click
 
 from halfstep import __version__
-from halfstep.cli.failures import INTERRUPTED, explain_error
 from halfstep.errors import HalfstepError, nearest
 
 __all__ = ["main"]
 
+_INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 # name -> one line for `halfstep --help`, so that the help page imports no command.
 _COMMANDS = {
     "check": "Find precision mistakes in scripts, notebooks and configurations.",
@@ -58,9 +58,13 @@ class _Lazy(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             sys.stderr.write("halfstep: interrupted.\n")
-            sys.exit(INTERRUPTED)
+            sys.exit(_INTERRUPTED)
         except (MemoryError, OSError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            explained = None if isinstance(error, HalfstepError) else explain_error(error)
+            if isinstance(error, HalfstepError):
+                raise
+            from halfstep.cli.failures import explain_error  # the help page needs none of it
+
+            explained = explain_error(error)
             if explained is None:
                 raise
             raise explained from error

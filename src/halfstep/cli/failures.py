@@ -1,4 +1,4 @@
-"""Errors that are not Halfstep's own, as one message: exhausted memory, files that cannot be written, Ctrl-C.
+"""Errors that are not Halfstep's own, as one message: exhausted memory, files that cannot be written.
 
 The library passes them on, because a program wants to catch them by their type. At the command line a traceback would
 hide what to do about them.
@@ -10,9 +10,7 @@ import errno
 
 from halfstep.errors import HalfstepError
 
-__all__ = ["INTERRUPTED", "explain_error"]
-
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
+__all__ = ["explain_error"]
 
 
 def explain_error(error: BaseException) -> HalfstepError | None:
