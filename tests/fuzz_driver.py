@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from fuzz_moves import KNOWN, Config, batch, program
+from fuzz_moves import Config, batch, program
 from fuzz_reference import Illegal, ulp
 from fuzz_restarts import Restarts
 from fuzz_run import Mismatch, check, losses_of
@@ -69,8 +69,7 @@ class Driver(Restarts):
             self.engine.backward(loss, _typed(kind, number), retain_graph=retain)
             multiplier = multipliers[0]
             # Ranks agree on a new weight one window late; until then a loss may be multiplied by more.
-            limited = self.union is None and "growing weights" not in KNOWN
-            if limited and multiplier > self.reference.scale.value:
+            if self.union is None and multiplier > self.reference.scale.value:
                 raise Mismatch(f"the loss was multiplied by {multiplier:g}, more than the loss scale")
             self.reference.backward(self.captured, multiplier, kind, number)
             healthy = 0 <= self.reference.window.weight < math.inf
@@ -155,10 +154,7 @@ class Driver(Restarts):
     def reset_window(self):
         """Drop the window."""
         self.engine.reset_window()
-        before = self.reference.buffers_before
         self.reference.reset_window()
-        if "reset_window and buffers" in KNOWN:
-            self.reference.buffers_before = before
         if self.gradients():
             raise Mismatch("gradients left after reset_window()")
 
@@ -248,8 +244,6 @@ class Driver(Restarts):
 
     def edit(self, name, how, seed):
         """An edit of a weight outside the Engine wins: its master follows."""
-        if "edit of 16-bit weights" in KNOWN and self.config.is_lean:
-            return
         param, generator = self.params[name], torch.Generator().manual_seed(seed)
         new = torch.randn(param.shape, generator=generator)
         with torch.no_grad():

@@ -12,22 +12,6 @@ import torch
 
 from fuzz_reference import DTYPES
 
-# Faults that are being fixed: moves that would run into them are left out.
-KNOWN = {
-    "weight 0",  # opening a window
-    "non-finite weight",  # a tensor with NaN, inf or a negative number
-    "growing weights",  # a small opening weight followed by a large one
-    "edit of 16-bit weights",
-    "order",  # of parameters, groups and optimizers, when a state is loaded
-    "reset_window and buffers",
-    "RMSprop with masters",
-    "optimizer.load_state_dict",  # of an optimizer that was adopted
-    "state in evaluate",
-    "weights that differ between ranks",
-    "short windows on ranks",
-    "two losses on ranks",  # of one forward
-}
-
 OPTIONS = {
     "adamw": {"betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.05},
     "sgd": {"momentum": 0.9, "weight_decay": 0.01},
@@ -159,17 +143,13 @@ def parameter_names(*, batch_norm, tied):
 # --- random runs ----------------------------------------------------------------------------------------------------
 
 
-def _with_rmsprop(known):
-    return ("fp32", "bf16", "fp16") if "RMSprop with masters" in known else FP32_WEIGHTS + LEAN
-
-
-def random_config(rng, precisions=FP32_WEIGHTS + LEAN, *, batch_norm=True, known=KNOWN):
+def random_config(rng, precisions=FP32_WEIGHTS + LEAN, *, batch_norm=True):
     """A set-up, with every kind of precision and optimizer."""
     precision = rng.choice(precisions)
     batch_norm, tied = batch_norm and rng.random() < 0.4, rng.random() < 0.2
     names = parameter_names(batch_norm=batch_norm, tied=tied)
     rng.shuffle(names)
-    kinds = ["adamw", "sgd", "lion", *(["rmsprop"] if precision in _with_rmsprop(known) else [])]
+    kinds = ["adamw", "sgd", "lion", "rmsprop"]
     cut = rng.randrange(1, len(names)) if rng.random() < 0.35 else len(names)
     optimizers = tuple(_random_optimizer(rng, rng.choice(kinds), part) for part in (names[:cut], names[cut:]) if part)
     semantics = rng.choice(["deepspeed", "deepspeed-consecutive", "torch", "apex", "megatron"])
@@ -196,39 +176,39 @@ def _random_optimizer(rng, kind, names):
     return kind, rng.choice([0.1, 0.01, 0.003]), groups
 
 
-def random_weight(rng, config, known=KNOWN):
+def random_weight(rng):
     """The weight of a micro-batch: None, or the type and the number."""
     if rng.random() < 0.5:
         return None
     kind = rng.choice(["int", "float", "tensor"])
     number = rng.choice([1, 2, 3, 7, 100]) if kind == "int" else rng.choice([0.25, 1.0, 1.5, 37.0])
     odd = rng.random()
-    if odd < 0.1 and "weight 0" not in known:
+    if odd < 0.1:
         number = 0
-    elif odd < 0.2 and "growing weights" not in known:
+    elif odd < 0.2:
         number = rng.choice([1e-6, 1e6]) if kind != "int" else 10**6
-    elif odd < 0.25 and kind == "tensor" and "non-finite weight" not in known:
+    elif odd < 0.25 and kind == "tensor":
         number = rng.choice(["nan", "inf", "-1"])
     return kind, number
 
 
-def random_moves(rng, config, length, known=KNOWN):
+def random_moves(rng, config, length):
     """About `length` moves, most of them micro-batches that are stepped."""
     moves = []
     while len(moves) < length:
         draw = rng.random()
         if draw < 0.55:
-            moves += _random_micro_batch(rng, config, known)
+            moves += _random_micro_batch(rng, config)
         elif draw < 0.95:
-            moves += _random_other(rng, config, known)
+            moves += _random_other(rng, config)
         else:
             moves.append(("illegal", {"call": rng.choice(ILLEGAL)}))
     return moves
 
 
-def _random_micro_batch(rng, config, known):
+def _random_micro_batch(rng, config):
     micro = {"seed": rng.randrange(10**6)}
-    weight = random_weight(rng, config, known)
+    weight = random_weight(rng)
     if weight is not None:
         micro["weight"] = weight
     if rng.random() < 0.25:
@@ -247,7 +227,7 @@ def _random_micro_batch(rng, config, known):
     return moves
 
 
-def _random_other(rng, config, known):
+def _random_other(rng, config):
     """One of the other moves."""
     seed = rng.randrange(10**6)
     name = rng.choice([n for _, _, groups in config.optimizers for group in groups for n in group])
@@ -257,7 +237,7 @@ def _random_other(rng, config, known):
     )[0]
     if pick == "evaluate":
         options = {"seed": seed, "ema": config.ema is not None and rng.random() < 0.6}
-        options |= {"saves": True} if rng.random() < 0.3 and "state in evaluate" not in known else {}
+        options |= {"saves": True} if rng.random() < 0.3 else {}
         return [("evaluate", options | ({"fails": True} if rng.random() < 0.1 else {}))]
     if pick == "edit":
         return [("edit", {"name": name, "how": rng.choice(EDITS), "seed": seed})]
@@ -265,9 +245,9 @@ def _random_other(rng, config, known):
         reload = {
             "seed": seed,
             "disk": rng.random() < 0.3,
-            "precision": rng.choice([None, None, *_compatible(config, known)]),
+            "precision": rng.choice([None, None, *FP32_WEIGHTS, *LEAN]),
         }
-        return [("step", {"last": True}), ("reload", reload | {"shuffle": "order" not in known and rng.random() < 0.5})]
+        return [("step", {"last": True}), ("reload", reload | {"shuffle": rng.random() < 0.5})]
     if pick == "lr":
         return [("set_lr", {"name": name, "value": rng.choice([0.05, 0.002])})]
     if pick == "freeze":
@@ -293,44 +273,30 @@ EXTRA = ("remember", "rewind", "optimizer")
 EDITS = ("zero_", "clamp_", "copy_", "data", "load_state_dict", "mask")
 
 
-def _compatible(config, known):
-    """Precisions that a state of this set-up can be loaded into."""
-    plain = any(kind == "rmsprop" for kind, _, _ in config.optimizers)
-    return _with_rmsprop(known) if plain else FP32_WEIGHTS + LEAN
-
-
-def random_run(seed, precisions=FP32_WEIGHTS + LEAN, length=16, known=KNOWN):
+def random_run(seed, precisions=FP32_WEIGHTS + LEAN, length=16):
     """The Config and the moves of a seed."""
     rng = random.Random(seed)
-    config = random_config(rng, precisions, known=known)
-    return config, random_moves(rng, config, length, known)
+    config = random_config(rng, precisions)
+    return config, random_moves(rng, config, length)
 
 
-def random_ranks_run(seed, num_ranks=2, length=16, known=KNOWN):
+def random_ranks_run(seed, num_ranks=2, length=16):
     """The Config of a seed for several ranks, and the moves of each rank: other data and weights, otherwise the same calls."""
     rng = random.Random(seed)
     config = random_config(rng, ("fp32", "bf16", "fp16"), batch_norm=False)
     moves, in_micro_batch = [[] for _ in range(num_ranks)], False
-    for name, options in random_moves(rng, config, length, known):
+    for name, options in random_moves(rng, config, length):
         if name in {"failing_backward", "freeze", "rebuild", "tamper"}:
             continue  # DistributedDataParallel itself does not survive an aborted backward or other trainable parameters
-        if (
-            "short windows on ranks" in known
-            and (options.get("last") or name in {"unscale", "reload"})
-            and config.accumulate > 1
-        ):
-            continue
         odd = rng.randrange(num_ranks)  # the rank of a poison
-        weights = [random_weight(rng, config, known) for _ in range(num_ranks)]
-        if "weights that differ between ranks" in known:
-            weights = weights[:1] * num_ranks
+        weights = [random_weight(rng) for _ in range(num_ranks)]
         for rank in range(num_ranks):
             own = dict(options)
             if name == "micro_batch":
                 own |= {"seed": options["seed"] + rank, "spare": True}
                 # Another weight for a second loss would be rejected on some ranks only, and leave the others waiting.
                 own["weight"] = weights[rank] if "weight" in options and not in_micro_batch else None
-                own["losses"] = 1 if "two losses on ranks" in known else options.get("losses", 1)
+                own["losses"] = options.get("losses", 1)
                 if rank != odd:
                     own.pop("poison", None)
             if name == "reload" and own["precision"] not in {"fp32", "bf16", "fp16"}:

@@ -224,7 +224,8 @@ class Reference:
             self.window = self.union(self.window)
             grads = self.gradients()
         norm = math.sqrt(sum(float((g * g).sum()) for g, _ in grads.values()))
-        empty = self.window.total == 0  # all weights are 0: nothing to learn from, for the loss scale neither
+        # All weights are 0: there is nothing to learn from, for the loss scale neither.
+        empty = self.window.total == 0 and not self.window.bad
         skipped = self.window.bad or empty or not math.isfinite(norm)
         scale = self.scale.value
         if skipped:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from fuzz_moves import KNOWN
 from fuzz_reference import Reference, Scale, stored_slack, ulp
 from fuzz_run import Mismatch, Run, make_optimizer, make_schedulers
 
@@ -42,8 +41,6 @@ class Restarts(Run):
 
     def optimizer_state(self, index):
         """The user's own optimizer loads its own state: nothing changes."""
-        if self.config.adopts and "optimizer.load_state_dict" in KNOWN:
-            return
         optimizer = self.optimizers[index % len(self.optimizers)]
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 

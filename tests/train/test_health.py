@@ -3,23 +3,8 @@
 import math
 
 import pytest
-import torch
 
-from halfstep.engine.engine import Engine
-from halfstep.train.health import describe_problem, nonfinite_parameters
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_parameters_are_checked_and_buffers_are_not(value):
-    """A buffer may contain -inf, such as a mask; a weight may not."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    model.register_buffer("mask", torch.full((2,), -math.inf))
-    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32") as engine:
-        assert nonfinite_parameters(engine) == []
-        with torch.no_grad():
-            model[1].weight[1, 0] = value
-        assert nonfinite_parameters(engine) == ["1.weight"]
-
+from halfstep.train.health import describe_problem
 
 HEALTHY = {"steps": 2, "applied": 1, "loss": 0.5, "scale": 1.0, "validation": {"loss": 0.5}, "nonfinite": []}
 

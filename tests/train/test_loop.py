@@ -21,16 +21,11 @@ from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.export import masters_of
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.runlog import read_runlog
-from halfstep.engine.engine import Engine
 from halfstep.errors import HalfstepError, OverflowStop
 from halfstep.hardware.probe import probe
 from halfstep.jobs.job import Job, JobError
 from halfstep.train import TrainConfig, train
 from halfstep.train.recorder import SilentObserver
-
-needs_metric_schedulers = pytest.mark.skipif(
-    not hasattr(Engine, "step_scheduler"), reason="needs Engine.step_scheduler, which steps schedulers with a metric"
-)
 
 
 def tiny_job(**changed):
@@ -618,7 +613,6 @@ def rates(out):
     return [record["lr"] for record in read_runlog(out / "run.jsonl").records]
 
 
-@needs_metric_schedulers
 @pytest.mark.parametrize("metric", [lambda batch: 1.0, None], ids=["metric", "loss"])
 def test_a_plateau_scheduler_is_stepped_with_each_validation(metric, tmp_path):
     """With the metric, or the loss of a job without one; the first validation only sets the best value."""
@@ -627,7 +621,6 @@ def test_a_plateau_scheduler_is_stepped_with_each_validation(metric, tmp_path):
     assert rates(tmp_path) == pytest.approx([1e-2] * 4 + [1e-3] * 2 + [1e-4] * 2)
 
 
-@needs_metric_schedulers
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_with_a_plateau_scheduler_resumes_with_the_same_rates(fails, tmp_path):
     """Whether the process ended after its last validation or in the middle of it."""
@@ -652,7 +645,6 @@ def test_a_run_with_a_plateau_scheduler_resumes_with_the_same_rates(fails, tmp_p
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@needs_metric_schedulers
 @pytest.mark.parametrize(
     ("data", "reason"),
     [

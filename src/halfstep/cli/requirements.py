@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
-from halfstep.errors import SettingError
 from halfstep.hardware.torch_build import require, require_torch
 
-__all__ = ["require_one_process", "require_packages"]
+__all__ = ["require_packages"]
 
 
 def require_packages(feature: str, *packages: str) -> None:
@@ -21,17 +19,6 @@ def require_packages(feature: str, *packages: str) -> None:
         for package in packages:
             require(package, feature, "train")
     require_torch(feature)
-
-
-def require_one_process(feature: str) -> None:
-    """Raise if torchrun, or another launcher that sets WORLD_SIZE, started several processes of this command."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size.isdecimal() and int(size) > 1:
-        raise SettingError(
-            f"{feature} runs in one process, and WORLD_SIZE={size}: every process would train its own copy of the model and "
-            "write to the same files. Start it without torchrun; for several GPUs, use halfstep.Engine in your own script with "
-            "a model in DistributedDataParallel."
-        )
 
 
 def _is_installed(name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from halfstep.cli.requirements import require_one_process, require_packages
+from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
     from halfstep.jobs.targets import Target
@@ -63,14 +63,15 @@ def command(
     halfstep train job.py --precision bf16-lean --epochs 10 --set max_norm=1.0
     halfstep train --resume --out runs/digits-bf16-20261115-101500
     """
-    require_one_process("halfstep train")
     require_packages("halfstep train", "numpy", "safetensors")
+    from halfstep.backends.launch import reject_distributed_launch
     from halfstep.errors import SettingError
     from halfstep.jobs.targets import load_target
     from halfstep.train.checkpoints import check_out
     from halfstep.train.config import parse_settings
     from halfstep.train.resume import saved_settings
 
+    reject_distributed_launch()
     overrides = parse_settings(settings)
     for name, value in (("steps", steps), ("epochs", epochs), ("batch", batch)):
         if value is not None:

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from halfstep.backends.context import RunContext
-from halfstep.jobs.job import Job, takes_metric
+from halfstep.engine.schedules import needs_metric
+from halfstep.jobs.job import Job
 
 __all__ = ["Parts", "StepOutcome", "TrainingLoop", "build_parts"]
 
@@ -78,4 +79,4 @@ def build_parts(job: Job, run: RunContext) -> Parts:
     model = job.call("model", run).to(run.device)
     optimizer = job.call("optimizer", run, model=model)
     scheduler = job.call("scheduler", run, optimizer=optimizer, model=model)
-    return Parts(model, optimizer, None if scheduler is not None and takes_metric(scheduler) else scheduler)
+    return Parts(model, optimizer, None if scheduler is not None and needs_metric(scheduler) else scheduler)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 
-__all__ = ["Schedules", "check_schedulers", "required_arguments"]
+__all__ = ["Schedules", "check_schedulers", "needs_metric", "required_arguments"]
 
 _METRIC_NAMES = {"metric", "metrics", "val_loss", "score"}
 
@@ -29,8 +29,8 @@ class Schedules:
     """The schedulers of a run."""
 
     def __init__(self, schedulers: Sequence[Any]) -> None:
-        self._by_update = [s for s in schedulers if not _needs_metric(s)]
-        self._by_metric = [s for s in schedulers if _needs_metric(s)]
+        self._by_update = [s for s in schedulers if not needs_metric(s)]
+        self._by_metric = [s for s in schedulers if needs_metric(s)]
         self._counting_updates = {id(s) for s in schedulers if _counts_updates(s)}
         self._counts: list[tuple[Any, ...]] | None = None  # as the Engine left them; None: anything is accepted
         self._foreign: str | None = None  # what else stepped a scheduler
@@ -119,14 +119,15 @@ def check_schedulers(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> No
                 "lengths in updates, or leave it out of scheduler= and call scheduler.step(epoch) after each epoch."
             )
         required = required_arguments(scheduler.step)
-        if required and not _needs_metric(scheduler) and not _counts_updates(scheduler):
+        if required and not needs_metric(scheduler) and not _counts_updates(scheduler):
             raise SettingError(
                 f"{name}.step() needs {', '.join(required)}, which the Engine does not know. Leave it out of scheduler= and call "
                 "scheduler.step(...) yourself, or wrap it in a class whose step() needs no argument."
             )
 
 
-def _needs_metric(scheduler: Any) -> bool:
+def needs_metric(scheduler: Any) -> bool:
+    """Whether a scheduler is stepped with the result of a validation, as ReduceLROnPlateau is."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return True
     required = required_arguments(scheduler.step)

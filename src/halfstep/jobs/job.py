@@ -44,7 +44,6 @@ __all__ = [
     "JobError",
     "call_by_name",
     "read_arguments",
-    "takes_metric",
     "trainable",
     "user_line",
 ]
@@ -332,27 +331,15 @@ def _not_scheduler(value: Any) -> str:
         return "not one scheduler; combine several with torch.optim.lr_scheduler.ChainedScheduler or SequentialLR"
     if not callable(getattr(value, "step", None)):
         return "not a scheduler"
-    needed = _required_by_step(value)
-    if needed and not takes_metric(value) and not hasattr(value, "step_update"):  # timm's way to count updates
+    from halfstep.engine.schedules import needs_metric, required_arguments  # here, because it imports torch
+
+    needed = required_arguments(value.step)
+    if needed and not needs_metric(value) and not hasattr(value, "step_update"):  # timm's way to count updates
         return (
-            f"whose step() needs {_quote(needed)}; it is called as step(), once per update, so return a scheduler of "
+            f"whose step() needs {_quote(tuple(needed))}; it is called as step(), once per update, so return a scheduler of "
             "torch.optim.lr_scheduler, or wrap this one in a class that passes the argument"
         )
     return ""
-
-
-def takes_metric(scheduler: Any) -> bool:
-    """Whether a scheduler is stepped with the result of a validation, as ReduceLROnPlateau is."""
-    if any(kind.__name__ == "ReduceLROnPlateau" for kind in type(scheduler).__mro__):
-        return True
-    return _required_by_step(scheduler) in {("metric",), ("metrics",), ("val_loss",), ("score",)}
-
-
-def _required_by_step(scheduler: Any) -> tuple[str, ...]:
-    try:
-        return read_arguments(scheduler.step).required
-    except SettingError:  # its signature cannot be read
-        return ()
 
 
 _RESULT: dict[str, Callable[[Any], str]] = {

@@ -20,7 +20,7 @@ from halfstep.errors import SettingError
 from halfstep.kernels.layout import MASTER_ENTRIES, Layout, master_in, restore
 from halfstep.precision.formats import DTYPES_16_BIT, format_name
 
-__all__ = ["convert", "master_in", "plain", "restore"]
+__all__ = ["convert", "master_in", "plain", "restore", "without_steps"]
 
 
 def convert(saved: Mapping[str, Any], param: Tensor, layout: Layout) -> dict[str, Any]:
@@ -102,3 +102,13 @@ def plain(state: Mapping[str, Any], moments: Sequence[str] | None = None) -> dic
         if name not in dropped
     }
     return copies | {name: restore(state, name).clone() for name in moments if name in state}
+
+
+def without_steps(entries: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """States for a class of torch's that counts no steps, by number.
+
+    A count that never advances again would be wrong once the state comes back, and before the first step such a class has
+    no state: zeros in its place would be taken for those of an earlier step.
+    """
+    started = {i: e for i, e in entries.items() if "step" not in e or float(e["step"]) != 0}
+    return {i: {name: value for name, value in entry.items() if name != "step"} for i, entry in started.items()}

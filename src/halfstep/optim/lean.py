@@ -35,7 +35,7 @@ from torch import Tensor
 from halfstep.errors import SettingError, unknown
 from halfstep.kernels.layout import MASTER_ENTRIES, Layout
 from halfstep.kernels.lean import lean_step, read_master
-from halfstep.optim.convert import convert, plain
+from halfstep.optim.convert import convert, plain, without_steps
 from halfstep.optim.trainable import check_trainable
 
 __all__ = ["LeanOptimizer"]
@@ -53,6 +53,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
     unstorable: ClassVar[Mapping[str, str]] = MappingProxyType(
         {}
     )  # values of `states` that are rejected, with the reason
+    counts_steps: ClassVar[bool] = True  # whether torch's class of the same rule stores a step count as well
     elementwise: ClassVar[bool] = True  # whether `update` treats each element alone, so that it works on shards
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to step()
     _stock: torch.optim.Optimizer | None = None  # the adopted optimizer, which shares groups and state
@@ -242,7 +243,8 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         The weights to load with it are the masters: `master_of(param)`, or `halfstep export`.
         """
         saved = self.state_dict()
-        return saved | {"state": {index: plain(state, self.moments) for index, state in saved["state"].items()}}
+        entries = {index: plain(state, self.moments) for index, state in saved["state"].items()}
+        return saved | {"state": entries if self.counts_steps else without_steps(entries)}
 
     def take_over(self, stock: torch.optim.Optimizer) -> None:
         """Share the groups and the state of a stock optimizer, converted to this layout; its schedulers keep working."""

@@ -23,6 +23,7 @@ class SGD(FusedOptimizer):
 
     rule: ClassVar[Rule | None] = Rule.SGD
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    counts_steps: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -13,16 +13,15 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.checkpoint.directory import load_checkpoint
+from halfstep.checkpoint.directory import load_checkpoint, save_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.score import Score, read_score
 from halfstep.engine.engine import Engine
-from halfstep.engine.saved.state import checkpoint_parts
+from halfstep.engine.saved.checkpoint import checkpoint_parts, nonfinite_weights
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
 from halfstep.hardware.units import few
 from halfstep.train.config import TrainConfig, changed_fields
-from halfstep.train.health import nonfinite_parameters
 from halfstep.train.resume import RUN_FILE
 from halfstep.train.stream import DataStream
 
@@ -105,14 +104,16 @@ class RunCheckpoints:
             "data": _BETWEEN_EPOCHS if epoch_done else data.state(),
         }
         step = engine.progress.attempts
-        self.nonfinite, self.saved_at = nonfinite_parameters(engine), step
+        saved = engine.state_dict()
+        self.nonfinite, self.saved_at = list(nonfinite_weights(saved)), step
+        weights, state, meta = checkpoint_parts(saved, extra, allow_nonfinite=True)
         if not self.nonfinite:
-            weights, state, meta = checkpoint_parts(engine.state_dict(), extra)
             _, higher = self._rank({})
             self.latest = self._folder.save(step, weights=weights, state=state, meta=meta, higher_is_better=higher)
             return self.latest
         earlier = next(iter(sorted(self._folder.root.glob(f"{ASIDE}*"))), None)
-        path = earlier or engine.save(self._folder.root / f"{ASIDE}{step:08d}", allow_nonfinite=True, **extra)
+        aside = self._folder.root / f"{ASIDE}{step:08d}"
+        path = earlier or save_checkpoint(aside, weights=weights, state=state, meta=meta)
         log_warning(
             f"After step {step} the weights are not finite (in {few(self.nonfinite)}). "
             + (

@@ -4,32 +4,9 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
-from halfstep.engine.engine import Engine
 from halfstep.hardware.units import few
 
-__all__ = ["describe_problem", "nonfinite_parameters"]
-
-
-def nonfinite_parameters(engine: Engine) -> list[str]:
-    """The parameters with a non-finite weight or master; waits for the device once.
-
-    Buffers are not checked: a mask rightly contains -inf. A split master is non-finite exactly where its weight is.
-    """
-    tensors: list[tuple[str, Tensor]] = []
-    for name, param in engine.model.named_parameters():
-        if param.is_floating_point():
-            tensors.append((name, param.detach()))
-            for optimizer in engine.optimizers:
-                master = optimizer.state.get(param, {}).get("master")
-                if isinstance(master, Tensor):
-                    tensors.append((name, master))
-    if not tensors:
-        return []
-    finite = torch.stack([torch.isfinite(tensor).all().to(engine.device) for _, tensor in tensors]).tolist()
-    return list(dict.fromkeys(name for (name, _), ok in zip(tensors, finite, strict=True) if not ok))
+__all__ = ["describe_problem"]
 
 
 def describe_problem(

@@ -22,6 +22,7 @@ from halfstep.checkpoint.rng import seed_everything
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
+from halfstep.engine.schedules import needs_metric
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import log_info, log_warning
 from halfstep.hardware.environment import environment
@@ -33,7 +34,7 @@ from halfstep.train.health import describe_problem
 from halfstep.train.memory import PeakCounter, compare_memory
 from halfstep.train.recorder import Observer, Recorder, SilentObserver
 from halfstep.train.resume import RUN_FILE, Source
-from halfstep.train.schedule import needs_metric, step_on_metric
+from halfstep.train.schedule import step_on_metric
 from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, batch_size_of, to_device
 from halfstep.train.validation import ValidationStopped, validate
@@ -376,7 +377,7 @@ def _check_validation(job: Job, engine: Engine) -> None:
 
 
 def _reject_metric_schedulers(engine: Engine, reason: str) -> None:
-    if needs_metric(engine):
+    if any(needs_metric(scheduler) for scheduler in engine.schedulers):
         raise SettingError(
             f"ReduceLROnPlateau is stepped with the result of a validation, and there is none: {reason}. Return validation data "
             "for split='val', or use another scheduler."

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.export import masters_of
+from halfstep.engine.engine import Engine
+from halfstep.engine.saved.checkpoint import nonfinite_weights
 from halfstep.errors import SettingError
 from tied_models import Tied, Wrapped, train, trained
 
@@ -195,3 +198,62 @@ def test_a_weight_that_was_frozen_when_it_was_saved_is_loaded_as_it_was(precisio
     other.load_state_dict(copy.deepcopy(engine.state_dict()))
     assert torch.equal(target.inner.weight, frozen.inner.weight)
     assert torch.equal(other.masters()["inner.weight"], frozen.inner.weight.float())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_parameters_are_checked_and_buffers_are_not(value):
+    """A buffer may contain -inf, such as a mask; a weight may not."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model.register_buffer("mask", torch.full((2,), -math.inf))
+    with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32") as engine:
+        assert nonfinite_weights(engine.state_dict()) == {}
+        with torch.no_grad():
+            model[1].weight[1, 0] = value
+        assert nonfinite_weights(engine.state_dict()) == {"1.weight": "1 of 4"}
+
+
+def sgd_step(model, engine, size=1.0):
+    """One step whose gradient is `size` for every weight."""
+    with engine.forward():
+        loss = model(torch.ones(1, 2)).float().sum()
+    engine.backward(loss * size)
+    return engine.step()
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["", "after a skipped first step"])
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_momentum_survives_precisions_that_count_steps_and_ones_that_do_not(skips, dampening):
+    """A state passes from lean through torch's SGD, which counts no steps, and back; every step is that of one run in fp32."""
+
+    def build(precision):
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, dampening=dampening)
+        return model, Engine(model, optimizer, precision)
+
+    reference, expected = build("fp32")
+    model, engine = build("bf16-lean")
+    if skips:
+        sgd_step(model, engine, math.inf)
+    for precision in ("fp32", "bf16-lean", "bf16-lean,states=8bit", "fp32"):
+        state = copy.deepcopy(engine.state_dict())
+        model, engine = build(precision)
+        engine.load_state_dict(state)
+        for _ in range(2):
+            sgd_step(model, engine)
+            sgd_step(reference, expected)
+        assert torch.allclose(engine.masters()["weight"], reference.weight, rtol=1e-2), precision
+
+
+def test_masters_beyond_the_range_of_fp16_are_rejected_and_nothing_changes():
+    """A weight of 1e5 would be inf in fp16, and no later step could undo that."""
+    model = nn.Linear(2, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")
+    with torch.no_grad():
+        model.weight[0, 0] = 1e5
+    other = nn.Linear(2, 1)
+    target = Engine(other, torch.optim.SGD(other.parameters(), lr=0.1), "fp16-lean")
+    before = copy.deepcopy(target.state_dict()["model"])
+    with pytest.raises(SettingError, match=r"saved weight has a value of 1e\+05, outside the range of fp16"):
+        target.load_state_dict(engine.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict()["model"].items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from halfstep.errors import SettingError
 from halfstep.kernels.layout import MASTER_ENTRIES
 from halfstep.kernels.moments8 import num_blocks
 from halfstep.optim.adopt import ADOPTS, users_optimizer
+from halfstep.optim.convert import without_steps
 from halfstep.optim.lean import LeanOptimizer
 
 __all__ = ["check_entries", "load_entries", "optimizer_state"]
@@ -76,6 +78,9 @@ def load_entries(
 ) -> None:
     """Load a state with these groups; with `exact`, its tensors have the dtypes they were saved with."""
     facing = users_optimizer(optimizer)
+    adopter = ADOPTS.get(type(facing))
+    if not isinstance(optimizer, LeanOptimizer) and adopter is not None and not adopter.counts_steps:
+        matched = replace(matched, saved={**matched.saved, "state": without_steps(matched.saved["state"])})
     facing.load_state_dict(matched.saved if groups is None else {**matched.saved, "param_groups": list(groups)})
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if exact and isinstance(optimizer, LeanOptimizer):

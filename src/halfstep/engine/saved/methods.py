@@ -12,7 +12,8 @@ from halfstep.backends import Backend
 from halfstep.checkpoint.directory import Checkpoint, load_checkpoint, save_checkpoint
 from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.ema import Ema
-from halfstep.engine.saved.state import RunParts, checkpoint_parts, engine_state, load_state, restore_extra, state_of
+from halfstep.engine.saved.checkpoint import checkpoint_parts, engine_state, restore_extra
+from halfstep.engine.saved.state import RunParts, load_state, state_of
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.truth import Truth
 from halfstep.engine.window import Window

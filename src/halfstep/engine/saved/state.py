@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from halfstep.backends.base import Backend
-from halfstep.checkpoint.directory import Checkpoint, check_weights, replaced
+from halfstep.checkpoint.directory import check_weights, replaced
 from halfstep.checkpoint.names import clean_names, match_names
-from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.delivery import Progress
 from halfstep.engine.ema import Ema
 from halfstep.engine.ownership import keep_step_path
@@ -41,14 +40,16 @@ from halfstep.engine.window import Window
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import log_info
 from halfstep.hardware.units import few
+from halfstep.kernels.split import split
 from halfstep.optim.adopt import users_optimizer
 from halfstep.optim.convert import master_in, plain
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.masters import WithMasters
+from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
 
-__all__ = ["RunParts", "checkpoint_parts", "engine_state", "load_state", "restore_extra", "state_of"]
+__all__ = ["RunParts", "load_state", "state_of"]
 
 STATE_VERSION = 1
 _EXTRA = "_extra_state"  # torch's name for what a module's get_extra_state() returns
@@ -244,6 +245,7 @@ def _load_converted(parts: RunParts, fit: _Fit) -> None:
         saved = {**matched.saved, "state": entries}
         plain_states.append(MatchedState(matched.index, matched.groups, matched.names, saved))
     masters = replaced(fit.weights, separate)
+    _check_range(parts, masters)
     _load_module(parts, fit, masters)
     for optimizer, matched in zip(parts.optimizers, plain_states, strict=True):
         _load_optimizer(optimizer, matched, exact=False)
@@ -252,6 +254,21 @@ def _load_converted(parts: RunParts, fit: _Fit) -> None:
             for name, param in zip(matched.names, params, strict=True):
                 if param.requires_grad:
                     optimizer.set_master(param, masters[name].to(param.device, torch.float32))
+
+
+def _check_range(parts: RunParts, masters: dict[str, Tensor]) -> None:
+    """Raise where a master is beyond the range of the 16-bit weight that it would be rounded to."""
+    names = ModelNames.of(parts.run.module)
+    for param in parts.run.params.values():
+        name = names.own[id(param)]
+        if param.dtype not in DTYPES_16_BIT:
+            continue
+        master = masters[name].float()
+        if bool((split(master, param.dtype)[0].isinf() & master.isfinite()).any()):
+            raise SettingError(
+                f"The saved {name} has a value of {master.abs().max().item():.4g}, outside the range of {parts.policy.params}; keep its module "
+                f"in fp32 (keep_fp32={name.rpartition('.')[0] or name}) or use another preset. The engine is as it was before."
+            )
 
 
 def _fit(parts: RunParts, state: dict[str, Any]) -> _Fit:
@@ -319,52 +336,3 @@ def _check_keys(state: dict[str, Any]) -> None:
         ]
     if missing:
         raise SettingError(f"The state has no {', '.join(missing)}; pass what Engine.state_dict() returned.")
-
-
-def checkpoint_parts(
-    state: dict[str, Any], extra: dict[str, Any], *, allow_nonfinite: bool = False
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Weights, state tree and meta values of a checkpoint, from `state_of` and what the caller adds.
-
-    Raises where a parameter or a master is not finite, unless that is allowed; buffers may contain any number.
-    """
-    if not allow_nonfinite:
-        _check_finite(state)
-    state = dict(state)
-    weights = state.pop("model")
-    meta = {"policy": state["policy"], "truth": state["truth"], "counters": state["counters"]}
-    return weights, {"engine": state, "rng": rng_state(), "extra": extra}, meta
-
-
-def _check_finite(state: dict[str, Any]) -> None:
-    weights: dict[str, Tensor] = {name: state["model"][name] for name in state["params"]}
-    for names, saved in zip(state["names"], state["optimizers"], strict=True):
-        numbers = [i for group in saved.get("param_groups", []) for i in group["params"]]
-        entries = zip(names, numbers, strict=True) if len(numbers) == len(names) else ()
-        masters = {name: saved["state"].get(i, {}).get("master") for name, i in entries}
-        weights |= {f"{name} (its master)": master for name, master in masters.items() if master is not None}
-    floating = {name: w for name, w in weights.items() if w.is_floating_point() or w.is_complex()}
-    # One number per tensor, read together: a network has hundreds of tensors, and each read waits for the device.
-    sums = [torch.isfinite(w).logical_not().sum() for w in floating.values()]
-    counts = torch.stack([count.to(sums[0].device) for count in sums]).tolist() if sums else []
-    bad = [f"{name} ({n} of {floating[name].numel()})" for name, n in zip(floating, counts, strict=True) if n]
-    if bad:
-        raise SettingError(
-            f"The checkpoint was not written: {len(bad)} of {len(floating)} weights have values that are not finite: {few(bad)}. Continue "
-            "from an earlier checkpoint; save(..., allow_nonfinite=True) writes it all the same, to examine it."
-        )
-
-
-def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The state that `load_state` takes, from a checkpoint that an Engine saved."""
-    if not isinstance(checkpoint.state, dict) or not {"engine", "rng", "extra"} <= checkpoint.state.keys():
-        raise SettingError(f"{checkpoint.path} is a checkpoint, but not one that an Engine saved.")
-    state: dict[str, Any] = checkpoint.state["engine"] | {"model": checkpoint.weights}
-    return state
-
-
-def restore_extra(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Restore the random-number state of a checkpoint; returns the extra values that were saved with it."""
-    restore_rng(checkpoint.state["rng"])
-    extra: dict[str, Any] = checkpoint.state["extra"]
-    return extra
