@@ -29,11 +29,19 @@ class Schedules:
     """The schedulers of a run."""
 
     def __init__(self, schedulers: Sequence[Any]) -> None:
-        self._by_update = [s for s in schedulers if not needs_metric(s)]
-        self._by_metric = [s for s in schedulers if needs_metric(s)]
+        self._with_metric = {id(s) for s in schedulers if needs_metric(s)}
         self._counting_updates = {id(s) for s in schedulers if _counts_updates(s)}
+        self._schedulers = schedulers  # the Engine's own list: what is removed from it is not stepped any more
         self._counts: list[tuple[Any, ...]] | None = None  # as the Engine left them; None: anything is accepted
         self._foreign: str | None = None  # what else stepped a scheduler
+
+    @property
+    def _by_update(self) -> list[Any]:
+        return [s for s in self._schedulers if id(s) not in self._with_metric]
+
+    @property
+    def _by_metric(self) -> list[Any]:
+        return [s for s in self._schedulers if id(s) in self._with_metric]
 
     def advance(self, applied: int) -> None:
         """Advance every scheduler for the update that was just applied, the `applied`-th of the run."""
