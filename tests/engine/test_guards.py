@@ -1,10 +1,16 @@
-"""Gradients that changed outside the Engine, and gradients set aside during a forward."""
+"""Gradients and models that changed outside the Engine, and gradients set aside during a forward."""
+
+import gc
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from halfstep.engine.guards import GradientGuard
+from halfstep.engine.engine import Engine
+from halfstep.engine.guards import GradientGuard, ModelGuard
 from halfstep.errors import SettingError
 
 
@@ -14,6 +20,22 @@ def layer():
 
 def backward(model):
     model(torch.ones(1, 3)).sum().backward()
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def engine_of(model, precision, **options):
+    return Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), precision, **options)
+
+
+def train(engine, *, between=lambda: None):
+    with engine.forward():
+        loss = engine.model(torch.ones(1, 3)).float().sum()
+    engine.backward(loss)
+    between()
+    return engine.step()
 
 
 @pytest.fixture
@@ -195,3 +217,147 @@ def test_an_update_without_any_gradient_is_detected(guarded):
     model.zero_grad()
     with pytest.raises(SettingError, match=r"step\(\): all gradients were cleared since engine.unscale\(\)"):
         guard.check_present("step")
+
+
+def test_a_window_that_was_unscaled_reports_what_came_too_late():
+    """unscale() twice and backward() after unscale() are reported as such, not as gradients from elsewhere."""
+    model = two_layers()
+    engine = engine_of(model, "fp32", accumulate=2)
+    loss = model(torch.ones(1, 3)).sum()
+    engine.backward(loss, retain_graph=True)
+    engine.unscale()
+    with pytest.raises(SettingError, match=r"unscale\(\) was already called in this window"):
+        engine.unscale()
+    with pytest.raises(SettingError, match=r"backward\(\) after unscale\(\): these gradients are already divided"):
+        engine.backward(loss)
+    model[0].weight.grad.mul_(2)  # an edit is allowed here, and changes none of the messages
+    with pytest.raises(SettingError, match=r"backward\(\) after unscale\(\)"):
+        engine.backward(loss)
+    assert engine.step(last=True).boundary
+
+
+# --- models that changed ----------------------------------------------------------------------------------------------
+
+
+CASTS = [
+    ("fp32", "half"),
+    ("fp32", "double"),
+    ("bf16", "bfloat16"),
+    ("fp16", "half"),
+    ("bf16-lean", "float"),
+    ("bf16-lean", "half"),
+    ("fp16-lean", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("when", ["before forward", "before step"])
+@pytest.mark.parametrize(("precision", "cast"), CASTS)
+def test_a_model_that_is_cast_after_the_engine_was_built_is_rejected(precision, cast, when):
+    """Before the update, by name, with both dtypes: masters and states would not follow."""
+    model = two_layers()
+    engine = engine_of(model, precision)
+    train(engine)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    old, new = model[0].weight.dtype, getattr(nn.Linear(1, 1), cast)().weight.dtype
+    message = rf"0.weight from {str(old)[6:]} on cpu to {str(new)[6:]} on cpu, .*1 more.*Engine\(precision=...\)"
+    with pytest.raises(SettingError, match=message):
+        if when == "before forward":
+            getattr(model, cast)()
+            train(engine)
+        else:
+            train(engine, between=getattr(model, cast))
+    assert all(torch.equal(p, before[name].to(new)) for name, p in model.named_parameters())
+
+
+def test_casts_that_change_no_trained_parameter_pass():
+    """A cast to the dtype that a model already has, and one of its frozen parts."""
+    model = two_layers()
+    model[0].requires_grad_(False)
+    engine = engine_of(model, "bf16")
+    train(engine)
+    model.float()
+    model[0].bfloat16()
+    assert not train(engine).skipped
+    model[0].requires_grad_(True)
+    with pytest.raises(SettingError, match="0.weight from float32 on cpu to bfloat16 on cpu"):
+        train(engine)
+
+
+def test_a_parameter_on_another_device_is_rejected():
+    """model.to(device) keeps the Parameter objects, so the optimizer would update them with states of the old device."""
+    param = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"), requires_grad=True)
+    guard = ModelGuard(nn.Module(), {"weight": param})
+    guard.check("step")
+    param.device = torch.device("cuda", 0)
+    with pytest.raises(SettingError, match=r"step\(\): .*weight from float32 on cpu to float32 on cuda:0"):
+        guard.check("step")
+
+
+def assign_state(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def delete_and_add(model):
+    del model[1]
+    model.append(nn.Linear(4, 2))  # perhaps in the memory of the old one
+
+
+REPLACEMENTS = {
+    "deleted layer": (delete_and_add, "1.weight, 1.bias"),
+    "layer": (lambda model: setattr(model, "1", nn.Linear(4, 2)), "1.weight, 1.bias"),
+    "parameter": (lambda model: setattr(model[1], "bias", nn.Parameter(torch.zeros(2))), "1.bias"),
+    "added": (lambda model: model.append(nn.Linear(2, 2)), "2.weight, 2.bias"),
+    "assigned": (assign_state, "0.weight, 0.bias, 1.weight and 1 more"),
+    "parametrized": (
+        lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+        "0.parametrizations.weight.original0, 0.parametrizations.weight.original1",
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-lean"])
+@pytest.mark.parametrize(("replace", "names"), REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_parameters_that_came_after_the_engine_was_built_are_rejected(replace, names, precision):
+    """However late, the first step whose backward reaches them raises: no optimizer would update them."""
+    model = two_layers()
+    engine = engine_of(model, precision)
+    for _ in range(3):
+        train(engine)
+    replace(model)
+    for _ in range(2):  # the second time as well
+        with pytest.raises(SettingError, match=rf"step\(\): {names} came into the model after the Engine was built"):
+            train(engine)
+        engine.reset_window()
+
+
+def test_changes_of_a_model_that_train_nothing_new_pass():
+    """Parts that have no parameters, are frozen, are not used, or were there at the start; and parts that are removed."""
+    model = two_layers()
+    model.spare = nn.Linear(2, 2)
+    model.forward = lambda x: model[1](model[0](x))
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+    engine = Engine(model, optimizer, "fp32")
+    train(engine)
+    model.append(nn.Dropout(0.5))
+    model.teacher = nn.Linear(3, 2).requires_grad_(False)
+    model.unused = nn.Linear(3, 2)
+    prune.identity(model[0], "weight")  # the same parameter under another name
+    model.head = model[1]
+    model.forward = lambda x: model[1](model[0](x)) + model.spare(model.teacher(x))
+    assert not train(engine).skipped
+    del model.teacher
+    model.forward = lambda x: model.unused(x) + model[1](model[0](x))
+    with pytest.raises(SettingError, match=r"unused.weight, unused.bias came into the model"):
+        train(engine)
+
+
+def test_removed_parts_of_a_model_are_freed():
+    """The next check drops every reference to a part that was there at the start and is in no optimizer."""
+    model = two_layers()
+    model.teacher = nn.Linear(3, 2).requires_grad_(False)
+    guard = ModelGuard(model, dict(model[1].named_parameters()))
+    teacher = weakref.ref(model.teacher.weight)
+    del model.teacher
+    guard.check("step")
+    gc.collect()
+    assert teacher() is None

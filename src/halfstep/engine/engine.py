@@ -44,7 +44,7 @@ from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
 from halfstep.engine.frozen import FrozenWatch
-from halfstep.engine.guards import GradientGuard
+from halfstep.engine.guards import GradientGuard, ModelGuard
 from halfstep.engine.members import as_module
 from halfstep.engine.region import recomputing
 from halfstep.engine.release import GradientRelease, check_release
@@ -122,6 +122,7 @@ class Engine(SavedEngine):
         self._buffers = BufferGuard(module)
         hide, in_graphs = self.policy.widens_grads(accumulate), records_graphs(compile, self.device)
         self._gradients = GradientGuard(run.params, self.optimizers, in_graphs=in_graphs, hide=hide)
+        self._model_guard = ModelGuard(module, run.params)
         self._release = GradientRelease(self.optimizers, run.params, run.undo) if gradient_release else None
         self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, self.ema)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
@@ -150,6 +151,7 @@ class Engine(SavedEngine):
     def forward(self) -> Iterator[None]:
         """Compute in the policy's precision inside this block."""
         self._require_open()
+        self._model_guard.check("forward")
         with self._blocks.forward(last=self.window.is_last()):
             yield
 
@@ -170,8 +172,8 @@ class Engine(SavedEngine):
         """
         self._require_open()
         check_loss(loss)
-        self._gradients.check("backward")
         check_backward(self.window, weighted=weight is not None, released=self._release is not None)
+        self._gradients.check("backward")
         self._truths.losses.observe(loss, entered=self._blocks.entered)
         factor, scaled = self._update.weigh(self.window, weight), self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
@@ -189,8 +191,8 @@ class Engine(SavedEngine):
     def unscale(self) -> None:
         """Divide the gradients now, for people who edit them before `step`; clipping still happens in `step`."""
         self._require_backward("unscale")
-        self._gradients.check("unscale")
         check_unscale(self.window, released=self._release is not None)
+        self._gradients.check("unscale")
         self._update.unscale(self.window)
         self._gradients.forget()
 
@@ -198,6 +200,7 @@ class Engine(SavedEngine):
         """End this micro-batch; every `accumulate` calls, or with `last=True`, update the weights."""
         check_step(self._blocks.depth)
         self._require_backward("step")
+        self._model_guard.check("step")
         if self.window.found_inf is None:
             self._gradients.check("step")
         else:
