@@ -1,5 +1,6 @@
 """Gradients and models that changed outside the Engine, and gradients set aside during a forward."""
 
+import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -361,3 +362,18 @@ def test_removed_parts_of_a_model_are_freed():
     guard.check("step")
     gc.collect()
     assert teacher() is None
+
+
+def test_a_loss_of_another_model_is_reported_once(caplog):
+    """A copy of the model is trained in its place: no parameter of the Engine has a gradient, and nothing would be updated."""
+    model = two_layers()
+    engine = engine_of(model, "fp32")
+    train(engine)
+    assert "has a gradient" not in caplog.text
+    other = copy.deepcopy(model)
+    for _ in range(3):
+        with engine.forward():
+            loss = other(torch.ones(1, 3)).sum()
+        engine.backward(loss)
+        engine.step()
+    assert caplog.text.count("No parameter of the Engine has a gradient, so this update changes nothing") == 1

@@ -30,13 +30,14 @@ from halfstep.engine.averaging import average_masters
 from halfstep.engine.blocks import Blocks
 from halfstep.engine.buffers import BufferGuard
 from halfstep.engine.checks import (
+    check_assignment,
     check_backward,
     check_loss,
     check_settings,
     check_step,
     check_unscale,
     choose_scaler,
-    fixed_setting,
+    fixed_names,
     require_backward,
 )
 from halfstep.engine.compiling import check_compile, compile_model, records_graphs
@@ -96,6 +97,7 @@ class Engine(SavedEngine):
         scaler: Scaler | None = None,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
+        of_subclass = frozenset(vars(self))
         optimizers, schedulers = as_list(optimizer), as_list(scheduler)
         root = as_module(model)
         check_settings(optimizers, schedulers, max_norm, accumulate)
@@ -137,12 +139,12 @@ class Engine(SavedEngine):
         if deterministic:
             make_deterministic(run.undo)
         compile_model(module, compile)
-        self._built = True
+        self._fixed = fixed_names(self, Engine, of_subclass)
         hook_of(watch, "attach")(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and "_built" in vars(self):
-            raise fixed_setting(name, value)
+        if "_fixed" in vars(self):
+            check_assignment(name, value, Engine, self._fixed)
         super().__setattr__(name, value)
 
     # --- blocks -------------------------------------------------------------------------------------------------
@@ -218,6 +220,8 @@ class Engine(SavedEngine):
 
     def _close_window(self, lr: float) -> StepResult:
         gradients, scale = self._update.gradients(self.window), self.scaler.scale_on(self.device).clone()
+        if self._release is None:
+            self._model_guard.check_reached(gradients)
         decision = self._update.apply(self.window, gradients)
         self._frozen.check()
         self.progress.attempts += 1

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.errors import SettingError
+from halfstep.events import log_warning
 from halfstep.hardware.units import few
 
 __all__ = ["GradientGuard", "ModelGuard"]
@@ -147,6 +148,7 @@ class ModelGuard:
         self._idle = WeakTensorKeyDictionary({p: None for p in module.parameters() if id(p) not in self._owned})
         self._structure = _structure(module)
         self._new: dict[str, Tensor] = {}
+        self._warned = False
 
     def check(self, caller: str) -> None:
         """Raise if a trained parameter has another dtype or device, or a new one has a gradient and no optimizer."""
@@ -170,6 +172,15 @@ class ModelGuard:
                 f"{caller}(): {few(trained)} came into the model after the Engine was built (a replaced layer or parameter, a "
                 "parametrization, load_state_dict(assign=True)?) and no optimizer of the Engine has them, so they would never be updated. "
                 "Change the model before its optimizer and Engine are built, or close() this engine and build both again."
+            )
+
+    def check_reached(self, gradients: Mapping[str, Tensor]) -> None:
+        """Warn once about an update that has no gradient at all: the loss is of another model."""
+        if not gradients and not self._warned:
+            self._warned = True
+            log_warning(
+                "No parameter of the Engine has a gradient, so this update changes nothing: the loss depends on none of them. Compute it "
+                "with the model that was passed to Engine(...), not with a copy or a new one."
             )
 
 
