@@ -1,10 +1,19 @@
-"""Gradients that changed outside the Engine, and gradients set aside during a forward."""
+"""Gradients and models that changed outside the Engine, and gradients set aside during a forward."""
+
+import copy
+import gc
+import pickle
+import re
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from halfstep.engine.guards import GradientGuard
+from halfstep.engine.engine import Engine
+from halfstep.engine.guards import GradientGuard, ModelGuard
 from halfstep.errors import SettingError
 
 
@@ -14,6 +23,31 @@ def layer():
 
 def backward(model):
     model(torch.ones(1, 3)).sum().backward()
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = two_layers()
+
+    def forward(self, x):
+        return self.body(x).relu()
+
+
+def engine_of(model, precision, **options):
+    return Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), precision, **options)
+
+
+def train(engine, *, between=lambda: None):
+    with engine.forward():
+        loss = engine.model(torch.ones(1, 3)).float().sum()
+    engine.backward(loss)
+    between()
+    return engine.step()
 
 
 @pytest.fixture
@@ -195,3 +229,249 @@ def test_an_update_without_any_gradient_is_detected(guarded):
     model.zero_grad()
     with pytest.raises(SettingError, match=r"step\(\): all gradients were cleared since engine.unscale\(\)"):
         guard.check_present("step")
+
+
+def test_a_window_that_was_unscaled_reports_what_came_too_late():
+    """unscale() twice and backward() after unscale() are reported as such, not as gradients from elsewhere."""
+    model = two_layers()
+    engine = engine_of(model, "fp32", accumulate=2)
+    loss = model(torch.ones(1, 3)).sum()
+    engine.backward(loss, retain_graph=True)
+    engine.unscale()
+    with pytest.raises(SettingError, match=r"unscale\(\) was already called in this window"):
+        engine.unscale()
+    with pytest.raises(SettingError, match=r"backward\(\) after unscale\(\): these gradients are already divided"):
+        engine.backward(loss)
+    model[0].weight.grad.mul_(2)  # an edit is allowed here, and changes none of the messages
+    with pytest.raises(SettingError, match=r"backward\(\) after unscale\(\)"):
+        engine.backward(loss)
+    assert engine.step(last=True).boundary
+
+
+# --- models that changed ----------------------------------------------------------------------------------------------
+
+
+CASTS = [
+    ("fp32", "half"),
+    ("fp32", "double"),
+    ("bf16", "bfloat16"),
+    ("fp16", "half"),
+    ("bf16-lean", "float"),
+    ("bf16-lean", "half"),
+    ("fp16-lean", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("when", ["before forward", "before step"])
+@pytest.mark.parametrize(("precision", "cast"), CASTS)
+def test_a_model_that_is_cast_after_the_engine_was_built_is_rejected(precision, cast, when):
+    """Before the update, by name, with both dtypes: masters and states would not follow."""
+    model = two_layers()
+    engine = engine_of(model, precision)
+    train(engine)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    old, new = model[0].weight.dtype, getattr(nn.Linear(1, 1), cast)().weight.dtype
+    message = rf"0.weight from {str(old)[6:]} on cpu to {str(new)[6:]} on cpu, .*1 more.*Engine\(precision=...\)"
+    with pytest.raises(SettingError, match=message):
+        if when == "before forward":
+            getattr(model, cast)()
+            train(engine)
+        else:
+            train(engine, between=getattr(model, cast))
+    assert all(torch.equal(p, before[name].to(new)) for name, p in model.named_parameters())
+
+
+def test_casts_that_change_no_trained_parameter_pass():
+    """A cast to the dtype that a model already has, and one of its frozen parts."""
+    model = two_layers()
+    model[0].requires_grad_(False)
+    engine = engine_of(model, "bf16")
+    train(engine)
+    model.float()
+    model[0].bfloat16()
+    assert not train(engine).skipped
+    model[0].requires_grad_(True)
+    with pytest.raises(SettingError, match="0.weight from float32 on cpu to bfloat16 on cpu"):
+        train(engine)
+
+
+def test_a_parameter_on_another_device_is_rejected():
+    """model.to(device) keeps the Parameter objects, so the optimizer would update them with states of the old device."""
+    param = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"), requires_grad=True)
+    guard = ModelGuard(nn.Module(), {"weight": param})
+    guard.check("step")
+    param.device = torch.device("cuda", 0)
+    with pytest.raises(SettingError, match=r"step\(\): .*weight from float32 on cpu to float32 on cuda:0"):
+        guard.check("step")
+
+
+def assign_state(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def delete_and_add(model):
+    del model[1]
+    model.append(nn.Linear(4, 2))  # perhaps in the memory of the old one
+
+
+REPLACEMENTS = {
+    "deleted layer": (delete_and_add, "1.weight, 1.bias"),
+    "layer": (lambda model: setattr(model, "1", nn.Linear(4, 2)), "1.weight, 1.bias"),
+    "parameter": (lambda model: setattr(model[1], "bias", nn.Parameter(torch.zeros(2))), "1.bias"),
+    "added": (lambda model: model.append(nn.Linear(2, 2)), "2.weight, 2.bias"),
+    "assigned": (assign_state, "0.weight, 0.bias, 1.weight and 1 more"),
+    "parametrized": (
+        lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+        "0.parametrizations.weight.original0, 0.parametrizations.weight.original1",
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-lean"])
+@pytest.mark.parametrize(("replace", "names"), REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_parameters_that_came_after_the_engine_was_built_are_rejected(replace, names, precision):
+    """However late, the first step whose backward reaches them raises: no optimizer would update them."""
+    model = two_layers()
+    engine = engine_of(model, precision)
+    for _ in range(3):
+        train(engine)
+    replace(model)
+    for _ in range(2):  # the second time as well
+        with pytest.raises(SettingError, match=rf"step\(\): {names} came into the model after the Engine was built"):
+            train(engine)
+        engine.reset_window()
+
+
+def test_changes_of_a_model_that_train_nothing_new_pass():
+    """Parts that have no parameters, are frozen, are not used, or were there at the start; and parts that are removed."""
+    model = two_layers()
+    model.spare = nn.Linear(2, 2)
+    model.forward = lambda x: model[1](model[0](x))
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+    engine = Engine(model, optimizer, "fp32")
+    train(engine)
+    model.append(nn.Dropout(0.5))
+    model.teacher = nn.Linear(3, 2).requires_grad_(False)
+    model.unused = nn.Linear(3, 2)
+    prune.identity(model[0], "weight")  # the same parameter under another name
+    model.head = model[1]
+    model.forward = lambda x: model[1](model[0](x)) + model.spare(model.teacher(x))
+    assert not train(engine).skipped
+    del model.teacher
+    model.forward = lambda x: model.unused(x) + model[1](model[0](x))
+    with pytest.raises(SettingError, match=r"unused.weight, unused.bias came into the model"):
+        train(engine)
+
+
+def test_removed_parts_of_a_model_are_freed():
+    """The next check drops every reference to a part that was there at the start and is in no optimizer."""
+    model = two_layers()
+    model.teacher = nn.Linear(3, 2).requires_grad_(False)
+    guard = ModelGuard(model, dict(model[1].named_parameters()))
+    teacher = weakref.ref(model.teacher.weight)
+    del model.teacher
+    guard.check("step")
+    gc.collect()
+    assert teacher() is None
+
+
+def test_a_loss_of_another_model_is_reported_once(caplog):
+    """A copy of the model is trained in its place: no parameter of the Engine has a gradient, and nothing would be updated."""
+    model = two_layers()
+    engine = engine_of(model, "fp32")
+    train(engine)
+    assert "has a gradient" not in caplog.text
+    other = copy.deepcopy(model)
+    for _ in range(3):
+        with engine.forward():
+            loss = other(torch.ones(1, 3)).sum()
+        engine.backward(loss)
+        engine.step()
+    assert caplog.text.count("No parameter of the Engine has a gradient, so this update changes nothing") == 1
+
+
+# --- calls outside the blocks -----------------------------------------------------------------------------------------
+
+OUTSIDE = r"called outside the Engine's blocks.*`with engine.forward\(\):` to train, .*`with engine.evaluate\(\):` to validate"
+LAYERS = {
+    "linear": (lambda: nn.Linear(3, 2), (1, 3), "bf16-lean"),
+    "linear in fp16": (lambda: nn.Linear(3, 2), (1, 3), "fp16-lean"),
+    "convolution": (lambda: nn.Conv1d(3, 2, 1), (1, 3, 4), "bf16-lean"),
+    "recurrent": (lambda: nn.GRU(3, 2), (4, 1, 3), "bf16-lean"),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 4), (2, 1, 4), "bf16-lean"),
+}
+
+
+def notes_of(call):
+    """The notes on the error that a call raises."""
+    with pytest.raises((RuntimeError, ValueError)) as info:
+        call()
+    return getattr(info.value, "__notes__", [])
+
+
+@pytest.mark.parametrize(("make", "shape", "precision"), LAYERS.values(), ids=LAYERS)
+def test_a_lean_model_called_outside_the_blocks_explains_its_dtype_error(make, shape, precision):
+    """Training and validation, the model and its copies: the error has one note with what to write; inside it works."""
+    model, x = make(), torch.randn(shape)
+    engine = engine_of(model, precision)
+    for called in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises((RuntimeError, ValueError), match="type") as info:
+            called(x)
+        assert re.search(OUTSIDE, "\n".join(info.value.__notes__))
+        with torch.no_grad():
+            assert len(notes_of(lambda called=called: called(x))) == 1
+        with engine.forward():
+            called(x)
+        with engine.evaluate():
+            called(x)
+    engine.close()
+    assert notes_of(lambda: model(x)) == []
+
+
+def test_other_calls_and_errors_of_a_lean_model_stay_as_they_are():
+    """16-bit inputs, a model that casts its own, wrong shapes, errors inside a block, and presets with fp32 weights."""
+    model = nn.Linear(3, 2)
+    engine = engine_of(model, "bf16-lean")
+    assert model(torch.ones(1, 3, dtype=torch.bfloat16)).shape == (1, 2)
+    assert notes_of(lambda: model(torch.ones(1, 4, dtype=torch.bfloat16))) == []
+    with engine.forward():
+        assert notes_of(lambda: model(torch.ones(1, 4))) == []
+    plain = nn.Linear(3, 2)
+    engine_of(plain, "bf16")
+    assert notes_of(lambda: plain(torch.ones(1, 3, dtype=torch.float64))) == []
+    model.register_forward_pre_hook(lambda module, args: tuple(a.bfloat16() for a in args))
+    assert model(torch.ones(1, 3)).shape == (1, 2)
+
+
+def test_each_of_several_modules_explains_its_dtype_error():
+    """The holder of several modules is never called itself."""
+    nets = {"actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)}
+    optimizer = torch.optim.SGD([p for net in nets.values() for p in net.parameters()], lr=0.1)
+    engine = Engine(nets, optimizer, "bf16-lean")
+    for net in nets.values():
+        assert len(notes_of(lambda net=net: net(torch.ones(1, 3)))) == 1
+    again = engine_of(nets["actor"], "bf16-lean")
+    assert len(notes_of(lambda: nets["actor"](torch.ones(1, 3)))) == 1
+    again.close()
+    engine.close()
+    assert not any(net._forward_hooks or net._forward_hooks_always_called for net in nets.values())
+
+
+def test_the_note_leaves_a_compiled_model_in_one_graph():
+    """The hook is traced with the model, compiled in place or by the user, and breaks no graph."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    for compiled in (two_layers(), Net()):
+        engine = engine_of(compiled, "bf16-lean")
+        for call in (torch.compile(compiled, backend=backend, fullgraph=True), compiled):
+            graphs.clear()
+            if call is compiled:
+                torch.compiler.reset()
+                compiled.compile(backend=backend, fullgraph=True)
+            with engine.forward():
+                call(torch.ones(1, 3))
+            assert len(graphs) == 1

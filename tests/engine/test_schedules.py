@@ -224,9 +224,52 @@ def test_a_direct_step_of_a_plateau_scheduler_is_accepted():
 
 
 def test_settings_cannot_be_assigned_after_construction():
-    """No public attribute of an Engine can be replaced: the assignment would change nothing."""
+    """An option, attribute or method of an Engine, its misspelling and its name elsewhere: assigning would change nothing."""
     model, _, engine = engine_of(FACTORIES["step"])
-    for name, value in {"accumulate": 4, "max_norm": 1.0, "model": model, "policy": "bf16", "grad_clip": 1.0}.items():
-        with pytest.raises(SettingError, match=rf"engine.{name} = .*fixed when it is built"):
+    settings = {
+        "accumulate": 4,
+        "max_norm": 1.0,
+        "model": model,
+        "policy": "bf16",
+        "step": None,
+        "gradient_release": True,
+    }
+    for name, value in settings.items():
+        with pytest.raises(SettingError, match=rf"engine.{name} = .*fixed when it is built.*Pass {name}= to Engine"):
             setattr(engine, name, value)
+    misspelled = {
+        "max_nrom": "max_norm",
+        "acumulate": "accumulate",
+        "lr_scheduler": "scheduler",
+        "precison": "precision",
+    }
+    elsewhere = {"grad_clip": "max_norm", "gradient_accumulation_steps": "accumulate", "loss_scale": "scaler"}
+    for name, option in (misspelled | elsewhere).items():
+        with pytest.raises(
+            SettingError, match=rf"engine.{name} = 1: .*'{name}' reads like {option};.*Pass {option}= to"
+        ):
+            setattr(engine, name, 1)
+    with pytest.raises(SettingError, match=r"lr is a setting of the optimizer: change optimizer.param_groups"):
+        engine.lr = 0.1
+    assert train(model, engine).boundary
+
+
+def test_names_of_the_users_own_can_be_assigned():
+    """Notes on an Engine, again and again, and the attributes of a subclass from before and after its set-up."""
+
+    class Tracked(Engine):
+        best_loss = 1.0
+
+        def __init__(self, *args, **kwargs):
+            self.epoch = 0
+            super().__init__(*args, **kwargs)
+            self.num_steps = 0
+
+    model = nn.Linear(4, 4)
+    engine = Tracked(model, torch.optim.SGD(model.parameters(), lr=1.0), "fp32")
+    for number in (1, 2):
+        engine.epoch = engine.num_steps = engine.best_loss = engine.my_model = number
+    assert (engine.epoch, engine.num_steps, engine.best_loss, engine.my_model) == (2, 2, 2, 2)
+    with pytest.raises(SettingError, match="fixed when it is built"):
+        engine.accumulate = 4
     assert train(model, engine).boundary

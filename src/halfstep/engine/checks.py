@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import reprlib
 from collections.abc import Collection, Sequence
@@ -19,6 +21,7 @@ from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler, make_scaler
 
 __all__ = [
+    "check_assignment",
     "check_backward",
     "check_loss",
     "check_optimizers",
@@ -27,10 +30,23 @@ __all__ = [
     "check_step",
     "check_unscale",
     "choose_scaler",
-    "fixed_setting",
+    "fixed_names",
     "named_trainables",
     "require_backward",
 ]
+
+# Names of other libraries for options of the Engine, and settings that are not the Engine's.
+_OTHER_NAMES = {
+    **dict.fromkeys(
+        ("grad_clip", "clip_grad", "clip_norm", "max_grad_norm", "gradient_clipping", "gradient_clip_val"), "max_norm"
+    ),
+    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches"), "accumulate"),
+    **dict.fromkeys(("amp", "dtype", "mixed_precision"), "precision"),
+    "ema_decay": "ema",
+    "loss_scale": "scaler",
+}
+_OPTIMIZER_SETTINGS = ("lr", "learning_rate", "weight_decay", "momentum", "betas")
+_NEAR = 0.8  # difflib's ratio: "max_nrom" has 0.88 and "lr_scheduler" 0.86, "num_steps" has 0.75 and "my_model" 0.77
 
 
 def check_loss(loss: Any) -> None:
@@ -72,11 +88,31 @@ def choose_scaler(scaler: Scaler | None, policy: Policy) -> Scaler:
     return chosen
 
 
-def fixed_setting(name: str, value: Any) -> SettingError:
-    """The error for assigning to an Engine that is built."""
-    return SettingError(
-        f"engine.{name} = {reprlib.repr(value)}: an Engine is fixed when it is built, and this would change nothing. Pass {name}= to "
-        "Engine(...) if it is one of its options; to change it during a run, close() this engine and build a new one."
+def fixed_names(engine: object, cls: type, own: Collection[str]) -> frozenset[str]:
+    """The public names of a built Engine that nobody may assign to: its options, attributes and methods; `own` are a subclass's."""
+    names = {*inspect.signature(cls).parameters, *vars(engine), *dir(cls)} - set(own)
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+def check_assignment(name: str, value: Any, cls: type, fixed: Collection[str]) -> None:
+    """Raise for assigning to an Engine that is built, unless the name is clearly the user's own."""
+    if name.startswith("_"):
+        return
+    text = f"engine.{name} = {reprlib.repr(value)}: an Engine is fixed when it is built, and this would change nothing."
+    if name in _OPTIMIZER_SETTINGS:
+        raise SettingError(
+            f"{text} {name} is a setting of the optimizer: change optimizer.param_groups, or use a scheduler."
+        )
+    option = _OTHER_NAMES.get(name, name)
+    if option not in fixed:
+        near = difflib.get_close_matches(name, inspect.signature(cls).parameters, n=1, cutoff=_NEAR)
+        if not near:
+            return
+        option = near[0]
+    meant = "" if option == name else f" {name!r} reads like {option}; choose another name for a note of your own."
+    raise SettingError(
+        f"{text}{meant} Pass {option}= to Engine(...) if it is one of its options; to change it during a run, close() this engine "
+        "and build a new one."
     )
 
 

@@ -30,13 +30,14 @@ from halfstep.engine.averaging import average_masters
 from halfstep.engine.blocks import Blocks
 from halfstep.engine.buffers import BufferGuard
 from halfstep.engine.checks import (
+    check_assignment,
     check_backward,
     check_loss,
     check_settings,
     check_step,
     check_unscale,
     choose_scaler,
-    fixed_setting,
+    fixed_names,
     require_backward,
 )
 from halfstep.engine.compiling import check_compile, compile_model, records_graphs
@@ -44,7 +45,7 @@ from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
 from halfstep.engine.frozen import FrozenWatch
-from halfstep.engine.guards import GradientGuard
+from halfstep.engine.guards import GradientGuard, ModelGuard, explain_dtype_errors
 from halfstep.engine.members import as_module
 from halfstep.engine.region import recomputing
 from halfstep.engine.release import GradientRelease, check_release
@@ -96,6 +97,7 @@ class Engine(SavedEngine):
         scaler: Scaler | None = None,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
+        of_subclass = frozenset(vars(self))
         optimizers, schedulers = as_list(optimizer), as_list(scheduler)
         root = as_module(model)
         check_settings(optimizers, schedulers, max_norm, accumulate)
@@ -122,6 +124,8 @@ class Engine(SavedEngine):
         self._buffers = BufferGuard(module)
         hide, in_graphs = self.policy.widens_grads(accumulate), records_graphs(compile, self.device)
         self._gradients = GradientGuard(run.params, self.optimizers, in_graphs=in_graphs, hide=hide)
+        self._model_guard = ModelGuard(module, run.params)
+        explain_dtype_errors(module, self.policy, run.undo)
         self._release = GradientRelease(self.optimizers, run.params, run.undo) if gradient_release else None
         self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, self.ema)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
@@ -136,12 +140,12 @@ class Engine(SavedEngine):
         if deterministic:
             make_deterministic(run.undo)
         compile_model(module, compile)
-        self._built = True
+        self._fixed = fixed_names(self, Engine, of_subclass)
         hook_of(watch, "attach")(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and "_built" in vars(self):
-            raise fixed_setting(name, value)
+        if "_fixed" in vars(self):
+            check_assignment(name, value, Engine, self._fixed)
         super().__setattr__(name, value)
 
     # --- blocks -------------------------------------------------------------------------------------------------
@@ -150,6 +154,7 @@ class Engine(SavedEngine):
     def forward(self) -> Iterator[None]:
         """Compute in the policy's precision inside this block."""
         self._require_open()
+        self._model_guard.check("forward")
         with self._blocks.forward(last=self.window.is_last()):
             yield
 
@@ -170,8 +175,8 @@ class Engine(SavedEngine):
         """
         self._require_open()
         check_loss(loss)
-        self._gradients.check("backward")
         check_backward(self.window, weighted=weight is not None, released=self._release is not None)
+        self._gradients.check("backward")
         self._truths.losses.observe(loss, entered=self._blocks.entered)
         factor, scaled = self._update.weigh(self.window, weight), self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
@@ -189,8 +194,8 @@ class Engine(SavedEngine):
     def unscale(self) -> None:
         """Divide the gradients now, for people who edit them before `step`; clipping still happens in `step`."""
         self._require_backward("unscale")
-        self._gradients.check("unscale")
         check_unscale(self.window, released=self._release is not None)
+        self._gradients.check("unscale")
         self._update.unscale(self.window)
         self._gradients.forget()
 
@@ -198,6 +203,7 @@ class Engine(SavedEngine):
         """End this micro-batch; every `accumulate` calls, or with `last=True`, update the weights."""
         check_step(self._blocks.depth)
         self._require_backward("step")
+        self._model_guard.check("step")
         if self.window.found_inf is None:
             self._gradients.check("step")
         else:
@@ -215,6 +221,8 @@ class Engine(SavedEngine):
 
     def _close_window(self, lr: float) -> StepResult:
         gradients, scale = self._update.gradients(self.window), self.scaler.scale_on(self.device).clone()
+        if self._release is None:
+            self._model_guard.check_reached(gradients)
         decision = self._update.apply(self.window, gradients)
         self._frozen.check()
         self.progress.attempts += 1

@@ -1,4 +1,4 @@
-"""Guards: gradients that changed outside the Engine, and gradients in the way of a forward.
+"""Guards: gradients and models that changed outside the Engine, and gradients in the way of a forward.
 
 Gradients between `backward` and `step` are multiplied by the loss scale. A bare `loss.backward()` adds unscaled ones to
 them, and clipping or editing them by hand works on numbers that are 65536 times too large; both continue training,
@@ -10,20 +10,39 @@ graphs writes its gradients to the same memory at every replay: they are valid u
 micro-batch uses them in place, but those that must outlive a forward (accumulation, a second loss) are copied out once
 per window, and from then on autograd adds to the copy. And torch.compile cannot trace a 16-bit weight that has an fp32
 gradient: it falls back to eager at every layer. So where gradients are summed in fp32, weights have none during a forward.
+
+Set-up fits masters, optimizer states and casts to the parameters it sees. `model.half()` or `model.to(device)` afterwards
+keeps the Parameter objects and changes what is in them: updates are lost to rounding, or weights and masters disagree. A layer
+that is replaced afterwards has parameters that no optimizer knows. Both train on without an error, so each micro-batch
+compares dtypes, devices and the registered objects with those of the set-up, on the host.
+
+A lean model that is called outside the Engine's blocks fails with torch's own error about two dtypes. Whether a call will
+fail cannot be known before it: the inputs may be 16-bit, or the model casts them. So a hook adds a note to the error itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep.engine.members import Members
 from halfstep.errors import SettingError
+from halfstep.events import log_warning
 from halfstep.hardware.units import few
+from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
+from halfstep.precision.policy import Policy
 
-__all__ = ["GradientGuard"]
+__all__ = ["GradientGuard", "ModelGuard", "explain_dtype_errors"]
+
+_OUTSIDE = (
+    "halfstep: the weights of this model are stored in 16 bits, and it was called outside the Engine's blocks, where nothing casts its "
+    "inputs to them. Call it inside `with engine.forward():` to train, and inside `with engine.evaluate():` to validate."
+)
 
 
 class GradientGuard:
@@ -127,6 +146,87 @@ class GradientGuard:
                 f"{caller}(): all gradients were cleared since engine.unscale(), so nothing would be updated. Remove optimizer.zero_grad() "
                 "from the loop; engine.reset_window() drops a window."
             )
+
+
+class ModelGuard:
+    """Detects a model whose parameters were cast, moved or replaced after the Engine was built; never waits for the device."""
+
+    def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
+        """`params` are those that the optimizers own, by the module's names."""
+        self._module = module
+        self._placed = [(name, p, p.dtype, p.device) for name, p in params.items()]
+        self._owned = {id(p) for p in params.values()}
+        # Weak: a part of the model that is dropped later must not stay in memory.
+        self._idle = WeakTensorKeyDictionary({p: None for p in module.parameters() if id(p) not in self._owned})
+        self._structure = _structure(module)
+        self._new: dict[str, Tensor] = {}
+        self._warned = False
+
+    def check(self, caller: str) -> None:
+        """Raise if a trained parameter has another dtype or device, or a new one has a gradient and no optimizer."""
+        moved = [entry for entry in self._placed if entry[1].dtype is not entry[2] or entry[1].device != entry[3]]
+        if any(param.requires_grad for _, param, _, _ in moved):
+            changes = [
+                f"{n} from {_place(dtype, device)} to {_place(p.dtype, p.device)}" for n, p, dtype, device in moved
+            ]
+            raise SettingError(
+                f"{caller}(): the model was cast or moved after the Engine was built: {few(changes)}. Masters and optimizer states "
+                "do not follow, and updates would be lost. Remove .half() / .bfloat16() / .float() / .to(...) after Engine(...): build the "
+                "model on its device in fp32, then its optimizer and the Engine, and choose the precision with Engine(precision=...)."
+            )
+        if any(list(map(id, table.values())) != ids for table, ids, _ in self._structure):
+            self._structure = _structure(self._module)
+            named = self._module.named_parameters()
+            self._new = {name: p for name, p in named if id(p) not in self._owned and p not in self._idle}
+        trained = [name for name, param in self._new.items() if param.grad is not None]
+        if trained:
+            raise SettingError(
+                f"{caller}(): {few(trained)} came into the model after the Engine was built (a replaced layer or parameter, a "
+                "parametrization, load_state_dict(assign=True)?) and no optimizer of the Engine has them, so they would never be updated. "
+                "Change the model before its optimizer and Engine are built, or close() this engine and build both again."
+            )
+
+    def check_reached(self, gradients: Mapping[str, Tensor]) -> None:
+        """Warn once about an update that has no gradient at all: the loss is of another model."""
+        if not gradients and not self._warned:
+            self._warned = True
+            log_warning(
+                "No parameter of the Engine has a gradient, so this update changes nothing: the loss depends on none of them. Compute it "
+                "with the model that was passed to Engine(...), not with a copy or a new one."
+            )
+
+
+def explain_dtype_errors(module: nn.Module, policy: Policy, undo: contextlib.ExitStack) -> None:
+    """Until `undo`, add a note to dtype errors of a lean model that is called outside the Engine's blocks."""
+    if policy.params == "fp32" or policy.compute not in COMPUTE_DTYPES:
+        return
+    for called in module.children() if isinstance(module, Members) else (module,):
+        # A module-level function without state: copies and pickles of the model work.
+        undo.callback(called.register_forward_hook(_add_note, always_call=True).remove)
+
+
+def _add_note(module: nn.Module, _args: object, output: object) -> None:
+    if torch.compiler.is_compiling() or output is not None:
+        return
+    error, param = sys.exception(), next((p for p in module.parameters() if p.dtype in DTYPES_16_BIT), None)
+    if not isinstance(error, RuntimeError | ValueError) or "type" not in str(error) or param is None:
+        return
+    if not torch.is_autocast_enabled(param.device.type) and _OUTSIDE not in getattr(error, "__notes__", ()):
+        error.add_note(_OUTSIDE)
+
+
+def _structure(module: nn.Module) -> list[tuple[Mapping[str, object], list[int], list[object]]]:
+    """Every table of parameters and children in a model, with the identities of what is registered in it.
+
+    Comparing them takes a fifth of the time of a walk over `module.parameters()`, which removes duplicates. The objects
+    themselves are in the list so that none is freed and its identity reused.
+    """
+    tables = (table for m in module.modules() for table in (m._parameters, m._modules))  # noqa: SLF001
+    return [(table, list(map(id, table.values())), list(table.values())) for table in tables]
+
+
+def _place(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device}"
 
 
 def _num_owned(optimizers: Sequence[torch.optim.Optimizer]) -> int:
