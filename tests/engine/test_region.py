@@ -101,10 +101,10 @@ MIXED_IN_FP32 = {
     "masked_scatter": "x.masked_scatter(x > 0, p)",
     "put": f"x.put({I4}, v[:4])",
     "meshgrid": "torch.meshgrid(v, x[0], indexing='ij')[0]",
-    "layer_norm": "F.layer_norm(x, (8,), v, v)",
-    "group_norm": "F.group_norm(x, 2, v, v)",
-    "batch_norm": "F.batch_norm(x, torch.zeros(8), torch.ones(8), v, v, True)",
-    "instance_norm": "F.instance_norm(x[None], weight=v[:4], bias=v[:4])",
+    "layer_norm of an fp32 input": "F.layer_norm(x, (8,), v, v)",
+    "group_norm of an fp32 input": "F.group_norm(x, 2, v, v)",
+    "batch_norm of an fp32 input": "F.batch_norm(x, torch.zeros(8), torch.ones(8), v, v, True)",
+    "instance_norm of an fp32 input": "F.instance_norm(x[None], weight=v[:4], bias=v[:4])",
 }
 WITHOUT_16_BIT_KERNELS = {
     "slogdet": "torch.slogdet(p)[1]",
@@ -620,6 +620,26 @@ def test_compiled_models_follow_the_rule(fresh_compiler, compute):
         assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in zip(found, expected, strict=True))
     outside[1].square().sum().backward()
     assert layer.weight.grad.isfinite().all()
+
+
+@compiles
+def test_compiled_code_casts_for_16_bit_weights(fresh_compiler):
+    """A compiled function with every kind of cast gives the dtypes of eager, with gradients in the weights' dtype."""
+    names = with_weights(torch.bfloat16)
+    p, v = names["p"].requires_grad_(), names["v"].requires_grad_()
+
+    def forward(x, p, v):
+        y = x.clone()
+        y[torch.arange(4)] = v
+        return torch.slogdet(p)[1], torch.mv(p, x[0]), torch.dot(v, x[0]), F.layer_norm(x, (8,), v), y
+
+    with compute_region("cpu", "bf16"):
+        expected = forward(names["x"], p, v)
+        found = torch.compile(forward, backend="aot_eager", fullgraph=True)(names["x"], p, v)
+    assert [t.dtype for t in found] == [FP32, torch.bfloat16, FP32, FP32, FP32]
+    assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-2) for a, b in zip(found, expected, strict=True))
+    sum(t.float().sum() for t in found).backward()
+    assert {p.grad.dtype, v.grad.dtype} == {torch.bfloat16}
 
 
 def test_compiled_code_is_kept_apart_by_device_and_dtype():
