@@ -70,7 +70,7 @@ _IN_PLACE = (
 )  # fmt: skip
 
 # By device type and kind: what its list lacks and the other device's has.
-ON_THE_OTHER_LIST = {
+ON_THE_OTHER_LIST: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "fp32": (*FP32_INPUTS, "softmax", "log_softmax", *FP32_OUTPUTS, *_RESIZED),
         "lower": _PRODUCTS,
@@ -80,13 +80,13 @@ ON_THE_OTHER_LIST = {
 }
 # By device type and kind: what needs a cast whatever the lists have. The layer that a Transformer runs in eval mode skips
 # autocast on a CPU. CUDA's own list has the normalisation layers, and its batch norm is called too often for a check.
-_EVERYWHERE = {
+_EVERYWHERE: dict[str, tuple[str, ...]] = {
     "fp32": (*_LINEAR_ALGEBRA, *_FOURIER, *_FUNCTIONS),
     "lower": ("_transformer_encoder_layer_fwd",),
     "widest": _MIXED,
     "first": ("embedding_bag", *_IN_PLACE),
 }
-ON_EVERY_DEVICE = {
+ON_EVERY_DEVICE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": _EVERYWHERE | {"norm": ("layer_norm", "group_norm", "batch_norm", "instance_norm")},
     "cuda": _EVERYWHERE | {"norm": ("instance_norm",)},
 }
