@@ -31,7 +31,8 @@ every_layout = pytest.mark.parametrize(
     [
         (FP32, "policy", "policy"),
         (FP32, "none", "bf16"),
-        *itertools.product([BF16, FP16], ["policy", "split", "fp32", "none"], ["policy", "fp32", "bf16"]),
+        (BF16, "policy", "policy"),
+        *itertools.product([BF16, FP16], ["split", "fp32", "none"], ["fp32", "bf16"]),
     ],
     ids=str,
 )
@@ -58,7 +59,7 @@ def test_fp32_weights_follow_torchs_class(ours, stock, options):
     mine, theirs = weights((4, 3), (5,), ()), weights((4, 3), (5,), ())
     options = {"lr": 0.01} | options
     a, b = ours(mine, **options), stock(theirs, **options)
-    for t in range(50):
+    for t in range(8 if INTERPRETED else 50):
         give_grads(mine, t)
         give_grads(theirs, t)
         a.step()
@@ -419,6 +420,7 @@ def test_fp32_gradients_of_16_bit_weights_are_not_rounded():
     assert torch.equal(optimizer.master_of(param), before - (1 + 2.0**-20))
 
 
+@pytest.mark.skipif(INTERPRETED, reason="hundreds of steps, half a minute in Triton's interpreter")
 def test_the_step_count_is_fp32_whatever_the_default_dtype():
     """Under a 16-bit default dtype a count of that dtype would stop at 256 and spoil the bias corrections."""
     (param,) = weights((2,), dtype=BF16)

@@ -45,6 +45,22 @@ def test_cross_entropy_computes_in_fp32(on_cuda):
     assert log_softmax.next_functions[0][0].name() == "ToCopyBackward0"
 
 
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_16_bit_weights_meet_every_kind_of_cast(on_cuda, compute):
+    """A plan computes decompositions and mixed dtypes of a lean model in the dtypes that a region on CUDA has."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[compute]
+    x, w, v = torch.randn(4, 8), torch.randn(8, 8, dtype=half, requires_grad=True), torch.randn(8, dtype=half)
+    with compute_region("cpu", compute):
+        decomposed = torch.slogdet(w)[1], torch.matrix_exp(w), torch.linalg.solve(w, x.t()), torch.fft.rfft(w).abs()
+        mixed = torch.dot(v, x[0]), torch.lerp(x, w[:4], 0.5), x.clone().index_put_((torch.arange(4),), v)
+        product = torch.mv(w, x[0])
+        assert F.layer_norm(torch.mm(x, w), (8,), v).dtype is torch.float32
+    assert {t.dtype for t in decomposed + mixed} == {torch.float32}
+    assert product.dtype is half
+    (sum(t.sum() for t in decomposed) + product.sum()).backward()
+    assert w.grad.dtype is half
+
+
 def test_dropout_saves_a_mask_of_bytes(on_cuda):
     """Dropout in training uses CUDA's fused kernel with a boolean mask; at rate 0 it returns its input."""
     x = torch.randn(4, 8, requires_grad=True)
@@ -148,15 +164,15 @@ def test_region_traced_after_a_plan_has_its_own_rule():
 
 
 def test_region_first_entered_during_a_plan_has_the_full_rule():
-    """The Engine's rule is derived from torch's own lists, not from those that a plan has changed."""
+    """The Engine's rule is derived from torch's own lists, not from those that a plan has changed; the plan's rule wins."""
     code = (
         "import torch\n"
         "from halfstep.planning.cuda_rules import as_on_cuda\n"
         "from halfstep.engine.region import compute_region\n"
         "with as_on_cuda(), compute_region('cpu', 'bf16'):\n"
-        "    pass\n"
+        "    print(torch.nn.functional.layer_norm(torch.ones(2, dtype=torch.bfloat16), (2,)).dtype)\n"
         "with compute_region('cpu', 'bf16'):\n"
         "    print(torch.ones(2, dtype=torch.bfloat16).softmax(-1).dtype)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["torch.float32"]
+    assert done.stdout.split() == ["torch.float32", "torch.float32"]

@@ -56,3 +56,25 @@ def test_ema_covers_the_parameters_that_optimizers_own():
         assert breakdown(small_job(), precision, ema=True)["average"] == 4 * (WEIGHTS + BIASES)
     frozen = small_job(optimizer=lambda model: torch.optim.AdamW(model[2].parameters(), lr=1e-3))
     assert breakdown(frozen, "fp32", ema=True)["average"] == 4 * (64 * 4 + 4)
+
+
+class LogDeterminant(nn.Module):
+    """A layer with operations that have no 16-bit kernels, or none for a 16-bit weight and an fp32 input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16))
+        self.token = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        x = x.clone()
+        x[torch.arange(2)] = self.token
+        return x @ self.weight - torch.slogdet(self.weight)[1] - torch.matrix_exp(self.weight).sum()
+
+
+def test_models_with_operations_without_16_bit_kernels_are_planned():
+    """Every preset plans a model with decompositions, spectral norm and a 16-bit weight written into an fp32 input."""
+    spectral = nn.utils.parametrizations.spectral_norm
+    job = small_job(model=lambda: nn.Sequential(LogDeterminant(), spectral(nn.Linear(16, 64)), nn.Linear(64, 4)))
+    for precision in ("fp32", "bf16", "bf16-lean", "fp16-lean"):
+        assert sum(breakdown(job, precision).values()) > 0

@@ -8,8 +8,9 @@ fp32 on every device. torch's two lists of fp32 operations each lack a part of t
     CUDA    has the others, but not cross_entropy (nor ctc_loss): its log-softmax requests the logits' own dtype, which
             autocast passes through, so a bf16 run of torch.amp rounds log-probabilities to 8 bits unless the logits are fp32
 
-So each device gets what the other's list has, through torch's own dispatcher. The registrations act only inside a Halfstep
-region; elsewhere they pass through, and a plain torch.autocast behaves as before.
+So each device gets what the other's list has, through torch's own dispatcher, and both get casts for operations that raise
+when they meet a 16-bit weight; `precision/operations.py` has the names. The registrations act only inside a Halfstep region;
+elsewhere they pass through, and a plain torch.autocast behaves as before.
 
 torch.compile caches compiled code on disk. The cache key of torch 2.11 records that autocast is on but not its dtype (2.13
 does), so a model compiled in bf16 was silently reused for fp16; and no torch knows our rule. So a region adds a tag
@@ -34,32 +35,22 @@ from torch.utils import _pytree as pytree
 
 from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
+from halfstep.precision.operations import KINDS, ON_EVERY_DEVICE, ON_THE_OTHER_LIST
 
 __all__ = [
-    "FP32_INPUTS",
-    "FP32_OUTPUTS",
     "compute_region",
-    "fp32_operations",
     "has_kernel",
+    "install",
+    "operations_of",
+    "overloads",
     "recomputing",
     "reinstall",
     "upcast",
 ]
 
 
-# Base names of operations that CUDA's autocast runs in fp32 and the CPU's does not; the planner uses them as well.
-# CUDA casts the inputs of the first group, and has kernels for the second that read 16 bits and write fp32.
-FP32_INPUTS = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow", "softplus", "logsumexp", "dist", "renorm", "cosine_similarity", "pdist",
-)  # fmt: skip
-FP32_OUTPUTS = ("sum", "prod", "cumsum", "cumprod", "norm", "linalg_vector_norm", "linalg_matrix_norm")
-# Base names of fp32 operations that one device's list lacks and the other's has; overloads are read from the installed torch.
-_LACKING = {
-    "cpu": (*FP32_INPUTS, "softmax", "log_softmax", *FP32_OUTPUTS),
-    "cuda": ("cross_entropy_loss", "ctc_loss"),
-}
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_DEVICE_TYPES = {key: device_type for device_type, key in _KEYS.items()}
 
 _local = threading.local()
 _backwards: list[None] = []  # one entry for each backward pass in progress
@@ -74,7 +65,7 @@ def compute_region(device_type: str, compute: str) -> Iterator[None]:
         with torch.autocast(device_type, enabled=False):
             yield
         return
-    _install_rule(device_type)
+    install(device_type)
     before = getattr(_local, "active", False)
     _local.active = True
     try:
@@ -103,26 +94,42 @@ def _own_compilations(device_type: str, compute: str) -> Iterator[None]:
 
 
 @functools.cache
-def fp32_operations(device_type: str) -> tuple[str, ...]:
-    """The operations that the rule adds on a device type, as the dispatcher names them."""
+def operations_of(device_type: str, kind: str) -> tuple[str, ...]:
+    """The operations that a region treats in this way on a device type, as the dispatcher names them."""
     own = _KEYS.get(device_type, "")
     other = _KEYS["cuda" if device_type == "cpu" else "cpu"]
+    listed = [
+        name
+        for base in ON_THE_OTHER_LIST.get(device_type, {}).get(kind, ())
+        for name in overloads(base)
+        if has_kernel(f"aten::{name}", other)
+    ]
+    needed = [name for base in ON_EVERY_DEVICE.get(device_type, {}).get(kind, ()) for name in overloads(base)]
+    return tuple(name for name in listed + needed if not has_kernel(f"aten::{name}", own))
+
+
+def overloads(base: str) -> list[str]:
+    """The overloads of an operation that give a new result or work in place, as the dispatcher names them."""
+    packet = getattr(torch.ops.aten, base, None)
     names = []
-    for base in _LACKING.get(device_type, ()):
-        packet = getattr(torch.ops.aten, base, None)
-        for overload in packet.overloads() if packet is not None else ():
-            name = f"aten::{base}" if overload == "default" else f"aten::{base}.{overload}"
-            if "out" not in overload and has_kernel(name, other) and not has_kernel(name, own):
-                names.append(f"{base}.{overload}")
-    return tuple(names)
+    for overload in packet.overloads() if packet is not None else ():
+        name = base if overload == "default" else f"{base}.{overload}"
+        if _known(name) and not any(a.is_out for a in getattr(packet, overload)._schema.arguments):  # noqa: SLF001
+            names.append(name)
+    return names
+
+
+def _known(name: str) -> bool:
+    try:
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU")  # noqa: SLF001 - the only way to query it
+    except RuntimeError:  # an overload of TorchScript's, which the dispatcher does not know
+        return False
+    return True
 
 
 def has_kernel(name: str, key: str) -> bool:
     """Whether the dispatcher has a kernel for an operation ("aten::sum.dim_IntList") under a dispatch key."""
-    try:
-        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)  # noqa: SLF001 - the only way to read the lists
-    except RuntimeError:  # a scalar overload of TorchScript's, which the dispatcher does not know
-        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)  # noqa: SLF001 - the only way to read the lists
 
 
 @contextlib.contextmanager
@@ -148,22 +155,23 @@ def _upcast_one(value: Any) -> Any:
     return value.float() if is_16_bit else value
 
 
-def _install_rule(device_type: str) -> None:
-    """Register the fp32 operations once per process, when a 16-bit region is first entered on such a device."""
+def install(device_type: str) -> None:
+    """Register the rule once per process, when a 16-bit region is first entered on such a device."""
     with _install:  # also where torch.compile stops tracing, so that the switch is set when the block is compiled
-        if device_type in _libraries or device_type not in _LACKING:
+        if device_type in _libraries or device_type not in _KEYS:
             return
         if device_type == "cpu":
             ignore_fallback_warnings()
-        # Before any registration, which would change the answers.
-        names = {kind: fp32_operations(kind) for kind in _LACKING}[device_type]
+        # Both before any registration, which would change the answers.
+        names = {(on, kind): operations_of(on, kind) for on in _KEYS for kind in KINDS}
         key = _KEYS[device_type]
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        for name in names:
-            base, overload = name.split(".")
-            operation = getattr(getattr(torch.ops.aten, base), overload)
-            own = base if overload == "default" else name
-            library.impl(own, _in_fp32(operation, key), key, allow_override=True)  # type: ignore[no-untyped-call]
+        for kind in KINDS:
+            for name in names[device_type, kind]:
+                base, _, overload = name.partition(".")
+                operation = getattr(getattr(torch.ops.aten, base), overload or "default")
+                kernel = _kernel(operation, kind, key)
+                library.impl(name, kernel, key, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
         _libraries[device_type] = library
 
 
@@ -178,20 +186,55 @@ def reinstall() -> None:
         _libraries.clear()
     for device_type, library in installed.items():
         library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to remove registrations
-        _install_rule(device_type)
+        install(device_type)
 
 
-def _in_fp32(operation: Any, key: str) -> Callable[..., Any]:
-    below_autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # noqa: SLF001
-    composite = has_kernel(operation.name(), "CompositeImplicitAutograd")
+def _kernel(operation: Any, kind: str, key: str) -> Callable[..., Any]:
+    """A kernel for autocast's dispatch key `key` that casts inputs inside a region, and passes through elsewhere."""
+    own = getattr(torch._C.DispatchKey, key)  # noqa: SLF001
+    autocast = torch._C.DispatchKeySet(own)  # noqa: SLF001
+    after = torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
+    cast = _CASTS[kind]
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        active = bool(_backwards) or getattr(_local, "active", False)
-        if not active and composite:  # its parts have their own rules, which must still apply
-            return operation.decompose(*args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(below_autocast):  # noqa: SLF001 - how an autocast kernel redispatches
-            if active:
-                args, kwargs = upcast(args), upcast(kwargs)
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (_backwards or getattr(_local, "active", False)):
+            return operation.redispatch(keys & after, *args, **kwargs)  # as if nothing were registered
+        with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001 - how an autocast kernel redispatches
+            args, kwargs = cast(args, kwargs, key)
             return operation(*args, **kwargs)
 
     return kernel
+
+
+def _to_fp32(args: Any, kwargs: Any, key: str) -> Any:  # noqa: ARG001 - the signature of all casts
+    return upcast(args), upcast(kwargs)
+
+
+def _to_16_bits(args: Any, kwargs: Any, key: str) -> Any:
+    return _to((args, kwargs), torch.get_autocast_dtype(_DEVICE_TYPES[key]))
+
+
+def _to_widest(args: Any, kwargs: Any, key: str) -> Any:
+    return _to_fp32(args, kwargs, key) if len(_dtypes((args, kwargs))) > 1 else (args, kwargs)
+
+
+def _to_first(args: Any, kwargs: Any, key: str) -> Any:  # noqa: ARG001 - the signature of all casts
+    first = args[0].dtype
+    return _to((args, kwargs), first) if first in _CASTABLE and len(_dtypes((args, kwargs))) > 1 else (args, kwargs)
+
+
+def _to_norm(args: Any, kwargs: Any, key: str) -> Any:  # noqa: ARG001 - the signature of all casts
+    x, *weights = args
+    return ((x, *upcast(weights)), upcast(kwargs)) if len(_dtypes((args, kwargs))) > 1 else (args, kwargs)
+
+
+def _dtypes(tree: Any) -> set[torch.dtype]:
+    return {t.dtype for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.dtype in _CASTABLE}
+
+
+def _to(tree: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in _CASTABLE else t, tree)
+
+
+_CASTABLE = (torch.float32, *DTYPES_16_BIT)  # autocast leaves fp64 alone
+_CASTS = {"fp32": _to_fp32, "lower": _to_16_bits, "widest": _to_widest, "first": _to_first, "norm": _to_norm}

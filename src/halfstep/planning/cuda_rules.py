@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.engine.region import FP32_INPUTS, FP32_OUTPUTS, fp32_operations, has_kernel, reinstall, upcast
+from halfstep.engine.region import has_kernel, install, overloads, reinstall, upcast
 from halfstep.planning.attention import attend
 from halfstep.planning.recurrent import run_recurrent
 from halfstep.precision.formats import DTYPES_16_BIT
+from halfstep.precision.operations import FP32_INPUTS, FP32_OUTPUTS
 
 __all__ = ["as_on_cuda", "autocast_fp32"]
 
@@ -46,11 +47,10 @@ _FP32 = (
     "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
     "_upsample_bicubic2d_aa", "binary_cross_entropy_with_logits",
 )  # fmt: skip
-# In the CPU's lists and in none of CUDA's: CUDA runs them in the dtype of their inputs.
+# In the CPU's lists and in none of CUDA's, nor in the Engine's rule: CUDA runs them in the dtype of their inputs.
 _CPU_ONLY = (
     "avg_pool3d", "adaptive_avg_pool3d", "upsample_nearest1d", "reflection_pad1d", "reflection_pad2d",
-    "replication_pad1d", "replication_pad2d", "replication_pad3d", "grid_sampler", "fft_fft", "fft_ifft", "fft_rfft",
-    "fft_irfft", "quantile", "nanquantile", "stft",
+    "replication_pad1d", "replication_pad2d", "replication_pad3d", "grid_sampler",
 )  # fmt: skip
 _lock = threading.RLock()
 
@@ -59,8 +59,7 @@ _lock = threading.RLock()
 def as_on_cuda() -> Iterator[None]:
     """Inside this block, CPU tensors of this process follow CUDA's paths through the dispatcher."""
     with _lock:
-        for kind in ("cpu", "cuda"):
-            fp32_operations(kind)  # cached before the lists change: the Engine's rule is derived from them
+        install("cpu")  # before the lists change, because the Engine's rule is derived from them, and below this one
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
         def register(name: str, function: Callable[..., Any], key: str) -> None:
@@ -72,12 +71,12 @@ def as_on_cuda() -> Iterator[None]:
             for name in autocast_fp32():
                 register(name, _in_fp32(_operation(name)), "AutocastCPU")
             for base in FP32_OUTPUTS:
-                for name in _overloads(base):
+                for name in overloads(base):
                     register(name, _into_fp32(_operation(name)), "AutocastCPU")
             for name, inner in (("softmax.int", "_softmax"), ("log_softmax.int", "_log_softmax")):
                 register(name, _softmax_in_fp32(_operation(name), getattr(torch.ops.aten, inner)), "AutocastCPU")
             for base in _CPU_ONLY:
-                for name in _overloads(base):
+                for name in overloads(base):
                     if not has_kernel(f"aten::{name}", "AutocastCUDA"):
                         register(name, torch.library.fallthrough_kernel, "AutocastCPU")
             register("dropout", _dropout, "AutogradCPU")
@@ -94,21 +93,7 @@ def as_on_cuda() -> Iterator[None]:
 
 def autocast_fp32() -> list[str]:
     """The operations that CUDA's autocast computes in fp32 in this torch, as the dispatcher names them."""
-    return [name for base in _FP32 for name in _overloads(base) if has_kernel(f"aten::{name}", "AutocastCUDA")]
-
-
-def _overloads(base: str) -> list[str]:
-    packet = getattr(torch.ops.aten, base, None)
-    names = [] if packet is None else [o for o in packet.overloads() if "out" not in o]
-    return [n for n in (base if o == "default" else f"{base}.{o}" for o in names) if _known(n)]
-
-
-def _known(name: str) -> bool:
-    try:
-        torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU")  # noqa: SLF001 - the only way to query it
-    except RuntimeError:  # an overload of TorchScript's, which the dispatcher does not know
-        return False
-    return True
+    return [name for base in _FP32 for name in overloads(base) if has_kernel(f"aten::{name}", "AutocastCUDA")]
 
 
 def _operation(name: str) -> Any:

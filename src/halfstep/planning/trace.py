@@ -22,6 +22,7 @@ from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.buffers import RESTORE_COPIES, BufferGuard
 from halfstep.engine.ema import UPDATE_COPIES, Ema
+from halfstep.engine.region import compute_region, recomputing
 from halfstep.engine.setup import PreparedRun, as_list, prepare_run
 from halfstep.engine.steps import StepPath
 from halfstep.jobs.job import Job
@@ -39,7 +40,6 @@ from halfstep.planning.optimizers import (
 from halfstep.planning.quiet import quietly
 from halfstep.planning.tracer import Tracer
 from halfstep.planning.workspaces import scratch_by_category
-from halfstep.precision.formats import COMPUTE_DTYPES
 from halfstep.precision.policy import Policy
 
 __all__ = ["StepOptions", "Traced", "trace_step"]
@@ -134,16 +134,13 @@ def _copy_buffers(tracer: Tracer, model: nn.Module) -> BufferGuard:
 
 def _micro_batch(tracer: Tracer, job: Job, run: PreparedRun, inputs: Any, context: RunContext) -> None:
     tracer.phase = "forward"
-    dtype = COMPUTE_DTYPES.get(run.policy.compute)
-    # Not engine.region.compute_region("cpu", ...): its rule for the CPU would replace the kernels of `as_on_cuda`, which
-    # follow the region of a CUDA device, the losses in fp32 included.
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+    with compute_region("cpu", run.policy.compute):  # with the kernels of `as_on_cuda` where CUDA differs
         loss = job.call("loss", context, model=run.module, batch=inputs, split="train", epoch=0)
     tracer.end_forward()
     tracer.phase = "backward"
     scaled = loss.float() * 1.0
     del loss
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast("cpu", enabled=False), recomputing():
         scaled.backward()
     del scaled
     tracer.mark([p.grad for p in run.module.parameters() if p.grad is not None], "gradients")
