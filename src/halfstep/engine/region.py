@@ -207,6 +207,8 @@ def _kernel(operation: Any, kind: str, key: str) -> Callable[..., Any]:
 
 
 def _to_fp32(args: Any, kwargs: Any, key: str) -> Any:  # noqa: ARG001 - the signature of all casts
+    if kwargs.get("dtype") in DTYPES_16_BIT:  # requested, as in sum(dtype=...), and a norm would reject a wider input
+        return args, kwargs
     return upcast(args), upcast(kwargs)
 
 
