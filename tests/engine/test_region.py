@@ -155,6 +155,7 @@ IN_PLACE = {
     "put_": f"y.put_({I4}, v[:4])",
     "lerp_": "y.lerp_(p[:4], 0.25)",
     "addmm_": "y.addmm_(y, p)",
+    "addr_": "y.addr_(v[:4], v)",
 }
 BEYOND_THE_LISTS = MIXED_IN_FP32 | WITHOUT_16_BIT_KERNELS | MIXED_IN_16_BITS
 

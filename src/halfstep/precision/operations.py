@@ -74,7 +74,7 @@ _MIXED = (
 )  # fmt: skip
 _IN_PLACE = (
     "lerp_", "index_put_", "index_add_", "index_copy_", "index_reduce_", "scatter_", "scatter_add_", "scatter_reduce_",
-    "masked_scatter_", "put_", "addmv_", "addmm_", "addbmm_", "baddbmm_",
+    "masked_scatter_", "put_", "addmv_", "addr_", "addmm_", "addbmm_", "baddbmm_", "heaviside_",
 )  # fmt: skip
 
 _NORMS = ("layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "batch_norm", "instance_norm")
