@@ -130,6 +130,7 @@ WITHOUT_16_BIT_KERNELS = {
     "complex": "torch.complex(v, x[0]).abs()",
     "log_ndtr": "torch.special.log_ndtr(v)",
     "lgamma": "torch.lgamma(v)",
+    "bessel_j0": "torch.special.bessel_j0(v)",
 }
 MIXED_IN_16_BITS = {
     "mv": "torch.mv(p, x[0])",
@@ -154,6 +155,7 @@ IN_PLACE = {
     "put_": f"y.put_({I4}, v[:4])",
     "lerp_": "y.lerp_(p[:4], 0.25)",
     "addmm_": "y.addmm_(y, p)",
+    "addr_": "y.addr_(v[:4], v)",
 }
 BEYOND_THE_LISTS = MIXED_IN_FP32 | WITHOUT_16_BIT_KERNELS | MIXED_IN_16_BITS
 
@@ -331,9 +333,10 @@ def test_normalisation_layers_have_fp32_inside(compute):
 
 @every_compute
 def test_an_explicit_dtype_is_respected(compute):
-    """sum(dtype=...) and softmax(dtype=...) give what was asked for, as on CUDA."""
+    """sum(dtype=...), vector_norm(dtype=...) and softmax(dtype=...) give what was asked for, as on CUDA."""
     h = torch.ones(4, dtype=COMPUTE_DTYPES[compute])
     with compute_region("cpu", compute):
+        assert torch.linalg.vector_norm(h, dtype=h.dtype).dtype is h.dtype
         assert h.sum(dtype=torch.bfloat16).dtype is torch.bfloat16
         assert h.softmax(0, dtype=torch.float64).dtype is torch.float64
 

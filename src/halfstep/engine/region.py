@@ -26,7 +26,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -207,6 +207,8 @@ def _kernel(operation: Any, kind: str, key: str) -> Callable[..., Any]:
 
 
 def _to_fp32(args: Any, kwargs: Any, key: str) -> Any:  # noqa: ARG001 - the signature of all casts
+    if kwargs.get("dtype") in DTYPES_16_BIT:  # requested, as in sum(dtype=...), and a norm would reject a wider input
+        return args, kwargs
     return upcast(args), upcast(kwargs)
 
 
@@ -215,21 +217,33 @@ def _to_16_bits(args: Any, kwargs: Any, key: str) -> Any:
 
 
 def _to_widest(args: Any, kwargs: Any, key: str) -> Any:
-    return _to_fp32(args, kwargs, key) if len(_dtypes((args, kwargs))) > 1 else (args, kwargs)
+    return _to_fp32(args, kwargs, key) if len(_dtypes((*args, *kwargs.values()))) > 1 else (args, kwargs)
 
 
 def _to_first(args: Any, kwargs: Any, key: str) -> Any:  # noqa: ARG001 - the signature of all casts
     first = args[0].dtype
-    return _to((args, kwargs), first) if first in _CASTABLE and len(_dtypes((args, kwargs))) > 1 else (args, kwargs)
+    return (
+        _to((args, kwargs), first)
+        if first in _CASTABLE and len(_dtypes((*args, *kwargs.values()))) > 1
+        else (args, kwargs)
+    )
 
 
 def _to_norm(args: Any, kwargs: Any, key: str) -> Any:  # noqa: ARG001 - the signature of all casts
     x, *weights = args
-    return ((x, *upcast(weights)), upcast(kwargs)) if len(_dtypes((args, kwargs))) > 1 else (args, kwargs)
+    return ((x, *upcast(weights)), upcast(kwargs)) if len(_dtypes((*args, *kwargs.values()))) > 1 else (args, kwargs)
 
 
-def _dtypes(tree: Any) -> set[torch.dtype]:
-    return {t.dtype for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.dtype in _CASTABLE}
+def _dtypes(values: Iterable[Any]) -> set[torch.dtype]:
+    """The dtypes that a cast may change; a loop, because pytree costs more than many of the operations."""
+    dtypes: set[torch.dtype] = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype in _CASTABLE:
+                dtypes.add(value.dtype)
+        elif isinstance(value, (list, tuple)):
+            dtypes |= _dtypes(value)
+    return dtypes
 
 
 def _to(tree: Any, dtype: torch.dtype) -> Any:

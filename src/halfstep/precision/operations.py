@@ -58,7 +58,15 @@ _FOURIER = (
 )  # fmt: skip
 _FUNCTIONS = (
     "lgamma", "digamma", "polygamma", "special_i1", "special_i1e", "special_i0e", "special_log_ndtr", "special_ndtri",
-    "special_erfcx", "_sample_dirichlet", "_standard_gamma", "quantile", "nanquantile",
+    "special_erfcx", "special_zeta", "special_airy_ai", "special_bessel_j0", "special_bessel_j1", "special_bessel_y0",
+    "special_bessel_y1", "special_spherical_bessel_j0", "special_modified_bessel_i0", "special_modified_bessel_i1",
+    "special_modified_bessel_k0", "special_modified_bessel_k1", "special_scaled_modified_bessel_k0",
+    "special_scaled_modified_bessel_k1", "special_chebyshev_polynomial_t", "special_chebyshev_polynomial_u",
+    "special_chebyshev_polynomial_v", "special_chebyshev_polynomial_w", "special_shifted_chebyshev_polynomial_t",
+    "special_shifted_chebyshev_polynomial_u", "special_shifted_chebyshev_polynomial_v",
+    "special_shifted_chebyshev_polynomial_w", "special_hermite_polynomial_h", "special_hermite_polynomial_he",
+    "special_laguerre_polynomial_l", "special_legendre_polynomial_p",
+    "_sample_dirichlet", "_standard_gamma", "quantile", "nanquantile", "histogram", "histogramdd",
 )  # fmt: skip
 _MIXED = (
     "lerp", "index_add", "index_copy", "index_reduce", "scatter", "scatter_reduce", "masked_scatter", "put", "meshgrid",
@@ -66,8 +74,10 @@ _MIXED = (
 )  # fmt: skip
 _IN_PLACE = (
     "lerp_", "index_put_", "index_add_", "index_copy_", "index_reduce_", "scatter_", "scatter_add_", "scatter_reduce_",
-    "masked_scatter_", "put_", "addmv_", "addmm_", "addbmm_", "baddbmm_",
+    "masked_scatter_", "put_", "addmv_", "addr_", "addmm_", "addbmm_", "baddbmm_", "heaviside_",
 )  # fmt: skip
+
+_NORMS = ("layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "batch_norm", "instance_norm")
 
 # By device type and kind: what its list lacks and the other device's has.
 ON_THE_OTHER_LIST: dict[str, dict[str, tuple[str, ...]]] = {
@@ -87,6 +97,6 @@ _EVERYWHERE: dict[str, tuple[str, ...]] = {
     "first": ("embedding_bag", *_IN_PLACE),
 }
 ON_EVERY_DEVICE: dict[str, dict[str, tuple[str, ...]]] = {
-    "cpu": _EVERYWHERE | {"norm": ("layer_norm", "group_norm", "batch_norm", "instance_norm")},
+    "cpu": _EVERYWHERE | {"norm": _NORMS},
     "cuda": _EVERYWHERE | {"norm": ("instance_norm",)},
 }
