@@ -21,12 +21,13 @@ __all__ = ["Config", "replay"]
 def union(window):
     """The window of all ranks together: sums and weights added, bad if one is."""
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (window.sums, window.doubt, window.total, window.bad))
+    dist.all_gather_object(parts, (window.sums, window.doubt, window.total, window.bad, window.has_weights))
     for name in window.sums:
         window.sums[name] = sum(part[0][name] for part in parts)
         window.doubt[name] = sum(part[1][name] for part in parts)
     window.total = sum(part[2] for part in parts)
     window.bad = any(part[3] for part in parts)
+    window.has_weights = all(part[4] for part in parts)
     return window
 
 
@@ -64,8 +65,9 @@ def main(first, number):
             )
             sys.stdout.flush()
             os._exit(1)  # without waiting for the other ranks, which may be inside a collective
-    print(f"rank {dist.get_rank()}: {number} runs")
-    dist.destroy_process_group()
+    print(f"rank {dist.get_rank()}: {number} runs", flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo may abort while it is taken down, if the other rank's connections close first
 
 
 if __name__ == "__main__":

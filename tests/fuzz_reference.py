@@ -125,6 +125,7 @@ class Window:
         self.num_micro_batches, self.weighed, self.has_gradients, self.unscaled = 0, False, False, False
         self.kind, self.weight = None, 1.0  # of the micro-batch in progress
         self.total, self.bad = 0.0, False
+        self.has_weights = True  # that mean something: finite and not negative
         self.sums, self.doubt, self.raw = {}, {}, {}
 
     def add(self, name, grad, multiplier, weight, narrow):
@@ -174,7 +175,8 @@ class Reference:
         if not window.weighed:
             window.kind, window.weight, window.weighed = kind, weight, True
             window.total += weight
-            window.bad |= not math.isfinite(weight) or weight < 0
+            window.has_weights &= math.isfinite(weight) and weight >= 0
+            window.bad |= not window.has_weights
         for name, grad in grads.items():
             window.add(name, grad, multiplier, window.weight, self._narrow(name))
         window.has_gradients = True
@@ -225,7 +227,7 @@ class Reference:
             grads = self.gradients()
         norm = math.sqrt(sum(float((g * g).sum()) for g, _ in grads.values()))
         # All weights are 0: there is nothing to learn from, for the loss scale neither.
-        empty = self.window.total == 0 and not self.window.bad
+        empty = self.window.total == 0 and self.window.has_weights
         skipped = self.window.bad or empty or not math.isfinite(norm)
         scale = self.scale.value
         if skipped:

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import pickle
-import re
 import weakref
 from types import SimpleNamespace
 
@@ -388,90 +386,3 @@ def test_a_loss_of_another_model_is_reported_once(caplog):
         engine.backward(loss)
         engine.step()
     assert caplog.text.count("No parameter of the Engine has a gradient, so this update changes nothing") == 1
-
-
-# --- calls outside the blocks -----------------------------------------------------------------------------------------
-
-OUTSIDE = r"called outside the Engine's blocks.*`with engine.forward\(\):` to train, .*`with engine.evaluate\(\):` to validate"
-LAYERS = {
-    "linear": (lambda: nn.Linear(3, 2), (1, 3), "bf16-lean"),
-    "linear in fp16": (lambda: nn.Linear(3, 2), (1, 3), "fp16-lean"),
-    "convolution": (lambda: nn.Conv1d(3, 2, 1), (1, 3, 4), "bf16-lean"),
-    "recurrent": (lambda: nn.GRU(3, 2), (4, 1, 3), "bf16-lean"),
-    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 4), (2, 1, 4), "bf16-lean"),
-}
-
-
-def notes_of(call):
-    """The notes on the error that a call raises."""
-    with pytest.raises((RuntimeError, ValueError)) as info:
-        call()
-    return getattr(info.value, "__notes__", [])
-
-
-@pytest.mark.parametrize(("make", "shape", "precision"), LAYERS.values(), ids=LAYERS)
-def test_a_lean_model_called_outside_the_blocks_explains_its_dtype_error(make, shape, precision):
-    """Training and validation, the model and its copies: the error has one note with what to write; inside it works."""
-    model, x = make(), torch.randn(shape)
-    engine = engine_of(model, precision)
-    for called in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises((RuntimeError, ValueError), match="type") as info:
-            called(x)
-        assert re.search(OUTSIDE, "\n".join(info.value.__notes__))
-        with torch.no_grad():
-            assert len(notes_of(lambda called=called: called(x))) == 1
-        with engine.forward():
-            called(x)
-        with engine.evaluate():
-            called(x)
-    engine.close()
-    assert notes_of(lambda: model(x)) == []
-
-
-def test_other_calls_and_errors_of_a_lean_model_stay_as_they_are():
-    """16-bit inputs, a model that casts its own, wrong shapes, errors inside a block, and presets with fp32 weights."""
-    model = nn.Linear(3, 2)
-    engine = engine_of(model, "bf16-lean")
-    assert model(torch.ones(1, 3, dtype=torch.bfloat16)).shape == (1, 2)
-    assert notes_of(lambda: model(torch.ones(1, 4, dtype=torch.bfloat16))) == []
-    with engine.forward():
-        assert notes_of(lambda: model(torch.ones(1, 4))) == []
-    plain = nn.Linear(3, 2)
-    engine_of(plain, "bf16")
-    assert notes_of(lambda: plain(torch.ones(1, 3, dtype=torch.float64))) == []
-    model.register_forward_pre_hook(lambda module, args: tuple(a.bfloat16() for a in args))
-    assert model(torch.ones(1, 3)).shape == (1, 2)
-
-
-def test_each_of_several_modules_explains_its_dtype_error():
-    """The holder of several modules is never called itself."""
-    nets = {"actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)}
-    optimizer = torch.optim.SGD([p for net in nets.values() for p in net.parameters()], lr=0.1)
-    engine = Engine(nets, optimizer, "bf16-lean")
-    for net in nets.values():
-        assert len(notes_of(lambda net=net: net(torch.ones(1, 3)))) == 1
-    again = engine_of(nets["actor"], "bf16-lean")
-    assert len(notes_of(lambda: nets["actor"](torch.ones(1, 3)))) == 1
-    again.close()
-    engine.close()
-    assert not any(net._forward_hooks or net._forward_hooks_always_called for net in nets.values())
-
-
-def test_the_note_leaves_a_compiled_model_in_one_graph():
-    """The hook is traced with the model, compiled in place or by the user, and breaks no graph."""
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    for compiled in (two_layers(), Net()):
-        engine = engine_of(compiled, "bf16-lean")
-        for call in (torch.compile(compiled, backend=backend, fullgraph=True), compiled):
-            graphs.clear()
-            if call is compiled:
-                torch.compiler.reset()
-                compiled.compile(backend=backend, fullgraph=True)
-            with engine.forward():
-                call(torch.ones(1, 3))
-            assert len(graphs) == 1

@@ -45,7 +45,7 @@ from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
 from halfstep.engine.frozen import FrozenWatch
-from halfstep.engine.guards import GradientGuard, ModelGuard, explain_dtype_errors
+from halfstep.engine.guards import GradientGuard, ModelGuard
 from halfstep.engine.members import as_module
 from halfstep.engine.region import recomputing
 from halfstep.engine.release import GradientRelease, check_release
@@ -125,7 +125,6 @@ class Engine(SavedEngine):
         hide, in_graphs = self.policy.widens_grads(accumulate), records_graphs(compile, self.device)
         self._gradients = GradientGuard(run.params, self.optimizers, in_graphs=in_graphs, hide=hide)
         self._model_guard = ModelGuard(module, run.params)
-        explain_dtype_errors(module, self.policy, run.undo)
         self._release = GradientRelease(self.optimizers, run.params, run.undo) if gradient_release else None
         self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, self.ema)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)

@@ -23,26 +23,17 @@ fail cannot be known before it: the inputs may be 16-bit, or the model casts the
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfstep.engine.members import Members
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
 from halfstep.hardware.units import few
-from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
-from halfstep.precision.policy import Policy
 
-__all__ = ["GradientGuard", "ModelGuard", "explain_dtype_errors"]
-
-_OUTSIDE = (
-    "halfstep: the weights of this model are stored in 16 bits, and it was called outside the Engine's blocks, where nothing casts its "
-    "inputs to them. Call it inside `with engine.forward():` to train, and inside `with engine.evaluate():` to validate."
-)
+__all__ = ["GradientGuard", "ModelGuard"]
 
 
 class GradientGuard:
@@ -194,25 +185,6 @@ class ModelGuard:
                 "No parameter of the Engine has a gradient, so this update changes nothing: the loss depends on none of them. Compute it "
                 "with the model that was passed to Engine(...), not with a copy or a new one."
             )
-
-
-def explain_dtype_errors(module: nn.Module, policy: Policy, undo: contextlib.ExitStack) -> None:
-    """Until `undo`, add a note to dtype errors of a lean model that is called outside the Engine's blocks."""
-    if policy.params == "fp32" or policy.compute not in COMPUTE_DTYPES:
-        return
-    for called in module.children() if isinstance(module, Members) else (module,):
-        # A module-level function without state: copies and pickles of the model work.
-        undo.callback(called.register_forward_hook(_add_note, always_call=True).remove)
-
-
-def _add_note(module: nn.Module, _args: object, output: object) -> None:
-    if torch.compiler.is_compiling() or output is not None:
-        return
-    error, param = sys.exception(), next((p for p in module.parameters() if p.dtype in DTYPES_16_BIT), None)
-    if not isinstance(error, RuntimeError | ValueError) or "type" not in str(error) or param is None:
-        return
-    if not torch.is_autocast_enabled(param.device.type) and _OUTSIDE not in getattr(error, "__notes__", ()):
-        error.add_note(_OUTSIDE)
 
 
 def _structure(module: nn.Module) -> list[tuple[Mapping[str, object], list[int], list[object]]]:
