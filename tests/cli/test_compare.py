@@ -151,3 +151,11 @@ def test_contradictions_are_usage_errors(args):
     result = run(*args)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit | click.UsageError)
+
+
+def test_several_processes_are_rejected_by_name(tmp_path, monkeypatch):
+    """Under torchrun each process would run the whole comparison."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run("digits", "--steps", 1, "--out", tmp_path / "out")
+    assert "WORLD_SIZE=2" in str(result.exception)
+    assert not (tmp_path / "out").exists()

@@ -99,6 +99,7 @@ def test_resuming_under_other_conditions_raises(tmp_path, changes, message):
         check_same(survey, Survey.from_dict({**values, **changes}))
 
 
+@pytest.mark.slow
 def test_only_what_is_missing_is_run(tmp_path):
     """Finished runs stay as they are, the others are repeated, and a note says that the comparison was resumed."""
     out = tmp_path / "out"

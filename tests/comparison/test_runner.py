@@ -94,6 +94,7 @@ def test_a_faulty_job_is_one_error(tmp_path):
     assert not list((tmp_path / "out" / "runs").glob("*.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_job_may_change_the_folder(tmp_path, monkeypatch):
     """Paths are meant from where the comparison was started."""
     (tmp_path / "elsewhere").mkdir()
@@ -133,6 +134,7 @@ def test_a_row_that_is_far_too_slow_is_cut(tmp_path):
     assert runner.abandoned == {"bf16"}
 
 
+@pytest.mark.slow
 def test_the_next_process_starts_while_the_one_before_ends(tmp_path, monkeypatch):
     """As on a GPU: one run after the other, the next begun before `finish`; a failure between does not stop them."""
     order = []

@@ -8,6 +8,15 @@ import pytest
 from halfstep.train.stop import StopRequest
 
 
+@pytest.fixture
+def usual_handlers():
+    """Ctrl-C raises KeyboardInterrupt, also in a process that a shell started in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_handlers")
 @pytest.mark.parametrize(("saves", "patience"), [(False, 1), (True, 2)])
 def test_a_further_signal_has_its_usual_effect(saves, patience):
     """The second one, or the third where the first asked for a checkpoint."""

@@ -109,6 +109,9 @@ def command(
     halfstep compare --resume runs/compare-digits-20261115-101500
     """
     require_packages("halfstep compare", "numpy", "safetensors", *(() if folders else ("jinja2", "plotly")))
+    from halfstep.backends.launch import reject_distributed_launch
+
+    reject_distributed_launch("halfstep compare")
     options = {
         "--precision": precision, "--peer": peer, "--steps": steps, "--repeats": repeats, "--batch": batch, "--set": settings,
         "--data": data_dir,

@@ -71,7 +71,7 @@ def command(
     from halfstep.train.config import parse_settings
     from halfstep.train.resume import saved_settings
 
-    reject_distributed_launch()
+    reject_distributed_launch("halfstep train")
     overrides = parse_settings(settings)
     for name, value in (("steps", steps), ("epochs", epochs), ("batch", batch)):
         if value is not None:
