@@ -224,7 +224,7 @@ def test_a_direct_step_of_a_plateau_scheduler_is_accepted():
 
 
 def test_settings_cannot_be_assigned_after_construction():
-    """An option, attribute or method of an Engine, its misspelling and its name elsewhere: assigning would change nothing."""
+    """An option, attribute or method of an Engine: assigning would change nothing."""
     model, _, engine = engine_of(FACTORIES["step"])
     settings = {
         "accumulate": 4,
@@ -237,20 +237,6 @@ def test_settings_cannot_be_assigned_after_construction():
     for name, value in settings.items():
         with pytest.raises(SettingError, match=rf"engine.{name} = .*fixed when it is built.*Pass {name}= to Engine"):
             setattr(engine, name, value)
-    misspelled = {
-        "max_nrom": "max_norm",
-        "acumulate": "accumulate",
-        "lr_scheduler": "scheduler",
-        "precison": "precision",
-    }
-    elsewhere = {"grad_clip": "max_norm", "gradient_accumulation_steps": "accumulate", "loss_scale": "scaler"}
-    for name, option in (misspelled | elsewhere).items():
-        with pytest.raises(
-            SettingError, match=rf"engine.{name} = 1: .*'{name}' reads like {option};.*Pass {option}= to"
-        ):
-            setattr(engine, name, 1)
-    with pytest.raises(SettingError, match=r"lr is a setting of the optimizer: change optimizer.param_groups"):
-        engine.lr = 0.1
     assert train(model, engine).boundary
 
 

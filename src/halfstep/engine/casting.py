@@ -1,9 +1,10 @@
 """Casting: which weights are 16-bit, and which modules compute in fp32.
 
-Presets with fp32 weights leave the weights alone; a frozen base in 16 bits (LoRA) is accepted next to them. Lean presets round them to 16 bits in place and return the exact fp32
-values to the caller, which passes them to the optimizer as masters. Parameters stay the same objects, so optimizers,
-schedulers and hooks that refer to them keep working. The modules that the policy names stay in fp32, and so does
-batch-norm, whose running averages move by steps that 16 bits would lose.
+Presets with fp32 weights leave the weights alone, and accept a frozen base in 16 bits (LoRA) next to them. Lean presets
+round them to 16 bits in place and return the exact fp32 values to the caller, which passes them to the optimizer as
+masters. Parameters stay the same objects, so optimizers, schedulers and hooks that refer to them keep working. The
+modules that the policy names stay in fp32, and so does batch-norm, whose running averages move by steps that 16 bits
+would lose.
 
 An fp32 module gets its inputs in fp32 and runs with autocast off. In lean models, normalisation layers run in the
 weights' own 16 bits (with fp32 inside, as all their kernels have): CUDA's autocast would cast their inputs to fp32
@@ -31,7 +32,7 @@ from halfstep.optim.trainable import unsupported_kind
 from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 from halfstep.precision.policy import Policy
 
-__all__ = ["cast_model", "check_patterns", "sum_gradients_in_fp32", "uncast_forwards", "wrap_forwards"]
+__all__ = ["cast_model", "check_patterns", "check_range", "sum_gradients_in_fp32", "uncast_forwards", "wrap_forwards"]
 
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the public classes' common base
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -83,12 +84,17 @@ def _rounded(name: str, param: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
     """The 16-bit weight of a parameter and its fp32 value; raises for a value that would become inf."""
     master = param.detach().clone()
     weight, _ = split(master, COMPUTE_DTYPES[policy.params])
+    check_range(name, weight, master, policy)
+    return weight, master
+
+
+def check_range(name: str, weight: Tensor, master: Tensor, policy: Policy) -> None:
+    """Raise where the rounding of an fp32 value to 16 bits became inf."""
     if _has_numbers(master) and bool((weight.isinf() & master.isfinite()).any()):
         raise SettingError(
             f"Parameter {name} has a value of {master.abs().max().item():.4g}, outside the range of {policy.params}; keep its module in fp32 "
             f"(keep_fp32={name.rpartition('.')[0] or name}) or use a preset with fp32 weights."
         )
-    return weight, master
 
 
 def _frozen_to_upcast(model: nn.Module, policy: Policy, fp32: set[Tensor]) -> dict[Tensor, str]:

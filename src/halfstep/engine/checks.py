@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import reprlib
@@ -34,19 +33,6 @@ __all__ = [
     "named_trainables",
     "require_backward",
 ]
-
-# Names of other libraries for options of the Engine, and settings that are not the Engine's.
-_OTHER_NAMES = {
-    **dict.fromkeys(
-        ("grad_clip", "clip_grad", "clip_norm", "max_grad_norm", "gradient_clipping", "gradient_clip_val"), "max_norm"
-    ),
-    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches"), "accumulate"),
-    **dict.fromkeys(("amp", "dtype", "mixed_precision"), "precision"),
-    "ema_decay": "ema",
-    "loss_scale": "scaler",
-}
-_OPTIMIZER_SETTINGS = ("lr", "learning_rate", "weight_decay", "momentum", "betas")
-_NEAR = 0.8  # difflib's ratio: "max_nrom" has 0.88 and "lr_scheduler" 0.86, "num_steps" has 0.75 and "my_model" 0.77
 
 
 def check_loss(loss: Any) -> None:
@@ -94,26 +80,13 @@ def fixed_names(engine: object, cls: type, own: Collection[str]) -> frozenset[st
     return frozenset(name for name in names if not name.startswith("_"))
 
 
-def check_assignment(name: str, value: Any, cls: type, fixed: Collection[str]) -> None:
-    """Raise for assigning to an Engine that is built, unless the name is clearly the user's own."""
-    if name.startswith("_"):
-        return
-    text = f"engine.{name} = {reprlib.repr(value)}: an Engine is fixed when it is built, and this would change nothing."
-    if name in _OPTIMIZER_SETTINGS:
+def check_assignment(name: str, value: Any, fixed: Collection[str]) -> None:
+    """Raise for assigning to an option, attribute or method of an Engine that is built."""
+    if name in fixed:
         raise SettingError(
-            f"{text} {name} is a setting of the optimizer: change optimizer.param_groups, or use a scheduler."
+            f"engine.{name} = {reprlib.repr(value)}: an Engine is fixed when it is built, and this would change nothing. Pass {name}= to "
+            "Engine(...) if it is one of its options; to change it during a run, close() this engine and build a new one."
         )
-    option = _OTHER_NAMES.get(name, name)
-    if option not in fixed:
-        near = difflib.get_close_matches(name, inspect.signature(cls).parameters, n=1, cutoff=_NEAR)
-        if not near:
-            return
-        option = near[0]
-    meant = "" if option == name else f" {name!r} reads like {option}; choose another name for a note of your own."
-    raise SettingError(
-        f"{text}{meant} Pass {option}= to Engine(...) if it is one of its options; to change it during a run, close() this engine "
-        "and build a new one."
-    )
 
 
 def _not_a_scaler(scaler: Any) -> str:

@@ -144,7 +144,7 @@ class Engine(SavedEngine):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_fixed" in vars(self):
-            check_assignment(name, value, Engine, self._fixed)
+            check_assignment(name, value, self._fixed)
         super().__setattr__(name, value)
 
     # --- blocks -------------------------------------------------------------------------------------------------

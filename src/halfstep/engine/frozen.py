@@ -33,11 +33,8 @@ __all__ = ["FrozenWatch"]
 
 _LAST_UPDATE = 100  # the search ends here
 _CHECKSUMS_AT = frozenset({1, 2, 3, 10, 30, _LAST_UPDATE})
-_RISE, _FALL, _LIMIT = (
-    2,
-    1,
-    6,
-)  # of the score of a parameter: an update with another version, one with the same, the warning
+# Of the score of a parameter: an update with another version, one with the same, and the warning.
+_RISE, _FALL, _LIMIT = 2, 1, 6
 _NUM_CHECKSUMS = 2  # checksums that differ from the one before
 _CHUNK = 1 << 22  # elements per checksum kernel, whose temporary tensors are int64
 

@@ -143,20 +143,21 @@ class LossObserver:
 
     def __init__(self, policy: Policy, accumulate: int) -> None:
         self._policy, self._accumulate = policy, accumulate
-        self._first, self._suspected = True, False
+        self._first, self._looked_outside = True, False
         self.products = Products()
         self.entered = False  # whether the first micro-batch was computed inside a forward block
 
     def observe(self, loss: Tensor, *, entered: bool) -> None:
         """Look at a loss before its backward; `entered` is whether a forward block was entered for its micro-batch."""
-        suspect = self._policy.compute in {"bf16", "fp16"} and not entered and not self._suspected
+        suspect = self._policy.compute in {"bf16", "fp16"} and not entered and not self._looked_outside
         if not self._first and not suspect:
             return
         products = products_of(loss)
         if self._first:
             self.products, self.entered = self.products + products, self.entered or entered
             self._warn_of_factors(loss)
-        if suspect:
+        if suspect:  # once: a walk over the graph in every step would cost more than it shows
+            self._looked_outside = True
             self._warn_of_forward(loss, products)
 
     def end_micro_batch(self) -> None:
@@ -168,7 +169,6 @@ class LossObserver:
         missing = not products.formats.get(compute) and bool(visible or products.opaque)
         if not missing and loss.dtype not in DTYPES_16_BIT:
             return  # nothing that a block would change, or computed inside the block of another Engine
-        self._suspected = True
         if visible and missing:
             ran = ", ".join(f"{count} in {name}" for name, count in products.formats.items())
             effect = f"its matrix products did not run in {compute} ({ran})"

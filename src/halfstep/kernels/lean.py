@@ -20,7 +20,7 @@ from halfstep.kernels.layout import Layout, master_in, restore
 from halfstep.kernels.split import split
 from halfstep.precision.formats import DTYPES_16_BIT
 
-__all__ = ["Update", "lean_step", "read_master"]
+__all__ = ["Update", "lean_step", "read_master", "write_master"]
 
 Update: TypeAlias = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]  # (states, master, gradient) -> new master
 
@@ -54,7 +54,7 @@ def lean_step(
             _write(state[entry], value, skip)
     for name in scalars:
         _write(state[name], working[name], skip)
-    _write_master(weight, state, new_master, skip)
+    write_master(weight, state, new_master, skip)
     _write(state["step"], step, skip)
 
 
@@ -65,7 +65,8 @@ def read_master(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
     return weight.detach().float() if master is None else master
 
 
-def _write_master(weight: Tensor, state: dict[str, Tensor], master: Tensor, skip: Tensor | None) -> None:
+def write_master(weight: Tensor, state: dict[str, Tensor], master: Tensor, skip: Tensor | None = None) -> None:
+    """Store a new master: the weight's rounding, and what the state has next to it; nothing where `skip` is set."""
     if weight.dtype not in DTYPES_16_BIT:
         _write(weight, master, skip)
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.errors import SettingError
 from halfstep.optim.adopt import ADOPTS
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.settings import as_scalar, check_not_negative
+from halfstep.optim.settings import as_scalar, check_not_negative, decayed
 
 __all__ = ["Adadelta"]
 
@@ -43,10 +43,7 @@ class Adadelta(LeanOptimizer):
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One Adadelta step on fp32 tensors."""
         rho, eps = group["rho"], group["eps"]
-        if group["maximize"]:
-            grad = -grad
-        if group["weight_decay"]:
-            grad = grad.add(master, alpha=group["weight_decay"])
+        master, grad = decayed(group, master, grad)
         square_avg = state["square_avg"] = (state["square_avg"] * rho).addcmul(grad, grad, value=1 - rho)
         delta: Tensor = (state["acc_delta"] + eps).sqrt() / (square_avg + eps).sqrt() * grad
         state["acc_delta"] = (state["acc_delta"] * rho).addcmul(delta, delta, value=1 - rho)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.optim.adopt import ADOPTS
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.settings import as_scalar, check_not_negative
+from halfstep.optim.settings import as_scalar, check_not_negative, decayed
 
 __all__ = ["Adagrad"]
 
@@ -54,10 +54,7 @@ class Adagrad(LeanOptimizer):
 
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One Adagrad step on fp32 tensors."""
-        if group["maximize"]:
-            grad = -grad
-        if group["weight_decay"]:
-            grad = grad.add(master, alpha=group["weight_decay"])
+        master, grad = decayed(group, master, grad)
         size: Tensor = as_scalar(group["lr"]) / (1 + (state["step"].double() - 1) * group["lr_decay"])
         total = state["sum"] = state["sum"].addcmul(grad, grad)
         root: Tensor = total.sqrt() + group["eps"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.optim.adopt import ADOPTS
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.settings import as_scalar, check_betas, check_not_negative
+from halfstep.optim.settings import as_scalar, check_betas, check_not_negative, decayed
 
 __all__ = ["Adamax"]
 
@@ -41,10 +41,7 @@ class Adamax(LeanOptimizer):
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One Adamax step on fp32 tensors."""
         beta1, beta2 = group["betas"]
-        if group["maximize"]:
-            grad = -grad
-        if group["weight_decay"]:
-            grad = grad.add(master, alpha=group["weight_decay"])
+        master, grad = decayed(group, master, grad)
         exp_avg = state["exp_avg"] = state["exp_avg"].lerp(grad, 1 - beta1)
         exp_inf = state["exp_inf"] = torch.maximum(state["exp_inf"] * beta2, grad.abs() + group["eps"])
         size: Tensor = as_scalar(group["lr"]) / (1 - beta1 ** state["step"].double())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.optim.adopt import ADOPTS
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.settings import as_scalar, check_not_negative
+from halfstep.optim.settings import as_scalar, check_not_negative, decayed
 
 __all__ = ["ASGD"]
 
@@ -57,10 +57,7 @@ class ASGD(LeanOptimizer):
         """One ASGD step on fp32 tensors."""
         lambd, lr, eta, mu = group["lambd"], as_scalar(group["lr"]), state["eta"], state["mu"]
         wide = state["step"].double()
-        if group["maximize"]:
-            grad = -grad
-        if group["weight_decay"]:
-            grad = grad.add(master, alpha=group["weight_decay"])
+        master, grad = decayed(group, master, grad)
         master = master * (1 - lambd * eta.double()) - grad * eta
         average = state["ax"]
         state["ax"] = torch.where(mu == 1, master, average + (master - average) * mu)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from halfstep.errors import SettingError
 from halfstep.events import log_info
-from halfstep.kernels.split import split
+from halfstep.kernels.lean import read_master, write_master
 from halfstep.optim.adopt import adopt, adopts, check_adoptable
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.precision.formats import DTYPES_16_BIT
@@ -119,26 +119,17 @@ class Fp32Masters(torch.optim.Optimizer):
     @torch.no_grad()
     def set_master(self, param: Tensor, master: Tensor) -> None:
         """Set a parameter to this fp32 value: its master, and its weight to the rounding of that."""
-        if param.dtype not in DTYPES_16_BIT:
-            param.copy_(master)
-            return
-        # A finite master past the dtype's end would make an infinite weight, and no later step could undo that.
-        largest = torch.finfo(param.dtype).max
-        master = torch.where(master.isfinite(), master.clamp(-largest, largest), master)
-        param.copy_(split(master, param.dtype)[0])
-        if param in self._masters:
-            self._masters[param].copy_(master)
-        else:
-            self._masters[param] = master
+        if param.dtype in DTYPES_16_BIT and param not in self._masters:
+            self._masters[param] = torch.empty_like(param, dtype=torch.float32)
+        write_master(param, self._stored(param), master)
 
     def master_of(self, param: Tensor) -> Tensor:
         """The fp32 value that the optimizer works on for `param`: the master, or the weight where that was changed."""
-        weight, master = param.detach(), self._masters.get(param)
-        if weight.dtype not in DTYPES_16_BIT:
-            return weight
-        if master is None:
-            return weight.float()
-        return torch.where(split(master, weight.dtype)[0] == weight, master, weight.float())
+        return read_master(param, self._stored(param))
+
+    def _stored(self, param: Tensor) -> dict[str, Tensor]:
+        """The master as an entry of a lean state."""
+        return {"master": self._masters[param]} if param in self._masters else {}
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.optim.adopt import ADOPTS
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.settings import as_scalar, check_betas, check_not_negative
+from halfstep.optim.settings import as_scalar, check_betas, check_not_negative, decayed
 
 __all__ = ["NAdam"]
 
@@ -56,13 +56,7 @@ class NAdam(LeanOptimizer):
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One NAdam step on fp32 tensors."""
         (beta1, beta2), lr, wide = group["betas"], as_scalar(group["lr"]), state["step"].double()
-        if group["maximize"]:
-            grad = -grad
-        if group["weight_decay"]:
-            if group["decoupled_weight_decay"]:
-                master = master * (1 - lr * group["weight_decay"])
-            else:
-                grad = grad.add(master, alpha=group["weight_decay"])
+        master, grad = decayed(group, master, grad)
         mu = beta1 * (1 - 0.5 * 0.96 ** (wide * group["momentum_decay"]))
         mu_next = beta1 * (1 - 0.5 * 0.96 ** ((wide + 1) * group["momentum_decay"]))
         product = state["mu_product"] = (state["mu_product"] * mu).float()

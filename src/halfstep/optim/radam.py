@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.optim.adopt import ADOPTS
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.settings import as_scalar, check_betas, check_not_negative
+from halfstep.optim.settings import as_scalar, check_betas, check_not_negative, decayed
 
 __all__ = ["RAdam"]
 
@@ -49,13 +49,7 @@ class RAdam(LeanOptimizer):
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One RAdam step on fp32 tensors."""
         (beta1, beta2), lr, wide = group["betas"], as_scalar(group["lr"]), state["step"].double()
-        if group["maximize"]:
-            grad = -grad
-        if group["weight_decay"]:
-            if group["decoupled_weight_decay"]:
-                master = master * (1 - lr * group["weight_decay"])
-            else:
-                grad = grad.add(master, alpha=group["weight_decay"])
+        master, grad = decayed(group, master, grad)
         exp_avg = state["exp_avg"] = state["exp_avg"].lerp(grad, 1 - beta1)
         second = state["exp_avg_sq"] = (state["exp_avg_sq"] * beta2).addcmul(grad, grad, value=1 - beta2)
         correction = 1 - beta2**wide

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.errors import SettingError
 from halfstep.optim.adopt import ADOPTS
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.settings import as_scalar, check_not_negative
+from halfstep.optim.settings import as_scalar, check_not_negative, decayed
 
 __all__ = ["RMSprop"]
 
@@ -65,10 +65,7 @@ class RMSprop(LeanOptimizer):
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:
         """One RMSprop step on fp32 tensors."""
         lr, alpha = as_scalar(group["lr"]), group["alpha"]
-        if group["maximize"]:
-            grad = -grad
-        if group["weight_decay"]:
-            grad = grad.add(master, alpha=group["weight_decay"])
+        master, grad = decayed(group, master, grad)
         square_avg = state["square_avg"] = (state["square_avg"] * alpha).addcmul(grad, grad, value=1 - alpha)
         if group["centered"]:
             mean = state["grad_avg"] = state["grad_avg"].lerp(grad, 1 - alpha)

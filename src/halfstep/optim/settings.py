@@ -1,12 +1,14 @@
-"""Checks of the settings that the lean optimizers share, with messages that name the setting and its value."""
+"""The settings that the lean optimizers share: their checks, and what maximize and weight decay mean."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
 from halfstep.errors import SettingError
 
-__all__ = ["as_scalar", "check_betas", "check_not_negative"]
+__all__ = ["as_scalar", "check_betas", "check_not_negative", "decayed"]
 
 
 def check_not_negative(**settings: float | Tensor) -> None:
@@ -29,3 +31,15 @@ def check_betas(betas: tuple[float | Tensor, float | Tensor]) -> None:
 def as_scalar(value: float | Tensor) -> float | Tensor:
     """A setting that broadcasts to any shape: a tensor of one element without its dimensions."""
     return value.reshape(()) if isinstance(value, Tensor) else value
+
+
+def decayed(group: dict[str, Any], master: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The master after decoupled weight decay, and the gradient: negated to maximize, with weight decay that is not decoupled."""
+    decay = group["weight_decay"]
+    if group["maximize"]:
+        grad = -grad
+    if decay and group.get("decoupled_weight_decay"):
+        master = master * (1 - as_scalar(group["lr"]) * decay)
+    elif decay:
+        grad = grad.add(master, alpha=decay)
+    return master, grad

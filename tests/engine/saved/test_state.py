@@ -254,6 +254,6 @@ def test_masters_beyond_the_range_of_fp16_are_rejected_and_nothing_changes():
     other = nn.Linear(2, 1)
     target = Engine(other, torch.optim.SGD(other.parameters(), lr=0.1), "fp16-lean")
     before = copy.deepcopy(target.state_dict()["model"])
-    with pytest.raises(SettingError, match=r"saved weight has a value of 1e\+05, outside the range of fp16"):
+    with pytest.raises(SettingError, match=r"Parameter weight has a value of 1e\+05, outside the range of fp16"):
         target.load_state_dict(engine.state_dict())
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict()["model"].items())

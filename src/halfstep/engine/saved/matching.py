@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from halfstep.checkpoint.names import clean_names, match_names
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
+from halfstep.optim.adopt import users_optimizer
+from halfstep.optim.masters import Fp32Masters
 
 __all__ = [
     "MatchedState",
@@ -67,9 +69,7 @@ class MatchedState:
 
 def built_by_user(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that the user built: the one inside, where one of Halfstep's replaced or wrapped it."""
-    inner = getattr(optimizer, "_stock", None) or getattr(optimizer, "inner", None)
-    own = type(optimizer).__module__.startswith("halfstep.")
-    return inner if own and isinstance(inner, torch.optim.Optimizer) else optimizer
+    return optimizer.inner if isinstance(optimizer, Fp32Masters) else users_optimizer(optimizer)
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from halfstep.backends.base import Backend
 from halfstep.checkpoint.directory import check_weights, replaced
 from halfstep.checkpoint.names import clean_names, match_names
+from halfstep.engine.casting import check_range
 from halfstep.engine.delivery import Progress
 from halfstep.engine.ema import Ema
 from halfstep.engine.ownership import keep_step_path
@@ -245,7 +246,7 @@ def _load_converted(parts: RunParts, fit: _Fit) -> None:
         saved = {**matched.saved, "state": entries}
         plain_states.append(MatchedState(matched.index, matched.groups, matched.names, saved))
     masters = replaced(fit.weights, separate)
-    _check_range(parts, masters)
+    _check_ranges(parts, masters)
     _load_module(parts, fit, masters)
     for optimizer, matched in zip(parts.optimizers, plain_states, strict=True):
         _load_optimizer(optimizer, matched, exact=False)
@@ -256,19 +257,13 @@ def _load_converted(parts: RunParts, fit: _Fit) -> None:
                     optimizer.set_master(param, masters[name].to(param.device, torch.float32))
 
 
-def _check_range(parts: RunParts, masters: dict[str, Tensor]) -> None:
+def _check_ranges(parts: RunParts, masters: dict[str, Tensor]) -> None:
     """Raise where a master is beyond the range of the 16-bit weight that it would be rounded to."""
     names = ModelNames.of(parts.run.module)
-    for param in parts.run.params.values():
+    for param in (p for p in parts.run.params.values() if p.dtype in DTYPES_16_BIT):
         name = names.own[id(param)]
-        if param.dtype not in DTYPES_16_BIT:
-            continue
         master = masters[name].float()
-        if bool((split(master, param.dtype)[0].isinf() & master.isfinite()).any()):
-            raise SettingError(
-                f"The saved {name} has a value of {master.abs().max().item():.4g}, outside the range of {parts.policy.params}; keep its module "
-                f"in fp32 (keep_fp32={name.rpartition('.')[0] or name}) or use another preset. The engine is as it was before."
-            )
+        check_range(name, split(master, param.dtype)[0], master, parts.policy)
 
 
 def _fit(parts: RunParts, state: dict[str, Any]) -> _Fit:
