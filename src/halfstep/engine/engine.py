@@ -42,7 +42,6 @@ from halfstep.engine.checks import (
 )
 from halfstep.engine.compiling import check_compile, compile_model, records_graphs
 from halfstep.engine.delivery import Delivery, Progress
-from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
 from halfstep.engine.frozen import FrozenWatch
 from halfstep.engine.guards import GradientGuard, ModelGuard
@@ -60,6 +59,7 @@ from halfstep.engine.watch import EngineWatch, check_watch, hook_of
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
 from halfstep.events import log_once
+from halfstep.hardware.determinism import make_deterministic
 from halfstep.hardware.probe import Hardware, probe
 from halfstep.precision.choice import resolve
 from halfstep.precision.policy import Policy
