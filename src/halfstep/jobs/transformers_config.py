@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import SettingError, nearest, unknown
+from halfstep.errors import MissingError, SettingError, nearest, unknown
 from halfstep.jobs.failures import error_text
 
 __all__ = ["PREFIX", "Reading", "outside_vocabulary", "read_config", "reserved_ids"]
@@ -125,7 +125,12 @@ def _locate(library: Any, where: str) -> tuple[str, Any, dict[str, Any]]:
         )
     if "/" in where or path.suffix == ".json":
         raise SettingError(f"The configuration {path} does not exist. {_FORMS}")
-    raise unknown("model type", where, library.CONFIG_MAPPING.keys(), _FORMS)
+    raise unknown(
+        "model type",
+        where,
+        library.CONFIG_MAPPING.keys(),
+        f"Nothing is downloaded: for a model of the hub, pass a folder with its {FILE}. {_FORMS}",
+    )
 
 
 def _read_file(file: Path) -> dict[str, Any]:
@@ -152,20 +157,30 @@ def _class_of_type(library: Any, model_type: str, where: str) -> Any:
         raise unknown(
             f"model type in {where}:", model_type, library.CONFIG_MAPPING.keys(), "A newer transformers may have it."
         )
-    return library.CONFIG_MAPPING[model_type]
+    try:
+        return library.CONFIG_MAPPING[model_type]
+    except ImportError as error:  # transformers imports the file of a class when the class is used
+        raise _missing(model_type, error) from error
 
 
 def _class_by_name(library: Any, name: str) -> Any:
-    config_class = getattr(library, name, None)
+    try:
+        config_class = getattr(library, name, None)
+    except ImportError as error:
+        raise _missing(name, error) from error
     base = library.PretrainedConfig
     if isinstance(config_class, type) and issubclass(config_class, base) and config_class.__name__ != base.__name__:
         return config_class
-    names = [each for each in dir(library) if each.endswith("Config")]
+    names = [each for each in dir(library) if each.endswith("Config") and each not in {name, base.__name__}]
     if config_class is not None:
         close = nearest(name, names)
         hint = f" Did you mean {close!r}?" if close else ""
         raise SettingError(f"transformers.{name} is not the configuration class of a model.{hint} {_FORMS}")
     raise unknown("configuration class", name, names, _FORMS)
+
+
+def _missing(name: str, error: ImportError) -> MissingError:
+    return MissingError(f"The configuration of {name} cannot be imported ({error}); install what it needs.")
 
 
 def _build(config_class: Any, settings: dict[str, Any], overrides: dict[str, Any], text: str) -> Any:
@@ -190,7 +205,7 @@ def _build(config_class: Any, settings: dict[str, Any], overrides: dict[str, Any
     try:
         return config_class.from_dict({**settings, **overrides})
     except Exception as error:  # transformers raises several classes for values of the wrong type or range
-        raise SettingError(f"{name} rejects the settings of {text!r}: {error_text(error)}") from error
+        raise SettingError(f"{name} rejects the settings of {text!r}: {' '.join(str(error).split())}") from error
 
 
 def _check_keys(config_class: Any, known: set[str], overrides: dict[str, Any], text: str) -> None:

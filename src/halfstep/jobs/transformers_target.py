@@ -72,6 +72,9 @@ HEADS = {
         has_accuracy=True,
     ),
 }
+# Nested configurations that do not bring inputs of another kind: T5Gemma's two stacks, the layers of MPT and DBRX, ESM's
+# folding head, which its language models do not have.
+_PLAIN_PARTS = {"encoder", "decoder", "attn_config", "ffn_config", "esmfold_config"}
 # Others are fetched from the hub when they are first used.
 _LOCAL_KERNELS = {
     "_attn_implementation": (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
@@ -161,11 +164,13 @@ def _reject(config: Any) -> None:
         raise SettingError(
             f"{kind} has a quantization_config; a model with random weights has nothing to quantize. Remove it."
         )
-    nested = [each for each in getattr(config, "sub_configs", {}) if each not in {"encoder", "decoder"}]
-    if nested:
+    parts = getattr(config, "sub_configs", {})
+    if parts.keys() - _PLAIN_PARTS:
+        alone = sorted({each.__name__ for each in parts.values()} - {"AutoConfig"})
+        advice = f"train one part alone ({', '.join(alone)}), or " if alone else ""
         raise SettingError(
-            f"{kind} is made of several configurations ({', '.join(nested)}), and there are no synthetic inputs for such a model; use one "
-            "of them alone, such as Gemma3TextConfig instead of Gemma3Config, or write a job file."
+            f"{kind} is made of several configurations ({', '.join(parts)}), and there are no synthetic inputs for such a model; "
+            f"{advice}write a job file."
         )
     for setting, known in _LOCAL_KERNELS.items():
         value = getattr(config, setting, None)
@@ -211,7 +216,12 @@ def _models(mapping: Any, config: Any) -> tuple[type, ...]:
     """The models of one head for a configuration; transformers lists one class or a few."""
     if type(config) not in mapping:
         return ()
-    models = mapping[type(config)]
+    try:
+        models = mapping[type(config)]
+    except ImportError as error:
+        raise MissingError(
+            f"The model of {type(config).__name__} cannot be imported ({error}); install what it needs."
+        ) from error
     return models if isinstance(models, tuple) else (models,)
 
 
