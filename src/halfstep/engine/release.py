@@ -210,7 +210,8 @@ class GradientRelease:
     def _register(self) -> None:
         """Put a hook on each parameter that has none yet; frozen ones take none before they are unfrozen."""
         for param in (p for p in self._without_hook if p.requires_grad):
-            self._undo.callback(param.register_post_accumulate_grad_hook(_hook(self)).remove)
+            handle = param.register_post_accumulate_grad_hook(_hook(self))  # type: ignore[no-untyped-call]
+            self._undo.callback(handle.remove)
         self._without_hook = [p for p in self._without_hook if not p.requires_grad]
 
     def arrive(self, param: Tensor) -> None:

@@ -79,7 +79,7 @@ def flag_and_norm(grads: Sequence[Tensor], tables: dict[Any, Any]) -> tuple[Tens
     for grad in grads:
         groups.setdefault(grad.dtype, []).append(grad)
     sums = torch.empty(len(grads), dtype=torch.float32, device=device)
-    parts = sums.split([len(group) for group in groups.values()])
+    parts = torch.split(sums, [len(group) for group in groups.values()])
     for (dtype, group), part in zip(groups.items(), parts, strict=True):
         stats: GradStats | None = tables.get((device, dtype))
         if stats is None:
