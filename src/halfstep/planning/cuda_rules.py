@@ -9,6 +9,7 @@ tensors:
                     whole matrix of attention weights
     dropout         CUDA saves a mask of one byte per element; the CPU a float per element
     softmax         CUDA's kernel reads fp16 and writes fp32 without an intermediate copy
+    RMS norm        CUDA has one kernel; the CPU runs the formula and saves its steps
     LSTM, GRU, RNN  cuDNN runs all time steps at once and saves a reserve; the CPU runs a loop
 
 `as_on_cuda` registers CUDA's behaviour for these operations with torch's own dispatcher, in front of the CPU's, and
@@ -30,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.engine.region import has_kernel, install, overloads, reinstall, upcast
 from halfstep.planning.attention import attend
+from halfstep.planning.norms import fused_rms_norm, rms_norm
 from halfstep.planning.recurrent import run_recurrent
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.operations import FP32_INPUTS, FP32_OUTPUTS
@@ -81,6 +83,9 @@ def as_on_cuda() -> Iterator[None]:
                         register(name, torch.library.fallthrough_kernel, "AutocastCPU")
             register("dropout", _dropout, "AutogradCPU")
             register("scaled_dot_product_attention", attend, "AutogradCPU")
+            if hasattr(torch.ops.aten, "_fused_rms_norm"):
+                register("_fused_rms_norm", fused_rms_norm, "CPU")
+                register("rms_norm", rms_norm, "AutogradCPU")
             if hasattr(torch.ops.aten, "_grouped_mm"):
                 register("_grouped_mm", _multiply_groups, "Meta")
             for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
