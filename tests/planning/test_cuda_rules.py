@@ -212,3 +212,62 @@ def test_rms_norm_of_mixed_dtypes_is_the_formula(on_cuda):
         out = F.rms_norm(torch.randn(2, 8, dtype=torch.bfloat16), (8,), torch.ones(8))
     assert "aten.rsqrt" in recorder.names
     assert out.dtype is torch.bfloat16
+
+
+REGIONS = (("bf16", False), ("fp16", False), ("bf16", True), ("fp16", True))  # compute, lean
+
+
+@pytest.mark.parametrize(
+    ("operation", "bits"),
+    [
+        (lambda x: F.layer_norm(x, (8,)), (32, 32, 16, 16)),
+        (lambda x: F.group_norm(x, 2), (32, 32, 16, 16)),
+        (lambda x: F.rms_norm(x, (8,)), (32, 32, 16, 16)),
+        (lambda x: x.softmax(-1), (32, 32, 16, 16)),
+        (lambda x: x.softmax(-1, dtype=torch.float32), (32, 32, 32, 32)),
+        (lambda x: x.log_softmax(-1), (32, 32, 32, 32)),
+        (lambda x: x.log(), (32, 32, 16, 16)),
+        (lambda x: x.rsqrt(), (32, 32, 16, 16)),
+        (lambda x: x.exp(), (32, 32, 16, 32)),
+        (lambda x: x.reciprocal(), (32, 32, 16, 32)),
+        (lambda x: x**2, (32, 32, 16, 32)),
+        (lambda x: x**3, (32, 32, 16, 16)),
+        (F.softplus, (32, 32, 16, 16)),
+        (lambda x: F.interpolate(x[None, None], scale_factor=2), (32, 32, 16, 16)),
+        (lambda x: x.sum(0), (32, 32, 32, 32)),
+        (lambda x: x.logsumexp(-1), (32, 32, 32, 32)),
+        (lambda x: F.mse_loss(x, x), (32, 32, 32, 32)),
+    ],
+)
+def test_results_have_the_dtype_of_a_region_on_cuda(on_cuda, operation, bits):
+    """Operations of CUDA's fp32 list give fp32 in autocast presets; in lean ones 16 bits where the region's rule does."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    results = []
+    for compute, lean in REGIONS:
+        with compute_region("cpu", compute, lean=lean):
+            results.append(torch.finfo(operation(torch.rand(4, 8, dtype=dtypes[compute])).dtype).bits)
+    assert tuple(results) == bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lean", [False, True])
+def test_cross_entropy_saves_the_logits_without_a_copy(on_cuda, dtype, lean):
+    """In a region cross-entropy is the fused kernel: the logits are the only saved tensor of their size."""
+    logits = torch.randn(64, 512, dtype=dtype, requires_grad=True)
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with compute_region("cpu", "bf16", lean=lean), hooks:
+        loss = F.cross_entropy(logits, torch.zeros(64, dtype=torch.long))
+    assert loss.dtype is torch.float32
+    assert [t.dtype for t in saved if t.numel() == logits.numel()] == [dtype]
+    loss.backward()
+    assert logits.grad.dtype is dtype
+
+
+def test_probabilities_as_targets_are_computed_by_torch(on_cuda):
+    """Cross-entropy with probabilities as targets is not the fused kernel: torch computes it in fp32."""
+    logits = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    with Recorder() as recorder, compute_region("cpu", "bf16", lean=True):
+        loss = F.cross_entropy(logits, torch.full((4, 8), 1 / 8))
+    assert loss.dtype is torch.float32
+    assert "aten._log_softmax" in recorder.names
