@@ -299,7 +299,7 @@ def test_normalisation_layers_of_lean_models_run_in_16_bits(compute, layer):
     layer = copy.deepcopy(layer)
     model, _ = net(f"{compute}-lean", nn.Sequential(layer))
     half = torch.randn(2, 6).to(HALF[compute])
-    with compute_region("cpu", compute):
+    with compute_region("cpu", compute, lean=True):
         assert model(half).dtype is HALF[compute]
         name = "x" if isinstance(layer, nn.RMSNorm) else "input"
         assert layer(**{name: half}).dtype is HALF[compute]
@@ -312,7 +312,7 @@ def test_normalisation_layers_of_lean_models_take_fp32_inputs(compute, layer):
     layer = copy.deepcopy(layer)
     model, _ = net(f"{compute}-lean", nn.Sequential(layer))
     x = torch.randn(2, 6)
-    with compute_region("cpu", compute):
+    with compute_region("cpu", compute, lean=True):
         found = model(x).float()
     exact = copy.deepcopy(layer).float()
     uncast_forwards(exact)
@@ -356,7 +356,6 @@ def test_uncast_restores_every_forward():
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     wrap_forwards(model, Policy.parse("bf16-lean,keep_fp32=head"))
     assert "forward" in vars(model.head)
-    assert "forward" in vars(model.norm)
     uncast_forwards(model)
     uncast_forwards(model)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before

@@ -55,7 +55,8 @@ class Blocks:
     def _region(self) -> Iterator[None]:
         self.depth += 1
         try:
-            with compute_region(self._run.device.type, self._run.policy.compute):
+            policy = self._run.policy
+            with compute_region(self._run.device.type, policy.compute, lean=policy.is_lean):
                 yield
         finally:
             self.depth -= 1

@@ -6,9 +6,8 @@ masters. Parameters stay the same objects, so optimizers, schedulers and hooks t
 modules that the policy names stay in fp32, and so does batch-norm, whose running averages move by steps that 16 bits
 would lose.
 
-An fp32 module gets its inputs in fp32 and runs with autocast off. In lean models, normalisation layers run in the
-weights' own 16 bits (with fp32 inside, as all their kernels have): CUDA's autocast would cast their inputs to fp32
-and their outputs would carry fp32 through the network.
+An fp32 module gets its inputs in fp32 and runs with autocast off. What else stays in fp32 is decided by operation, not by
+module: `region/`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from halfstep.precision.policy import Policy
 __all__ = ["cast_model", "check_patterns", "check_range", "sum_gradients_in_fp32", "uncast_forwards", "wrap_forwards"]
 
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the public classes' common base
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _UNCAST = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)  # layers with matrices that autocast does not cast on every device
 
 
@@ -144,7 +142,7 @@ def check_patterns(model: nn.Module, policy: Policy) -> None:
 
 
 def wrap_forwards(model: nn.Module, policy: Policy) -> None:
-    """Make the modules of `keep_fp32` compute in fp32, and a lean model's normalisation layers in the weights' dtype."""
+    """Make the modules of `keep_fp32` compute in fp32."""
     check_patterns(model, policy)
     every = list(model.named_modules(remove_duplicate=False))
     covered: tuple[str, ...] = ()
@@ -155,8 +153,6 @@ def wrap_forwards(model: nn.Module, policy: Policy) -> None:
         if id(module) in fp32_ids or policy.keeps_fp32(name):
             _set_forward(module, _forward_in_fp32)
             covered += (f"{name}.",)
-        elif policy.params != "fp32" and type(module) in _NORMS and not _has_frozen_fp32(module):
-            _set_forward(module, _forward_as_it_is)
 
 
 def uncast_forwards(model: nn.Module) -> None:
@@ -178,11 +174,6 @@ def _reject_16_bit_weights(model: nn.Module, policy: Policy) -> None:
             f"The model already has 16-bit weights ({len(half)} parameters, e.g. {half[0]} in {example}), but the policy {policy} "
             f"keeps weights in fp32 and casts while computing. Drop .half() / .bfloat16() / torch_dtype=, or use precision={lean!r}."
         )
-
-
-def _has_frozen_fp32(module: nn.Module) -> bool:
-    """Whether a layer's own weights were cast from 16 bits to fp32; autocast alone computes with those."""
-    return any(p.dtype is torch.float32 and not p.requires_grad for p in module.parameters(recurse=False))
 
 
 def _has_numbers(tensor: Tensor) -> bool:
@@ -220,16 +211,6 @@ def _device_type(args: Any, kwargs: Any) -> str:
 def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast(_device_type(args, kwargs), enabled=False):
         return _call(self, upcast(args), upcast(kwargs))
-
-
-def _forward_as_it_is(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    weight = getattr(self, "weight", None)
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    if weight is None or not tensors:
-        return _call(self, args, kwargs)
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(weight.dtype), (args, kwargs))
-        return _call(self, args, kwargs)
 
 
 def sum_gradients_in_fp32(params: Iterable[Tensor], policy: Policy) -> None:

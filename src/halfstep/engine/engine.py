@@ -180,7 +180,7 @@ class Engine(SavedEngine):
         factor, scaled = self._update.weigh(self.window, weight), self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
             scaled = scaled * (factor.to(loss.device) if isinstance(factor, Tensor) else factor)
-        with torch.autocast(self.device.type, enabled=False), recomputing():
+        with torch.autocast(self.device.type, enabled=False), recomputing(lean=self.policy.is_lean):
             self.backend.backward(scaled, retain_graph=retain_graph)
         self.window.has_gradients = True
         self._gradients.record()

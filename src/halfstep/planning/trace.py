@@ -134,13 +134,15 @@ def _copy_buffers(tracer: Tracer, model: nn.Module) -> BufferGuard:
 
 def _micro_batch(tracer: Tracer, job: Job, run: PreparedRun, inputs: Any, context: RunContext) -> None:
     tracer.phase = "forward"
-    with compute_region("cpu", run.policy.compute):  # with the kernels of `as_on_cuda` where CUDA differs
+    with compute_region(
+        "cpu", run.policy.compute, lean=run.policy.is_lean
+    ):  # with the kernels of `as_on_cuda` where CUDA differs
         loss = job.call("loss", context, model=run.module, batch=inputs, split="train", epoch=0)
     tracer.end_forward()
     tracer.phase = "backward"
     scaled = loss.float() * 1.0
     del loss
-    with torch.autocast("cpu", enabled=False), recomputing():
+    with torch.autocast("cpu", enabled=False), recomputing(lean=run.policy.is_lean):
         scaled.backward()
     del scaled
     tracer.mark([p.grad for p in run.module.parameters() if p.grad is not None], "gradients")

@@ -3,7 +3,7 @@
 How it works. Autocast casts the inputs of the operations on its list, and each device has its own list. What one device's
 list lacks, the region takes from the other's. Some operations are on neither list: with fp32 weights that never shows, but
 next to 16-bit weights (lean presets, frozen bases) they raise a dtype mismatch or have no 16-bit kernel at all. There are
-five kinds:
+six kinds:
 
     fp32     16-bit inputs are cast to fp32: sums, exponentials, losses, decompositions of matrices
     lower    inputs are cast to the region's 16 bits: products of matrices and vectors
@@ -11,15 +11,25 @@ five kinds:
     first    the other inputs are cast to the dtype of the first: operations in place, and large tables
     norm     weights and statistics of mixed dtypes are cast to fp32; the result has the input's dtype
 
-Names are base names; `engine/region.py` reads the overloads from the installed torch and leaves out those that the device's
-own list has.
+    loss     cross_entropy by a fused kernel that reads 16 bits and computes in fp32
+
+Lean presets (16-bit weights) have a different rule for the fp32 operations. Most of them give a result as large as their
+input, and an fp32 one would flow on through the network: twice the memory traffic of a pure 16-bit model. Their kernels
+compute in fp32 inside, so there they take and give 16 bits (`LEAN_16_BIT`). What reduces still gives fp32, except where
+it keeps the reduced dimension: such a result scales its input, and `x / x.norm(dim=-1, keepdim=True)` would be fp32. fp16
+keeps fp32 results where its range needs them (`FP16_RANGE`).
+
+Names are base names; `engine/region` reads the overloads from the installed torch.
 """
 
 from __future__ import annotations
 
-__all__ = ["FP32_INPUTS", "FP32_OUTPUTS", "KINDS", "ON_EVERY_DEVICE", "ON_THE_OTHER_LIST"]
+__all__ = [
+    "BROADCAST_BACK", "FP16_RANGE", "FP32_INPUTS", "FP32_OUTPUTS", "KINDS", "LEAN_16_BIT", "ON_EVERY_DEVICE",
+    "ON_THE_OTHER_LIST", "SCALED_NORMS",
+]  # fmt: skip
 
-KINDS = ("fp32", "lower", "widest", "first", "norm")
+KINDS = ("fp32", "lower", "widest", "first", "norm", "loss")
 
 # Operations that CUDA's autocast runs in fp32 and the CPU's does not; the planner uses them as well. CUDA casts the
 # inputs of the first group, and has kernels for the second that read 16 bits and write fp32.
@@ -86,7 +96,7 @@ ON_THE_OTHER_LIST: dict[str, dict[str, tuple[str, ...]]] = {
         "lower": _PRODUCTS,
         "widest": _PROMOTED,
     },
-    "cuda": {"fp32": ("cross_entropy_loss", "ctc_loss")},
+    "cuda": {"fp32": ("ctc_loss",), "loss": ("cross_entropy_loss",)},
 }
 # By device type and kind: what needs a cast whatever the lists have. The layer that a Transformer runs in eval mode skips
 # autocast on a CPU. CUDA's own list has the normalisation layers, and its batch norm is called too often for a check.
@@ -97,6 +107,24 @@ _EVERYWHERE: dict[str, tuple[str, ...]] = {
     "first": ("embedding_bag", *_IN_PLACE),
 }
 ON_EVERY_DEVICE: dict[str, dict[str, tuple[str, ...]]] = {
-    "cpu": _EVERYWHERE | {"norm": _NORMS},
+    "cpu": _EVERYWHERE | {"norm": (*_NORMS, "rms_norm")},
     "cuda": _EVERYWHERE | {"norm": ("instance_norm",)},
 }
+
+# Lean presets. Normalisation layers whose weights are 16-bit too; batch norm's stay fp32, and its kernels mix them.
+SCALED_NORMS = ("layer_norm", "native_layer_norm", "group_norm", "rms_norm")
+_UPSAMPLINGS = (
+    "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
+    "upsample_bicubic2d", *_RESIZED,
+)  # fmt: skip
+# As large as their input, with fp32 inside their kernels. log_softmax is left out: it is half of a loss, and
+# log-probabilities of a large vocabulary (-10 and below) would have an error of 2^-5 in bf16.
+LEAN_16_BIT = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow", "softplus", "renorm", "softmax", *_UPSAMPLINGS,
+)  # fmt: skip
+# Of those, results that can pass 65504 where the input did not. A cube is an exception: see `engine/region/casts.py`.
+FP16_RANGE = ("cosh", "exp", "expm1", "pow", "reciprocal", "sinh", "tan")
+# Reductions that follow their input's dtype where they keep the reduced dimension, but for fp16's range.
+BROADCAST_BACK = ("sum", "prod", "norm", "linalg_vector_norm")

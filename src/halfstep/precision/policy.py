@@ -81,6 +81,11 @@ class Policy:
         """The loss scale as a value with its settings."""
         return LossScale.parse(self.loss_scale)
 
+    @property
+    def is_lean(self) -> bool:
+        """Whether the weights are stored in 16 bits."""
+        return self.params != "fp32"
+
     def grads_format(self, accumulate: int = 1) -> str:
         """The format gradients are stored in when a step accumulates `accumulate` micro-batches."""
         if self.grads != "auto":

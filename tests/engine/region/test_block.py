@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.engine.engine import Engine
-from halfstep.engine.region import COMPUTE_DTYPES, _kernel, compute_region, operations_of, recomputing, upcast
+from halfstep.engine.region import compute_region, operations_of, recomputing, upcast
+from halfstep.engine.region.kernels import _kernels
+from halfstep.precision.formats import COMPUTE_DTYPES
 
 FP32 = torch.float32
 every_compute = pytest.mark.parametrize("compute", ["bf16", "fp16"])
@@ -645,16 +648,16 @@ def test_compiled_code_casts_for_16_bit_weights(fresh_compiler):
     assert {p.grad.dtype, v.grad.dtype} == {torch.bfloat16}
 
 
-def test_compiled_code_is_kept_apart_by_device_and_dtype():
+def test_compiled_code_is_kept_apart_by_device_dtype_and_rule():
     """Inside a region the key of torch.compile's cache names the region, after the user's own tag; outside it does not."""
     importlib.import_module("torch._dynamo")
     config = torch.compiler.config
     tags = []
     with config.patch(cache_key_tag="mine"):
-        for compute in ("bf16", "fp16"):
-            with compute_region("cpu", compute):
-                tags.append(config.cache_key_tag)
-        assert tags == ["mine halfstep cpu bf16", "mine halfstep cpu fp16"]
+        for compute, lean in itertools.product(("bf16", "fp16"), (False, True)):
+            with compute_region("cpu", compute, lean=lean):
+                tags.append(config.cache_key_tag.rpartition(" ")[0])
+        assert tags == [f"mine halfstep cpu {c} {rule}" for c in ("bf16", "fp16") for rule in ("autocast", "lean")]
         with compute_region("cpu", "fp32"):
             assert config.cache_key_tag == "mine"
         assert config.cache_key_tag == "mine"
@@ -695,14 +698,15 @@ def test_cuda_gets_the_losses_that_its_list_lacks():
     """cross_entropy and ctc_loss are on the CPU's list of fp32 operations and not on CUDA's."""
     with compute_region("cpu", "bf16"):
         names = operations_of("cuda", "fp32")
-    assert names[:3] == ("cross_entropy_loss", "ctc_loss.IntList", "ctc_loss.Tensor")
+    assert operations_of("cuda", "loss") == ("cross_entropy_loss",)
+    assert names[:2] == ("ctc_loss.IntList", "ctc_loss.Tensor")
     assert operations_of("xpu", "fp32") == ()
 
 
 @every_compute
 def test_the_kernel_for_cuda_computes_in_fp32_inside_a_region_only(compute):
     """Inside, the loss of 16-bit logits is that of their fp32 values; outside, it is torch's own, rounded."""
-    registered = _kernel(torch.ops.aten.cross_entropy_loss.default, "fp32", "AutocastCUDA")
+    registered = dict(_kernels("cuda"))["cross_entropy_loss"]
     outside_autocast = torch._C._dispatch_keys(torch.ones(1)).remove(torch._C.DispatchKey.AutocastCPU)
     kernel = functools.partial(registered, outside_autocast)
     logits = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(COMPUTE_DTYPES[compute])

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.engine.region import COMPUTE_DTYPES, compute_region, recomputing
+from halfstep.engine.region import compute_region, recomputing
+from halfstep.precision.formats import COMPUTE_DTYPES
 
 pytestmark = pytest.mark.gpu
 every_compute = pytest.mark.parametrize("compute", ["bf16", "fp16"])

@@ -1,0 +1,161 @@
+"""Registers the regions' rules with torch's dispatcher, under autocast's keys.
+
+An autocast kernel runs before autograd: it casts the inputs and calls the operation again with the autocast key excluded,
+so the cast is part of the graph. Operations that a device's own list lacks get a kernel of ours. Those of CUDA's list that a
+lean region treats differently get one in front of torch's own, which is called everywhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from halfstep.engine.region.casts import Run, run_in_autocast, run_in_lean
+from halfstep.engine.region.rule import Rule, current_rule
+from halfstep.hardware.onednn import ignore_fallback_warnings
+from halfstep.precision.operations import (
+    BROADCAST_BACK,
+    KINDS,
+    LEAN_16_BIT,
+    ON_EVERY_DEVICE,
+    ON_THE_OTHER_LIST,
+    SCALED_NORMS,
+)
+
+__all__ = ["has_kernel", "install", "operations_of", "overloads", "reinstall"]
+
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
+_libraries: dict[str, torch.library.Library] = {}  # registrations live as long as these objects
+_install = threading.Lock()
+
+
+@functools.cache
+def operations_of(device_type: str, kind: str) -> tuple[str, ...]:
+    """The operations that a region treats in this way on a device type, as the dispatcher names them."""
+    own = _KEYS.get(device_type, "")
+    other = _KEYS["cuda" if device_type == "cpu" else "cpu"]
+    listed = [
+        name
+        for base in ON_THE_OTHER_LIST.get(device_type, {}).get(kind, ())
+        for name in overloads(base)
+        if has_kernel(f"aten::{name}", other)
+    ]
+    needed = [name for base in ON_EVERY_DEVICE.get(device_type, {}).get(kind, ()) for name in overloads(base)]
+    return tuple(name for name in listed + needed if not has_kernel(f"aten::{name}", own))
+
+
+@functools.cache
+def _replaced(device_type: str) -> tuple[str, ...]:
+    """The operations of a device's own fp32 list that a lean region treats differently."""
+    key = _KEYS[device_type]
+    bases = (*SCALED_NORMS, *LEAN_16_BIT, *BROADCAST_BACK) if device_type == "cuda" else ()
+    return tuple(name for base in bases for name in overloads(base) if has_kernel(f"aten::{name}", key))
+
+
+def overloads(base: str) -> list[str]:
+    """The overloads of an operation that give a new result or work in place, as the dispatcher names them."""
+    packet = getattr(torch.ops.aten, base, None)
+    names = []
+    for overload in packet.overloads() if packet is not None else ():
+        name = base if overload == "default" else f"{base}.{overload}"
+        if _known(name) and not any(a.is_out for a in getattr(packet, overload)._schema.arguments):  # noqa: SLF001
+            names.append(name)
+    return names
+
+
+def _known(name: str) -> bool:
+    try:
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU")  # noqa: SLF001 - the only way to query it
+    except RuntimeError:  # an overload of TorchScript's, which the dispatcher does not know
+        return False
+    return True
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether the dispatcher has a kernel for an operation ("aten::sum.dim_IntList") under a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)  # noqa: SLF001 - the only way to read the lists
+
+
+def install(device_type: str) -> None:
+    """Register the rules once per process, when a 16-bit region is first entered on such a device."""
+    with _install:  # also where torch.compile stops tracing, so that the switch is set when the block is compiled
+        if device_type in _libraries or device_type not in _KEYS:
+            return
+        if device_type == "cpu":
+            ignore_fallback_warnings()
+        for on in _KEYS:  # all before any registration, which would change the answers
+            _replaced(on)
+            for kind in KINDS:
+                operations_of(on, kind)
+        key = _KEYS[device_type]
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():  # torch warns that a kernel is replaced, which is the purpose
+            warnings.simplefilter("ignore", UserWarning)
+            for name, kernel in _kernels(device_type):
+                library.impl(name, kernel, key, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
+        _libraries[device_type] = library
+
+
+def reinstall() -> None:
+    """Register the rules again where they are installed, after other kernels for the same operations were removed.
+
+    torch keeps the last Python kernel of each operation in a table that it reads when it traces (fake tensors,
+    torch.compile) and does not update when that kernel is removed: a compiled region would continue to run it.
+    """
+    with _install:
+        installed = dict(_libraries)
+        _libraries.clear()
+    for device_type, library in installed.items():
+        library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001 - the only way to remove registrations
+        install(device_type)
+
+
+def _kernels(device_type: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for kind in KINDS:
+        for name in operations_of(device_type, kind):
+            run = run_in_autocast(kind)
+            lean = run_in_lean(name.partition(".")[0], kind) or run
+            yield name, _kernel(name, device_type, {Rule.AUTOCAST: run, Rule.LEAN: lean}, None)
+    for name in _replaced(device_type):
+        replacement = run_in_lean(name.partition(".")[0], "fp32")
+        assert replacement is not None
+        yield name, _kernel(name, device_type, {Rule.LEAN: replacement}, _torchs_own(name, device_type))
+
+
+def _torchs_own(name: str, device_type: str) -> Callable[..., Any] | None:
+    """The autocast kernel that torch has for an operation on its fp32 list; None where torch cannot return it."""
+    if not hasattr(torch.library, "get_kernel"):
+        return None
+    own: Callable[..., Any] = torch.library.get_kernel(f"aten::{name}", _KEYS[device_type]).call_boxed
+    return own
+
+
+def _kernel(
+    name: str, device_type: str, runs: dict[Rule, Run], torchs_own: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """A kernel that follows the region's rule, and elsewhere does what torch does."""
+    base, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.aten, base), overload or "default")
+    own = getattr(torch._C.DispatchKey, _KEYS[device_type])  # noqa: SLF001
+    autocast = torch._C.DispatchKeySet(own)  # noqa: SLF001
+    after = torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
+    is_listed = Rule.AUTOCAST not in runs
+    in_fp32 = run_in_autocast("fp32")
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        rule = current_rule()
+        run = None if rule is None else runs.get(rule)
+        if run is None and torchs_own is not None:
+            return torchs_own(keys, *args, **kwargs)
+        if run is None and not is_listed:
+            return operation.redispatch(keys & after, *args, **kwargs)  # as if nothing were registered
+        with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001 - how an autocast kernel redispatches
+            return (run or in_fp32)(operation, args, kwargs, device_type)
+
+    return kernel
