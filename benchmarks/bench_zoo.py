@@ -25,7 +25,7 @@ With --compile, torch's limit of recompilations per function is multiplied by th
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import gc
 import importlib.metadata
 import json
@@ -47,6 +47,7 @@ from zoo_rows import COMPILED_ROWS, EAGER_ROWS, Loop, Row, make_loop, unavailabl
 from halfstep.backends.context import RunContext
 from halfstep.hardware.accelerator import pick_device
 from halfstep.hardware.environment import environment
+from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.train.stream import to_device
 
 WARM_UP = 3
@@ -212,7 +213,7 @@ def _about(case: Case, device: torch.device, args: argparse.Namespace, batch_siz
         "tiny": args.tiny,
         "fp32_buffers": case.fp32_buffers,
         "device": device.type,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "environment": environment(),
         "versions": versions,
         "settings": {
@@ -310,6 +311,7 @@ def main(argv: list[str] | None = None) -> None:
         print(render_tables([json.loads(line) for line in lines if line.strip()]))
         return
     logging.getLogger("halfstep").setLevel(logging.WARNING)  # no truth table for each of ten engines
+    ignore_fallback_warnings()
     device = pick_device(args.device)
     default = list(HELD_BACK) if args.held_back else list(COMPILED if args.compile else CASES)
     cases = _choose(args.models, {**CASES, **HELD_BACK}, default, "model")

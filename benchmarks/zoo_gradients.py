@@ -54,14 +54,15 @@ def gradient_rows(case: Case, rows: tuple[Row, ...], device: torch.device, *, ti
         chosen = [row for row in rows if row.format == name]
         if not chosen:
             continue
+        rounded = copy.deepcopy(source)
         with torch.no_grad():
-            for param in source.parameters():
+            for param in rounded.parameters():
                 param.copy_(param.to(dtype))
         batches = [cast_batch(_batch(job, context, seed), dtype) for seed in range(num_batches)]
         batches = [cast_batch(batch, torch.float32) for batch in batches]
-        exact = [_exact_gradients(source, job, batch, context) for batch in batches]
+        exact = [_exact_gradients(rounded, job, batch, context) for batch in batches]
         for scale in SCALES if name == "fp16" else (1.0,):
-            results = [_row_entry(row, source, job, batches, exact, context, scale) for row in chosen]
+            results = [_row_entry(row, rounded, job, batches, exact, context, scale) for row in chosen]
             if all(entry.get("finite", True) for entry in results):
                 break
         entries += results

@@ -235,7 +235,7 @@ _ZOO = (
     _timm("vit_large_patch16_224", 128, **_VIT),
     _timm("deit3_base_patch16_224", 128, **_VIT),
     _timm("convnext_base", 128, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32)),
-    _timm("swin_base_patch4_window7_224", 128, side=56, **(_SWIN | {"img_size": 56})),
+    _timm("swin_base_patch4_window7_224", 128, fp32_buffers=True, side=56, **(_SWIN | {"img_size": 56})),
     _timm("eva02_base_patch16_clip_224", 128, fp32_buffers=True, **_VIT),
     _timm("mixer_b16_224", 128, tiny_class="mlp_mixer:MlpMixer", img_size=32, embed_dim=32, num_blocks=2),
     _timm("resnet50", 256, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), stem_width=8),
@@ -281,7 +281,7 @@ _ZOO = (
 
 _OTHERS = (
     _timm("swinv2_base_window8_256", 64, side=32, **_SWIN),
-    _timm("coatnet_1_rw_224", 64, side=64, img_size=64, embed_dim=(16, 16, 32, 32), depths=(1, 1, 1, 1), stem_width=(8, 8)),
+    _timm("coatnet_1_rw_224", 64, side=64, img_size=64, embed_dim=(32, 32, 32, 32), depths=(1, 1, 1, 1), stem_width=(8, 8)),
     _timm("vit_so400m_patch14_siglip_224", 64, side=28, **(_VIT | {"img_size": 28})),
     _transformers(
         "modernbert_base", 32, "ModernBertForMaskedLM", "ModernBertConfig", _masked(512), {},

@@ -61,7 +61,7 @@ def _peak_bar(
     peaks = {entry["name"]: entry.get("peak_bytes") for entry in record["rows"]}
     peak, other = peaks.get(row), peaks.get(baseline)
     if peak is not None and other is not None:
-        limit = factor * other + added * record["parameters"]
+        limit = round(factor * other + added * record["parameters"])
         yield {
             "bar": f"{row}: peak", "row": row, "baseline": baseline, "peak_bytes": peak, "limit": limit,
             "bytes_per_parameter": (peak - other) / record["parameters"], "met": peak <= limit,

@@ -145,7 +145,9 @@ def _pure(row: Row, model: nn.Module, loss_of: Callable[[Any], Tensor], batch: A
     return _plain(model, loss_of, batch, dtype, optimizer, scale)
 
 
-def _flashoptim(row: Row, model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, device: torch.device) -> Loop:
+def _flashoptim(
+    row: Row, model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, _device: torch.device
+) -> Loop:
     """FlashOptim as its README writes it: `cast_model`, 24-bit master weights, 8-bit moments; clipped by torch."""
     from flashoptim import FlashAdamW, cast_model
 
@@ -177,7 +179,7 @@ def _plain(
     return Loop(model, step, lambda: 0, lambda: None)
 
 
-def _engine(row: Row, model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, device: torch.device) -> Loop:
+def _engine(row: Row, model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, _device: torch.device) -> Loop:
     scaler = LossScaler(init_scale=SCALE) if row.format == "fp16" else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     engine = Engine(model, optimizer, row.precision, max_norm=MAX_NORM, compile=row.compile, scaler=scaler)
