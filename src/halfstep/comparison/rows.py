@@ -152,7 +152,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey:
     steps = [second for run in timed for second in run.seconds]
     surveyed = next((m for run in timed if (m := run.measured).split is not None or m.census is not None), None)
     gradients = next((run.measured.gradients for run in timed if run.measured.gradients is not None), None)
-    eager = next((m for run in timed if (m := run.measured.eager_gradients) is not None), None)
+    eager = next((run.measured.eager_gradients for run in timed if run.measured.eager_gradients is not None), None)
     warmups = [run.measured.warmup_seconds for run in timed if run.measured.warmup_seconds is not None]
     predicted = next((run.measured.predicted for run in completed if run.measured.predicted is not None), None)
     return replace(

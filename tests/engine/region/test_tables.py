@@ -111,3 +111,17 @@ def test_what_meets_a_table_is_counted():
     with recognise_tables([table]), compute_region("cpu", "bf16", lean=True, observed=observed):
         activation("bf16") * table
     assert observed == {"mul with an fp32 buffer": 1}
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_numbers_are_no_tables(lean):
+    """With a table registered, sums and products with Python numbers are torch's own, for integers and with `alpha` too."""
+    x, count, table = activation("bf16").requires_grad_(), torch.arange(4), torch.linspace(-3, 3, 8)
+    with recognise_tables([table]), compute_region("cpu", "bf16", lean=lean):
+        results = [x + 1e-6, 2 * x, x.add(3, alpha=2), x * True, count + 0, count * 1.5, x.float() + 0.5]
+    expected = [x + 1e-6, 2 * x, x.add(3, alpha=2), x * True, count + 0, count * 1.5, x.float() + 0.5]
+    for result, plain in zip(results, expected, strict=True):
+        assert result.dtype is plain.dtype
+        assert torch.equal(result, plain)
+    results[1].sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))

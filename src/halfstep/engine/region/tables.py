@@ -71,9 +71,15 @@ def _install(key: str) -> torch.library.Library:
 def _kernel(operation: Any, run: Callable[[Tensor, Tensor], Tensor], key: str) -> Callable[..., Any]:
     own = getattr(torch._C.DispatchKey, key)  # noqa: SLF001
     after = torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
+    autocast = torch._C.DispatchKeySet(own)  # noqa: SLF001
 
     def kernel(keys: Any, a: Any, b: Any, **kwargs: Any) -> Any:
-        if not kwargs and isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype is not b.dtype:
+        if not (
+            isinstance(a, Tensor) and isinstance(b, Tensor)
+        ):  # a number, which `redispatch` does not take for a tensor
+            with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001
+                return operation.overloadpacket(a, b, **kwargs)
+        if not kwargs and a.dtype is not b.dtype:
             if _is_scaled(a, b):
                 record_16_bits(f"{operation.overloadpacket.__name__} with an fp32 buffer")
                 return run(a, b)
