@@ -126,16 +126,17 @@ class Engine(SavedEngine):
         self._gradients = GradientGuard(run.params, self.optimizers, in_graphs=in_graphs, hide=hide)
         self._model_guard = ModelGuard(module, run.params)
         self._release = GradientRelease(self.optimizers, run.params, run.undo) if gradient_release else None
-        self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, self.ema)
+        self._truths = TruthObserver(
+            run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release
+        )
+        losses = self._truths.losses
+        self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, losses, self.ema)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
         self._delivery = Delivery(self.progress, Schedules(schedulers), self.scaler, run.params, callbacks)
         average_masters(run)
         self._frozen = FrozenWatch(run, () if ema is None else run.params.values())
         self._watch, self._closed = watch, False
-        self._truths = TruthObserver(
-            run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release
-        )
         if deterministic:
             make_deterministic(run.undo)
         compile_model(module, compile)
