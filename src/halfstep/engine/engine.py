@@ -72,9 +72,10 @@ class Engine(SavedEngine):
     """Trains a model, or several modules and loose parameters, with one or several optimizers under a precision policy.
 
     `model` may be a list or dict of modules and parameters. `precision` is a policy, its text, a foreign name, a torch dtype or "auto". `max_norm` clips the true gradients; None does not clip.
-    `ema` is the decay of an EMA of the masters. `compile=True` compiles the model in place, and `compile="reduce-overhead"` in
-    that mode of torch.compile, with CUDA graphs. `deterministic=True` asks torch for deterministic algorithms.
-    `gradient_release=True` updates parameters inside backward. `backend` is a Backend or its name. `scaler` replaces the
+    `ema` is the decay of an EMA of the masters. `compile=True` compiles the model in place, `compile="blocks"` its repeated blocks,
+    and `compile="reduce-overhead"` the model in that mode of torch.compile, with CUDA graphs. `deterministic=True` asks torch for deterministic algorithms.
+    `gradient_release=True` updates parameters inside backward. `recompute="cheap"` computes activations and norms of repeated
+    blocks again in backward, and `recompute=0.6` keeps about that share of activations. `backend` is a Backend or its name. `scaler` replaces the
     policy's loss scaler. `on_step(result)` is called when the outcome of a step has arrived. `watch` implements methods of
     `halfstep.engine.watch.EngineWatch`.
     """
@@ -92,6 +93,7 @@ class Engine(SavedEngine):
         compile: bool | str = False,  # noqa: A002 - torch's own word for it
         deterministic: bool = False,
         gradient_release: bool = False,
+        recompute: str | float | None = None,
         watch: EngineWatch | Any = None,
         backend: Backend | str = "auto",
         scaler: Scaler | None = None,
@@ -115,7 +117,13 @@ class Engine(SavedEngine):
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
         module = self.backend.prepare(root, optimizers)
         run = self._run = prepare_run(
-            module, optimizers, self.policy, accumulate=accumulate, gradient_release=gradient_release
+            module,
+            optimizers,
+            self.policy,
+            accumulate=accumulate,
+            gradient_release=gradient_release,
+            recompute=recompute,
+            compiled=bool(compile),
         )
         self.device, self.optimizers, self.schedulers = run.device, run.optimizers, schedulers
         reject_foreign_steps(self.optimizers, run.undo)
@@ -139,7 +147,7 @@ class Engine(SavedEngine):
         self._watch, self._closed = watch, False
         if deterministic:
             make_deterministic(run.undo)
-        compile_model(module, compile)
+        compile_model(module, compile, run.undo, budget=recompute if isinstance(recompute, float) else None)
         self._fixed = fixed_names(self, Engine, of_subclass)
         hook_of(watch, "attach")(self)
 

@@ -221,7 +221,7 @@ def truth_of(
     losses: LossObserver | None = None,  # of the first micro-batch
 ) -> Truth:
     """The table of a prepared run as it is now."""
-    rows = dict(backend.truth_rows()) | ({"gradients": "released during backward"} if released else {})
+    rows = run.rows | dict(backend.truth_rows()) | ({"gradients": "released during backward"} if released else {})
     known = hardware.kind == run.device.type
     return build_truth(
         policy=run.policy,
