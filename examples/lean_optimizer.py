@@ -37,7 +37,7 @@ lean.load_state_dict(engine.state_dict())
 print("bf16-lean, 8-bit moments:", train(lean, lean_model, 20))
 print(lean.optimizers[0])
 
-# Gradient release: each parameter is updated inside backward, so only one layer's gradients exist at a time.
+# Gradient release: parameters are updated inside backward, so that about 32 MiB of gradients exist at a time.
 released = build()
 optimizer = halfstep.optim.Lion(released.parameters(), lr=1e-3, weight_decay=0.1)
 engine = halfstep.Engine(released, optimizer, "bf16-lean", gradient_release=True)

@@ -58,6 +58,7 @@ def measurements(label, repeat, loss, peak, base_bytes):
         split=split if repeat == 0 else None,
         census=CENSUS if repeat == 0 else None,
         gradients=GradientDifference(0.9999, 0.01, 0) if repeat == 0 and label != "fp32" else None,
+        eager_gradients=GradientDifference(0.9999, 0.003, 0) if repeat == 0 and "compile" in label else None,
     )  # fmt: skip
 
 

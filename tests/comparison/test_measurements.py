@@ -13,6 +13,7 @@ COMPLETE = Measurements(
     warmup_steps=10,
     warmup_peak_bytes=3,
     gradients=GradientDifference(0.99, 0.1, 7),
+    eager_gradients=GradientDifference(0.999, 0.01, 0),
     allocated={"weights": 4},
     peak_bytes=5,
     samples=64,
@@ -42,7 +43,7 @@ def test_stored_keys_do_not_change():
     assert set(COMPLETE.as_dict()) == {
         "base_bytes", "weights", "batch", "warmup_seconds", "warmup_steps", "warmup_peak_bytes", "gradients", "held", "peak_bytes",
         "samples", "validation", "validation_cut", "stopped_after", "unsurveyed", "split", "split_failed", "census", "census_failed",
-        "predicted",
+        "predicted", "eager_gradients",
     }  # fmt: skip
 
 

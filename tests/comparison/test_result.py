@@ -124,6 +124,16 @@ def test_notes_cover_stops_surveys_and_shapes(tmp_path):
     assert not any("64x32x10" in note for note in read_comparison([write_case(tmp_path / "cpu")]).notes)
 
 
+def test_a_note_compares_compiled_and_eager_gradients(tmp_path):
+    """It has the difference between the two and that of each from fp32; without the other form there is no note."""
+    case = (("fp32", 0.010, {}), ("bf16", 0.005, {}), ("bf16,compile=on", 0.004, {}), ("fp16,compile=on", 0.004, {}))
+    notes = [note for note in read_comparison([write_case(tmp_path / "c", case)]).notes if "first gradients" in note]
+    assert notes == [
+        "bf16,compile=on: its first gradients differ from those of bf16 by 0.003 (relative); from fp32's they differ by 0.01, "
+        "those of bf16 by 0.01."
+    ]
+
+
 def test_a_stop_names_the_rows_with_fewer_repeats(tmp_path):
     """Their losses are means over other seeds, and the note explains how to compare them."""
     folder = write_case(tmp_path / "c", stopped=True)

@@ -96,9 +96,11 @@ def test_a_nan_is_a_failure_with_its_step(tmp_path):
 
 def test_figures_of_gates_are_plain_numbers(tmp_path):
     """Every metric is a number for a row that completed."""
-    row = rows_of(write_case(tmp_path / "c"))["fp16"]
+    case = (("fp32", 0.010, {}), ("fp16", 0.006, {}), ("fp16,compile=on", 0.006, {"scaled": True, "skips": (3, 5)}))
+    row = rows_of(write_case(tmp_path / "c", case))["fp16,compile=on"]
     figures = {name: metric_of(row, name) for name in METRICS}
     assert all(isinstance(value, int | float) for value in figures.values())
+    assert (figures["gradient_error"], figures["eager_error"]) == (0.01, 0.003)
     assert figures["skips"] == 6
     assert figures["step_ms"] == pytest.approx(6, rel=0.05)
     assert figures["mean_step_ms"] == pytest.approx(6, rel=0.05)

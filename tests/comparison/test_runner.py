@@ -118,6 +118,28 @@ def test_rows_that_do_not_fit_together_run_one_after_the_other(tmp_path, monkeyp
     assert not runner._fits_together("cuda", 2**20)
 
 
+def test_a_row_shares_its_gradients_with_its_compiled_forms(tmp_path):
+    """All forms of a precision use one file, whatever their order; a precision in one form has none."""
+    rows = parse_variants(["bf16,compile=on", "fp32", "bf16", "fp16", "fp8,compile=on", "bf16,compile=max-autotune"])
+    runner = Runner(
+        rows, CompareSettings(), tmp_path, target=None, data_dir=None, command=(), observer=SilentObserver(), stopped=lambda: False
+    )  # fmt: skip
+    files = [runner._eager_gradients(row, tmp_path / "first.safetensors") for row in rows]
+    shared = tmp_path / "bf16-0.safetensors"
+    assert files == [shared, None, shared, None, None, shared]
+
+
+@pytest.mark.slow  # compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_row_listed_first_still_has_a_difference(tmp_path):
+    """In the first round compiled rows run last, and the saved gradients are removed at the end."""
+    rows = ["bf16-lean,compile=on", "bf16-lean", "fp32"]
+    done = compare(str(write_job(tmp_path)), rows, steps=4, repeats=1, batch=8, out=tmp_path / "out")
+    assert 0 <= done.row("bf16-lean,compile=on").eager_error < 0.05
+    assert done.row("bf16-lean").eager_error is None
+    assert not list((tmp_path / "out" / "runs").glob("*.safetensors"))
+
+
 def test_a_row_that_is_far_too_slow_is_cut(tmp_path):
     """After two turns and ten seconds at 20 times the reference's pace, a row has told what it can; others go on."""
     rows = parse_variants(["fp32", "bf16", "fp16", "bf16-lean"])

@@ -22,7 +22,7 @@ def test_a_spec_survives_json():
     """The child gets the spec that the parent wrote, with and without a trial."""
     settings = CompareSettings(steps=16)
     (variant,) = parse_variants(["bf16-lean,compile=on"])
-    trial = TrialSpec(variant, settings, 3, 8, survey=True, gradients=Path("/g"), repeat=1)
+    trial = TrialSpec(variant, settings, 3, 8, survey=True, gradients=Path("/g"), repeat=1, eager_gradients=Path("/e"))
     spec = ChildSpec("digits", None, settings, trial, "out.jsonl", ("halfstep", "compare"))
     assert through_json(spec) == spec
     assert through_json(ChildSpec("digits", "data", settings)).trial is None

@@ -22,9 +22,9 @@ def job(tmp_path):
     return load_target(str(write_job(tmp_path))).job
 
 
-def run(job, precision, *, survey=True, gradients=None, reference=False, seed=0, finish=True):
+def run(job, precision, *, survey=True, gradients=None, reference=False, seed=0, finish=True, eager=None):
     (variant,) = parse_variants([], [precision]) if precision == "torch-amp" else parse_variants([precision])
-    trial = Trial(job, TrialSpec(variant, SETTINGS, seed, 8, survey, gradients, reference))
+    trial = Trial(job, TrialSpec(variant, SETTINGS, seed, 8, survey, gradients, reference, eager_gradients=eager))
     trial.warm_up()
     for count in SETTINGS.slices():
         trial.run_slice(count)
@@ -98,6 +98,21 @@ def test_all_rows_start_from_the_same_weights_and_batches(job, tmp_path):
         assert other.gradients.cosine > 0.999
     another_seed = run(job, "fp32", seed=1, survey=False).measurements
     assert another_seed.weights_digest != reference.measurements.weights_digest
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts, which importing its compiler uses
+def test_a_compiled_row_is_compared_with_its_form_without_compilation(job, tmp_path):
+    """Run without the compiler, its gradients are those of the other form; those of another seed are not."""
+    measured = run(job, "bf16-lean", eager=tmp_path / "e", finish=False).measurements
+    assert measured.eager_gradients is None
+    with torch.compiler.set_stance("force_eager"):
+        compiled = [
+            run(job, "bf16-lean,compile=on", eager=tmp_path / "e", seed=seed, finish=False).measurements
+            for seed in (0, 1)
+        ]
+    assert compiled[0].eager_gradients.relative_error == 0
+    assert compiled[1].eager_gradients.relative_error > 0.1
+    assert compiled[0].gradients is None
 
 
 def test_gradients_that_overflow_have_no_cosine(job, tmp_path):

@@ -89,3 +89,14 @@ def test_a_variant_is_stored_under_its_keys():
     }  # fmt: skip
     assert Variant.from_dict(variant.as_dict()) == variant
     assert Variant.from_dict({"label": "bf16", "policy": "bf16", "notes": []}) == Variant("bf16", "bf16")
+
+
+def test_a_compiled_row_knows_its_form_without_compilation():
+    """It has the same loop and policy; modes of torch.compile do not matter."""
+    plain, compiled, mode, lean, peer = parse_variants(
+        ["bf16", "bf16,compile=on", "bf16,compile=reduce-overhead", "bf16-lean"], ["torch-amp,compile=on"]
+    )
+    assert compiled.is_compiled_form_of(plain)
+    assert mode.is_compiled_form_of(plain)
+    for one, other in ((plain, compiled), (plain, plain), (mode, compiled), (compiled, lean), (peer, plain)):
+        assert not one.is_compiled_form_of(other)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from halfstep.kernels.gradstats import dense_values, total_norm
+from halfstep.kernels.gradstats import dense_values, flag_and_norm, total_norm
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
@@ -162,3 +162,29 @@ def test_non_contiguous_gradients_count_each_element_once():
     base = torch.randn(4, 6)
     grads = [base.t(), base[:, ::2], torch.tensor(2.0).expand(5)]
     assert total_norm(grads, CPU).item() == pytest.approx(reference(grads), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16,), (torch.float32, torch.bfloat16, torch.float32), (torch.float64,)]
+)
+def test_flag_and_norm_are_those_of_all_gradients(dtypes):
+    """One dtype or several, other addresses in the next call: the norm is that of float64, and one bad element sets the flag."""
+    tables = {}
+    for turn in range(3):
+        grads = [random_grad((3, 70 + i), dtype, 10 * turn + i) for i, dtype in enumerate(dtypes)]
+        grads.append(torch.zeros(0, dtype=dtypes[0]))
+        flag, norm = flag_and_norm(grads, tables)
+        assert norm.item() == pytest.approx(reference(grads), rel=2e-6)
+        assert (flag.item(), flag.dtype, norm.dtype) == (0.0, torch.float32, torch.float32)
+        for bad in (float("nan"), float("inf")):
+            grads[turn % len(dtypes)][1, 5] = bad
+            flag, norm = flag_and_norm(grads, tables)
+            assert flag.item() == 1.0
+            assert not norm.isfinite()
+
+
+def test_flag_and_norm_take_strided_and_sparse_gradients():
+    """What the kernel does not read is left to torch."""
+    dense = random_grad((4, 6), torch.float32, 0)
+    grads = [dense.t(), random_grad((5,), torch.float32, 1).to_sparse()]
+    assert flag_and_norm(grads, {})[1].item() == pytest.approx(reference(grads), rel=2e-6)

@@ -185,7 +185,7 @@ def test_export_writes_the_masters(precision, tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-lean", "bf16-lean,master=fp32,states=8bit"])
 def test_gradient_release_gives_the_ordinary_updates(precision):
-    """Stepping each parameter inside backward ends in the bits of stepping all together."""
+    """Stepping parameters inside backward ends in the bits of stepping all together."""
     ends = []
     for release in (False, True):
         model, engine = build(precision, gradient_release=release)

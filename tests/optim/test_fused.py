@@ -489,3 +489,34 @@ def test_the_tables_have_the_size_that_the_planner_counts(states):
 def test_the_interpreter_switch_is_what_this_run_used():
     """On a CPU these tests mean something only in the interpreter."""
     assert DEVICE.type == "cuda" or os.environ["TRITON_INTERPRET"] == "1"
+
+
+def test_stepping_in_parts_is_stepping_together(monkeypatch):
+    """Parts, with the groups' settings of their own, end in the bits of one step; tables are built again only for other parts."""
+    prepared = []
+    prepare = FusedStep.prepare
+    monkeypatch.setattr(FusedStep, "prepare", lambda self, *args: (prepared.append(self), prepare(self, *args))[1])
+    sizes = [(5,), (300,), (4, 3), (0, 4), ()]
+    (a, whole), (b, parts) = (build(torch.bfloat16, "split", "8bit", sizes=sizes) for _ in range(2))
+    for params, optimizer in ((a, whole), (b, parts)):
+        group = optimizer.param_groups[0]
+        optimizer.param_groups = [group | {"params": params[:3]}, group | {"params": params[3:], "lr": 0.1}]
+    first, second = parts.param_groups
+    pairs = [(first if i < 3 else second, p) for i, p in enumerate(b)]
+    splits = [(slice(0, 2), slice(2, None)), (slice(0, 2), slice(2, None)), (slice(0, 3), slice(3, None))]
+    tables, flag = [{}, {}], torch.zeros((), device=DEVICE)
+    for step, split in enumerate(splits):
+        for optimizer in (whole, parts):
+            optimizer.param_groups[1]["lr"] = 0.1 / (step + 1)
+        for params in (a, b):
+            give_gradients(params, step)
+        whole.step()
+        prepared.clear()
+        for part, own in zip(split, tables, strict=True):
+            parts.step_some(pairs[part], flag, own)
+        assert len(prepared) == (2, 0, 2)[step]
+        assert not identical(state_of(a, whole), state_of(b, parts))
+    before = state_of(b, parts)
+    give_gradients(b, 9)
+    parts.step_some(pairs[:4], torch.ones((), device=DEVICE), tables[0])
+    assert not identical(before, state_of(b, parts))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.engine.region import compute_region
 from halfstep.planning.attention import kernel_for
@@ -176,3 +177,73 @@ def test_region_first_entered_during_a_plan_has_the_full_rule():
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["torch.float32", "torch.float32"]
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "aten":  # the others are queries about a tensor
+            self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def test_rms_norm_is_one_kernel(on_cuda):
+    """RMS norm dispatches CUDA's fused kernel, saves its input without a copy, and has gradients for input and weight."""
+    x, w = (torch.randn(*s, dtype=torch.bfloat16, requires_grad=True) for s in ((2, 5, 8), (8,)))
+    saved = []
+    with Recorder() as recorder, torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = F.rms_norm(x, (8,), w)
+    assert (out.dtype, out.shape) == (x.dtype, x.shape)
+    assert recorder.names == ["aten._fused_rms_norm"]
+    assert sorted(t.nbytes for t in saved) == sorted([x.nbytes, w.nbytes, 2 * 5 * 4])
+    out.sum().backward()
+    assert (x.grad.shape, w.grad.shape) == (x.shape, w.shape)
+    assert F.rms_norm(x, (8,)).dtype is torch.bfloat16
+
+
+def test_rms_norm_of_mixed_dtypes_is_the_formula(on_cuda):
+    """With weights of another dtype CUDA computes the formula, as a CPU does."""
+    with Recorder() as recorder:
+        out = F.rms_norm(torch.randn(2, 8, dtype=torch.bfloat16), (8,), torch.ones(8))
+    assert "aten.rsqrt" in recorder.names
+    assert out.dtype is torch.bfloat16
+
+
+REGIONS = (("bf16", False), ("fp16", False), ("bf16", True), ("fp16", True))  # compute, lean
+
+
+@pytest.mark.parametrize(
+    ("operation", "bits"),
+    [
+        (lambda x: F.layer_norm(x, (8,)), (32, 32, 16, 16)),
+        (lambda x: F.group_norm(x, 2), (32, 32, 16, 16)),
+        (lambda x: F.rms_norm(x, (8,)), (32, 32, 16, 16)),
+        (lambda x: x.softmax(-1), (32, 32, 16, 16)),
+        (lambda x: x.softmax(-1, dtype=torch.float32), (32, 32, 32, 32)),
+        (lambda x: x.log_softmax(-1), (32, 32, 32, 32)),
+        (lambda x: x.log(), (32, 32, 16, 16)),
+        (lambda x: x.rsqrt(), (32, 32, 16, 16)),
+        (lambda x: x.exp(), (32, 32, 16, 32)),
+        (lambda x: x.reciprocal(), (32, 32, 16, 32)),
+        (lambda x: x**2, (32, 32, 16, 32)),
+        (lambda x: x**3, (32, 32, 16, 16)),
+        (F.softplus, (32, 32, 16, 16)),
+        (lambda x: F.interpolate(x[None, None], scale_factor=2), (32, 32, 16, 16)),
+        (lambda x: x.sum(0), (32, 32, 32, 32)),
+        (lambda x: x.logsumexp(-1), (32, 32, 32, 32)),
+        (lambda x: F.mse_loss(x, x), (32, 32, 32, 32)),
+    ],
+)
+def test_results_have_the_dtype_of_a_region_on_cuda(on_cuda, operation, bits):
+    """Operations of CUDA's fp32 list give fp32 in autocast presets; in lean ones 16 bits where the region's rule does."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    results = []
+    for compute, lean in REGIONS:
+        with compute_region("cpu", compute, lean=lean):
+            results.append(torch.finfo(operation(torch.rand(4, 8, dtype=dtypes[compute])).dtype).bits)
+    assert tuple(results) == bits

@@ -1,7 +1,12 @@
 """A traced step follows the Engine's set-up: several optimizers, buffers and EMA."""
 
+from functools import partial
+
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from halfstep.engine.engine import Engine
 from halfstep.jobs.job import Job
@@ -78,3 +83,81 @@ def test_models_with_operations_without_16_bit_kernels_are_planned():
     job = small_job(model=lambda: nn.Sequential(LogDeterminant(), spectral(nn.Linear(16, 64)), nn.Linear(64, 4)))
     for precision in ("fp32", "bf16", "bf16-lean", "fp16-lean"):
         assert sum(breakdown(job, precision).values()) > 0
+
+
+BATCH, WIDTH, NUM_BLOCKS = 256, 32, 3
+UNIT = BATCH * WIDTH  # elements of a tensor of the residual stream
+
+
+def saves_products(_context, func, *_args, **_kwargs):
+    """A policy of selective checkpointing: products are saved, the rest is computed again."""
+    saved = func in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Block(nn.Module):
+    """A residual block as in a transformer, without attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Checkpointed(nn.Module):
+    """Blocks between two layers that run as they are, or with their activations recomputed, all or by a policy."""
+
+    def __init__(self, recomputed):
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.recomputed = recomputed
+
+    def forward(self, x):
+        x = self.stem(x)
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, saves_products)}
+        for block in self.blocks:
+            if self.recomputed is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=False, **(contexts if self.recomputed == "policy" else {}))
+        return self.head(x)
+
+
+def vectors(batch_size):
+    """One batch of vectors of the blocks' width, and labels."""
+    yield torch.randn(batch_size, WIDTH), torch.randint(4, (batch_size,))
+
+
+def saved_by_forward(job, precision, **options):
+    """The sizes of the activations that a forward pass leaves, in bytes, those of less than one stream tensor left out."""
+    ledger = Estimator(job, Policy.parse(precision), options=StepOptions(**options)).trace(BATCH).ledger
+    live = {}
+    for event in ledger.events:
+        if event.phase == "forward":
+            live[event.block] = event
+            if event.num_bytes is None:
+                del live[event.block]
+    sizes = [event.num_bytes for event in live.values() if event.category == "activations"]
+    return sorted(size for size in sizes if size >= 2 * UNIT)
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "per_block"),
+    [
+        (None, [1, 1, 4, 4]),  # the block's result, the norm's, the first product, the activation function's
+        ("policy", [1, 1, 4]),  # the result, and both products: the policy saves the second too
+        ("all", [1]),  # the result, which is the next block's input
+    ],
+)
+def test_checkpointed_blocks_save_what_their_policy_saves(recomputed, per_block):
+    """Activations after the forward pass are those of selective checkpointing, each counted once; lean ones are 16-bit."""
+    job = small_job(model=lambda: Checkpointed(recomputed), data=vectors)
+    expected = sorted([*per_block * NUM_BLOCKS, 1])  # and the first layer's result
+    assert saved_by_forward(job, "fp32") == [4 * UNIT * size for size in expected]
+    assert saved_by_forward(job, "bf16-lean") == [
+        2 * UNIT * size for size in sorted([*expected, 1])
+    ]  # and of the batch

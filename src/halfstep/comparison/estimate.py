@@ -25,7 +25,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Estimate", "curve_distance", "from_groups", "from_values", "paired_ratio", "smooth"]
+__all__ = ["Estimate", "curve_distance", "from_groups", "from_values", "paired_ratio", "smooth", "student_t"]
 
 CONFIDENCE = 0.95
 _RESAMPLES = 2000
@@ -85,9 +85,13 @@ def from_values(values: Sequence[float]) -> Estimate | None:
     mean = statistics.fmean(finite)
     if len(finite) == 1:
         return Estimate(mean, mean, mean, 1)
-    t = _T[len(finite) - 2] if len(finite) - 2 < len(_T) else 1.96
-    half = t * statistics.stdev(finite) / math.sqrt(len(finite))
+    half = student_t(len(finite) - 1) * statistics.stdev(finite) / math.sqrt(len(finite))
     return Estimate(mean, mean - half, mean + half, len(finite))
+
+
+def student_t(degrees: int) -> float:
+    """The two-sided 95 % point of Student's t for this many degrees of freedom."""
+    return _T[degrees - 1] if degrees <= len(_T) else 1.96
 
 
 def smooth(curve: Sequence[float], width: int | None = None) -> list[float]:

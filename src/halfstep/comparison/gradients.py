@@ -1,8 +1,9 @@
-"""How far the first gradients of a precision are from those of fp32, which the reference run saves to a file.
+"""How far the first gradients of a run are from those that another run saved to a file.
 
-The first step has the same weights and the same batch in every row, so a difference of its gradients is caused by the
-precision alone. The cosine shows whether the step still points in the same direction; 1 minus it is about half the square
-of the relative error.
+The other run is fp32, and for a compiled row also the same precision without compilation. The first step has the same
+weights and the same batch in every row, so a difference of its gradients is caused by the precision, or by the compiler,
+alone. The cosine shows whether the step still points in the same direction; 1 minus it is about half the square of the
+relative error.
 """
 
 from __future__ import annotations

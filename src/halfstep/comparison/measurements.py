@@ -26,11 +26,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class GradientDifference:
-    """The first gradients compared with those of fp32."""
+    """The first gradients compared with those of another run."""
 
     cosine: float
     relative_error: float
-    vanished: int  # elements that are zero here and not in fp32
+    vanished: int  # elements that are zero here and not there
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Measurements:
     warmup_seconds: float | None = None
     warmup_steps: int | None = None
     warmup_peak_bytes: int | None = None
-    gradients: GradientDifference | None = None
+    gradients: GradientDifference | None = None  # from fp32's
+    eager_gradients: GradientDifference | None = None  # from those of the same precision without compilation
     allocated: dict[str, int] | None = None  # bytes of weights, gradients and optimizer states
     peak_bytes: int | None = None
     samples: float | None = None  # examples in a batch
@@ -86,7 +87,12 @@ class Measurements:
     @classmethod
     def from_dict(cls, values: dict[str, Any], truth: dict[str, Any] | None = None) -> Self:
         """The measurements that `as_dict` wrote; unknown keys are ignored."""
-        types = {"gradients": GradientDifference, "validation": Validation, "predicted": PredictedPeak}
+        types = {
+            "gradients": GradientDifference,
+            "eager_gradients": GradientDifference,
+            "validation": Validation,
+            "predicted": PredictedPeak,
+        }
         fields: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
             value = values.get(_KEYS.get(item.name, item.name))

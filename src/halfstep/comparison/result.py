@@ -196,6 +196,7 @@ def _notes(runs: list[RunRecord], survey: Survey, rows: list[Row]) -> list[str]:
                 "has no length."
             )
     notes += [f"{row.label}: {note}" for row in rows for note in row.notes]
+    notes += _compiled_notes(rows)
     return list(dict.fromkeys(notes + _misaligned(rows, survey)))
 
 
@@ -212,6 +213,22 @@ def _mismatches(runs: list[RunRecord]) -> list[str]:
             for repeat in sorted(digests)
             if len(digests[repeat]) > 1
         ]
+    return notes
+
+
+def _compiled_notes(rows: list[Row]) -> list[str]:
+    """How far the gradients of a compiled row are from those of the same row without compilation, and both from fp32's."""
+    notes = []
+    for row in rows:
+        eager = next((other for other in rows if row.variant.is_compiled_form_of(other.variant)), None)
+        if eager is None or row.eager_error is None:
+            continue
+        note = (
+            f"{row.label}: its first gradients differ from those of {eager.label} by {row.eager_error:.2g} (relative)"
+        )
+        if row.gradient_error is not None and eager.gradient_error is not None:
+            note += f"; from fp32's they differ by {row.gradient_error:.2g}, those of {eager.label} by {eager.gradient_error:.2g}"
+        notes.append(f"{note}.")
     return notes
 
 

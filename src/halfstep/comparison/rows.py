@@ -60,7 +60,8 @@ class Row:
     skips: int = 0
     nonfinite: int = 0
     cosine: float | None = None  # of the first gradients with fp32's
-    gradient_error: float | None = None
+    gradient_error: float | None = None  # of the first gradients, relative to fp32's
+    eager_error: float | None = None  # and relative to those of the same precision without compilation
     census: dict[str, Any] | None = None
     truth: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
@@ -89,6 +90,8 @@ METRICS = {
     "skips": "steps skipped, over all repeats",
     "nonfinite": "steps with a non-finite loss, over all repeats",
     "cosine": "cosine of the first gradients with fp32's",
+    "gradient_error": "relative error of the first gradients with respect to fp32's",
+    "eager_error": "relative difference of a compiled row's first gradients from those of the same precision without compilation",
     "flops_share": "share of the measured matmul rate that the job reaches",
 }
 
@@ -149,6 +152,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey:
     steps = [second for run in timed for second in run.seconds]
     surveyed = next((m for run in timed if (m := run.measured).split is not None or m.census is not None), None)
     gradients = next((run.measured.gradients for run in timed if run.measured.gradients is not None), None)
+    eager = next((m for run in timed if (m := run.measured.eager_gradients) is not None), None)
     warmups = [run.measured.warmup_seconds for run in timed if run.measured.warmup_seconds is not None]
     predicted = next((run.measured.predicted for run in completed if run.measured.predicted is not None), None)
     return replace(
@@ -171,6 +175,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey:
         nonfinite=sum(run.num_nonfinite for run in runs),
         cosine=None if gradients is None else _finite(gradients.cosine),
         gradient_error=None if gradients is None else _finite(gradients.relative_error),
+        eager_error=None if eager is None else _finite(eager.relative_error),
         census=None if surveyed is None else surveyed.census,
         truth=next((run.measured.truth for run in timed if run.measured.truth), None),
     )

@@ -7,7 +7,8 @@ works. Where they would not fit in memory together (on a GPU always: its memory 
 the other, and the turns of a run follow each other; on a GPU the next process imports torch while the previous one
 validates and writes its file.
 
-The reference row goes first in the first round, because the others compare their first gradients with its own. A run
+The reference row goes first in the first round, because the others compare their first gradients with its own, and
+compiled rows go last, because they also compare them with those of the same precision without compilation. A run
 that fails is recorded with its reason, and the others continue. A row that cannot run here at all (out of memory, not
 supported, not installed) is not tried again in later rounds; a run that hit a NaN is, because another seed may not. Nor
 is a row that turns out more than 20 times slower than the reference, as an emulated format can be: after two turns it
@@ -115,9 +116,10 @@ class Runner:
             for repeat in range(self.settings.repeats):
                 self._round(survey, repeat, gradients)
             write_survey(self.out, dataclasses.replace(survey, stopped=False))
-            gradients.unlink(missing_ok=True)
+            for path in gradients.parent.glob("*.safetensors"):
+                path.unlink()
         except Stopped:
-            pass  # the reference's gradients stay, for the rows that a resume adds
+            pass  # the saved gradients stay, for the rows that a resume adds
         finally:
             for leftover in (self.out / RUNS).glob("*.spec.json"):
                 leftover.unlink()
@@ -168,8 +170,8 @@ class Runner:
         rows = [v for v in self.variants if v.label not in self.abandoned and (v.label, repeat) not in done]
         if repeat % 2:
             rows.reverse()
-        if repeat == 0:  # a stable sort: the reference first, the others in their order
-            rows.sort(key=lambda v: v.label != self.reference.label)
+        if repeat == 0:  # a stable sort: the reference first, compiled rows last, the others in their order
+            rows.sort(key=lambda v: (v.label != self.reference.label, bool(v.compile)))
         groups = [rows] if survey.side_by_side else [[row] for row in rows]
         active: list[_ActiveRun] = []
         upcoming: list[_ActiveRun] = []
@@ -210,10 +212,18 @@ class Runner:
             gradients=gradients.absolute() if compare_gradients else None,
             is_reference=variant.label == self.reference.label,
             repeat=repeat,
+            eager_gradients=self._eager_gradients(variant, gradients) if survey.is_comparable else None,
         )
         spec = ChildSpec(survey.source, survey.data_dir, self.settings, trial, str(out), self.command)
         process = ChildProcess(spec, self.out / RUNS, name, self.stopped)
         return _ActiveRun(variant, process, spec, list(self.settings.slices()))
+
+    def _eager_gradients(self, variant: Variant, gradients: Path) -> Path | None:
+        """The file that a row without compilation writes for its compiled forms, and that they read; None without both."""
+        eager = next((v for v in self.variants if variant.is_compiled_form_of(v)), variant)
+        if not any(v.is_compiled_form_of(eager) for v in self.variants):
+            return None
+        return (gradients.parent / f"{run_name(eager.label, 0)}.safetensors").absolute()
 
     def _train(self, active: list[_ActiveRun], repeat: int) -> None:
         for run in list(active):

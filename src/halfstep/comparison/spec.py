@@ -30,28 +30,33 @@ class TrialSpec:
     gradients: Path | None = None  # the file of the reference's first gradients, which the reference writes
     is_reference: bool = False
     repeat: int = 0
+    eager_gradients: Path | None = None  # those of this precision without compilation, which that row writes
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         values["contender"] = values.pop("variant").as_dict()
         values["settings"] = self.settings.as_dict()
-        values["gradients"] = None if self.gradients is None else str(self.gradients)
+        for name in ("gradients", "eager_gradients"):
+            values[name] = None if values[name] is None else str(values[name])
         return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The spec that `as_dict` wrote."""
-        gradients = values["gradients"]
+        gradients, eager = (
+            None if (path := values[name]) is None else Path(path) for name in ("gradients", "eager_gradients")
+        )
         return cls(
             Variant.from_dict(values["contender"]),
             CompareSettings.from_dict(values["settings"]),
             values["seed"],
             values["batch"],
             values["survey"],
-            None if gradients is None else Path(gradients),
+            gradients,
             values["is_reference"],
             values["repeat"],
+            eager,
         )
 
 

@@ -119,13 +119,19 @@ class Trial:
         return loss
 
     def _compare_gradients(self) -> None:
-        path = self.spec.gradients
-        if path is None or not self.spec.survey:
+        if not self.spec.survey:
             return
-        if self.spec.is_reference:
-            save_gradients(path, self._named, self.loop.divisor())
-        elif path.exists():
-            self._add(gradients=compare_gradients(path, self._named, self.loop.divisor()))
+        files = {
+            "gradients": (self.spec.gradients, self.spec.is_reference),
+            "eager_gradients": (self.spec.eager_gradients, not self.spec.variant.compile),
+        }
+        for name, (path, is_mine) in files.items():
+            if path is None:
+                continue
+            if is_mine:
+                save_gradients(path, self._named, self.loop.divisor())
+            elif path.exists():
+                self._add(**{name: compare_gradients(path, self._named, self.loop.divisor())})
 
     def _count_bytes(self) -> None:
         """Bytes of weights and gradients; optimizer states exist only after the step."""

@@ -72,6 +72,11 @@ class Variant:
         """Whether this is what the other rows are compared with: Halfstep's fp32, not compiled."""
         return self.baseline is None and self.policy == "fp32" and not self.compile
 
+    def is_compiled_form_of(self, other: Variant) -> bool:
+        """Whether this is another row's loop and precision, compiled, and that one is not."""
+        same = (self.policy, self.baseline) == (other.policy, other.baseline)
+        return same and bool(self.compile) and not other.compile
+
 
 def parse_variants(precisions: Iterable[str], baselines: Iterable[str] = ()) -> tuple[Variant, ...]:
     """The rows that the values of `--precision` and `--peer` request, in order."""

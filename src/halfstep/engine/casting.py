@@ -31,7 +31,15 @@ from halfstep.optim.trainable import unsupported_kind
 from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 from halfstep.precision.policy import Policy
 
-__all__ = ["cast_model", "check_patterns", "check_range", "sum_gradients_in_fp32", "uncast_forwards", "wrap_forwards"]
+__all__ = [
+    "cast_model",
+    "check_patterns",
+    "check_range",
+    "fp32_buffers",
+    "sum_gradients_in_fp32",
+    "uncast_forwards",
+    "wrap_forwards",
+]
 
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the public classes' common base
 _UNCAST = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)  # layers with matrices that autocast does not cast on every device
@@ -128,6 +136,17 @@ def _upcast_in_place(model: nn.Module, params: dict[Tensor, str], policy: Policy
         log_info(
             f"Frozen 16-bit weights that {policy} computes with in fp32 were cast to fp32, which is exact: {few(list(params.values()))}."
         )
+
+
+def fp32_buffers(model: nn.Module, policy: Policy) -> dict[str, Tensor]:
+    """The fp32 buffers by name that 16-bit activations may meet: not the statistics of batch norms, nor in fp32 modules."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        if not isinstance(module, _BATCH_NORMS) and not policy.keeps_fp32(prefix)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.dtype is torch.float32 and buffer.dim() > 0
+    }
 
 
 def check_patterns(model: nn.Module, policy: Policy) -> None:

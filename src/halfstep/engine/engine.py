@@ -42,7 +42,6 @@ from halfstep.engine.checks import (
 )
 from halfstep.engine.compiling import check_compile, compile_model, records_graphs
 from halfstep.engine.delivery import Delivery, Progress
-from halfstep.engine.determinism import make_deterministic
 from halfstep.engine.ema import Ema
 from halfstep.engine.frozen import FrozenWatch
 from halfstep.engine.guards import GradientGuard, ModelGuard
@@ -60,6 +59,7 @@ from halfstep.engine.watch import EngineWatch, check_watch, hook_of
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
 from halfstep.events import log_once
+from halfstep.hardware.determinism import make_deterministic
 from halfstep.hardware.probe import Hardware, probe
 from halfstep.precision.choice import resolve
 from halfstep.precision.policy import Policy
@@ -74,7 +74,7 @@ class Engine(SavedEngine):
     `model` may be a list or dict of modules and parameters. `precision` is a policy, its text, a foreign name, a torch dtype or "auto". `max_norm` clips the true gradients; None does not clip.
     `ema` is the decay of an EMA of the masters. `compile=True` compiles the model in place, and `compile="reduce-overhead"` in
     that mode of torch.compile, with CUDA graphs. `deterministic=True` asks torch for deterministic algorithms.
-    `gradient_release=True` updates each parameter inside backward. `backend` is a Backend or its name. `scaler` replaces the
+    `gradient_release=True` updates parameters inside backward. `backend` is a Backend or its name. `scaler` replaces the
     policy's loss scaler. `on_step(result)` is called when the outcome of a step has arrived. `watch` implements methods of
     `halfstep.engine.watch.EngineWatch`.
     """
@@ -180,7 +180,8 @@ class Engine(SavedEngine):
         factor, scaled = self._update.weigh(self.window, weight), self.scaler.scale(loss)
         if not (isinstance(factor, float) and factor == 1.0):
             scaled = scaled * (factor.to(loss.device) if isinstance(factor, Tensor) else factor)
-        with torch.autocast(self.device.type, enabled=False), recomputing(lean=self.policy.is_lean):
+        release, rule = self._release or contextlib.nullcontext(), recomputing(lean=self.policy.is_lean)
+        with torch.autocast(self.device.type, enabled=False), rule, release:
             self.backend.backward(scaled, retain_graph=retain_graph)
         self.window.has_gradients = True
         self._gradients.record()

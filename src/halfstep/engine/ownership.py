@@ -37,7 +37,7 @@ def check_ownable(optimizers: Sequence[torch.optim.Optimizer], *, lean: bool, re
         hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
         if release and any(hooks):
             raise SettingError(
-                f"{name} has step hooks, and with gradient_release there is no step() to run them around: each parameter is updated inside "
+                f"{name} has step hooks, and with gradient_release there is no step() to run them around: parameters are updated inside "
                 "backward. Remove the hooks, or gradient_release."
             )
 

@@ -6,7 +6,7 @@ bytes. In order, and nothing is changed before the checks have passed:
     check       optimizers own parameters of the model, each once, on one kind of device, and can be adopted
     cast        weights to the policy's dtype in place; their fp32 values become masters
     switch      TF32 on or off, where the policy computes in fp32 or TF32 on CUDA
-    wrap        modules that compute in fp32
+    wrap        modules that compute in fp32; fp32 buffers that lean models multiply and add
     adopt       a stock optimizer becomes a lean one where the policy needs masters or smaller states; any other gets fp32
                 masters
     accumulate  fp32 gradients for 16-bit weights where a window has several micro-batches
@@ -23,9 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.engine.casting import cast_model, check_patterns, sum_gradients_in_fp32, uncast_forwards, wrap_forwards
+from halfstep.engine.casting import (
+    cast_model,
+    check_patterns,
+    fp32_buffers,
+    sum_gradients_in_fp32,
+    uncast_forwards,
+    wrap_forwards,
+)
 from halfstep.engine.checks import check_optimizers, named_trainables
 from halfstep.engine.ownership import check_ownable, own_optimizers
+from halfstep.engine.region.tables import recognise_tables
 from halfstep.engine.steps import StepPath, choose_path
 from halfstep.errors import SettingError
 from halfstep.hardware.onednn import ignore_fallback_warnings
@@ -95,6 +103,8 @@ def prepare_run(
     undo = contextlib.ExitStack()
     wrap_forwards(module, policy)
     undo.callback(uncast_forwards, module)
+    if policy.is_lean:
+        undo.enter_context(recognise_tables(fp32_buffers(module, policy).values()))
     stepped = [o if layout is None else add_masters(o, **layout) for o in optimizers]
     for optimizer in stepped:
         if isinstance(optimizer, WithMasters):

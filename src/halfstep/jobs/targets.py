@@ -3,6 +3,7 @@
     digits                      the embedded default, also for None
     vit_t_16 ... vit_h_14       a plain ViT on synthetic images, or on --data DIR
     timm:NAME  torchvision:NAME a model of that library, on the same images
+    transformers:CONFIG         a model of that library from a local configuration, on synthetic batches
     path/to/file.py             the `job` of a file
     path/to/file.py:name        another Job of the file
     package.module:name         a Job of an importable module
@@ -24,13 +25,17 @@ from halfstep.hardware.torch_build import require_torch
 from halfstep.jobs.failures import error_text, user_line
 from halfstep.jobs.files import first_on_path, load_file
 from halfstep.jobs.job import FIELDS, Job
+from halfstep.jobs.transformers_config import PREFIX, read_config
 
 __all__ = ["BUILT_IN", "Target", "load_target"]
 
 DEFAULT = "digits"
 BUILT_IN = (DEFAULT, "vit_t_16", "vit_s_16", "vit_b_16", "vit_l_16", "vit_h_14")
 LIBRARIES = ("timm", "torchvision")
-_FORMS = f"A target is {', '.join(BUILT_IN)}, timm:NAME, torchvision:NAME, path/to/file.py, file.py:name or package.module:name."
+_FORMS = (
+    f"A target is {', '.join(BUILT_IN)}, timm:NAME, torchvision:NAME, transformers:DIR_OR_CONFIG, path/to/file.py, file.py:name or "
+    "package.module:name."
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | N
         return _built_in(text, data_dir)
     if data_dir is not None:
         raise SettingError(f"A data folder has no effect on the target {text!r}, whose job has its own data; omit it.")
+    if text.startswith(PREFIX):
+        return _from_config(text)
     if text.endswith(".py"):
         return _from_file(Path(text), "job")
     if head.endswith(".py") and tail.isidentifier():
@@ -82,6 +89,15 @@ def _built_in(text: str, data_dir: str | os.PathLike[str] | None) -> Target:
     library, _, name = text.rpartition(":")
     job = jobs.library_job(library, name, root) if library else jobs.vit_job(name, root)
     return Target(text, job, text, root, (("batch", jobs.IMAGE_BATCH),))
+
+
+def _from_config(text: str) -> Target:
+    """A model of transformers with random weights."""
+    require_torch(f"The target {text!r}")
+    jobs = importlib.import_module("halfstep.jobs.transformers_target")
+    reading = read_config(jobs.import_transformers(text), text)
+    job = jobs.job_from_config(reading.config, head=reading.head, length=reading.length, name=text)
+    return Target(text, job, reading.source, defaults=_defaults(job))
 
 
 def _from_file(path: Path, name: str) -> Target:

@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep.kernels.available import triton_runs_on
 from halfstep.precision.formats import DTYPES_16_BIT
 
-__all__ = ["dense_values", "known_sums", "total_norm"]
+__all__ = ["dense_values", "flag_and_norm", "known_sums", "total_norm"]
 
 _KERNEL_DTYPES = (torch.float32, *DTYPES_16_BIT)
 
@@ -62,6 +62,38 @@ def total_norm(grads: Sequence[Tensor], device: torch.device, tables: dict[Any, 
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def flag_and_norm(grads: Sequence[Tensor], tables: dict[Any, Any]) -> tuple[Tensor, Tensor]:
+    """Whether an element is not finite (1.0 or 0.0) and the 2-norm of gradients of one device, in fp32 and on it.
+
+    `tables` is as for `total_norm`. Gradients of several dtypes need two launches per dtype and one for all of them.
+    """
+    device = grads[0].device
+    if not triton_runs_on(device) or not all(_kernel_reads(g) for g in grads):
+        norm = total_norm(grads, device, tables)
+        return (~norm.isfinite()).to(torch.float32), norm
+    from halfstep.kernels.gradstats_triton import GradStats, judge
+
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault(grad.dtype, []).append(grad)
+    sums = torch.empty(len(grads), dtype=torch.float32, device=device)
+    parts = torch.split(sums, [len(group) for group in groups.values()])
+    for (dtype, group), part in zip(groups.items(), parts, strict=True):
+        stats: GradStats | None = tables.get((device, dtype))
+        if stats is None:
+            stats = tables[device, dtype] = GradStats()
+        stats.sums(group, part)
+    one = tables.get("one")
+    if one is None:
+        one = tables["one"] = torch.ones((), dtype=torch.float32, device=device)
+    flag, norm, _ = judge(sums, one, None)
+    return flag, norm
+
+
+def _kernel_reads(grad: Tensor) -> bool:
+    return grad.layout is torch.strided and grad.dtype in _KERNEL_DTYPES and grad.is_contiguous()
 
 
 def _group_norm(key: tuple[torch.device, torch.dtype], group: list[Tensor], tables: dict[Any, Any] | None) -> Tensor:

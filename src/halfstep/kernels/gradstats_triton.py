@@ -114,13 +114,13 @@ class GradStats:
         self._pointers = PointerTable()
         self._chunks: ChunkTable | None = None
 
-    def sums(self, grads: Sequence[Tensor]) -> Tensor:
-        """The sum of squares of each gradient, in fp32."""
+    def sums(self, grads: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """The sum of squares of each gradient, in fp32; written to `out` if there is one."""
         pointers = self._pointers.refresh(grads)
         key = (tuple(g.numel() for g in grads), self._pointers.aligned())
         if self._chunks is None or self._chunks.key != key:
             self._chunks = ChunkTable(*key, CHUNK, grads[0].device)
-        return self._launch(pointers, grads[0], len(grads))
+        return self._launch(pointers, grads[0], len(grads), out)
 
     def knows(self, grads: Sequence[Tensor]) -> bool:
         """Whether these have the number and addresses of the gradients of the last call."""
@@ -130,7 +130,7 @@ class GradStats:
         """`sums` for gradients that `knows` has recognised, without examining each again."""
         return self._launch(self._pointers.table, grads[0], len(grads))
 
-    def _launch(self, pointers: Tensor, like: Tensor, count: int) -> Tensor:
+    def _launch(self, pointers: Tensor, like: Tensor, count: int, out: Tensor | None = None) -> Tensor:
         chunks, device = self._chunks, like.device
         assert chunks is not None
         partial = torch.empty(chunks.num_chunks, dtype=torch.float32, device=device)
@@ -145,6 +145,6 @@ class GradStats:
                 CHUNK=CHUNK,
                 num_warps=_WARPS,
             )
-        sums = torch.empty(count, dtype=torch.float32, device=device)
+        sums = torch.empty(count, dtype=torch.float32, device=device) if out is None else out
         _per_tensor_kernel[(count,)](partial, chunks.bounds, sums, count, BLOCK=256, num_warps=1)
         return sums

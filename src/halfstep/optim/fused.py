@@ -79,19 +79,30 @@ class FusedOptimizer(LeanOptimizer):
         return fused.step(self._rows(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
     @torch.no_grad()
-    def step_tensor(self, group: dict[str, Any], param: Tensor, found_inf: Tensor) -> None:
-        """Update one parameter alone, or leave it if the flag is set: for updates inside backward."""
-        self._check_supported(param)
-        self._create_state(group, param)
-        if self.rule is not None:
-            singles: dict[Tensor, FusedStep] = self.__dict__.setdefault("_singles", {})
-            fused = singles.get(param)
-            if fused is None or not fused.is_ready([param], self.state):
-                fused = singles[param] = FusedStep(self.rule, self.moments)
-                fused.prepare([param], self.state, [0])
-            if fused.step([self.settings(group).row()], None, found_inf):
-                return
-        self._step_by_reference(group, param, None, found_inf)
+    def step_some(
+        self, members: Sequence[tuple[dict[str, Any], Tensor]], found_inf: Tensor, tables: dict[Any, Any]
+    ) -> None:
+        """Update these (group, parameter) pairs of one device, or none if the flag is set: for updates inside backward.
+
+        The launch's tables are stored in `tables`, and used again while the pairs are the same.
+        """
+        if self.rule is None:
+            super().step_some(members, found_inf, tables)
+            return
+        params = [param for _, param in members]
+        groups = list({id(group): group for group, _ in members}.values())
+        fused: FusedStep | None = tables.get(self)
+        if fused is None:
+            fused = tables[self] = FusedStep(self.rule, self.moments)
+        if not fused.is_ready(params, self.state):
+            for group, param in members:
+                self._check_supported(param)
+                self._create_state(group, param)
+            number = {id(group): i for i, group in enumerate(groups)}
+            fused.prepare(params, self.state, [number[id(group)] for group, _ in members])
+        if not fused.step([self.settings(group).row() for group in groups], None, found_inf):
+            for group, param in members:
+                self._step_by_reference(group, param, None, found_inf)
 
     def prepare_replay(self) -> None:
         """Make the groups' current settings visible to the next replay of a CUDA graph that contains a step."""
@@ -120,7 +131,7 @@ class FusedStep:
         self._state: Mapping[Tensor, Any] | None = None  # the optimizer's mapping that contains them
         self._addresses: list[tuple[int, int]] = []  # and sizes of the weights, to notice `param.data = ...`
         self._stored: list[Any] = []  # the tensors of the states, to notice that one was replaced
-        self._steps = self._group_of = self._settings = torch.empty(0)
+        self._steps = self._group_of = self._settings = self._one = torch.empty(0)
         self._rows: list[Row] = []  # the settings on the device
         self._settings_host: Tensor | None = None
         self._pointers: np.ndarray | None = None  # int64 (T, len(Pointer)) on the host
@@ -142,6 +153,7 @@ class FusedStep:
             own["step"] = view
         self._stored = [value for own in states for value in own.values()]
         self._group_of = to_device(np.asarray(group_of, dtype=np.int32), device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         self._pointers, self._kinds = None, ()
 
     def is_ready(self, params: list[Tensor], state: Mapping[Tensor, State]) -> bool:
@@ -167,7 +179,7 @@ class FusedStep:
         grads: list[Tensor] = [p.grad for p in self._params]  # type: ignore[misc]
         if not self._refresh_pointers(grads, device):
             return False
-        one = torch.ones((), dtype=torch.float32, device=device) if divisor is None else divisor.reshape(())
+        one = self._one if divisor is None else divisor.reshape(())
         flag = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf.reshape(())
         factors = prepare_factors(self._rule, self._settings, self._group_of, self._steps, one, flag)
         for launch in self._launches:

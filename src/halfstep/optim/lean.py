@@ -24,7 +24,7 @@ stays on the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -135,11 +135,18 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         return False
 
     @torch.no_grad()
-    def step_tensor(self, group: dict[str, Any], param: Tensor, found_inf: Tensor) -> None:
-        """Update one parameter alone, or leave it if the flag is set: for updates inside backward."""
-        self._check_supported(param)
-        self._create_state(group, param)
-        self._step_by_reference(group, param, None, found_inf)
+    def step_some(
+        self, members: Sequence[tuple[dict[str, Any], Tensor]], found_inf: Tensor, tables: dict[Any, Any]
+    ) -> None:
+        """Update these (group, parameter) pairs of one device, or none if the flag is set: for updates inside backward.
+
+        `tables` is a dictionary that the caller passes whenever it steps the same parameters; see `optim.fused`.
+        """
+        for group, param in members:
+            self._check_supported(param)
+            self._create_state(group, param)
+        for group, param in members:
+            self._step_by_reference(group, param, None, found_inf)
 
     def _step_by_reference(
         self, group: dict[str, Any], param: Tensor, divisor: Tensor | None, found_inf: Tensor | None

@@ -310,7 +310,7 @@ def check_masters(optimizer: torch.optim.Optimizer, *, master: str, states: str,
     name = type(optimizer).__name__
     if release:
         raise SettingError(
-            f"gradient_release updates each parameter alone, and {name} steps all of them together. Use an optimizer of "
+            f"gradient_release updates a few parameters at a time, and {name} steps all of them together. Use an optimizer of "
             "halfstep.optim, or one of torch's that it adopts."
         )
     if states != "fp32":

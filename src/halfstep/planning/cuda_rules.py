@@ -4,11 +4,13 @@ How it works. A build of torch without CUDA cannot create CUDA tensors, not even
 CPU tensors. Shapes and autograd are the same on both, but some operations depend on the device and then save different
 tensors:
 
-    autocast        CUDA computes layer norm, softmax, exp, sums and losses in fp32; the CPU in 16 bits
+    autocast        CUDA computes layer norm, softmax, exp, sums and losses in fp32; the CPU in 16 bits. In the region of a
+                    lean preset both follow the region's own rule, which is called here as it is on a GPU
     attention       CUDA's kernels save q, k, v, the output and one value per row; the CPU's math path saves the
                     whole matrix of attention weights
     dropout         CUDA saves a mask of one byte per element; the CPU a float per element
     softmax         CUDA's kernel reads fp16 and writes fp32 without an intermediate copy
+    RMS norm        CUDA has one kernel; the CPU runs the formula and saves its steps
     LSTM, GRU, RNN  cuDNN runs all time steps at once and saves a reserve; the CPU runs a loop
 
 `as_on_cuda` registers CUDA's behaviour for these operations with torch's own dispatcher, in front of the CPU's, and
@@ -29,23 +31,27 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.engine.region import has_kernel, install, overloads, reinstall, upcast
+from halfstep.engine.region.casts import run_in_lean
+from halfstep.engine.region.rule import Rule, current_rule
 from halfstep.planning.attention import attend
+from halfstep.planning.norms import fused_rms_norm, rms_norm
 from halfstep.planning.recurrent import run_recurrent
 from halfstep.precision.formats import DTYPES_16_BIT
-from halfstep.precision.operations import FP32_INPUTS, FP32_OUTPUTS
+from halfstep.precision.operations import FP32_INPUTS, FP32_OUTPUTS, LEAN_16_BIT, SCALED_NORMS
 
 __all__ = ["as_on_cuda", "autocast_fp32"]
 
 # CUDA's fp32 list (ATen/autocast_mode.h, torch 2.13), as base names; overloads are read from the installed torch. Those
-# after the first are either in the CPU's list too or, like the norms, left alone by the Engine's rule.
-_FP32 = (
-    *FP32_INPUTS, "layer_norm", "native_layer_norm", "group_norm", "rms_norm", "frobenius_norm", "nuclear_norm",
-    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss",
-    "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
-    "triplet_margin_loss", "multi_margin_loss", "cdist", "upsample_nearest1d", "_upsample_nearest_exact1d",
-    "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d",
-    "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
-    "_upsample_bicubic2d_aa", "binary_cross_entropy_with_logits",
+# named here are in the CPU's list too. log_softmax and softmax have kernels of their own.
+_FP32 = tuple(
+    dict.fromkeys(
+        (
+            *FP32_INPUTS, *SCALED_NORMS, *(base for base in LEAN_16_BIT if base != "softmax"), "frobenius_norm",
+            "nuclear_norm", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss",
+            "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss",
+            "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "cdist", "binary_cross_entropy_with_logits",
+        )
+    )
 )  # fmt: skip
 # In the CPU's lists and in none of CUDA's, nor in the Engine's rule: CUDA runs them in the dtype of their inputs.
 _CPU_ONLY = (
@@ -69,10 +75,10 @@ def as_on_cuda() -> Iterator[None]:
 
         try:
             for name in autocast_fp32():
-                register(name, _in_fp32(_operation(name)), "AutocastCPU")
+                register(name, _by_rule(name, _in_fp32(_operation(name))), "AutocastCPU")
             for base in FP32_OUTPUTS:
                 for name in overloads(base):
-                    register(name, _into_fp32(_operation(name)), "AutocastCPU")
+                    register(name, _by_rule(name, _into_fp32(_operation(name))), "AutocastCPU")
             for name, inner in (("softmax.int", "_softmax"), ("log_softmax.int", "_log_softmax")):
                 register(name, _softmax_in_fp32(_operation(name), getattr(torch.ops.aten, inner)), "AutocastCPU")
             for base in _CPU_ONLY:
@@ -81,6 +87,9 @@ def as_on_cuda() -> Iterator[None]:
                         register(name, torch.library.fallthrough_kernel, "AutocastCPU")
             register("dropout", _dropout, "AutogradCPU")
             register("scaled_dot_product_attention", attend, "AutogradCPU")
+            if hasattr(torch.ops.aten, "_fused_rms_norm"):
+                register("_fused_rms_norm", fused_rms_norm, "CPU")
+                register("rms_norm", rms_norm, "AutogradCPU")
             if hasattr(torch.ops.aten, "_grouped_mm"):
                 register("_grouped_mm", _multiply_groups, "Meta")
             for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
@@ -104,6 +113,21 @@ def _operation(name: str) -> Any:
 def _below_autocast() -> Any:
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001
     return torch._C._ExcludeDispatchKeyGuard(key)  # noqa: SLF001 - how an autocast kernel redispatches
+
+
+def _by_rule(name: str, on_cuda: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that runs what a lean region does with an operation, and `on_cuda` in any other."""
+    operation, run = _operation(name), run_in_lean(name.partition(".")[0], "fp32")
+    if run is None:
+        return on_cuda
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if current_rule() is not Rule.LEAN:
+            return on_cuda(*args, **kwargs)
+        with _below_autocast():
+            return run(operation, args, kwargs, "cpu")
+
+    return kernel
 
 
 def _in_fp32(operation: Any) -> Callable[..., Any]:
@@ -132,12 +156,14 @@ def _into_fp32(operation: Any) -> Callable[..., Any]:
 def _softmax_in_fp32(operation: Any, inner: Any) -> Callable[..., Any]:
     """CUDA's kernels read fp16 and write fp32 (`half_to_float`); bf16 is copied to fp32 first.
 
-    A dtype that the caller requests is respected.
+    A dtype that the caller requests is respected. Without one, a lean region leaves softmax in 16 bits.
     """
+    in_16_bits = operation.overloadpacket.__name__ in LEAN_16_BIT
 
     def kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
         with _below_autocast():
-            if dtype is None and x.dtype in DTYPES_16_BIT:
+            lean = in_16_bits and current_rule() is Rule.LEAN
+            if dtype is None and x.dtype in DTYPES_16_BIT and not lean:
                 dtype = torch.float32
             if x.dtype is torch.float16 and dtype is torch.float32:
                 return inner(x, dim, True)

@@ -126,5 +126,6 @@ LEAN_16_BIT = (
 )  # fmt: skip
 # Of those, results that can pass 65504 where the input did not. A cube is an exception: see `engine/region/casts.py`.
 FP16_RANGE = ("cosh", "exp", "expm1", "pow", "reciprocal", "sinh", "tan")
-# Reductions that follow their input's dtype where they keep the reduced dimension, but for fp16's range.
+# Reductions that follow their input's dtype where they keep the reduced dimension; in fp16 norms do, for sums its range is
+# too small.
 BROADCAST_BACK = ("sum", "prod", "norm", "linalg_vector_norm")

@@ -99,9 +99,15 @@ def _cells(row: Row) -> tuple[SummaryCell, ...]:
         cell("val_loss", _number(row.val_loss, ".4f")),
         cell("metric", _number(row.metric, ".4f"), _half(row.metric)),
         cell("skips", str(row.skips), f"{row.nonfinite} non-finite losses" if row.nonfinite else ""),
-        cell("cosine", "-" if row.cosine is None else f"{row.cosine:.6f}"),
+        cell("cosine", "-" if row.cosine is None else f"{row.cosine:.6f}", _gradient_errors(row)),
         SummaryCell(warmup, f"{row.warmup_steps} steps"),
     )
+
+
+def _gradient_errors(row: Row) -> str:
+    """How far the first gradients are from fp32's, and for a compiled row from those without compilation."""
+    parts = [] if row.gradient_error is None else [f"error {row.gradient_error:.2g}"]
+    return ", ".join(parts + ([] if row.eager_error is None else [f"{row.eager_error:.2g} from eager"]))
 
 
 def _number(estimate: Estimate | None, digits: str, unit: str = "") -> str:

@@ -26,6 +26,7 @@ __all__ = ["Run", "run_in_autocast", "run_in_lean", "upcast"]
 Run = Callable[[Any, Any, Any, str], Any]  # the operation, its args and kwargs, the device type
 _CASTABLE = (torch.float32, *DTYPES_16_BIT)  # autocast leaves fp64 alone
 _CUBE = 3
+_NORMS = ("norm", "linalg_vector_norm")  # as large as the largest element times the root of their number, not a sum
 
 
 def upcast(tree: Any) -> Any:
@@ -48,7 +49,7 @@ def run_in_lean(base: str, kind: str) -> Run | None:
     if base in SCALED_NORMS:
         return _scaled_norm
     if base in BROADCAST_BACK:
-        return _broadcast_back(_RUNS[kind])
+        return _broadcast_back(_RUNS[kind], fp16=base in _NORMS)
     if base in FP16_RANGE:
         return _in_range
     return _as_it_is if base in LEAN_16_BIT else None
@@ -118,9 +119,11 @@ def _in_range(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
     return _fp32(operation, args, kwargs, device_type)
 
 
-def _broadcast_back(otherwise: Run) -> Run:
+def _broadcast_back(otherwise: Run, *, fp16: bool) -> Run:
+    dtypes = DTYPES_16_BIT if fp16 else (torch.bfloat16,)
+
     def run(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-        if _keeps_dimension(operation, args, kwargs) and torch.get_autocast_dtype(device_type) is torch.bfloat16:
+        if _keeps_dimension(operation, args, kwargs) and torch.get_autocast_dtype(device_type) in dtypes:
             return _as_it_is(operation, args, kwargs, device_type)
         return otherwise(operation, args, kwargs, device_type)
 

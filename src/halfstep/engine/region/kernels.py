@@ -17,6 +17,7 @@ import torch
 
 from halfstep.engine.region.casts import Run, run_in_autocast, run_in_lean
 from halfstep.engine.region.rule import Rule, current_rule
+from halfstep.engine.region.tables import KEYS
 from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.precision.operations import (
     BROADCAST_BACK,
@@ -29,8 +30,6 @@ from halfstep.precision.operations import (
 
 __all__ = ["has_kernel", "install", "operations_of", "overloads", "reinstall"]
 
-_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
-
 _libraries: dict[str, torch.library.Library] = {}  # registrations live as long as these objects
 _install = threading.Lock()
 
@@ -38,8 +37,8 @@ _install = threading.Lock()
 @functools.cache
 def operations_of(device_type: str, kind: str) -> tuple[str, ...]:
     """The operations that a region treats in this way on a device type, as the dispatcher names them."""
-    own = _KEYS.get(device_type, "")
-    other = _KEYS["cuda" if device_type == "cpu" else "cpu"]
+    own = KEYS.get(device_type, "")
+    other = KEYS["cuda" if device_type == "cpu" else "cpu"]
     listed = [
         name
         for base in ON_THE_OTHER_LIST.get(device_type, {}).get(kind, ())
@@ -53,7 +52,7 @@ def operations_of(device_type: str, kind: str) -> tuple[str, ...]:
 @functools.cache
 def _replaced(device_type: str) -> tuple[str, ...]:
     """The operations of a device's own fp32 list that a lean region treats differently."""
-    key = _KEYS[device_type]
+    key = KEYS[device_type]
     bases = (*SCALED_NORMS, *LEAN_16_BIT, *BROADCAST_BACK) if device_type == "cuda" else ()
     return tuple(name for base in bases for name in overloads(base) if has_kernel(f"aten::{name}", key))
 
@@ -85,15 +84,15 @@ def has_kernel(name: str, key: str) -> bool:
 def install(device_type: str) -> None:
     """Register the rules once per process, when a 16-bit region is first entered on such a device."""
     with _install:  # also where torch.compile stops tracing, so that the switch is set when the block is compiled
-        if device_type in _libraries or device_type not in _KEYS:
+        if device_type in _libraries or device_type not in KEYS:
             return
         if device_type == "cpu":
             ignore_fallback_warnings()
-        for on in _KEYS:  # all before any registration, which would change the answers
+        for on in KEYS:  # all before any registration, which would change the answers
             _replaced(on)
             for kind in KINDS:
                 operations_of(on, kind)
-        key = _KEYS[device_type]
+        key = KEYS[device_type]
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():  # torch warns that a kernel is replaced, which is the purpose
             warnings.simplefilter("ignore", UserWarning)
@@ -132,7 +131,7 @@ def _torchs_own(name: str, device_type: str) -> Callable[..., Any] | None:
     """The autocast kernel that torch has for an operation on its fp32 list; None where torch cannot return it."""
     if not hasattr(torch.library, "get_kernel"):
         return None
-    own: Callable[..., Any] = torch.library.get_kernel(f"aten::{name}", _KEYS[device_type]).call_boxed
+    own: Callable[..., Any] = torch.library.get_kernel(f"aten::{name}", KEYS[device_type]).call_boxed
     return own
 
 
@@ -142,7 +141,7 @@ def _kernel(
     """A kernel that follows the region's rule, and elsewhere does what torch does."""
     base, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, base), overload or "default")
-    own = getattr(torch._C.DispatchKey, _KEYS[device_type])  # noqa: SLF001
+    own = getattr(torch._C.DispatchKey, KEYS[device_type])  # noqa: SLF001
     autocast = torch._C.DispatchKeySet(own)  # noqa: SLF001
     after = torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
     is_listed = Rule.AUTOCAST not in runs

@@ -1,4 +1,4 @@
-"""Data of the built-in jobs: embedded digits, synthetic images, ImageNet-style folders."""
+"""Data of the built-in jobs: embedded digits, synthetic images and tokens, ImageNet-style folders."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from halfstep.jobs.data.digits import Digits, DigitsLoader, load_digits
 from halfstep.jobs.data.folder import FolderImages, ImageFolder, scan_folder
 from halfstep.jobs.data.loader import Batch, Loader, Order, mix
 from halfstep.jobs.data.synthetic import SyntheticImages
+from halfstep.jobs.data.tokens import Draw, SyntheticInputs
 
 __all__ = [
     "Batch",
     "Digits",
     "DigitsLoader",
+    "Draw",
     "FolderImages",
     "ImageFolder",
     "Loader",
     "Order",
     "SyntheticImages",
+    "SyntheticInputs",
     "load_digits",
     "mix",
     "scan_folder",

@@ -26,6 +26,7 @@ from halfstep.jobs.job import SPLITS
 __all__ = ["Batch", "Loader", "Order", "mix"]
 
 Batch = tuple[Tensor, Tensor]
+AnyBatch = Batch | dict[str, Tensor]
 STATE_VERSION = 1
 
 
@@ -98,7 +99,7 @@ class Loader(ABC):
         self._first = 0
 
     @abstractmethod
-    def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, first: int) -> Iterator[AnyBatch]:
         """The batches of an epoch, starting at index `first`."""
 
     @property
@@ -109,12 +110,12 @@ class Loader(ABC):
     def __len__(self) -> int:
         return self._num_batches
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[AnyBatch]:
         first, self._first = self._first, 0
         self._batch = first
         return self._advance(self._epoch, first)
 
-    def _advance(self, epoch: int, first: int) -> Iterator[Batch]:
+    def _advance(self, epoch: int, first: int) -> Iterator[AnyBatch]:
         for number, batch in enumerate(self._batches(epoch, first), first + 1):
             self._batch = number
             yield batch

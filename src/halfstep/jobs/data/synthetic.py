@@ -18,7 +18,7 @@ from torch import Tensor
 from halfstep.errors import SettingError
 from halfstep.jobs.data.loader import Batch, Loader, check_settings, mix
 
-__all__ = ["SyntheticImages"]
+__all__ = ["NUM_BATCHES", "PATTERN_SIDE", "SyntheticImages", "add_patterns"]
 
 NUM_BATCHES = {"train": 100, "val": 10}
 PATTERN_SIDE = 4  # cells along each side of a class's pattern: coarse enough for any patch size
@@ -97,7 +97,11 @@ class SyntheticImages(Loader):
         generator = self._generator("batch", *self._key, epoch, number, self._rank)
         images: Tensor = torch.randn(self._shape, generator=generator, device=self._device)
         labels = torch.randint(self._num_classes, self._shape[:1], generator=generator, device=self._device)
-        patterns = torch.nn.functional.interpolate(self._patterns[labels], size=self._shape[2:])
-        # The squares of the two shares add up to one, so the sum has unit standard deviation.
-        images.mul_((1 - PATTERN_SHARE**2) ** 0.5).add_(patterns, alpha=PATTERN_SHARE)
-        return images, labels
+        return add_patterns(images, self._patterns[labels]), labels
+
+
+def add_patterns(noise: Tensor, patterns: Tensor) -> Tensor:
+    """Images from noise and one coarse pattern each, changed in place; both have unit standard deviation, and so has the sum."""
+    patterns = torch.nn.functional.interpolate(patterns, size=noise.shape[2:])
+    # The squares of the two shares add up to one.
+    return noise.mul_((1 - PATTERN_SHARE**2) ** 0.5).add_(patterns, alpha=PATTERN_SHARE)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
+from halfstep.hardware.torch_build import require_torch
 
 __all__ = ["make_deterministic"]
 
 
 def make_deterministic(undo: contextlib.ExitStack) -> None:
     """Ask torch for deterministic algorithms; `undo` restores what was set before."""
+    torch = require_torch("deterministic=True")
     undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
     undo.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     torch.use_deterministic_algorithms(True)

@@ -1,0 +1,113 @@
+"""Products and sums of 16-bit activations with a lean model's fp32 buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.engine.region import compute_region
+from halfstep.engine.region.tables import recognise_tables
+from halfstep.precision.formats import COMPUTE_DTYPES
+
+every_compute = pytest.mark.parametrize("compute", ["bf16", "fp16"])
+FP32 = torch.float32
+
+
+def activation(compute):
+    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)).to(COMPUTE_DTYPES[compute])
+
+
+@every_compute
+@pytest.mark.parametrize("swap", [False, True])
+def test_products_and_sums_with_a_table_are_rounded_once(compute, swap):
+    """The result has the activation's dtype and is the fp32 result rounded, in either order, also with a view."""
+    x, table = activation(compute), torch.linspace(-3, 3, 80).view(10, 8)
+    rows = table[2:7]
+    with recognise_tables([table]), compute_region("cpu", compute, lean=True):
+        product, total = (rows * x, rows + x) if swap else (x * rows, x + rows)
+    assert torch.equal(product, (x.float() * rows).to(x.dtype))
+    assert torch.equal(total, (x.float() + rows).to(x.dtype))
+
+
+@every_compute
+def test_gradients_are_rounded_once(compute):
+    """The gradient of a product is the incoming one times the table; that of a sum is the incoming one."""
+    x, table = activation(compute).requires_grad_(), torch.linspace(-3, 3, 8)
+    grad = activation(compute) + 1
+    with recognise_tables([table]), compute_region("cpu", compute, lean=True):
+        y = x * table + table
+    y.backward(grad)
+    assert x.grad.dtype is x.dtype
+    assert torch.equal(x.grad, (grad.float() * table).to(x.dtype))
+
+
+def test_a_product_can_be_differentiated_twice():
+    """Gradient penalties see the table as a constant factor."""
+    x, table = activation("bf16").requires_grad_(), torch.linspace(-3, 3, 8)
+    with recognise_tables([table]), compute_region("cpu", "bf16", lean=True):
+        y = (x * table) ** 2
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.float().sum(), x)
+    assert torch.allclose(second.float(), (2 * table**2).expand(x.shape), rtol=0.02, atol=0.02)
+
+
+@every_compute
+def test_other_promotions_are_torchs_own(compute):
+    """fp32 tensors that are no buffers, wider tables, other regions and what follows the block promote as usual."""
+    x, table = activation(compute), torch.linspace(-3, 3, 8)
+    with recognise_tables([table]):
+        with compute_region("cpu", compute, lean=True):
+            assert (x * table.clone()).dtype is FP32
+            assert (x[:1, :1] * table.expand(3, 4, 8)).dtype is FP32
+            assert (x * table[0]).dtype is x.dtype  # torch does not promote to the dtype of a single number
+            assert torch.add(x, table, alpha=2).dtype is FP32
+        with compute_region("cpu", compute):
+            assert (x * table).dtype is FP32
+        with torch.autocast("cpu", COMPUTE_DTYPES[compute]):
+            assert (x + table).dtype is FP32
+        assert (x + table).dtype is FP32
+    with compute_region("cpu", compute, lean=True):
+        assert (x * table).dtype is FP32
+
+
+class Positions(nn.Module):
+    """A layer as in torch's own tutorial: fp32 positions added to what an embedding gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(10, 8), nn.Linear(8, 8)
+        self.register_buffer("positions", torch.linspace(-1, 1, 96).view(12, 8))
+
+    def forward(self, x):
+        self.stream = self.embedding(x) + self.positions[: x.shape[1]]
+        return self.linear(self.stream)
+
+
+@pytest.mark.parametrize("precision", ["bf16-lean", "fp16-lean"])
+def test_an_engines_model_has_a_16_bit_stream_and_its_buffers_stay_fp32(precision):
+    """Two engines do not disturb each other, and after close() torch promotes again."""
+    models = [Positions(), Positions()]
+    engines = [halfstep.Engine(m, torch.optim.SGD(m.parameters(), lr=0.1), precision=precision) for m in models]
+    ids = torch.arange(5)[None]
+    for model, engine in zip(models, engines, strict=True):
+        with engine.forward():
+            loss = model(ids).float().square().mean()
+        assert model.stream.dtype in (torch.bfloat16, torch.float16)
+        assert model.positions.dtype is FP32
+        engine.backward(loss)
+        engine.step()
+        engine.close()
+        with compute_region("cpu", precision.partition("-")[0], lean=True):
+            assert (model.embedding(ids) + model.positions[:5]).dtype is FP32
+
+
+def test_what_meets_a_table_is_counted():
+    """The truth table can show it."""
+    observed, table = Counter(), torch.ones(8)
+    with recognise_tables([table]), compute_region("cpu", "bf16", lean=True, observed=observed):
+        activation("bf16") * table
+    assert observed == {"mul with an fp32 buffer": 1}
