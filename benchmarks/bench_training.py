@@ -157,6 +157,8 @@ def gpt2(size):
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return GPT2LMHeadModel(config)
 
@@ -362,8 +364,6 @@ def train(name, row, seed, size, device):
 
 def run_one(work):
     """One run, or the reason why it failed."""
-    torch.set_num_threads(1)
-    logging.getLogger("halfstep").setLevel(logging.WARNING)  # a truth table for each run
     name, row, seed, *_ = work
     try:
         return train(*work)
@@ -372,11 +372,17 @@ def run_one(work):
         return {"task": name, "row": row, "seed": seed, "failed": f"{type(error).__name__}: {reason}"}
 
 
+def prepare_process():
+    """Settings of a process that trains nothing else."""
+    torch.set_num_threads(1)
+    logging.getLogger("halfstep").setLevel(logging.WARNING)  # a truth table for each run
+
+
 def run_all(works, jobs):
     """All runs, in this process or in several."""
     if jobs == 1:
         return [run_one(work) for work in works]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=prepare_process) as pool:
         return list(pool.map(run_one, works))
 
 
@@ -504,4 +510,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    prepare_process()
     sys.exit(main())
