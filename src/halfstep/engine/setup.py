@@ -34,6 +34,7 @@ from halfstep.engine.casting import (
 from halfstep.engine.checks import check_optimizers, named_trainables
 from halfstep.engine.ownership import check_ownable, own_optimizers
 from halfstep.engine.recompute import check_recomputable, check_recompute, recompute_blocks, recompute_row
+from halfstep.engine.region.residual import check_residual, residual_row, widen_residual
 from halfstep.engine.region.tables import recognise_tables
 from halfstep.engine.steps import StepPath, choose_path
 from halfstep.errors import SettingError
@@ -94,6 +95,7 @@ def prepare_run(
     check_model(module)
     params = named_trainables(module, optimizers)
     check_patterns(module, policy)
+    check_residual(module, policy)
     check_recompute(recompute)
     check_recomputable(module, recompute)
     layout = _lean_layout(policy, always=gradient_release)
@@ -110,6 +112,7 @@ def prepare_run(
     wrap_forwards(module, policy)
     undo.callback(uncast_forwards, module)
     if policy.is_lean:
+        widen_residual(module, policy, undo)
         undo.enter_context(recognise_tables(fp32_buffers(module, policy).values()))
     recompute_blocks(module, recompute, undo, compiled=compiled)
     stepped = [o if layout is None else add_masters(o, **layout) for o in optimizers]
@@ -121,7 +124,7 @@ def prepare_run(
         sum_gradients_in_fp32(params.values(), policy)
     paths = tuple(choose_path(o, module) for o in stepped)
     own_optimizers(stepped, undo)
-    rows = recompute_row(module, recompute, compiled=compiled)
+    rows = recompute_row(module, recompute, compiled=compiled) | residual_row(module, policy)
     return PreparedRun(module, policy, accumulate, params, paths, undo, rows)
 
 
