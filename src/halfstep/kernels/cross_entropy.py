@@ -72,7 +72,8 @@ def cross_entropy(
     """The arguments and result of `aten::cross_entropy_loss`, computed in fp32 (fp64 logits: fp64)."""
     settings = Settings(reduction, ignore_index, label_smoothing)
     if (
-        triton_runs_on(logits.device)
+        not torch.compiler.is_compiling()
+        and triton_runs_on(logits.device)
         and _untransformed(logits, target, weight)
         and _fits(logits, target, weight, settings)
     ):
@@ -99,7 +100,7 @@ def apply(
     logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, implementation: Implementation
 ) -> Tensor:
     """The loss by one implementation, recorded by autograd."""
-    loss: Tensor = _CrossEntropy.apply(logits, target, weight, settings, implementation)
+    loss: Tensor = _CrossEntropy.apply(logits, target, weight, settings, implementation)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -122,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, weight, normalizers, total = ctx.saved_tensors
         result: Tensor | None = None
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):  # create_graph, or compiled autograd
@@ -142,8 +143,7 @@ def _untransformed(*tensors: Tensor | None) -> bool:
     c = torch._C  # noqa: SLF001 - none of these questions has a public name
     infra = (c._TorchDispatchModeKey.FAKE, c._TorchDispatchModeKey.PROXY, c._TorchDispatchModeKey.FUNCTIONAL)  # noqa: SLF001
     return not (
-        torch.compiler.is_compiling()
-        or c._are_functorch_transforms_active()  # noqa: SLF001
+        c._are_functorch_transforms_active()  # noqa: SLF001
         or forward_ad._current_level >= 0  # noqa: SLF001
         or c._get_tracing_state() is not None  # noqa: SLF001
         or any(c._get_dispatch_mode(mode) is not None for mode in infra)  # noqa: SLF001

@@ -245,7 +245,7 @@ def _launch_backward(
     classes: tuple[Tensor, Tensor | None] | None,
     normalizers: Tensor,
     total: Tensor | None,
-    layouts: tuple[Layout, Layout],
+    layouts: tuple[Layout, ...],
     launch: Launch,
     settings: Settings,
 ) -> None:
@@ -272,7 +272,7 @@ def _launch_backward(
     with _on(logits.device):
         if launch.rows:
             options |= _alignment(result, out) | {"SAME": own == out}
-            strides = (*own.strides[:2], *out.strides[:2])
+            strides: tuple[int, ...] = (*own.strides[:2], *out.strides[:2])
             kernels.rows_backward_kernel[(launch.num_programs,)](*tensors, *places, *strides, *numbers, **options)
         else:
             options["POSITIONS"] = launch.positions
