@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
@@ -36,38 +36,45 @@ def buffers_of(block: nn.Module) -> Buffers:
     return buffers
 
 
+_State = tuple[nn.Module, str, Tensor, int, Tensor | None]  # owner, name, buffer, version, old value
+
+
 class Buffers:
     """The buffers of a block, and which of them its forward changes."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._places = [(module, name) for module in block.modules() for name in module._buffers]  # noqa: SLF001
+        # Weak, because this object is stored for as long as the block exists.
+        self._places = [(ref(module), name) for module in block.modules() for name in module._buffers]  # noqa: SLF001
+        # torch's normalisation kernels write the statistics without counting a new version of the tensors.
+        self._statistics = {
+            index for index, (owner, _) in enumerate(self._places) if "running_mean" in getattr(owner(), "_buffers", ())
+        }
         self._changing: set[int] | None = None  # unknown before the first forward
 
-    def read(self) -> list[tuple[Tensor | None, int, Tensor | None]]:
-        """Each buffer, its version, and its value if a forward may change it."""
-        values: list[tuple[Tensor | None, int, Tensor | None]] = []
-        for index, (module, name) in enumerate(self._places):
-            buffer = module._buffers[name]  # noqa: SLF001
-            if buffer is None:
-                values.append((None, 0, None))
-                continue
-            copied = buffer.clone() if self._changing is None or index in self._changing else None
-            values.append((buffer, buffer._version, copied))  # noqa: SLF001
-        return values
+    def read(self) -> dict[int, _State]:
+        """Each buffer as it is, with a copy of its value if a forward may change it."""
+        states: dict[int, _State] = {}
+        for index, (owner, name) in enumerate(self._places):
+            module = owner()
+            buffer = None if module is None else module._buffers.get(name)  # noqa: SLF001
+            if module is not None and buffer is not None:
+                may_change = self._changing is None or index in self._changing or index in self._statistics
+                states[index] = (module, name, buffer, buffer._version, buffer.clone() if may_change else None)  # noqa: SLF001
+        return states
 
-    def changes(self, before: list[tuple[Tensor | None, int, Tensor | None]]) -> Changes:
+    def changes(self, before: dict[int, _State]) -> Changes:
         """The old values of the buffers that changed since `before`."""
         changed = {}
-        for index, ((module, name), (buffer, version, copied)) in enumerate(zip(self._places, before, strict=True)):
-            now = module._buffers.get(name)  # noqa: SLF001
-            if buffer is None or (now is buffer and buffer._version == version):  # noqa: SLF001
+        for index, (module, name, buffer, version, old) in before.items():
+            same = module._buffers.get(name) is buffer and buffer._version == version  # noqa: SLF001
+            if same and index not in self._statistics:
                 continue
-            if copied is None:
+            if old is None:
                 raise SettingError(
                     f"Buffer {name} of a {type(module).__name__} was changed by a forward that did not change it at first; recompute "
                     "has no copy of its old value. Update it outside of the repeated blocks, or leave out recompute."
                 )
-            changed[index] = (module, name, copied)
+            changed[index] = (module, name, old)
         self._changing = (self._changing or set()) | changed.keys()
         return list(changed.values())
 
