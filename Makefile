@@ -53,7 +53,7 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.all: $(VENV)/.dev
-	$(PIP_INSTALL) -e ".[torch,dev,deepspeed]" pillow accelerate lightning
+	$(PIP_INSTALL) -e ".[torch,dev,deepspeed,transformers]" pillow accelerate lightning
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
