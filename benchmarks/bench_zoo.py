@@ -298,7 +298,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     mode.add_argument("--accuracy", action="store_true")
     mode.add_argument("--leaks", action="store_true")
     mode.add_argument("--table", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--batches", type=int, default=2, help="of --accuracy")
+    parser.add_argument("--batches", type=int, default=3, help="of --accuracy")
     parser.add_argument("--min-bytes", type=int, help="smallest tensor of --leaks; default 1 MB, tiny 1 kB")
     return parser.parse_args(argv)
 

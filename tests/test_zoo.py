@@ -41,7 +41,7 @@ def small_case(zoo_models):
         model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 3)),
         data=lambda batch_size: iter([batch]),
         loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        optimizer=lambda params: torch.optim.AdamW(params),
+        optimizer=torch.optim.AdamW,
     )
     return zoo_models.Case("small", "torch", 4, lambda tiny: job)
 

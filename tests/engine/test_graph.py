@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_models import Net, batches, build, train_step
 from halfstep.engine.engine import Engine
-from halfstep.engine.graph import Products, leftover_factor, products_of
+from halfstep.engine.graph import Products, leftover_factor, products_of, wide_results
 
 
 def engine_of(precision, **options):
@@ -233,3 +233,15 @@ def test_factors_left_in_the_loss_are_reported_once(accumulate, edit, message, c
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == (message is not None)
     assert message is None or message in warnings[0]
+
+
+def test_large_fp32_results_are_listed_by_operation():
+    """fp32 results at least an eighth as large as the largest product are summed by operation; smaller ones are not."""
+    x, w = torch.randn(16, 32), torch.randn(32, 32, requires_grad=True)
+    h = x @ w
+    loss = (h * 2 + h.mean(-1, keepdim=True)).exp().sum()
+    sizes = wide_results(loss)
+    each = 4 * 16 * 32
+    assert sizes == {"mul": each, "add": each, "exp": each, "mm": each}
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+    assert wide_results((x.bfloat16() @ w.bfloat16()).float().sum()) == {"to_copy": each}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import halfstep
 from halfstep.engine.casting import cast_model
 from halfstep.engine.truth import Truth, build_truth, census
 from halfstep.optim import SGD, AdamW, adopt
@@ -93,7 +94,8 @@ def test_rows_name_the_dtypes_of_the_tensors(precision):
     assert rows["gradients"] == policy.params
     assert rows["optimizer states"] == policy.states
     assert rows["step"] == "the path"
-    assert rows["losses, softmax, sums"] == "fp32"
+    inside = "; softmax and norms fp32 inside, 16 bits in and out" if policy.is_lean else ""
+    assert rows["losses, softmax, sums"] == "fp32" + inside
 
 
 def test_the_table_is_read_from_the_tensors_not_from_the_policy():
@@ -273,3 +275,32 @@ def test_lean_classes_and_adopted_ones_hold_the_same():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert truth_of(PRESETS["bf16-lean"], list(model.parameters()), [optimizer]).bytes_per_parameter == 14
+
+
+class Rotated(nn.Module):
+    """A layer norm, an fp32 table that meets activations through a product, and one that meets them in a subtraction."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.register_buffer("table", torch.linspace(0, 1, 8))
+
+    def forward(self, x):
+        return self.linear((self.norm(self.linear(x)) * self.table).softmax(-1) - self.table)
+
+
+@pytest.mark.parametrize("precision", ["bf16-lean", "fp16-lean"])
+def test_a_lean_models_table_names_what_gave_16_bits_and_what_gave_fp32(precision):
+    """Operations of torch.amp's fp32 list are counted after the first step; large fp32 results are named with buffers."""
+    model = Rotated()
+    engine = halfstep.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), precision=precision)
+    for _ in range(2):
+        with engine.forward():
+            loss = model(torch.randn(4, 8)).float().mean()
+        engine.backward(loss)
+        engine.step()
+    rows = dict(engine.truth().rows)
+    assert rows["16-bit results"] == "layer_norm x1, mul with an fp32 buffer x1, softmax x1 (fp32 in torch.amp)"
+    assert "sub 128 B" in rows["fp32 results"]
+    assert rows["fp32 results"].endswith("; fp32 buffers: table")
+    engine.close()

@@ -271,7 +271,7 @@ def test_unknown_names_list_the_forms_and_the_nearest():
     """The error for a misspelt built-in name has a suggestion and every form of a target."""
     message = fails("vit_b16")
     assert "Did you mean 'vit_b_16'?" in message
-    assert all(name in message for name in BUILT_IN)
+    assert all(name in message for name in (*BUILT_IN, "timm:NAME", "transformers:DIR_OR_CONFIG"))
     assert "The target is empty." in fails(" ")
     assert "Unknown target 'zzzzz'. A target is" in fails("zzzzz")
     assert "Unknown target 'a b:c'" in fails("a b:c")

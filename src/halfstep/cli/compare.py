@@ -97,7 +97,8 @@ def command(
 ) -> None:
     """Train TARGET in several precisions and compare speed, memory and learning.
 
-    TARGET is a job file, module:name or a built-in name (default: digits). Every run is a separate process with the same
+    TARGET is a job file, module:name, a built-in name, timm:NAME, torchvision:NAME or transformers:DIR_OR_CONFIG
+    (default: digits). Every run is a separate process with the same
     initial weights and batches; runs are interleaved, so that changes in machine load affect all of them alike. Writes
     report.html, comparison.json and one run file per run.
 

@@ -55,7 +55,8 @@ def command(
 ) -> None:
     """Train TARGET with checkpoints and a run file.
 
-    TARGET is a job file, module:name or a built-in name; the default is digits, and with --resume the target of the run.
+    TARGET is a job file, module:name, a built-in name, timm:NAME, torchvision:NAME or transformers:DIR_OR_CONFIG; the
+    default is digits, and with --resume the target of the run.
     With several --precision options, trains once in each and shows the results side by side.
 
     \b
@@ -110,7 +111,7 @@ def command(
 def _folder(out: Path | None, name: str, policy: str, *, alone: bool) -> Path:
     plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in (policy or "auto"))
     if out is None:
-        short = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip("-.")
+        short = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:100].strip("-.")  # file systems allow 255
         return Path("runs") / f"{short}-{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
     return out if alone else out / plain
 

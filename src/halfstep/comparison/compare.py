@@ -186,7 +186,7 @@ def target_of(job: Job) -> str:
 def new_folder(target: str | None) -> Path:
     """A new directory name under runs/."""
     name = Path(target).name if target else "digits"
-    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip("-.")
+    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:100].strip("-.")  # file systems allow 255
     return Path("runs") / f"compare-{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

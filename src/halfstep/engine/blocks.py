@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from halfstep.backends.base import Backend
 from halfstep.engine.buffers import BufferGuard
 from halfstep.engine.ema import Ema
+from halfstep.engine.graph import LossObserver
 from halfstep.engine.guards import GradientGuard
 from halfstep.engine.region import compute_region
 from halfstep.engine.setup import PreparedRun
@@ -22,9 +24,16 @@ class Blocks:
     """Enters and leaves the blocks; `depth` is above 0 inside one."""
 
     def __init__(
-        self, run: PreparedRun, backend: Backend, buffers: BufferGuard, gradients: GradientGuard, ema: Ema | None
+        self,
+        run: PreparedRun,
+        backend: Backend,
+        buffers: BufferGuard,
+        gradients: GradientGuard,
+        losses: LossObserver,
+        ema: Ema | None,
     ) -> None:
         self._run, self._backend, self._buffers, self._gradients, self._ema = run, backend, buffers, gradients, ema
+        self._losses = losses
         self.depth = 0
         self.entered = False  # whether a training forward was entered since the Engine last set this to False
 
@@ -33,7 +42,7 @@ class Blocks:
         """Training: buffers are saved for a skip, gradients set aside; `last` if this micro-batch fills its window."""
         self._buffers.save()
         self.entered = True
-        with self._backend.forward_context(last=last), self._gradients.set_aside(), self._region():
+        with self._backend.forward_context(last=last), self._gradients.set_aside(), self._region(self._losses.observed):
             yield
 
     @contextlib.contextmanager
@@ -52,11 +61,11 @@ class Blocks:
                 module.training = True
 
     @contextlib.contextmanager
-    def _region(self) -> Iterator[None]:
+    def _region(self, observed: Counter[str] | None = None) -> Iterator[None]:
         self.depth += 1
         try:
             policy = self._run.policy
-            with compute_region(self._run.device.type, policy.compute, lean=policy.is_lean):
+            with compute_region(self._run.device.type, policy.compute, lean=policy.is_lean, observed=observed):
                 yield
         finally:
             self.depth -= 1

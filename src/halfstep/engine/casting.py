@@ -12,8 +12,9 @@ module: `region/`.
 
 from __future__ import annotations
 
-import functools
+import copyreg
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -32,16 +33,19 @@ from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 from halfstep.precision.policy import Policy
 
 __all__ = [
+    "bind_forward",
     "cast_model",
     "check_patterns",
     "check_range",
     "fp32_buffers",
     "sum_gradients_in_fp32",
+    "unbind_forward",
     "uncast_forwards",
     "wrap_forwards",
 ]
 
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the public classes' common base
+_WRAPPED = "_halfstep_wrapped"  # the attribute of a module whose forward is wrapped
 _UNCAST = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)  # layers with matrices that autocast does not cast on every device
 
 
@@ -167,21 +171,49 @@ def wrap_forwards(model: nn.Module, policy: Policy) -> None:
     covered: tuple[str, ...] = ()
     fp32_ids = {id(m) for name, m in every if policy.keeps_fp32(name)}
     for name, module in every:
-        if (covered and name.startswith(covered)) or "_halfstep_wrapped" in vars(module):
+        if (covered and name.startswith(covered)) or _WRAPPED in vars(module):
             continue
         if id(module) in fp32_ids or policy.keeps_fp32(name):
-            _set_forward(module, _forward_in_fp32)
+            bind_forward(module, _forward_in_fp32, _WRAPPED)
             covered += (f"{name}.",)
 
 
 def uncast_forwards(model: nn.Module) -> None:
     """Undo `wrap_forwards`."""
     for module in model.modules():
-        if vars(module).pop("_halfstep_wrapped", False):
-            inner = vars(module).pop("_halfstep_inner", None)
-            del module.forward
-            if inner is not None:
-                module.forward = inner
+        unbind_forward(module, _WRAPPED)
+
+
+def bind_forward(module: nn.Module, forward: Callable[..., Any], inner: str) -> None:
+    """Let `forward(module, ...)` run instead of the module's forward; attribute `inner` keeps an earlier one, or is None."""
+    setattr(module, inner, vars(module).get("forward"))  # already wrapped by someone else; keep calling theirs
+    # Not a pair of hooks: torch.compile can trace a `with` block. A method, not a functools.partial: of those the compiler
+    # checks the identity, so each block of a model would be compiled separately, and from the ninth on not at all.
+    module.forward = MethodType(forward, module)
+
+
+def unbind_forward(module: nn.Module, inner: str) -> None:
+    """Undo `bind_forward`; nothing for a module without `inner`."""
+    if inner in vars(module):
+        earlier = vars(module).pop(inner)
+        del module.forward
+        if earlier is not None:
+            module.forward = earlier
+
+
+def _bound(forward: Callable[..., Any], module: nn.Module) -> MethodType:
+    return MethodType(forward, module)
+
+
+def _reduce_method(method: MethodType) -> Any:
+    """Pickle a bound forward as function and module; by default it would be looked up on the module by its name."""
+    own = str(getattr(method.__func__, "__module__", "")).startswith("halfstep.") and isinstance(
+        method.__self__, nn.Module
+    )
+    return (_bound, (method.__func__, method.__self__)) if own else method.__reduce__()
+
+
+copyreg.pickle(MethodType, _reduce_method)
 
 
 def _reject_16_bit_weights(model: nn.Module, policy: Policy) -> None:
@@ -208,17 +240,8 @@ def _fp32_parameters(model: nn.Module, policy: Policy) -> set[Tensor]:
     return params
 
 
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    if "forward" in vars(module):  # already wrapped by someone else; keep calling theirs
-        module._halfstep_inner = vars(module)["forward"]  # noqa: SLF001
-    module._halfstep_wrapped = True  # type: ignore[assignment]  # noqa: SLF001
-    # Not a pair of hooks: torch.compile can trace a `with` block. A partial of a module-level function, which pickle and
-    # deepcopy bind to the copy.
-    module.forward = functools.partial(forward, module)
-
-
 def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    own = getattr(module, "_halfstep_inner", None)
+    own = getattr(module, _WRAPPED)
     return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
 
 

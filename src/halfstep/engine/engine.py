@@ -72,9 +72,10 @@ class Engine(SavedEngine):
     """Trains a model, or several modules and loose parameters, with one or several optimizers under a precision policy.
 
     `model` may be a list or dict of modules and parameters. `precision` is a policy, its text, a foreign name, a torch dtype or "auto". `max_norm` clips the true gradients; None does not clip.
-    `ema` is the decay of an EMA of the masters. `compile=True` compiles the model in place, and `compile="reduce-overhead"` in
-    that mode of torch.compile, with CUDA graphs. `deterministic=True` asks torch for deterministic algorithms.
-    `gradient_release=True` updates parameters inside backward. `backend` is a Backend or its name. `scaler` replaces the
+    `ema` is the decay of an EMA of the masters. `compile=True` compiles the model in place, `compile="blocks"` its repeated blocks,
+    and `compile="reduce-overhead"` the model in that mode of torch.compile, with CUDA graphs. `deterministic=True` asks torch for deterministic algorithms.
+    `gradient_release=True` updates parameters inside backward. `recompute="cheap"` computes activations and norms of repeated
+    blocks again in backward, and `recompute=0.6` keeps about that share of activations. `backend` is a Backend or its name. `scaler` replaces the
     policy's loss scaler. `on_step(result)` is called when the outcome of a step has arrived. `watch` implements methods of
     `halfstep.engine.watch.EngineWatch`.
     """
@@ -92,6 +93,7 @@ class Engine(SavedEngine):
         compile: bool | str = False,  # noqa: A002 - torch's own word for it
         deterministic: bool = False,
         gradient_release: bool = False,
+        recompute: str | float | None = None,
         watch: EngineWatch | Any = None,
         backend: Backend | str = "auto",
         scaler: Scaler | None = None,
@@ -115,7 +117,13 @@ class Engine(SavedEngine):
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
         module = self.backend.prepare(root, optimizers)
         run = self._run = prepare_run(
-            module, optimizers, self.policy, accumulate=accumulate, gradient_release=gradient_release
+            module,
+            optimizers,
+            self.policy,
+            accumulate=accumulate,
+            gradient_release=gradient_release,
+            recompute=recompute,
+            compiled=bool(compile),
         )
         self.device, self.optimizers, self.schedulers = run.device, run.optimizers, schedulers
         reject_foreign_steps(self.optimizers, run.undo)
@@ -126,19 +134,20 @@ class Engine(SavedEngine):
         self._gradients = GradientGuard(run.params, self.optimizers, in_graphs=in_graphs, hide=hide)
         self._model_guard = ModelGuard(module, run.params)
         self._release = GradientRelease(self.optimizers, run.params, run.undo) if gradient_release else None
-        self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, self.ema)
+        self._truths = TruthObserver(
+            run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release
+        )
+        losses = self._truths.losses
+        self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, losses, self.ema)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
         self._delivery = Delivery(self.progress, Schedules(schedulers), self.scaler, run.params, callbacks)
         average_masters(run)
         self._frozen = FrozenWatch(run, () if ema is None else run.params.values())
         self._watch, self._closed = watch, False
-        self._truths = TruthObserver(
-            run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release
-        )
         if deterministic:
             make_deterministic(run.undo)
-        compile_model(module, compile)
+        compile_model(module, compile, run.undo, budget=recompute if isinstance(recompute, float) else None)
         self._fixed = fixed_names(self, Engine, of_subclass)
         hook_of(watch, "attach")(self)
 

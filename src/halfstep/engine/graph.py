@@ -22,7 +22,7 @@ from halfstep.events import log_warning
 from halfstep.precision.formats import DTYPES_16_BIT, format_name
 from halfstep.precision.policy import Policy
 
-__all__ = ["LossObserver", "Products", "leftover_factor", "products_of"]
+__all__ = ["LossObserver", "Products", "leftover_factor", "products_of", "wide_results"]
 
 _PRODUCT = re.compile(
     r"^(Addmm|AddmmActivation|Addmv|Addbmm|Addr|Baddbmm|Bmm|Mm|Matmul|Mv|Dot"
@@ -61,6 +61,28 @@ def products_of(loss: Tensor) -> Products:
         elif _PRODUCT.search(node.name()):
             formats.update([_result_format(node)])
     return Products(dict(formats), dict(opaque))
+
+
+def wide_results(loss: Tensor) -> dict[str, int]:
+    """Bytes of large fp32 results by operation, largest first: at least an eighth of the largest matrix product's result."""
+    nodes = [node for node in _nodes(loss.grad_fn) if not isinstance(node, torch.autograd.function.BackwardCFunction)]
+    largest = max((_num_elements(node) for node in nodes if _PRODUCT.search(node.name())), default=0)
+    sizes: Counter[str] = Counter()
+    for node in nodes:
+        if _result_format(node) == "fp32" and largest and _num_elements(node) >= largest / 8:
+            sizes[_operation(node.name())] += 4 * _num_elements(node)
+    return {name: size for name, size in sizes.most_common() if name}
+
+
+def _num_elements(node: Any) -> int:
+    metadata = getattr(node, "_input_metadata", None) or ()
+    return max((math.prod(int(n) for n in entry.shape) for entry in metadata), default=0)
+
+
+def _operation(name: str) -> str:
+    """The name of a node's operation as the dispatcher spells it; "" for the accumulation of a parameter's gradient."""
+    base = re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
+    return "" if base == "AccumulateGrad" else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", base).lower()
 
 
 def _nodes(root: Any) -> Iterator[Any]:
@@ -145,6 +167,8 @@ class LossObserver:
         self._policy, self._accumulate = policy, accumulate
         self._first, self._looked_outside = True, False
         self.products = Products()
+        self.wide: dict[str, int] = {}  # bytes of large fp32 results of a lean model, by operation
+        self.narrow: Counter[str] = Counter()  # operations with 16-bit results that torch.amp computes in fp32
         self.entered = False  # whether the first micro-batch was computed inside a forward block
 
     def observe(self, loss: Tensor, *, entered: bool) -> None:
@@ -155,10 +179,17 @@ class LossObserver:
         products = products_of(loss)
         if self._first:
             self.products, self.entered = self.products + products, self.entered or entered
+            if self._policy.is_lean:
+                self.wide = dict(Counter(self.wide) + Counter(wide_results(loss)))
             self._warn_of_factors(loss)
         if suspect:  # once: a walk over the graph in every step would cost more than it shows
             self._looked_outside = True
             self._warn_of_forward(loss, products)
+
+    @property
+    def observed(self) -> Counter[str] | None:
+        """Where a region counts operations with 16-bit results: during the first micro-batch of a lean model."""
+        return self.narrow if self._first and self._policy.is_lean else None
 
     def end_micro_batch(self) -> None:
         """The first micro-batch is complete: later ones are not looked at."""

@@ -6,7 +6,7 @@ bytes. In order, and nothing is changed before the checks have passed:
     check       optimizers own parameters of the model, each once, on one kind of device, and can be adopted
     cast        weights to the policy's dtype in place; their fp32 values become masters
     switch      TF32 on or off, where the policy computes in fp32 or TF32 on CUDA
-    wrap        modules that compute in fp32; fp32 buffers that lean models multiply and add
+    wrap        modules that compute in fp32, repeated blocks whose activations are recomputed; fp32 buffers of lean models
     adopt       a stock optimizer becomes a lean one where the policy needs masters or smaller states; any other gets fp32
                 masters
     accumulate  fp32 gradients for 16-bit weights where a window has several micro-batches
@@ -33,6 +33,8 @@ from halfstep.engine.casting import (
 )
 from halfstep.engine.checks import check_optimizers, named_trainables
 from halfstep.engine.ownership import check_ownable, own_optimizers
+from halfstep.engine.recompute import check_recomputable, check_recompute, recompute_blocks, recompute_row
+from halfstep.engine.region.residual import check_residual, residual_row, widen_residual
 from halfstep.engine.region.tables import recognise_tables
 from halfstep.engine.steps import StepPath, choose_path
 from halfstep.errors import SettingError
@@ -55,6 +57,7 @@ class PreparedRun:
     params: dict[str, Tensor]  # those that the optimizers own, by the model's names
     paths: tuple[StepPath, ...]
     undo: contextlib.ExitStack = field(repr=False)  # what Engine.close() takes back; trained weights stay
+    rows: dict[str, str] = field(default_factory=dict)  # of the truth table, for options that have one
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -82,6 +85,8 @@ def prepare_run(
     *,
     accumulate: int = 1,
     gradient_release: bool = False,
+    recompute: str | float | None = None,
+    compiled: bool = False,
 ) -> PreparedRun:
     """Cast, wrap and adopt so that `module` trains under `policy`; raises before it changes anything."""
     if policy.compute == "fp8":
@@ -90,6 +95,9 @@ def prepare_run(
     check_model(module)
     params = named_trainables(module, optimizers)
     check_patterns(module, policy)
+    check_residual(module, policy)
+    check_recompute(recompute)
+    check_recomputable(module, recompute)
     layout = _lean_layout(policy, always=gradient_release)
     if layout is not None:
         for optimizer in optimizers:
@@ -104,7 +112,9 @@ def prepare_run(
     wrap_forwards(module, policy)
     undo.callback(uncast_forwards, module)
     if policy.is_lean:
+        widen_residual(module, policy, undo)
         undo.enter_context(recognise_tables(fp32_buffers(module, policy).values()))
+    recompute_blocks(module, recompute, undo, compiled=compiled)
     stepped = [o if layout is None else add_masters(o, **layout) for o in optimizers]
     for optimizer in stepped:
         if isinstance(optimizer, WithMasters):
@@ -114,7 +124,8 @@ def prepare_run(
         sum_gradients_in_fp32(params.values(), policy)
     paths = tuple(choose_path(o, module) for o in stepped)
     own_optimizers(stepped, undo)
-    return PreparedRun(module, policy, accumulate, params, paths, undo)
+    rows = recompute_row(module, recompute, compiled=compiled) | residual_row(module, policy)
+    return PreparedRun(module, policy, accumulate, params, paths, undo, rows)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.backends.base import Backend
+from halfstep.engine.casting import fp32_buffers
 from halfstep.engine.graph import LossObserver
 from halfstep.engine.release import WAIVED_GUARANTEES
 from halfstep.engine.setup import PreparedRun
 from halfstep.events import log_once
 from halfstep.hardware.probe import Hardware
+from halfstep.hardware.units import bytes_text, few
 from halfstep.precision.formats import BF16, FP16, format_name
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
 
 __all__ = ["Truth", "TruthObserver", "build_truth", "census", "truth_of"]
 
+_FEW = 5  # operations that a row lists
 _COUNTED_STATES = {"step"}  # one number per tensor, not per parameter
 
 
@@ -84,6 +87,7 @@ def build_truth(
     device: str,
     ema: bool,
     losses: LossObserver | None = None,  # of the first micro-batch; None before it
+    tables: Iterable[str] = (),  # names of fp32 buffers of a lean model
     waived_guarantees: tuple[str, ...] = (),
     replaced_rows: Mapping[str, str] | None = None,  # what the backend or an option knows better, by row
 ) -> Truth:
@@ -106,7 +110,7 @@ def build_truth(
         ("master", _master(policy, masters)),
         ("optimizer states", _show(census(moments)) if moments else "none yet" if not states else "none"),
         ("compute", _compute(policy, support, device, losses)),
-        ("losses, softmax, sums", "fp32"),
+        *_sensitive(policy, losses, tables),
         ("reduction", "none, one rank"),
         (
             "accumulation",
@@ -150,6 +154,23 @@ def _compute(policy: Policy, support: str | None, device: str, losses: LossObser
     else:
         text += f"none ran in {wanted}" if losses.entered else "engine.forward() was not entered"
     return text + (f"; not observed inside {hidden}" if hidden else "")
+
+
+def _sensitive(policy: Policy, losses: LossObserver | None, tables: Iterable[str]) -> list[tuple[str, str]]:
+    """What runs in fp32 whatever the compute format, and for a lean model where it gave 16 bits and where fp32."""
+    if not policy.is_lean:
+        return [("losses, softmax, sums", "fp32")]
+    rows = [("losses, softmax, sums", "fp32; softmax and norms fp32 inside, 16 bits in and out")]
+    if losses is None:
+        return rows
+    if losses.narrow:
+        counts = ", ".join(f"{name} x{count}" for name, count in losses.narrow.most_common())
+        rows.append(("16-bit results", f"{counts} (fp32 in torch.amp)"))
+    if losses.wide:
+        sizes = ", ".join(f"{name} {bytes_text(size)}" for name, size in list(losses.wide.items())[:_FEW])
+        names = few(list(tables))
+        rows.append(("fp32 results", sizes + (f"; fp32 buffers: {names}" if names else "")))
+    return rows
 
 
 def _master(policy: Policy, masters: list[Any]) -> str:
@@ -200,7 +221,7 @@ def truth_of(
     losses: LossObserver | None = None,  # of the first micro-batch
 ) -> Truth:
     """The table of a prepared run as it is now."""
-    rows = dict(backend.truth_rows()) | ({"gradients": "released during backward"} if released else {})
+    rows = run.rows | dict(backend.truth_rows()) | ({"gradients": "released during backward"} if released else {})
     known = hardware.kind == run.device.type
     return build_truth(
         policy=run.policy,
@@ -215,6 +236,7 @@ def truth_of(
         device=hardware.name if known else run.device.type,
         ema=ema,
         losses=losses,
+        tables=fp32_buffers(run.module, run.policy) if run.policy.is_lean else (),
         waived_guarantees=WAIVED_GUARANTEES if released else (),
         replaced_rows=rows,
     )

@@ -1,6 +1,6 @@
 """A precision policy: which number format is used where, as one frozen value that prints and parses.
 
-Eight fields are all a training step needs to know about precision:
+Nine fields are all a training step needs to know about precision:
 
     params       storage of the weights                     fp32 bf16 fp16
     compute      matmuls and convolutions                   fp32 tf32 bf16 fp16 fp8
@@ -8,6 +8,7 @@ Eight fields are all a training step needs to know about precision:
     master       where the fp32 copy of the weights is      weights split fp32 none
     states       storage of the optimizer moments           fp32 bf16 8bit
     reduce       reduction of gradients over ranks          fp32 bf16 fp16
+    residual     what enters a repeated block               compute fp32
     loss_scale   how the loss is scaled                     the text of `halfstep.LossScale`
     keep_fp32    modules that compute in fp32 anyway        patterns over module names
 
@@ -41,6 +42,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "master": ("weights", "split", "fp32", "none"),
     "states": ("fp32", "bf16", "8bit"),
     "reduce": ("fp32", "bf16", "fp16"),
+    "residual": ("compute", "fp32"),
 }
 KEYS = (*VALUES, "loss_scale", "keep_fp32")
 
@@ -54,7 +56,8 @@ class Policy:
     a "head|*.norm" string for `keep_fp32`; it sorts the patterns and drops repeated ones.
 
     `grads="auto"` is the weights' dtype when each step has one micro-batch, and fp32 when gradients are
-    accumulated. `master="weights"`: the weights are fp32 and need no copy.
+    accumulated. `master="weights"`: the weights are fp32 and need no copy. `residual="fp32"`: the residual stream of a
+    model with 16-bit weights is fp32; "compute" leaves it to the compute format.
     """
 
     params: str = "fp32"
@@ -63,6 +66,7 @@ class Policy:
     master: str = "weights"
     states: str = "fp32"
     reduce: str = "fp32"
+    residual: str = "compute"
     loss_scale: str = "none"
     keep_fp32: tuple[str, ...] = ()
 
@@ -328,6 +332,11 @@ _RULES = (
         lambda p: p.reduce == "fp16" and p.compute != "fp16",
         "reduce=fp16 with compute={p.compute}: these gradients are not scaled, and fp16 covers only 2^-24 to 65504, so "
         "sums across ranks overflow or vanish. Use reduce=fp32 or reduce=bf16.",
+    ),
+    _Rule(
+        lambda p: p.residual == "fp32" and p.params == "fp32",
+        "residual=fp32 has no effect with params=fp32: torch promotes sums with fp32 weights and embeddings by itself. Omit "
+        "residual, or use 16-bit weights (preset bf16-lean or fp16-lean).",
     ),
     _Rule(
         lambda p: bool(p.keep_fp32) and p.compute in {"fp32", "tf32"},

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.engine.compiling import SWITCH, check_compile, parse_compile
+from halfstep.engine.recompute import check_recompute, parse_recompute
 from halfstep.errors import SettingError, unknown
 
 __all__ = ["DEFAULT_BATCH", "TrainConfig", "changed_fields", "parse_settings"]
@@ -30,9 +31,10 @@ class TrainConfig:
     accumulate: int = 1
     max_norm: float | None = 1.0
     ema: float | None = None
-    compile: bool | str = False  # a string is a torch.compile mode
+    compile: bool | str = False  # a string is "blocks" or a torch.compile mode
     deterministic: bool = False
     gradient_release: bool = False
+    recompute: str | float | None = None  # "cheap", or a share of the activations to keep
     eval_every: int = 1  # epochs between validations; the end of the run is always validated
     eval_batches: int | None = None  # at most; None: all, or MAX_UNSIZED_BATCHES of data that has no length
     save_every: int | None = None  # steps between checkpoints; None: at the end of each epoch
@@ -52,6 +54,7 @@ class TrainConfig:
         if self.seed >= 2**63:
             raise SettingError(f"seed={self.seed} is too large for torch's generators; use a number below 2^63.")
         check_compile(self.compile)
+        check_recompute(self.recompute)
 
 
 def _at_least(name: str, value: Any, least: int) -> None:
@@ -81,6 +84,8 @@ def _parse(key: str, text: str, hint: Any) -> Any:
         return None
     if key == "compile":
         return parse_compile(text)
+    if key == "recompute":
+        return parse_recompute(text)
     try:
         if bool in kinds:
             return SWITCH[text.casefold()]

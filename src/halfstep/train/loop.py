@@ -362,6 +362,7 @@ def _build(job: Job, run: RunContext, config: TrainConfig, precision: str) -> tu
         compile=config.compile,
         deterministic=config.deterministic,
         gradient_release=config.gradient_release,
+        recompute=config.recompute,
     )
     return model, engine
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.engine.region.rule import record_16_bits
+from halfstep.kernels.cross_entropy import cross_entropy
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.operations import BROADCAST_BACK, FP16_RANGE, LEAN_16_BIT, SCALED_NORMS
 
@@ -89,13 +90,17 @@ def _norm(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
     return operation(*args, **kwargs)
 
 
+def _loss(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:  # noqa: ARG001 - the signature of all
+    return cross_entropy(*args, **kwargs)
+
+
 _RUNS: dict[str, Run] = {
     "fp32": _fp32,
     "lower": _lower,
     "widest": _widest,
     "first": _first,
     "norm": _norm,
-    "loss": _fp32,
+    "loss": _loss,
 }
 
 

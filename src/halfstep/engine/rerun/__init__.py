@@ -1,0 +1,1 @@
+"""The second run of a block's forward, for `recompute=`."""
