@@ -53,7 +53,7 @@ def test_a_baseline_label_parses_to_the_same_row(baseline, form, compiled):
         (
             ["bf16,compile=maybe"],
             [],
-            "compile='maybe' is neither on nor off, nor a mode of torch.compile: default, reduce",
+            "compile='maybe' is neither on nor off, nor 'blocks', nor a mode of torch.compile: default",
         ),
         (["bf16,compile"], [], "compile='' is neither on nor off"),
         (["bf16,compile=on,compile=on"], [], "sets 'compile' twice"),
