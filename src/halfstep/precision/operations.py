@@ -25,7 +25,7 @@ Names are base names; `engine/region` reads the overloads from the installed tor
 from __future__ import annotations
 
 __all__ = [
-    "BROADCAST_BACK", "FP16_RANGE", "FP32_INPUTS", "FP32_OUTPUTS", "KINDS", "LEAN_16_BIT", "ON_EVERY_DEVICE",
+    "BROADCAST_BACK", "FP16_RANGE", "FP32_INPUTS", "FP32_OUTPUTS", "KINDS", "LEAN_16_BIT", "LEAN_FP32", "ON_EVERY_DEVICE",
     "ON_THE_OTHER_LIST", "SCALED_NORMS",
 ]  # fmt: skip
 
@@ -129,3 +129,6 @@ FP16_RANGE = ("cosh", "exp", "expm1", "pow", "reciprocal", "sinh", "tan")
 # Reductions that follow their input's dtype where they keep the reduced dimension; in fp16 norms do, for sums its range is
 # too small.
 BROADCAST_BACK = ("sum", "prod", "norm", "linalg_vector_norm")
+# On no list of torch's, but how hand-written losses end: `(x - y).pow(2).mean()` is fp32 under torch.amp because pow is. The
+# mean of all elements only; over a dimension it is a layer (pooling).
+LEAN_FP32 = ("mean",)

@@ -23,6 +23,7 @@ from halfstep.precision.operations import (
     BROADCAST_BACK,
     KINDS,
     LEAN_16_BIT,
+    LEAN_FP32,
     ON_EVERY_DEVICE,
     ON_THE_OTHER_LIST,
     SCALED_NORMS,
@@ -125,36 +126,46 @@ def _kernels(device_type: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         replacement = run_in_lean(name.partition(".")[0], "fp32")
         assert replacement is not None
         yield name, _kernel(name, device_type, {Rule.LEAN: replacement}, _torchs_own(name, device_type))
+    for name in LEAN_FP32:
+        yield name, _kernel(name, device_type, {Rule.LEAN: run_in_autocast("fp32")}, None)
 
 
-def _torchs_own(name: str, device_type: str) -> Callable[..., Any] | None:
-    """The autocast kernel that torch has for an operation on its fp32 list; None where torch cannot return it."""
-    if not hasattr(torch.library, "get_kernel"):
-        return None
-    own: Callable[..., Any] = torch.library.get_kernel(f"aten::{name}", KEYS[device_type]).call_boxed
-    return own
+def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
+    """What torch's autocast does with an operation on its fp32 list: its own kernel, where torch can return it."""
+    if hasattr(torch.library, "get_kernel"):
+        own: Callable[..., Any] = torch.library.get_kernel(f"aten::{name}", KEYS[device_type]).call_boxed
+        return own
+    operation, autocast, _ = _handles(name, device_type)
+
+    def in_fp32(_: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001
+            return run_in_autocast("fp32")(operation, args, kwargs, device_type)
+
+    return in_fp32
 
 
 def _kernel(
     name: str, device_type: str, runs: dict[Rule, Run], torchs_own: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """A kernel that follows the region's rule, and elsewhere does what torch does."""
-    base, _, overload = name.partition(".")
-    operation = getattr(getattr(torch.ops.aten, base), overload or "default")
-    own = getattr(torch._C.DispatchKey, KEYS[device_type])  # noqa: SLF001
-    autocast = torch._C.DispatchKeySet(own)  # noqa: SLF001
-    after = torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
-    is_listed = Rule.AUTOCAST not in runs
-    in_fp32 = run_in_autocast("fp32")
+    operation, autocast, after = _handles(name, device_type)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         rule = current_rule()
         run = None if rule is None else runs.get(rule)
-        if run is None and torchs_own is not None:
+        if run is not None:
+            with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001 - how an autocast kernel redispatches
+                return run(operation, args, kwargs, device_type)
+        if torchs_own is not None:
             return torchs_own(keys, *args, **kwargs)
-        if run is None and not is_listed:
-            return operation.redispatch(keys & after, *args, **kwargs)  # as if nothing were registered
-        with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001 - how an autocast kernel redispatches
-            return (run or in_fp32)(operation, args, kwargs, device_type)
+        return operation.redispatch(keys & after, *args, **kwargs)  # as if nothing were registered
 
     return kernel
+
+
+def _handles(name: str, device_type: str) -> tuple[Any, Any, Any]:
+    """The operation, the keys to exclude below an autocast kernel, and those that come after it."""
+    base, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.aten, base), overload or "default")
+    own = getattr(torch._C.DispatchKey, KEYS[device_type])  # noqa: SLF001
+    return operation, torch._C.DispatchKeySet(own), torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
