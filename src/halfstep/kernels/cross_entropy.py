@@ -57,7 +57,7 @@ __all__ = ["Settings", "cross_entropy", "cross_entropy_as_on_cuda", "reference",
 class Implementation(NamedTuple):
     """Loss with what backward needs, and gradient."""
 
-    forward: Callable[[Tensor, Tensor, Tensor | None, Settings], tuple[Tensor, Tensor | None, Tensor | None]]
+    forward: Callable[[Tensor, Tensor, Tensor | None, Settings], tuple[Tensor, Tensor | None]]
     backward: Callable[..., Tensor | None]
 
 
@@ -117,17 +117,17 @@ class _CrossEntropy(torch.autograd.Function):
         implementation: Implementation,
     ) -> Tensor:
         target = target.contiguous()
-        loss, normalizers, total = implementation.forward(logits, target, weight, settings)
-        ctx.save_for_backward(logits, target, weight, normalizers, total)
+        loss, scratch = implementation.forward(logits, target, weight, settings)
+        ctx.save_for_backward(logits, target, weight, scratch)
         ctx.settings, ctx.implementation = settings, implementation
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, weight, normalizers, total = ctx.saved_tensors
+        logits, target, weight, scratch = ctx.saved_tensors
         result: Tensor | None = None
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):  # create_graph, or compiled autograd
-            result = ctx.implementation.backward(grad, logits, target, weight, normalizers, total, ctx.settings)
+            result = ctx.implementation.backward(grad, logits, target, weight, scratch, ctx.settings)
         if result is None:
             result = reference_gradient(grad, logits, target, weight, ctx.settings)
         return result, None, None, None, None
@@ -264,10 +264,8 @@ def _terms(logits: Tensor, target: Tensor, weight: Tensor | None, settings: Sett
 
 
 REFERENCE = Implementation(
-    lambda logits, target, weight, settings: (reference(logits, target, weight, settings), None, None),
-    lambda grad, logits, target, weight, _normalizers, _total, settings: reference_gradient(
-        grad, logits, target, weight, settings
-    ),
+    lambda logits, target, weight, settings: (reference(logits, target, weight, settings), None),
+    lambda grad, logits, target, weight, _scratch, settings: reference_gradient(grad, logits, target, weight, settings),
 )
 FUSED = Implementation(partial(run_forward, launch=True), partial(run_backward, launch=True))
 WITHOUT_LAUNCHES = Implementation(partial(run_forward, launch=False), partial(run_backward, launch=False))

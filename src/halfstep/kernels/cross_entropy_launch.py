@@ -95,11 +95,11 @@ def layouts(*tensors: Tensor) -> tuple[Layout, ...] | None:
     return tuple(Layout((a, b, c), (outer[i], middle[i], inner[i]), t.stride(dim)) for i, t in enumerate(tensors))
 
 
-def launch_shape(layout: Layout, logits: Tensor) -> Launch:
-    """The tile for logits with these positions."""
-    outer, middle, inner = layout.sizes
+def launch_shape(layouts: tuple[Layout, ...], logits: Tensor) -> Launch:
+    """The tile for logits, and their gradient, with these layouts."""
+    outer, middle, inner = layouts[0].sizes
     classes = _power_of_two(logits.shape[class_dim(logits)])
-    if layout.class_stride == 1:
+    if all(layout.class_stride == 1 for layout in layouts):
         if classes > LONG_ROW:
             return Launch(True, 1, min(classes, ROW_BLOCK), ROW_WARPS, outer * middle * inner)
         elements_per_warp, most, least = ELEMENTS_PER_WARP, TILE // classes, 1
@@ -126,23 +126,25 @@ def _ceil_div(a: int, b: int) -> int:
 
 def run_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, settings: Settings, *, launch: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The loss, the largest logit and sum of exponentials of each position, and the sum of target weights."""
-    (layout,) = layouts(logits) or ()
-    shape = launch_shape(layout, logits)
-    normalizers = _new(logits, 2, target.numel())
+) -> tuple[Tensor, Tensor]:
+    """The loss, and what backward needs: each position's largest logit and sum of exponentials, and the sum of target weights.
+
+    One tensor has all of that: with small batches the step waits for the host, and each allocation is work for it.
+    """
+    positions = layouts(logits)
+    assert positions is not None
+    shape = launch_shape(positions, logits)
+    summed = settings.reduction != NONE
+    # The total, and each program's sums of losses and of target weights.
+    sums = 1 + 2 * shape.num_programs if summed else 0
+    scratch = _new(logits, 2 * target.numel() + sums)
+    loss = _new(logits, *(() if summed else target.shape))
     classes = _class_weights(weight, settings)
-    if settings.reduction == NONE:
-        losses = _new(logits, *target.shape)
-        if launch:
-            _launch_forward(logits, target, classes, losses, normalizers, None, layout, shape, settings)
-        return losses, normalizers, None
-    partial = _new(logits, 2, shape.num_programs)  # each program's sum of losses and of target weights
-    loss, total = _new(logits), _new(logits)
     if launch:
-        _launch_forward(logits, target, classes, None, normalizers, partial, layout, shape, settings)
-        _launch_reduce(partial, loss, total, settings)
-    return loss, normalizers, total
+        _launch_forward(logits, target, classes, None if summed else loss, scratch, positions[0], shape, settings)
+        if summed:
+            _launch_reduce(scratch, loss, target.numel(), shape.num_programs, settings)
+    return loss, scratch
 
 
 def run_backward(
@@ -150,8 +152,7 @@ def run_backward(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    normalizers: Tensor,
-    total: Tensor | None,
+    scratch: Tensor,
     settings: Settings,
     *,
     launch: bool,
@@ -165,8 +166,8 @@ def run_backward(
         grad = grad.contiguous()
     classes = _class_weights(weight, settings)
     if launch:
-        shape = launch_shape(both[0], logits)
-        _launch_backward(grad, logits, result, target, classes, normalizers, total, both, shape, settings)
+        shape = launch_shape(both, logits)
+        _launch_backward(grad, logits, result, target, classes, scratch, both, shape, settings)
     return result
 
 
@@ -187,13 +188,12 @@ def _launch_forward(
     target: Tensor,
     classes: tuple[Tensor, Tensor | None] | None,
     losses: Tensor | None,
-    normalizers: Tensor,
-    partial: Tensor | None,
+    scratch: Tensor,
     layout: Layout,
     launch: Launch,
     settings: Settings,
 ) -> None:
-    """Fill `normalizers`, and `losses` or `partial`."""
+    """Fill `scratch`, and `losses` if there are any."""
     from halfstep.kernels import cross_entropy_triton as kernels
 
     weight, weight_sum = classes or (None, None)
@@ -206,10 +206,10 @@ def _launch_forward(
         "BLOCK": launch.classes,
         "WEIGHTED": classes is not None,
         "SMOOTHS": settings.label_smoothing > 0,
-        "PARTIAL": partial is not None,
+        "PARTIAL": losses is None,
         "num_warps": launch.num_warps,
     }
-    tensors = (logits, target, weight, weight_sum, losses, normalizers, partial)
+    tensors = (logits, target, weight, weight_sum, losses, scratch)
     with _on(logits.device):
         if launch.rows:
             options |= _alignment(logits, layout)
@@ -221,19 +221,14 @@ def _launch_forward(
             )
 
 
-def _launch_reduce(partial: Tensor, loss: Tensor, total: Tensor, settings: Settings) -> None:
-    """Fill `loss` and `total` from the sums of the programs."""
+def _launch_reduce(scratch: Tensor, loss: Tensor, num_positions: int, num_programs: int, settings: Settings) -> None:
+    """Fill `loss`, and the total in `scratch`, from the sums of the programs."""
     from halfstep.kernels import cross_entropy_triton as kernels
 
-    with _on(partial.device):
+    mean = settings.reduction == MEAN
+    with _on(scratch.device):
         kernels.reduce_kernel[(1,)](
-            partial,
-            loss,
-            total,
-            partial.shape[1],
-            MEAN=settings.reduction == MEAN,
-            BLOCK=REDUCE_BLOCK,
-            num_warps=REDUCE_WARPS,
+            scratch, loss, num_positions, num_programs, MEAN=mean, BLOCK=REDUCE_BLOCK, num_warps=REDUCE_WARPS
         )
 
 
@@ -243,8 +238,7 @@ def _launch_backward(
     result: Tensor,
     target: Tensor,
     classes: tuple[Tensor, Tensor | None] | None,
-    normalizers: Tensor,
-    total: Tensor | None,
+    scratch: Tensor,
     layouts: tuple[Layout, ...],
     launch: Launch,
     settings: Settings,
@@ -268,7 +262,7 @@ def _launch_backward(
         "MEAN": settings.reduction == MEAN,
         "num_warps": launch.num_warps,
     }
-    tensors = (grad, logits, result, target, weight, weight_sum, normalizers, total)
+    tensors = (grad, logits, result, target, weight, weight_sum, scratch)
     with _on(logits.device):
         if launch.rows:
             options |= _alignment(result, out) | {"SAME": own == out}

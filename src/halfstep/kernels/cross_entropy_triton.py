@@ -92,8 +92,7 @@ def rows_forward_kernel(
     weight_at,  # (C,)
     weight_sum_at,  # fp32 ()
     losses,  # fp32 (P,), without PARTIAL
-    normalizers,  # fp32 (2, P): largest logit, sum of exponentials
-    partial,  # fp32 (2, P): loss, target weight
+    scratch,  # fp32: largest logits (P,), sums of exponentials (P,), and with PARTIAL the total (), losses and target weights
     num_positions,
     middle,
     inner,
@@ -160,9 +159,10 @@ def rows_forward_kernel(
         loss = _loss(
             highest, total, picked, reference, tl.sum(smooth, axis=0), target_weight, weight_sum, hard, each, SMOOTHS
         )
-    tl.store(normalizers + position, highest)
-    tl.store(normalizers + num_positions + position, total)
+    tl.store(scratch + position, highest)
+    tl.store(scratch + num_positions + position, total)
     if PARTIAL:
+        partial = scratch + num_positions + num_positions + 1
         tl.store(partial + position, loss)
         tl.store(partial + num_positions + position, target_weight)
     else:
@@ -177,8 +177,7 @@ def rows_backward_kernel(
     target_at,
     weight_at,
     weight_sum_at,
-    normalizers,
-    total_weight,  # fp32 (): of the mean
+    scratch,
     grad_stride,  # 0 for one gradient of all positions
     num_positions,
     middle,
@@ -232,13 +231,13 @@ def rows_backward_kernel(
         inside = (target >= 0) & (target < C)
         grad = tl.load(grad_at + position * grad_stride)
         if MEAN:
-            grad = grad / tl.load(total_weight)
+            grad = grad / tl.load(scratch + num_positions + num_positions)
         grad = tl.where(inside, grad, float("nan"))
         at_target, factor = _factors(
             grad, target, inside, weight_at, weight_sum_at, hard, each, C=C, WEIGHTED=WEIGHTED, SMOOTHS=SMOOTHS
         )
-        highest = tl.load(normalizers + position)
-        factor = factor / tl.load(normalizers + num_positions + position)
+        highest = tl.load(scratch + position)
+        factor = factor / tl.load(scratch + num_positions + position)
         for start in range(0, end, BLOCK):
             columns = start + offsets if ALIGNED else start + offsets - shift.to(tl.int32)
             there = (columns >= 0) & (columns < C)
@@ -262,8 +261,7 @@ def rows_backward_kernel(
 
 @triton.jit
 def tiles_forward_kernel(
-    logits, target_at, weight_at, weight_sum_at, losses, normalizers,
-    partial,  # fp32 (2, programs)
+    logits, target_at, weight_at, weight_sum_at, losses, scratch,
     num_positions, middle, inner, outer_stride, middle_stride, class_stride, ignore_index, hard, each,
     INNER_STRIDE: tl.constexpr, C: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr, SMOOTHS: tl.constexpr, PARTIAL: tl.constexpr,
@@ -309,9 +307,10 @@ def tiles_forward_kernel(
         highest, total, picked, reference, tl.sum(smooth, axis=1), target_weight, weight_sum, hard, each, SMOOTHS
     )
     loss = tl.where(counted, loss, 0.0)
-    tl.store(normalizers + position, highest, mask=there)
-    tl.store(normalizers + num_positions + position, total, mask=there)
+    tl.store(scratch + position, highest, mask=there)
+    tl.store(scratch + num_positions + position, total, mask=there)
     if PARTIAL:
+        partial = scratch + num_positions + num_positions + 1
         tl.store(partial + program, tl.sum(loss, axis=0))
         tl.store(partial + tl.num_programs(0) + program, tl.sum(target_weight, axis=0))
     else:
@@ -320,7 +319,7 @@ def tiles_forward_kernel(
 
 @triton.jit
 def tiles_backward_kernel(
-    grad_at, logits, result, target_at, weight_at, weight_sum_at, normalizers, total_weight,
+    grad_at, logits, result, target_at, weight_at, weight_sum_at, scratch,
     grad_stride, num_positions, middle, inner, outer_stride, middle_stride, class_stride,
     result_outer_stride, result_middle_stride, result_class_stride, ignore_index, hard, each,
     INNER_STRIDE: tl.constexpr, RESULT_INNER_STRIDE: tl.constexpr, C: tl.constexpr, POSITIONS: tl.constexpr,
@@ -341,13 +340,13 @@ def tiles_backward_kernel(
     inside = counted & (target >= 0) & (target < C)
     grad = tl.load(grad_at + position * grad_stride, mask=there, other=0.0)
     if MEAN:
-        grad = grad / tl.load(total_weight)
+        grad = grad / tl.load(scratch + num_positions + num_positions)
     grad = tl.where(inside, grad, float("nan"))
     at_target, factor = _factors(
         grad, target, inside, weight_at, weight_sum_at, hard, each, C=C, WEIGHTED=WEIGHTED, SMOOTHS=SMOOTHS
     )
-    highest = tl.load(normalizers + position, mask=there, other=0.0)
-    factor = factor / tl.load(normalizers + num_positions + position, mask=there, other=1.0)
+    highest = tl.load(scratch + position, mask=there, other=0.0)
+    factor = factor / tl.load(scratch + num_positions + position, mask=there, other=1.0)
     for start in range(0, C, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = there[:, None] & (columns < C)[None, :]
@@ -367,14 +366,16 @@ def tiles_backward_kernel(
 
 @triton.jit
 def reduce_kernel(
-    partial,  # fp32 (2, n): losses, target weights
+    scratch,
     loss_at,  # fp32 ()
-    total_at,  # fp32 (): sum of target weights
+    num_positions,
     num_programs,
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum or mean of all losses; one program, in a fixed order."""
+    """The sum or mean of all losses, and the total of the target weights; one program, in a fixed order."""
+    total_at = scratch + num_positions + num_positions
+    partial = total_at + 1
     losses = tl.zeros((BLOCK,), dtype=tl.float32)
     weights = tl.zeros((BLOCK,), dtype=tl.float32)
     at = 0
