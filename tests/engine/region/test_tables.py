@@ -111,3 +111,17 @@ def test_what_meets_a_table_is_counted():
     with recognise_tables([table]), compute_region("cpu", "bf16", lean=True, observed=observed):
         activation("bf16") * table
     assert observed == {"mul with an fp32 buffer": 1}
+
+
+def test_numbers_are_torchs_own():
+    """Products and sums with Python numbers have the values and dtypes that they have outside a region."""
+    x, ids, table = torch.arange(8).to(torch.bfloat16).view(2, 4), torch.arange(3), torch.ones(4)
+
+    def results():
+        return [x * 0.5, 2 * x, x + 1, 1 - x, torch.add(x, 3, alpha=2), ids * 0.5, ids + 1]
+
+    expected = results()
+    with recognise_tables([table]), compute_region("cpu", "bf16", lean=True):
+        for value, other in zip(results(), expected, strict=True):
+            assert value.dtype is other.dtype
+            assert torch.equal(value, other)

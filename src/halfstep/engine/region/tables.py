@@ -70,10 +70,15 @@ def _install(key: str) -> torch.library.Library:
 
 def _kernel(operation: Any, run: Callable[[Tensor, Tensor], Tensor], key: str) -> Callable[..., Any]:
     own = getattr(torch._C.DispatchKey, key)  # noqa: SLF001
+    autocast = torch._C.DispatchKeySet(own)  # noqa: SLF001
     after = torch._C._dispatch_keyset_full_after(own)  # noqa: SLF001
+    function = getattr(torch, operation.overloadpacket.__name__)
 
     def kernel(keys: Any, a: Any, b: Any, **kwargs: Any) -> Any:
-        if not kwargs and isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype is not b.dtype:
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):  # `x * 0.5`: numbers arrive as numbers
+            with torch._C._ExcludeDispatchKeyGuard(autocast):  # noqa: SLF001 - redispatch accepts tensors only
+                return function(torch.as_tensor(a), b, **kwargs)
+        if not kwargs and a.dtype is not b.dtype:
             if _is_scaled(a, b):
                 record_16_bits(f"{operation.overloadpacket.__name__} with an fp32 buffer")
                 return run(a, b)
