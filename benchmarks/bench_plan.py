@@ -53,7 +53,23 @@ def _phase(row: dict[str, Any], name: str, before: int) -> int:
     return now["allocated"]
 
 
-def measure_one(job: Any, precision: str, batch_size: int, device: torch.device) -> dict[str, Any]:
+def cublas_workspaces(device: torch.device) -> int:
+    """Allocate cuBLAS's workspaces, which stay allocated; returns their size."""
+    x = torch.randn(64, 64, device=device, requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    return torch.cuda.memory_allocated()
+
+
+def measure_one(
+    job: Any,
+    precision: str,
+    batch_size: int,
+    device: torch.device,
+    *,
+    recompute: str | None = None,
+    phases: bool = True,
+) -> dict[str, Any]:
     """Peaks of two whole steps, then of the phases of a third."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -71,7 +87,7 @@ def measure_one(job: Any, precision: str, batch_size: int, device: torch.device)
         model = job.call("model", context)
     model.to(device).train()  # torch.Tensor(...) ignores the block above
     optimizer = job.call("optimizer", context, model=model)
-    engine = Engine(model, optimizer, precision, max_norm=1.0)
+    engine = Engine(model, optimizer, precision, max_norm=1.0, recompute=recompute)
     loader = job.call("data", RunContext(batch_size=batch_size), split="train", epoch=0)
     batch = to_device(next(iter(loader)), device)
 
@@ -89,6 +105,9 @@ def measure_one(job: Any, precision: str, batch_size: int, device: torch.device)
     step()
     torch.cuda.synchronize()
     row["step"] = _stats()
+    if not phases:
+        engine.close()
+        return row
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with engine.forward():
@@ -108,10 +127,7 @@ def measure(path: Path, only: tuple[str, ...] = ()) -> None:
     """Measure the cases and write the rows; a case that fails is a row with its error."""
     device = torch.device("cuda")
     rows = []
-    x = torch.randn(64, 64, device=device, requires_grad=True)
-    (x @ x).sum().backward()  # cuBLAS's workspaces, which stay allocated
-    del x
-    head = {"environment": environment(), "workspaces": torch.cuda.memory_allocated()}
+    head = {"environment": environment(), "workspaces": cublas_workspaces(device)}
     selected = set(only) - {"more"}
     cases = {**({} if "more" in only else available_cases()), **(more_cases() if only else {})}
     for name, (batches, make) in cases.items():

@@ -22,6 +22,23 @@ def loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+class Block(nn.Module):
+    """A residual block as in a transformer, without attention."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def residual(num_blocks=3, width=32):
+    """A layer, residual blocks, and a layer with four outputs."""
+    return nn.Sequential(nn.Linear(16, width), *(Block(width) for _ in range(num_blocks)), nn.Linear(width, 4))
+
+
 def small_job(**changes):
     """A job over `mlp`, with some fields changed."""
     fields = {

@@ -46,7 +46,7 @@ def test_flags_are_few_and_listed():
         "export": ["--best", "--dtype", "--ema", "--force", "--json", "--out"],
         "plan": [
             "--accumulate", "--batch", "--data", "--ema", "--find", "--gpu", "--gpus", "--html", "--json", "--memory",
-            "--precision", "--verify", "-p",
+            "--precision", "--recompute", "--verify", "-p",
         ],
         "probe": ["--gpu", "--json", "--measure"],
         "train": [

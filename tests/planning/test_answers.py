@@ -6,9 +6,10 @@ import torch
 from halfstep.errors import SettingError
 from halfstep.jobs.targets import load_target
 from halfstep.planning.answers import STATE_CATEGORIES, plan
+from halfstep.planning.capacity import CONTEXT_BYTES, FRAGMENTATION
 from halfstep.report.plan import as_text
 from halfstep.report.plan_page import render_plan_page
-from planning_jobs import small_job
+from planning_jobs import residual, small_job
 
 MIB = 1 << 20
 MODEL_STATE = (*STATE_CATEGORIES, "gradients")
@@ -150,3 +151,22 @@ def test_largest_micro_batch_leaves_memory_for_accumulated_gradients():
     summed = plan(wide, 400, precision=(policy,), memory="1.2GiB", accumulate=2).entries[0]
     assert once.largest.batch < 200
     assert once.largest.batch == summed.largest.batch
+
+
+def test_recompute_is_reported_where_only_that_fits():
+    """A step that does not fit is tried with recompute="cheap"; one that fits, or whose recompute is set, is not."""
+    size = 1 << 18
+    fixed = [(torch.randn(size, 16), torch.randint(4, (size,)))]
+    job, one = small_job(model=lambda: residual(2, 32), data=lambda: fixed), {"precision": ["bf16-lean"]}
+    without, cheap = (plan(job, size, recompute=value, **one).entries[0].peak_bytes for value in (None, "cheap"))
+    assert cheap < without
+    memory = (
+        int((without + cheap) / 2 * (1 + FRAGMENTATION)) + CONTEXT_BYTES
+    )  # enough for one, too little for the other
+    between = plan(job, size, memory=memory, **one)
+    assert between.entries[0].fits is False
+    assert between.entries[0].recomputed.peak_bytes == cheap
+    assert "fits with recompute" in as_text(between)
+    assert any("recompute='cheap'" in note for note in between.notes)
+    assert plan(job, size, memory=memory, recompute="cheap", **one).entries[0].fits
+    assert plan(job, size, memory=2 * memory, **one).entries[0].recomputed is None

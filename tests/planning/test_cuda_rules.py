@@ -247,3 +247,27 @@ def test_results_have_the_dtype_of_a_region_on_cuda(on_cuda, operation, bits):
         with compute_region("cpu", compute, lean=lean):
             results.append(torch.finfo(operation(torch.rand(4, 8, dtype=dtypes[compute])).dtype).bits)
     assert tuple(results) == bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lean", [False, True])
+def test_cross_entropy_saves_the_logits_without_a_copy(on_cuda, dtype, lean):
+    """In a region cross-entropy is the fused kernel: the logits are the only saved tensor of their size."""
+    logits = torch.randn(64, 512, dtype=dtype, requires_grad=True)
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with compute_region("cpu", "bf16", lean=lean), hooks:
+        loss = F.cross_entropy(logits, torch.zeros(64, dtype=torch.long))
+    assert loss.dtype is torch.float32
+    assert [t.dtype for t in saved if t.numel() == logits.numel()] == [dtype]
+    loss.backward()
+    assert logits.grad.dtype is dtype
+
+
+def test_probabilities_as_targets_are_computed_by_torch(on_cuda):
+    """Cross-entropy with probabilities as targets is not the fused kernel: torch computes it in fp32."""
+    logits = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    with Recorder() as recorder, compute_region("cpu", "bf16", lean=True):
+        loss = F.cross_entropy(logits, torch.full((4, 8), 1 / 8))
+    assert loss.dtype is torch.float32
+    assert "aten._log_softmax" in recorder.names

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from halfstep.errors import SettingError
 from halfstep.hardware.probe import find_gpu
 from halfstep.planning.finder import find_batch_size, search
-from planning_jobs import small_job
+from halfstep.report.plan import batch_text
+from planning_jobs import residual, small_job
 
 
 @given(st.integers(1, 5000), st.floats(0.7, 1.3))
@@ -89,3 +90,15 @@ def test_data_with_a_fixed_batch_size_has_no_largest():
     fixed = [(torch.randn(12, 16), torch.randint(4, (12,)))]
     with pytest.raises(SettingError, match="ignores batch_size"):
         find_batch_size(small_job(data=lambda: fixed), "bf16", memory="1GiB")
+
+
+def test_recompute_is_a_further_answer():
+    """A model with repeated blocks also gets the larger batch that recompute="cheap" allows."""
+    result = find_batch_size(small_job(model=lambda: residual(2, 32)), "bf16-lean", memory="700MiB")
+    assert result.recomputed.batch > result.batch
+    assert f"with recompute=cheap: {result.recomputed.batch}" in batch_text(result)
+
+
+def test_model_without_blocks_has_no_further_answer():
+    """Without repeated blocks there is nothing to recompute, and the batch is found all the same."""
+    assert find_batch_size(small_job(), "bf16", memory="1GiB").recomputed is None

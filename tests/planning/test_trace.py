@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -13,7 +12,7 @@ from halfstep.jobs.job import Job
 from halfstep.planning.estimator import Estimator
 from halfstep.planning.trace import StepOptions
 from halfstep.precision.policy import Policy
-from planning_jobs import batches, loss, mlp, small_job
+from planning_jobs import Block, batches, loss, mlp, small_job
 
 WEIGHTS, BIASES = 16 * 64 + 64 * 4, 64 + 4
 
@@ -95,25 +94,13 @@ def saves_products(_context, func, *_args, **_kwargs):
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Block(nn.Module):
-    """A residual block as in a transformer, without attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Checkpointed(nn.Module):
     """Blocks between two layers that run as they are, or with their activations recomputed, all or by a policy."""
 
     def __init__(self, recomputed):
         super().__init__()
         self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(NUM_BLOCKS))
         self.recomputed = recomputed
 
     def forward(self, x):
@@ -161,3 +148,27 @@ def test_checkpointed_blocks_save_what_their_policy_saves(recomputed, per_block)
     assert saved_by_forward(job, "bf16-lean") == [
         2 * UNIT * size for size in sorted([*expected, 1])
     ]  # and of the batch
+
+
+def test_recompute_is_planned_as_the_engine_runs_it():
+    """With recompute="cheap" a block saves its input and its products; a share of 0.5 saves only inputs of half the blocks."""
+    job = small_job(model=lambda: Checkpointed(None), data=vectors)
+    stem = 1
+    # The second product of a block is not saved: nothing after the sum with the residual needs it.
+    assert saved_by_forward(job, "fp32", recompute="cheap") == [
+        4 * UNIT * n for n in sorted([stem, *[1, 4] * NUM_BLOCKS])
+    ]
+    half = [stem, *[1] * 2, *[1, 1, 4, 4] * (NUM_BLOCKS - 2)]
+    assert saved_by_forward(job, "fp32", recompute=0.4) == [4 * UNIT * n for n in sorted(half)]
+
+
+def test_recomputed_blocks_leave_nothing_after_backward():
+    """What recompute saved is freed block by block: at the update only the gradients are left, as without recompute."""
+    job = small_job(model=lambda: Checkpointed(None), data=vectors)
+    estimates = [
+        Estimator(job, Policy.parse("bf16-lean"), options=StepOptions(recompute=value)).at(BATCH)
+        for value in (None, "cheap", 0.5)
+    ]
+    assert len({estimate.peak.phases["step"] for estimate in estimates}) == 1
+    plain, cheap, half = (estimate.peak_bytes for estimate in estimates)
+    assert max(cheap, half) < plain

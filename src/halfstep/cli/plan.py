@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
     from halfstep.jobs.targets import Target
+    from halfstep.planning.trace import StepOptions
 
 __all__ = ["command"]
 
@@ -40,6 +42,9 @@ __all__ = ["command"]
 )
 @click.option("--ema", is_flag=True, help="Include an EMA of the weights.")
 @click.option(
+    "--recompute", metavar="cheap|SHARE", help="Recompute activations of repeated blocks in the backward pass."
+)
+@click.option(
     "--data",
     "data_dir",
     type=click.Path(path_type=Path),
@@ -61,6 +66,7 @@ def command(
     gpus: str,
     accumulate: int,
     ema: bool,
+    recompute: str | None,
     data_dir: Path | None,
     find: bool,
     verify: bool,
@@ -88,17 +94,20 @@ def command(
         raise SettingError("--find uses this machine's GPU or --memory SIZE; remove --gpu.")
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
         raise SettingError(f"--html {html} cannot be written: pass a file name in an existing directory.")
+    from halfstep.engine.recompute import parse_recompute
     from halfstep.jobs.targets import load_target
+    from halfstep.planning.trace import StepOptions
 
     loaded = load_target(target, data_dir=data_dir)
+    options = StepOptions(accumulate, ema, None if recompute is None else parse_recompute(recompute))
     if find:
-        _find(loaded, precision, memory, accumulate, ema=ema, as_json=as_json)
+        _find(loaded, precision, memory, options, as_json=as_json)
         return
-    _plan(loaded, batch, precision, gpu, memory, count, accumulate, ema=ema, verify=verify, html=html, as_json=as_json)
+    _plan(loaded, batch, precision, gpu, memory, count, options, verify=verify, html=html, as_json=as_json)
 
 
 def _find(
-    target: Target, precision: tuple[str, ...], memory: str | None, accumulate: int, *, ema: bool, as_json: bool
+    target: Target, precision: tuple[str, ...], memory: str | None, options: StepOptions, *, as_json: bool
 ) -> None:
     from halfstep.errors import SettingError
     from halfstep.events import log_info
@@ -110,7 +119,7 @@ def _find(
     results = []
     for each in precision or usual:
         try:
-            results.append(find_batch_size(target.job, each, memory=memory, accumulate=accumulate, ema=ema))
+            results.append(find_batch_size(target.job, each, memory=memory, **asdict(options)))
         except SettingError as error:
             if precision or not results:
                 raise
@@ -129,9 +138,8 @@ def _plan(
     gpu: str | None,
     memory: str | None,
     gpus: int | None,
-    accumulate: int,
+    options: StepOptions,
     *,
-    ema: bool,
     verify: bool,
     html: Path | None,
     as_json: bool,
@@ -139,7 +147,6 @@ def _plan(
     from halfstep.planning import measure_step, plan
     from halfstep.planning.answers import DEFAULT_PRECISIONS
     from halfstep.planning.measured import require_gpu
-    from halfstep.planning.trace import StepOptions
     from halfstep.precision.policy import Policy
     from halfstep.report.plan import as_data, as_text, verified_data, verified_text
 
@@ -153,13 +160,11 @@ def _plan(
         gpu=gpu,
         memory=memory,
         gpus=gpus,
-        accumulate=accumulate,
-        ema=ema,
+        **asdict(options),
         name=target.name,
     )
     measured = []
     if verify:
-        options = StepOptions(accumulate, ema)
         measured = [
             (entry, measure_step(target.job, Policy.parse(entry.precision), entry.estimate.batch, options))
             for entry in result.entries

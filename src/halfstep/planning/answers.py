@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfstep.backends.context import RunContext
-from halfstep.errors import SettingError
+from halfstep.engine.recompute import CHEAP
+from halfstep.errors import HalfstepError, SettingError
 from halfstep.hardware.units import gib_text
 from halfstep.jobs.job import Job
 from halfstep.planning.batches import look_at_data
@@ -52,6 +53,7 @@ class Entry:
     fits: bool | None  # on one GPU; None if no memory size is known
     answers: tuple[Answer, ...] = ()
     largest: Estimate | None = None  # micro-batch that fits on one GPU
+    recomputed: Estimate | None = None  # the same step with recompute="cheap", if it fits on one GPU only with that
 
     @property
     def peak_bytes(self) -> int:
@@ -81,6 +83,7 @@ class Plan:
     notes: tuple[str, ...]
     seconds: float
     accumulate: int = 1  # micro-batches per update
+    recompute: str | float | None = None
 
 
 def plan(
@@ -93,12 +96,14 @@ def plan(
     gpus: int | None = None,
     accumulate: int = 1,
     ema: bool = False,
+    recompute: str | float | None = None,
     name: str = "",
 ) -> Plan:
     """Predict the memory of one training step of `job` in each precision, and where it fits.
 
     `batch` is the global batch, in `accumulate` micro-batches. `gpu` names a GPU, and `memory` gives its size instead;
-    without both it is this machine's GPU, if there is one. `gpus` is the largest number of GPUs to consider.
+    without both it is this machine's GPU, if there is one. `gpus` is the largest number of GPUs to consider. `recompute` is
+    the Engine's; without it, a step that does not fit on one GPU is also tried with recompute="cheap".
     """
     start = time.perf_counter()
     _check(batch, gpus, accumulate)
@@ -113,7 +118,8 @@ def plan(
         if policy.compute == "fp8":
             raise SettingError("precision fp8 is not implemented yet, so there is nothing to plan. Use bf16-lean.")
         usable = None if capacity is None else capacity.usable_bytes
-        estimator = Estimator(job, policy, options=StepOptions(accumulate, ema), batches=batches, usable_bytes=usable)
+        options = StepOptions(accumulate, ema, recompute)
+        estimator = Estimator(job, policy, options=options, batches=batches, usable_bytes=usable)
         try:
             entries.append(_entry(estimator, batch, capacity, gpus))
         except SettingError as error:
@@ -129,6 +135,7 @@ def plan(
             "whether the step fits and on how many GPUs. The peaks depend on it only through transforms, if there are any."
         )
     notes += _mixed_precision_notes(entries)
+    notes += [_recompute_note(entry) for entry in entries if entry.recomputed is not None]
     return Plan(
         name or job.name or "the job",
         batch,
@@ -138,6 +145,7 @@ def plan(
         tuple(notes),
         time.perf_counter() - start,
         accumulate,
+        recompute,
     )
 
 
@@ -161,12 +169,36 @@ def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, gpus: in
     if capacity is None:
         return Entry(estimate.precision, batch, estimate, state, None)
     usable = capacity.usable_bytes
-    fits = max(estimate.need_bytes, estimate.build_bytes) <= usable
+    fits = _fits(estimate, usable)
+    recomputed = None if fits else _recomputed(estimator, micro, usable)
     if estimator.batches.fixed:
-        return Entry(estimate.precision, batch, estimate, state, fits)
+        return Entry(estimate.precision, batch, estimate, state, fits, recomputed=recomputed)
     largest = _largest(estimator, usable, micro)
     answers = tuple(_answer(estimator, layout, strategy, micro, usable, gpus) for strategy in STRATEGIES)
-    return Entry(estimate.precision, batch, estimate, state, fits, answers, largest)
+    return Entry(estimate.precision, batch, estimate, state, fits, answers, largest, recomputed)
+
+
+def _fits(estimate: Estimate, usable: int) -> bool:
+    return max(estimate.need_bytes, estimate.build_bytes) <= usable
+
+
+def _recomputed(estimator: Estimator, micro: int, usable: int) -> Estimate | None:
+    """The step with recompute="cheap", if it was not requested already and the step fits with it."""
+    if estimator.options.recompute is not None or estimator.at(micro).build_bytes > usable:
+        return None
+    try:
+        estimate = estimator.recomputing().at(micro)
+    except HalfstepError:  # the model has no blocks to recompute, for example; nobody asked for it
+        return None
+    return estimate if _fits(estimate, usable) else None
+
+
+def _recompute_note(entry: Entry) -> str:
+    assert entry.recomputed is not None
+    return (
+        f"{entry.precision} fits on one GPU with recompute={CHEAP!r}: {gib_text(entry.recomputed.peak_bytes)} GiB instead of "
+        f"{gib_text(entry.peak_bytes)}. Activation functions and normalisation are then computed again in the backward pass."
+    )
 
 
 def _largest(estimator: Estimator, usable: int, micro: int) -> Estimate | None:
@@ -176,7 +208,7 @@ def _largest(estimator: Estimator, usable: int, micro: int) -> Estimate | None:
     if largest is None or largest.batch >= micro or policy.grads_format(options.accumulate) == policy.grads_format(2):
         return largest
     accumulating = Estimator(
-        estimator.job, policy, options=StepOptions(2, options.ema), batches=estimator.batches, usable_bytes=usable
+        estimator.job, policy, options=replace(options, accumulate=2), batches=estimator.batches, usable_bytes=usable
     )
     return accumulating.largest(usable, largest.batch)
 

@@ -6,6 +6,7 @@ tensors:
 
     autocast        CUDA computes layer norm, softmax, exp, sums and losses in fp32; the CPU in 16 bits. In the region of a
                     lean preset both follow the region's own rule, which is called here as it is on a GPU
+    cross-entropy   CUDA has a fused kernel that saves the logits themselves; the CPU makes log-probabilities
     attention       CUDA's kernels save q, k, v, the output and one value per row; the CPU's math path saves the
                     whole matrix of attention weights
     dropout         CUDA saves a mask of one byte per element; the CPU a float per element
@@ -33,6 +34,7 @@ from torch.utils import _pytree as pytree
 from halfstep.engine.region import has_kernel, install, overloads, reinstall, upcast
 from halfstep.engine.region.casts import run_in_lean
 from halfstep.engine.region.rule import Rule, current_rule
+from halfstep.kernels.cross_entropy import cross_entropy_as_on_cuda
 from halfstep.planning.attention import attend
 from halfstep.planning.norms import fused_rms_norm, rms_norm
 from halfstep.planning.recurrent import run_recurrent
@@ -81,6 +83,7 @@ def as_on_cuda() -> Iterator[None]:
                     register(name, _by_rule(name, _into_fp32(_operation(name))), "AutocastCPU")
             for name, inner in (("softmax.int", "_softmax"), ("log_softmax.int", "_log_softmax")):
                 register(name, _softmax_in_fp32(_operation(name), getattr(torch.ops.aten, inner)), "AutocastCPU")
+            register("cross_entropy_loss", _cross_entropy, "AutocastCPU")
             for base in _CPU_ONLY:
                 for name in overloads(base):
                     if not has_kernel(f"aten::{name}", "AutocastCUDA"):
@@ -170,6 +173,13 @@ def _softmax_in_fp32(operation: Any, inner: Any) -> Callable[..., Any]:
             return operation(x, dim, dtype)
 
     return kernel
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
+    with _below_autocast():
+        if current_rule() is None:  # a plain torch.autocast of the model's own
+            return torch.ops.aten.cross_entropy_loss.default(*upcast(args), **upcast(kwargs))
+        return cross_entropy_as_on_cuda(*args, **kwargs)
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, replace
 
 from halfstep.backends.context import RunContext
+from halfstep.engine.recompute import CHEAP
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import log_info
 from halfstep.jobs.job import Job
@@ -160,6 +161,17 @@ class Estimator:
     def _through(self, low: int, high: int) -> Line | None:
         return line_through(self._traces[low].ledger, low, self._traces[high].ledger, high)
 
+    def recomputing(self) -> Estimator:
+        """The same job and precision with recompute="cheap"."""
+        return Estimator(
+            self.job,
+            self.policy,
+            options=replace(self.options, recompute=CHEAP),
+            seed=self._run_context.seed,
+            batches=self.batches,
+            usable_bytes=self._usable_bytes,
+        )
+
     def checked(self, batch: int) -> Estimate:
         """The estimate at a batch size, traced unless the line is confirmed."""
         return self.at(batch, trace=not self._line_confirmed)
@@ -214,13 +226,21 @@ def _worth_building() -> bool:
 
 
 def predict_peak(
-    job: Job, policy: Policy | str, batch: int, *, accumulate: int = 1, ema: bool = False, seed: int = 0
+    job: Job,
+    policy: Policy | str,
+    batch: int,
+    *,
+    accumulate: int = 1,
+    ema: bool = False,
+    recompute: str | float | None = None,
+    seed: int = 0,
 ) -> Estimate | None:
     """The predicted peak of one training step; logs a message and returns None if the job cannot be traced."""
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy
     here = capacity_of(None, None)
     usable = None if here is None else here.usable_bytes
-    estimator = Estimator(job, chosen, options=StepOptions(accumulate, ema), seed=seed, usable_bytes=usable)
+    options = StepOptions(accumulate, ema, recompute)
+    estimator = Estimator(job, chosen, options=options, seed=seed, usable_bytes=usable)
     try:
         return estimator.at(batch)
     except HalfstepError as error:

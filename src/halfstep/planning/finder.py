@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from halfstep.errors import SettingError
+from halfstep.engine.recompute import CHEAP
+from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import log_info
 from halfstep.hardware.probe import probe
 from halfstep.hardware.units import bytes_text
@@ -48,6 +49,7 @@ class FoundBatch:
     predicted: Estimate
     confirmed: bool  # by a trial on this machine; otherwise only predicted
     trials: tuple[Trial, ...] = ()
+    recomputed: Estimate | None = None  # the largest with recompute="cheap", predicted, if that is larger
 
 
 def find_batch_size(
@@ -57,13 +59,17 @@ def find_batch_size(
     memory: str | int | None = None,
     accumulate: int = 1,
     ema: bool = False,
+    recompute: str | float | None = None,
 ) -> FoundBatch:
-    """The largest micro-batch of `job` that fits: on this machine's GPU by trial, or in `memory` by prediction only."""
+    """The largest micro-batch of `job` that fits: on this machine's GPU by trial, or in `memory` by prediction only.
+
+    Without `recompute`, the result also has the prediction with recompute="cheap".
+    """
     policy, notes = resolve(precision, probe())
     if memory is None or precision == "auto":  # otherwise the notes are about a machine that the answer is not for
         for note in notes:
             log_info(note)
-    options = StepOptions(accumulate, ema)
+    options = StepOptions(accumulate, ema, recompute)
     if memory is None and not torch.cuda.is_available():
         raise SettingError(
             "find_batch_size() tries batches on a GPU, and torch sees none here. Pass memory='80GiB' (--memory 80GiB) for a "
@@ -82,20 +88,37 @@ def find_batch_size(
             "Give it an argument named batch_size, and yield batches of that many examples."
         )
     predicted = estimator.largest(limit, _START)
+    recomputed = _recomputed(estimator, limit, predicted)
     if predicted is None:
         one = estimator.at(1)
+        with_it = "" if recomputed is None else f" With recompute={CHEAP!r} a batch of {recomputed.batch} fits."
         raise SettingError(
-            f"Not even one example fits in {policy}: a step needs {bytes_text(one.need_bytes)} and {bytes_text(limit)} are usable. "
+            f"Not even one example fits in {policy}: a step needs {bytes_text(one.need_bytes)} and {bytes_text(limit)} are usable.{with_it} "
             "Use a leaner precision, activation checkpointing, or shard the model over several GPUs."
         )
     if memory is not None:
-        return FoundBatch(predicted.batch, str(policy), predicted, confirmed=False)
+        return FoundBatch(predicted.batch, str(policy), predicted, confirmed=False, recomputed=recomputed)
     batch, trials = search(predicted.batch, lambda size: _fits(job, policy, size, options))
     if batch == 0:
         raise SettingError(
             f"Every trial from batch {predicted.batch} down to 1 ran out of memory. Check whether another process uses the GPU."
         )
-    return FoundBatch(batch, str(policy), estimator.at(batch, trace=False), confirmed=True, trials=trials)
+    if recomputed is not None and recomputed.batch <= batch:
+        recomputed = None
+    estimate = estimator.at(batch, trace=False)
+    return FoundBatch(batch, str(policy), estimate, confirmed=True, trials=trials, recomputed=recomputed)
+
+
+def _recomputed(estimator: Estimator, limit: int, without: Estimate | None) -> Estimate | None:
+    """The largest batch with recompute="cheap", if that was not requested already and allows a larger one."""
+    if estimator.options.recompute is not None or (without is not None and without.at_end):
+        return None
+    smallest = _START if without is None else without.batch
+    try:
+        largest = estimator.recomputing().largest(limit, smallest)
+    except HalfstepError:  # the model has no blocks to recompute, for example; nobody asked for it
+        return None
+    return largest if largest is None or without is None or largest.batch > without.batch else None
 
 
 def search(start: int, fits: Callable[[int], bool]) -> tuple[int, tuple[Trial, ...]]:

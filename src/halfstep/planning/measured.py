@@ -95,7 +95,13 @@ def _two_steps(job: Job, policy: Policy, context: RunContext, options: StepOptio
     model = copy.deepcopy(job.call("model", context)).to(device).train()
     optimizer = job.call("optimizer", context, model=model)
     engine = Engine(
-        model, optimizer, policy, max_norm=1.0, accumulate=options.accumulate, ema=0.999 if options.ema else None
+        model,
+        optimizer,
+        policy,
+        max_norm=1.0,
+        accumulate=options.accumulate,
+        ema=0.999 if options.ema else None,
+        recompute=options.recompute,
     )
     try:
         data = job.call("data", context, split="train", epoch=0)

@@ -53,6 +53,7 @@ class StepOptions:
 
     accumulate: int = 1
     ema: bool = False
+    recompute: str | float | None = None  # as Engine(recompute=...)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: S
     with mode, as_on_cuda(), contextlib.ExitStack() as undo:
         optimizers = as_list(job.call("optimizer", context, model=model))
         with quietly():
-            run = prepare_run(model, optimizers, policy, accumulate=options.accumulate)
+            run = prepare_run(model, optimizers, policy, accumulate=options.accumulate, recompute=options.recompute)
         undo.push(run.undo)
         ema = Ema(run.params, _ANY_DECAY, run.master_of) if options.ema else None
         inputs = fake_batch(batch, mode)
@@ -134,9 +135,8 @@ def _copy_buffers(tracer: Tracer, model: nn.Module) -> BufferGuard:
 
 def _micro_batch(tracer: Tracer, job: Job, run: PreparedRun, inputs: Any, context: RunContext) -> None:
     tracer.phase = "forward"
-    with compute_region(
-        "cpu", run.policy.compute, lean=run.policy.is_lean
-    ):  # with the kernels of `as_on_cuda` where CUDA differs
+    # With the kernels of `as_on_cuda` where CUDA differs.
+    with compute_region("cpu", run.policy.compute, lean=run.policy.is_lean):
         loss = job.call("loss", context, model=run.module, batch=inputs, split="train", epoch=0)
     tracer.end_forward()
     tracer.phase = "backward"

@@ -41,13 +41,14 @@ def as_text(plan: Plan, width: int = 100) -> str:
 
 def _title(plan: Plan) -> str:
     micro_batches = f" in {plan.accumulate} micro-batches" if plan.accumulate > 1 else ""
+    recompute = "" if plan.recompute is None else f", recompute={plan.recompute}"
     gpus = ""
     if plan.capacity is not None:
         count = f"{plan.gpus} x " if plan.gpus else ""
         total, usable = gib_text(plan.capacity.total_bytes), gib_text(plan.capacity.usable_bytes)
         gpus = f" on {count}{plan.capacity.name} ({total} GiB, {usable} GiB usable for tensors)"
     return (
-        f"Plan for {plan.job}, batch {plan.batch}{micro_batches}{gpus}\n"
+        f"Plan for {plan.job}, batch {plan.batch}{micro_batches}{recompute}{gpus}\n"
         f"Predicted in {plan.seconds:.1f} s without running it; sizes in GiB."
     )
 
@@ -71,7 +72,7 @@ def _summary(plan: Plan) -> str:
             "none" if entry.answers and best is None else "-" if best is None else f"{best.num_gpus} ({best.strategy})"
         )
         largest = "-" if not entry.answers else "none" if entry.largest is None else largest_text(entry)
-        fits = {True: "fits", False: "too large", None: "-"}[entry.fits]
+        fits = "fits with recompute" if entry.recomputed else {True: "fits", False: "too large", None: "-"}[entry.fits]
         activations = gib_text(peak.breakdown.get("activations", 0))
         rows.append(
             [
@@ -189,6 +190,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "job": plan.job,
         "batch": plan.batch,
         "accumulate": plan.accumulate,
+        "recompute": plan.recompute,
         "gpu": None
         if capacity is None
         else {
@@ -236,6 +238,7 @@ def _entry_data(entry: Entry) -> dict[str, Any]:
         ],
         "largest_micro_batch": None if entry.largest is None else entry.largest.batch,
         "accumulate": entry.accumulate,
+        "peak_bytes_with_recompute": None if entry.recomputed is None else entry.recomputed.peak_bytes,
     }
 
 
@@ -278,7 +281,10 @@ def batch_text(result: FoundBatch) -> str:
     how = f"confirmed by {len(result.trials)} trials: {trials}" if result.confirmed else "predicted only, not tried"
     more = " or more (end of the search)" if result.predicted.at_end else ""
     peak = gib_text(result.predicted.peak_bytes)
-    return f"Largest micro-batch in {result.precision}: {result.batch}{more} (predicted peak {peak} GiB; {how})"
+    text = f"Largest micro-batch in {result.precision}: {result.batch}{more} (predicted peak {peak} GiB; {how})"
+    if result.recomputed is not None:
+        text += f"; with recompute=cheap: {result.recomputed.batch} (predicted only)"
+    return text
 
 
 def batch_data(result: FoundBatch) -> dict[str, Any]:
@@ -289,4 +295,5 @@ def batch_data(result: FoundBatch) -> dict[str, Any]:
         "peak_bytes": result.predicted.peak_bytes,
         "confirmed": result.confirmed,
         "trials": [{"batch": size, "fits": fits} for size, fits in result.trials],
+        "batch_with_recompute": None if result.recomputed is None else result.recomputed.batch,
     }

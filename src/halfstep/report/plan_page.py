@@ -37,11 +37,12 @@ def plan_values(plan: Plan) -> dict[str, Any]:
 
 def _about(plan: Plan) -> str:
     micro_batches = f" in {plan.accumulate} micro-batches" if plan.accumulate > 1 else ""
+    recompute = "" if plan.recompute is None else f", recompute={plan.recompute}"
     gpu = ""
     if plan.capacity is not None:
         total, usable = gib_text(plan.capacity.total_bytes), gib_text(plan.capacity.usable_bytes)
         gpu = f" on {plan.capacity.name} ({total} GiB, {usable} GiB usable)"
-    return f"Batch {plan.batch}{micro_batches}{gpu}."
+    return f"Batch {plan.batch}{micro_batches}{recompute}{gpu}."
 
 
 def _colour(name: str) -> str:

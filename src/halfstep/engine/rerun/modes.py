@@ -55,8 +55,10 @@ class Saving(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Those of torch's checkpoint, which was entered just before; ours count and pass on.
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
 
+        record = self._record  # not self, which has the hooks: a cycle would free the results only when gc runs
+
         def count(tensor: Tensor) -> Any:
-            self._record.num_needed = len(self._record.entries)
+            record.num_needed = len(record.entries)
             return pack(tensor)
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(count, unpack)
