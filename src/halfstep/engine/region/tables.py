@@ -80,6 +80,9 @@ def _kernel(operation: Any, run: Callable[[Tensor, Tensor], Tensor], key: str) -
             if _is_scaled(b, a):
                 record_16_bits(f"{operation.overloadpacket.__name__} with an fp32 buffer")
                 return run(b, a)
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):  # `x + 1`: a number, which redispatch does not take
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(own)):  # noqa: SLF001
+                return operation(a, b, **kwargs)
         return operation.redispatch(keys & after, a, b, **kwargs)
 
     return kernel
