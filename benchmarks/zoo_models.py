@@ -10,6 +10,7 @@ gradients are compared.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Case:
     library: str
     batch: int
     make: Callable[[bool], Job]  # takes whether to build the tiny form
-    fp32_buffers: bool = False  # its own fp32 buffers make fp32 results, which a pure 16-bit model rounds
+    fp32_buffers: bool = False  # its fp32 buffers make fp32 results in the lean presets; so far in none
 
     def job(self, *, tiny: bool = False) -> Job:
         """What to train."""
@@ -108,85 +109,44 @@ def _timm(
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
-def _model_loss(model: nn.Module, batch: Settings) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
-
-
 def _transformers(
-    name: str, batch: int, model: str, config: str, data: Callable[[Any, int, bool], Settings], full: Settings, tiny: Settings
-) -> Case:  # fmt: skip
-    """A model class and a configuration class of transformers; `tiny` replaces settings of `full`.
-
-    `data` makes the arguments of a forward from the configuration, the batch size and whether the form is tiny.
-    """
+    name: str,
+    batch: int,
+    config: str,
+    length: int,
+    full: Settings,
+    tiny: Settings,
+    *,
+    tiny_length: int = 16,
+    data: Callable[[bool], Any] | None = None,
+) -> Case:
+    """A configuration class of transformers; `tiny` replaces settings of `full`, and `data` the batches of its target."""
 
     def make(is_tiny: bool) -> Job:
         import transformers
 
+        from halfstep.jobs.transformers_target import job_from_config
+
         settings = dict(full) | (dict(tiny) if is_tiny else {})
         experts = settings.pop("experts", None)
         configuration = getattr(transformers, config)(**settings)
-        if hasattr(configuration, "use_cache"):
-            configuration.use_cache = False  # of no use in training
         if experts is not None:
             configuration._experts_implementation = experts  # noqa: SLF001 - the public argument is newer than some versions
-        return Job(
-            model=lambda: getattr(transformers, model)(configuration),
-            data=_batches(lambda n: data(configuration, n, is_tiny)),
-            loss=_model_loss,
-            optimizer=_adamw,
-            name=f"tiny {name}" if is_tiny else name,
-        )
+        job = job_from_config(configuration, length=tiny_length if is_tiny else length, name=name)
+        return job if data is None else dataclasses.replace(job, data=data(is_tiny))
 
     return Case(name, "transformers", batch, make)
 
 
-def _causal(length: int) -> Callable[[Any, int, bool], Settings]:
-    def data(config: Any, n: int, is_tiny: bool) -> Settings:
-        ids = torch.randint(3, config.vocab_size, (n, 16 if is_tiny else length))
-        return {"input_ids": ids, "labels": ids.clone()}
+def _translations(is_tiny: bool) -> Any:
+    """T5's batch: 512 tokens, and 128 as labels."""
+    vocab, lengths = (96, (16, 8)) if is_tiny else (32_128, (512, 128))
 
-    return data
-
-
-def _masked(length: int) -> Callable[[Any, int, bool], Settings]:
-    """A masked language model's batch: 15 % of the positions have a label."""
-
-    def data(config: Any, n: int, is_tiny: bool) -> Settings:
-        ids = torch.randint(3, config.vocab_size, (n, 16 if is_tiny else length))
-        chosen = torch.rand(ids.shape) < 0.15
-        chosen[:, 0] = True
-        return {"input_ids": ids, "labels": ids.masked_fill(~chosen, -100)}
-
-    return data
-
-
-def _two_sided(source: int, target: int) -> Callable[[Any, int, bool], Settings]:
-    def data(config: Any, n: int, is_tiny: bool) -> Settings:
-        lengths = (16, 8) if is_tiny else (source, target)
-        ids, labels = (torch.randint(3, config.vocab_size, (n, length)) for length in lengths)
+    def batch(n: int) -> Settings:
+        ids, labels = (torch.randint(3, vocab, (n, length)) for length in lengths)
         return {"input_ids": ids, "labels": labels}
 
-    return data
-
-
-def _spectrograms(config: Any, n: int, is_tiny: bool) -> Settings:
-    """Whisper's batch: log-mel spectrograms of twice the encoder's positions, and text."""
-    frames, length = 2 * config.max_source_positions, 8 if is_tiny else 128
-    return {
-        "input_features": torch.randn(n, config.num_mel_bins, frames),
-        "labels": torch.randint(3, config.vocab_size, (n, length)),
-    }
-
-
-def _waveforms(config: Any, n: int, is_tiny: bool) -> Settings:
-    """wav2vec 2.0's batch: ten seconds of sound at 16 kHz, and letters for its CTC loss."""
-    samples, letters = (2000, 2) if is_tiny else (160_000, 60)
-    return {
-        "input_values": torch.randn(n, samples),
-        "labels": torch.randint(1, config.vocab_size, (n, letters)),
-    }
+    return _batches(batch)
 
 
 _SMALL_TEXT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -235,28 +195,29 @@ _ZOO = (
     _timm("vit_large_patch16_224", 128, **_VIT),
     _timm("deit3_base_patch16_224", 128, **_VIT),
     _timm("convnext_base", 128, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32)),
-    _timm("swin_base_patch4_window7_224", 128, fp32_buffers=True, side=56, **(_SWIN | {"img_size": 56})),
-    _timm("eva02_base_patch16_clip_224", 128, fp32_buffers=True, **_VIT),
+    _timm("swin_base_patch4_window7_224", 128, side=56, **(_SWIN | {"img_size": 56})),
+    _timm("eva02_base_patch16_clip_224", 128, **_VIT),
     _timm("mixer_b16_224", 128, tiny_class="mlp_mixer:MlpMixer", img_size=32, embed_dim=32, num_blocks=2),
     _timm("resnet50", 256, layers=(1, 1, 1, 1), channels=(8, 8, 16, 16), stem_width=8),
     _transformers(
-        "gpt2_medium", 8, "GPT2LMHeadModel", "GPT2Config", _causal(1024),
+        "gpt2_medium", 8, "GPT2Config", 1024,
         {"n_embd": 1024, "n_layer": 24, "n_head": 16},
-        {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2},
+        {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
     ),
     _transformers(
-        "llama_gqa", 4, "LlamaForCausalLM", "LlamaConfig", _causal(2048),
+        "llama_gqa", 4, "LlamaConfig", 2048,
         {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4},
         _SMALL_DECODER,
     ),
-    _transformers("bert_base", 32, "BertForMaskedLM", "BertConfig", _masked(512), {}, _SMALL_TEXT | {"intermediate_size": 64}),
+    _transformers("bert_base", 32, "BertConfig", 512, {}, _SMALL_TEXT | {"intermediate_size": 64}),
     _transformers(
-        "t5_base", 16, "T5ForConditionalGeneration", "T5Config", _two_sided(512, 128),
-        {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0, "pad_token_id": 0},
+        "t5_base", 16, "T5Config", 512,
+        {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
         {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        data=_translations,
     ),
     _transformers(
-        "whisper_small", 16, "WhisperForConditionalGeneration", "WhisperConfig", _spectrograms,
+        "whisper_small", 16, "WhisperConfig", 128,
         {
             "d_model": 768, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 12, "decoder_attention_heads": 12,
             "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
@@ -264,12 +225,13 @@ _ZOO = (
         {
             "vocab_size": 96, "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
             "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_source_positions": 16,
-            "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+            "max_target_positions": 16,
         },
+        tiny_length=8,
     ),
     # The loop over the experts rather than grouped products, which not every row's dtypes can use in every version.
     _transformers(
-        "mixtral_small", 4, "MixtralForCausalLM", "MixtralConfig", _causal(1024),
+        "mixtral_small", 4, "MixtralConfig", 1024,
         {
             "hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 12,
             "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2, "experts": "eager",
@@ -284,13 +246,11 @@ _OTHERS = (
     _timm("coatnet_1_rw_224", 64, side=64, img_size=64, embed_dim=(32, 32, 32, 32), depths=(1, 1, 1, 1), stem_width=(8, 8)),
     _timm("vit_so400m_patch14_siglip_224", 64, side=28, **(_VIT | {"img_size": 28})),
     _transformers(
-        "modernbert_base", 32, "ModernBertForMaskedLM", "ModernBertConfig", _masked(512), {},
-        _SMALL_TEXT | {
-            "intermediate_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
-        },
+        "modernbert_base", 32, "ModernBertConfig", 512, {},
+        _SMALL_TEXT | {"intermediate_size": 64},
     ),
     _transformers(
-        "qwen3_small", 4, "Qwen3ForCausalLM", "Qwen3Config", _causal(2048),
+        "qwen3_small", 4, "Qwen3Config", 2048,
         {
             "vocab_size": 64_000, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 16,
             "num_key_value_heads": 8, "head_dim": 128,
@@ -298,20 +258,18 @@ _OTHERS = (
         _SMALL_DECODER | {"head_dim": 8},
     ),
     _transformers(
-        "opt_350m", 8, "OPTForCausalLM", "OPTConfig", _causal(1024),
+        "opt_350m", 8, "OPTConfig", 1024,
         {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "ffn_dim": 4096, "layerdrop": 0.0},
-        _SMALL_TEXT | {
-            "ffn_dim": 64, "max_position_embeddings": 32, "word_embed_proj_dim": 32, "pad_token_id": 0, "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        _SMALL_TEXT | {"ffn_dim": 64, "max_position_embeddings": 32, "word_embed_proj_dim": 32},
     ),
     _transformers(
-        "wav2vec2_base", 16, "Wav2Vec2ForCTC", "Wav2Vec2Config", _waveforms,
+        "wav2vec2_base", 16, "Wav2Vec2Config", 160_000,
         {"layerdrop": 0.0, "apply_spec_augment": False, "ctc_loss_reduction": "mean", "ctc_zero_infinity": True},
         _SMALL_TEXT | {
             "intermediate_size": 64, "conv_dim": (16, 16, 16), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 4),
             "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
         },
+        tiny_length=2000,
     ),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from halfstep.backends.context import RunContext
-from halfstep.engine.compiling import MODES, compile_model
+from halfstep.engine.compiling import BLOCKS, compile_model
 from halfstep.engine.engine import Engine
 from halfstep.jobs.job import Job
 from halfstep.scaling.scaler import LossScaler
@@ -71,7 +71,7 @@ COMPILED_ROWS = (
     Row("FlashOptim bf16 + compile", "flashoptim", "bf16", compile=True),
     Row("bf16-lean + compile", "engine", "bf16", "bf16-lean", compile=True),
     Row("bf16-lean,states=8bit + compile", "engine", "bf16", "bf16-lean,states=8bit", compile=True),
-    Row("bf16-lean + compile=blocks", "engine", "bf16", "bf16-lean", compile="blocks"),
+    Row("bf16-lean + compile=blocks", "engine", "bf16", "bf16-lean", compile=BLOCKS),
 )
 
 
@@ -81,8 +81,6 @@ def unavailable(row: Row, device: torch.device) -> str:
         return "needs CUDA"
     if row.kind == "flashoptim" and importlib.util.find_spec("flashoptim") is None:
         return "flashoptim is not installed"
-    if row.compile == "blocks" and "blocks" not in MODES:
-        return "this version has no compile='blocks'"
     return ""
 
 

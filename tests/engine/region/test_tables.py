@@ -46,6 +46,19 @@ def test_gradients_have_the_activations_dtype(compute):
     assert torch.equal(x.grad, grad * table.to(x.dtype))
 
 
+@pytest.mark.parametrize("number", [2, 2.5, True])
+@pytest.mark.parametrize("dtype", [torch.int64, FP32, torch.bfloat16])
+def test_products_and_sums_with_numbers_are_torchs_own(number, dtype):
+    """A Python number on either side promotes as it does without the block."""
+    x = torch.arange(4).to(dtype)
+    expected = [x + number, number * x, torch.add(x, number, alpha=1 if number is True else 2)]
+    with recognise_tables([torch.ones(4)]), compute_region("cpu", "bf16", lean=True):
+        results = [x + number, number * x, torch.add(x, number, alpha=1 if number is True else 2)]
+    for result, other in zip(results, expected, strict=True):
+        assert result.dtype is other.dtype
+        assert torch.equal(result, other)
+
+
 def test_a_product_can_be_differentiated_twice():
     """Gradient penalties see the table as a constant factor."""
     x, table = activation("bf16").requires_grad_(), torch.linspace(-3, 3, 8)
