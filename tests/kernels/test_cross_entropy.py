@@ -297,8 +297,9 @@ FALLBACK = {
 
 
 @pytest.mark.parametrize("case", FALLBACK.values(), ids=FALLBACK)
-def test_what_the_kernels_do_not_support_is_computed_by_torch_in_fp32(case):
+def test_what_the_kernels_do_not_support_is_computed_by_torch_in_fp32(case, monkeypatch):
     """Probabilities, fp64, empty batches and subclasses give torch's result on fp32 logits."""
+    monkeypatch.setattr(module, "FEW_LOGITS", 0)
     logits, target, weight = case(make((3, 5), torch.bfloat16), targets((3,), 5))
     loss = cross_entropy(logits, target, weight, label_smoothing=0.1)
     wide = logits if logits.dtype is torch.float64 else logits.float()
@@ -314,8 +315,9 @@ def test_what_the_kernels_do_not_support_is_computed_by_torch_in_fp32(case):
 
 # torch's own forward-mode formulas load TorchScript, whose deprecation it announces.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_transforms_and_forward_mode_give_torchs_derivatives():
+def test_transforms_and_forward_mode_give_torchs_derivatives(monkeypatch):
     """grad, vmap and jvp see through the loss."""
+    monkeypatch.setattr(module, "FEW_LOGITS", 1)
     logits, target = make((3, 5), torch.float32), targets((3,), 5)
     loss = lambda x: cross_entropy(x, target)  # noqa: E731 - the function under test, with one argument
     grad = torch.func.grad(loss)(logits)
@@ -359,8 +361,13 @@ def test_invalid_arguments_raise_torchs_errors(call):
 
 
 @needs_kernels
-def test_plain_logits_take_the_kernels_and_are_saved_themselves():
-    """The kernels run where they can, and backward has the logits, not a copy."""
+def test_plain_logits_take_the_kernels_and_are_saved_themselves(monkeypatch):
+    """The kernels run where they can and the logits are many, and backward has the logits, not a copy."""
+    assert (
+        "CrossEntropy"
+        not in cross_entropy(make((3, 5), torch.float32).requires_grad_(), targets((3,), 5)).grad_fn.name()
+    )
+    monkeypatch.setattr(module, "FEW_LOGITS", 1)
     logits = make((3, 5), torch.bfloat16).requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -390,8 +397,9 @@ def test_logits_changed_after_the_loss_are_an_error_of_autograd():
 
 @pytest.mark.parametrize("shape", [(4, 50), (2, 3, 8, 8), (6, 3000)])
 @pytest.mark.parametrize("reduction", [0, 1])
-def test_fake_tensors_allocate_the_gradient_and_a_few_numbers_per_position(shape, reduction):
+def test_fake_tensors_allocate_the_gradient_and_a_few_numbers_per_position(shape, reduction, monkeypatch):
     """On fake tensors the planner sees the shapes, dtypes and saved tensors of the kernels, and nothing runs."""
+    monkeypatch.setattr(module, "FEW_LOGITS", 1)
     saved = []
     with FakeTensorMode():
         logits = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
@@ -436,8 +444,9 @@ def test_nothing_but_the_gradient_is_as_large_as_the_logits(dtype):
 
 
 @pytest.mark.gpu
-def test_three_launches_and_a_graph_can_capture_them():
+def test_three_launches_and_a_graph_can_capture_them(monkeypatch):
     """Two kernels forward, one backward, no host synchronisation: a captured step replays on new logits."""
+    monkeypatch.setattr(module, "FEW_LOGITS", 1)
     logits = torch.randn(128, 1000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 1000, (128,), device="cuda")
 
