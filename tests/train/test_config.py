@@ -10,13 +10,21 @@ from halfstep.train.config import TrainConfig, changed_fields, parse_settings
 
 def test_set_reaches_exactly_the_fields_in_their_types():
     """key=value gives ints, floats, booleans, strings and None, as the type of the field requires."""
-    pairs = ["batch=8", "max_norm=0.5", "ema=none", "compile=on", "deterministic=false", "device=cpu", "steps=3"]
+    pairs = [
+        "batch=8",
+        "max_norm=0.5",
+        "ema=none",
+        "compile=on",
+        "deterministic=false",
+        "device=cpu",
+        "steps=3",
+        "recompute=cheap",
+    ]
     assert parse_settings(pairs) == {
-        "batch": 8, "max_norm": 0.5, "ema": None, "compile": True, "deterministic": False, "device": "cpu", "steps": 3,
+        "batch": 8, "max_norm": 0.5, "ema": None, "compile": True, "deterministic": False, "device": "cpu", "steps": 3, "recompute": "cheap",
     }  # fmt: skip
-    assert set(parse_settings([f"{f.name}=1" for f in dataclasses.fields(TrainConfig)])) == {
-        f.name for f in dataclasses.fields(TrainConfig)
-    }
+    names = {f.name for f in dataclasses.fields(TrainConfig)}
+    assert set(parse_settings([f"{name}={0.5 if name == 'recompute' else 1}" for name in names])) == names
 
 
 @pytest.mark.parametrize(
@@ -25,9 +33,10 @@ def test_set_reaches_exactly_the_fields_in_their_types():
         (["bach=8"], "Did you mean 'batch'"),
         (["batch"], "has no value"),
         (["batch=many"], "not a value of type int"),
-        (["compile=maybe"], "compile='maybe' is neither on nor off, nor a mode"),
+        (["compile=maybe"], "compile='maybe' is neither on nor off, nor 'blocks', nor a mode"),
         (["deterministic=maybe"], "not a value of type bool"),
         (["max_norm=big"], "float or none"),
+        (["recompute=all"], "recompute='all' must be None, 'cheap' or a share"),
         (["batch=1", "batch=2"], "given twice"),
     ],
 )
