@@ -4,7 +4,7 @@ All rows use AdamW with the same settings and clip the gradient norm to 1.0; the
 row that trains a 16-bit model casts it inside the step. torch AMP is the loop of its documentation with a fused AdamW. The pure
 rows are 16-bit models under torch's fused AdamW with no master weights: the upper bound of what a precision tool can reach, not a
 recipe. Pure fp16 multiplies its loss by a constant and uses eps=1e-4, so that its moments in fp16 do not divide by zero; it is
-there for speed only. Loss scales start at 4096 in every fp16 row, so that no timed step is skipped.
+there for speed only. Loss scales start at 256 in every fp16 row, so that no timed step is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from halfstep.scaling.scaler import LossScaler
 __all__ = ["COMPILED_ROWS", "EAGER_ROWS", "SCALE", "Loop", "Row", "cast_batch", "make_loop", "unavailable"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LR, MAX_NORM, SCALE = 1e-5, 1.0, 2.0**12  # a small rate: the work of a step must not depend on what was learned
+LR, MAX_NORM, SCALE = 1e-5, 1.0, 2.0**8  # a small rate: the work of a step must not depend on what was learned
 
 
 @dataclass(frozen=True)
