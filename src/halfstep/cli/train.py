@@ -111,7 +111,9 @@ def command(
 def _folder(out: Path | None, name: str, policy: str, *, alone: bool) -> Path:
     plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in (policy or "auto"))
     if out is None:
-        short = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:100].strip("-.")  # file systems allow 255
+        short = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:100].strip(
+            "-."
+        )  # file systems allow 255
         return Path("runs") / f"{short}-{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
     return out if alone else out / plain
 
