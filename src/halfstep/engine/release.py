@@ -130,7 +130,6 @@ class _Arrivals:
         """Whether the gradient of a parameter has arrived in this backward."""
         return param in self._arrived
 
-    @torch.no_grad()
     def add(self, param: Tensor) -> None:
         """Note that the gradient of a parameter is complete; releases its bucket if that was the last one."""
         assert param.grad is not None
@@ -154,7 +153,6 @@ class _Arrivals:
             self._order_changed = True
             self._release(self._waiting)
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Release what is still waiting at the end of backward, in the thread of its caller."""
         if self._stream is None:
@@ -177,6 +175,7 @@ class _Arrivals:
         if before != stream:
             stream.wait_stream(before)
 
+    @torch.no_grad()
     def _release(self, buckets: Iterable[_Bucket]) -> None:
         for bucket in list(buckets):
             if bucket is self._open:
