@@ -397,4 +397,6 @@ def test_what_is_as_large_as_its_input_stays_16_bit_in_bf16_lean(name, device):
     with compute_region(device, "bf16", lean=True):
         result = LEAN_RESULTS[name](h)
     assert result.dtype is torch.bfloat16
-    torch.testing.assert_close(result.float(), LEAN_RESULTS[name](h.float()), rtol=2 * UNIT["bf16"], atol=1e-6)
+    # CUDA's group norm rounds mean and 1 / std of a group to the input's dtype, in a pure 16-bit model too.
+    atol = 2 * UNIT["bf16"] * result.abs().max().item() if (name, device) == ("group norm", "cuda") else 1e-6
+    torch.testing.assert_close(result.float(), LEAN_RESULTS[name](h.float()), rtol=2 * UNIT["bf16"], atol=atol)

@@ -105,7 +105,12 @@ def as_on_cuda() -> Iterator[None]:
 
 def autocast_fp32() -> list[str]:
     """The operations that CUDA's autocast computes in fp32 in this torch, as the dispatcher names them."""
-    return [name for base in _FP32 for name in overloads(base) if has_kernel(f"aten::{name}", "AutocastCUDA")]
+    return [
+        name
+        for base in _FP32
+        for name in overloads(base)
+        if base == "rms_norm" or has_kernel(f"aten::{name}", "AutocastCUDA")  # the region adds it where torch lacks it
+    ]
 
 
 def _operation(name: str) -> Any:
@@ -120,7 +125,7 @@ def _below_autocast() -> Any:
 
 def _by_rule(name: str, on_cuda: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel that runs what a lean region does with an operation, and `on_cuda` in any other."""
-    operation, run = _operation(name), run_in_lean(name.partition(".")[0], "fp32")
+    operation, run = _operation(name), run_in_lean(name.partition(".")[0])
     if run is None:
         return on_cuda
 

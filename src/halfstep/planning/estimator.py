@@ -28,6 +28,7 @@ from halfstep.precision.policy import Policy
 __all__ = ["Estimate", "Estimator", "predict_peak"]
 
 _MAX_BATCH = 1 << 22  # where the search for the largest ends
+_MORE_TRACES = 3  # at twice the batch each, before a search traces every size that it tries
 _CLOSE = 0.005  # a line is confirmed if its prediction is this close to a trace
 
 
@@ -196,8 +197,15 @@ class Estimator:
 
     def _on_line(self, limit_bytes: int) -> int:
         """The largest batch within the limit by the line, 0 if none is."""
+        line = self._line(max(self._traces))
+        for _ in range(_MORE_TRACES):
+            if line is not None:
+                break
+            # What the smallest batches run is not always what larger ones do: torch computes the loss of few logits, for
+            # example. One more trace costs less than a search without a line.
+            self.trace(2 * max(self._traces))
+            line = self._line(max(self._traces))
         sizes = sorted(self._traces)
-        line = self._line(sizes[-1])
         # The allocator's rounding, as a factor; `requested` does not include it.
         top = self.at(sizes[-1]).least
         factor = top.allocated / max(1, top.allocated - top.breakdown.get("rounding", 0))

@@ -108,7 +108,7 @@ _EVERYWHERE: dict[str, tuple[str, ...]] = {
 }
 ON_EVERY_DEVICE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": _EVERYWHERE | {"norm": (*_NORMS, "rms_norm")},
-    "cuda": _EVERYWHERE | {"norm": ("instance_norm",)},
+    "cuda": _EVERYWHERE | {"norm": ("instance_norm", "rms_norm")},
 }
 
 # Lean presets. Normalisation layers whose weights are 16-bit too; batch norm's stay fp32, and its kernels mix them.

@@ -35,7 +35,7 @@ class PeakCounter:
 def compare_memory(job: Job, policy: Policy, config: TrainConfig, measured: int) -> dict[str, Any]:
     """The measured peak and the one `halfstep plan` predicts; no prediction for settings that it does not cover."""
     memory: dict[str, Any] = {"measured_bytes": measured, "predicted_bytes": None}
-    if config.compile or config.gradient_release or config.recompute:
+    if config.compile or config.gradient_release:
         return memory
     random_numbers = rng_state()
     estimate = predict_peak(
@@ -44,6 +44,7 @@ def compare_memory(job: Job, policy: Policy, config: TrainConfig, measured: int)
         config.batch or DEFAULT_BATCH,
         accumulate=config.accumulate,
         ema=config.ema is not None,
+        recompute=config.recompute,
         seed=config.seed,
     )
     restore_rng(random_numbers)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from halfstep.engine.region.rule import record_16_bits
 from halfstep.kernels.cross_entropy import cross_entropy
 from halfstep.precision.formats import DTYPES_16_BIT
-from halfstep.precision.operations import BROADCAST_BACK, FP16_RANGE, LEAN_16_BIT, SCALED_NORMS
+from halfstep.precision.operations import BROADCAST_BACK, FP16_RANGE, LEAN_16_BIT, LEAN_FP32, SCALED_NORMS
 
 __all__ = ["Run", "run_in_autocast", "run_in_lean", "upcast"]
 
@@ -45,12 +45,14 @@ def run_in_autocast(kind: str) -> Run:
     return _RUNS[kind]
 
 
-def run_in_lean(base: str, kind: str) -> Run | None:
+def run_in_lean(base: str) -> Run | None:
     """How an operation runs in the lean presets, if not as in the autocast presets."""
     if base in SCALED_NORMS:
         return _scaled_norm
     if base in BROADCAST_BACK:
-        return _broadcast_back(_RUNS[kind], fp16=base in _NORMS)
+        return _broadcast_back(fp16=base in _NORMS)
+    if base in LEAN_FP32:
+        return _reduced
     if base in FP16_RANGE:
         return _in_range
     return _as_it_is if base in LEAN_16_BIT else None
@@ -83,8 +85,10 @@ def _first(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:  # 
 
 
 def _norm(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    if operation is torch.ops.aten.rms_norm.default:  # the one whose kernels do not mix dtypes
-        return _scaled_norm(operation, args, kwargs, device_type)
+    if (
+        operation is torch.ops.aten.rms_norm.default
+    ):  # the one whose kernels do not mix dtypes; on CUDA's list from torch 2.12 on
+        return (_scaled_norm if device_type == "cpu" else _fp32)(operation, args, kwargs, device_type)
     if _is_mixed(args, kwargs):
         args, kwargs = (args[0], *upcast(args[1:])), upcast(kwargs)
     return operation(*args, **kwargs)
@@ -124,13 +128,22 @@ def _in_range(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
     return _fp32(operation, args, kwargs, device_type)
 
 
-def _broadcast_back(otherwise: Run, *, fp16: bool) -> Run:
+def _reduced(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
+    """An fp32 result, without an fp32 copy of the input where the operation has an argument for it."""
+    names = [a.name for a in operation._schema.arguments]  # noqa: SLF001 - the public name is newer
+    x, dtype = args[0], kwargs.get("dtype")
+    if "dtype" not in names or not isinstance(x, Tensor) or x.dtype not in DTYPES_16_BIT:
+        return _fp32(operation, args, kwargs, device_type)
+    return operation(*args, **kwargs | {"dtype": dtype or torch.float32})
+
+
+def _broadcast_back(*, fp16: bool) -> Run:
     dtypes = DTYPES_16_BIT if fp16 else (torch.bfloat16,)
 
     def run(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
         if _keeps_dimension(operation, args, kwargs) and torch.get_autocast_dtype(device_type) in dtypes:
             return _as_it_is(operation, args, kwargs, device_type)
-        return otherwise(operation, args, kwargs, device_type)
+        return _reduced(operation, args, kwargs, device_type)
 
     return run
 

@@ -120,14 +120,13 @@ def _kernels(device_type: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     for kind in KINDS:
         for name in operations_of(device_type, kind):
             run = run_in_autocast(kind)
-            lean = run_in_lean(name.partition(".")[0], kind) or run
+            lean = run_in_lean(name.partition(".")[0]) or run
             yield name, _kernel(name, device_type, {Rule.AUTOCAST: run, Rule.LEAN: lean}, None)
-    for name in _replaced(device_type):
-        replacement = run_in_lean(name.partition(".")[0], "fp32")
-        assert replacement is not None
-        yield name, _kernel(name, device_type, {Rule.LEAN: replacement}, _torchs_own(name, device_type))
-    for name in LEAN_FP32:
-        yield name, _kernel(name, device_type, {Rule.LEAN: run_in_autocast("fp32")}, None)
+    for name in (*_replaced(device_type), *LEAN_FP32):
+        lean_only = run_in_lean(name.partition(".")[0])
+        assert lean_only is not None
+        own = _torchs_own(name, device_type) if name not in LEAN_FP32 else None
+        yield name, _kernel(name, device_type, {Rule.LEAN: lean_only}, own)
 
 
 def _torchs_own(name: str, device_type: str) -> Callable[..., Any]:
