@@ -19,11 +19,9 @@ def test_both_numbers_and_their_error_are_logged(caplog):
     assert "measured" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "setting", [{"compile": True}, {"gradient_release": True, "max_norm": None}, {"recompute": "cheap"}]
-)
+@pytest.mark.parametrize("setting", [{"compile": True}, {"gradient_release": True, "max_norm": None}])
 def test_settings_without_prediction_are_measured_only(setting):
-    """Compiled runs, gradient release and recomputation have only a measured peak."""
+    """Compiled runs and gradient release have only a measured peak."""
     job = load_target("digits").job
     memory = compare_memory(job, Policy.parse("bf16"), TrainConfig(steps=1, **setting), 1000)
     assert memory == {"measured_bytes": 1000, "predicted_bytes": None}

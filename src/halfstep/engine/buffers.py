@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from halfstep.engine.guards import num_registrations
 from halfstep.events import log_warning
 
 __all__ = ["RESTORE_COPIES", "BufferGuard"]
@@ -27,12 +28,13 @@ class BufferGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._tables, self._registered = _tables(model), num_registrations()
         self._saved: dict[str, Tensor] | None = None
 
     def save(self) -> None:
         """Copy the buffers; does nothing if this step has already begun."""
         if self._saved is None:
-            self._saved = {name: b.detach().clone() for name, b in _buffers(self._model).items()}
+            self._saved = {name: b.detach().clone() for name, b in self._buffers().items()}
 
     @property
     def copies(self) -> list[Tensor]:
@@ -44,7 +46,7 @@ class BufferGuard:
         """Restore the buffers if the flag is not 0, without reading it."""
         saved, self._saved = self._saved or {}, None
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-        for name, now in _buffers(self._model).items():
+        for name, now in self._buffers().items():
             before = saved.get(name)
             if before is not None and (before.shape != now.shape or before.dtype != now.dtype):
                 log_warning(f"Buffer {name} changed its shape or dtype and cannot be restored if this step is skipped.")
@@ -58,13 +60,22 @@ class BufferGuard:
             parts = torch.split(chosen, [b.numel() for _, b in pairs])
             torch._foreach_copy_([b for _, b in pairs], [p.view_as(b) for p, (_, b) in zip(parts, pairs, strict=True)])
 
+    def _buffers(self) -> dict[str, Tensor]:
+        if self._registered != num_registrations():
+            self._tables, self._registered = _tables(self._model), num_registrations()
+        own = ((prefix, *item) for prefix, table in self._tables if table for item in table.items())
+        # A buffer that two modules share is listed once.
+        buffers = {b: f"{prefix}.{name}" if prefix else name for prefix, name, b in own if b is not None}
+        return {name: b for b, name in buffers.items() if b.device.type != "meta" and _is_plain(b)}
+
     def forget(self) -> None:
         """End the step without restoring anything."""
         self._saved = None
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: b for name, b in model.named_buffers() if b.device.type != "meta" and _is_plain(b)}
+def _tables(model: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
+    """The modules' own tables of buffers, with the modules' names."""
+    return [(name, module._buffers) for name, module in model.named_modules()]  # noqa: SLF001 - named_buffers() walks over all modules
 
 
 def _is_plain(buffer: Tensor) -> bool:

@@ -255,7 +255,7 @@ class Engine(SavedEngine):
 
     def reset_window(self) -> None:
         """Drop the gradients of the current window, if any, and start a new one."""
-        for param in self._run.module.parameters():
+        for param in self._model_guard.parameters:
             param.grad = None
         self.window.open()
         self.backend.reset()

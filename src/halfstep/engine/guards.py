@@ -14,7 +14,10 @@ gradient: it falls back to eager at every layer. So where gradients are summed i
 Set-up fits masters, optimizer states and casts to the parameters it sees. `model.half()` or `model.to(device)` afterwards
 keeps the Parameter objects and changes what is in them: updates are lost to rounding, or weights and masters disagree. A layer
 that is replaced afterwards has parameters that no optimizer knows. Both train on without an error, so each micro-batch
-compares dtypes, devices and the registered objects with those of the set-up, on the host.
+compares dtypes, devices and the registered objects with those of the set-up, on the host. With hundreds of modules a walk
+over them costs milliseconds, and where the host is the bottleneck they show in every step. So a hook of torch's counts what is
+registered in any module of the process, and the tables are compared only after that count has changed, and every
+so often, because code can write to a module's tables directly.
 
 A lean model that is called outside the Engine's blocks fails with torch's own error about two dtypes. Whether a call will
 fail cannot be known before it: the inputs may be 16-bit, or the model casts them. So a hook adds a note to the error itself.
@@ -33,7 +36,25 @@ from halfstep.errors import SettingError
 from halfstep.events import log_warning
 from halfstep.hardware.units import few
 
-__all__ = ["GradientGuard", "ModelGuard"]
+__all__ = ["GradientGuard", "ModelGuard", "num_registrations"]
+
+_EVERY = 16  # checks: the tables are compared although nothing was registered
+_registrations = 0
+
+
+def num_registrations() -> int:
+    """How often a parameter, module or buffer was registered anywhere in this process."""
+    return _registrations
+
+
+def _count(*_: object) -> None:
+    global _registrations  # noqa: PLW0603 - torch's hooks are global too
+    _registrations += 1
+
+
+torch.nn.modules.module.register_module_parameter_registration_hook(_count)
+torch.nn.modules.module.register_module_module_registration_hook(_count)
+torch.nn.modules.module.register_module_buffer_registration_hook(_count)
 
 
 class GradientGuard:
@@ -150,6 +171,8 @@ class ModelGuard:
         # Weak: a part of the model that is dropped later must not stay in memory.
         self._idle = WeakTensorKeyDictionary({p: None for p in module.parameters() if id(p) not in self._owned})
         self._structure = _structure(module)
+        self._registered, self._num_checks = num_registrations(), 0
+        self.parameters = list(module.parameters())  # all of the module, as of the last check
         self._new: dict[str, Tensor] = {}
         self._warned = False
 
@@ -165,8 +188,9 @@ class ModelGuard:
                 "do not follow, and updates would be lost. Remove .half() / .bfloat16() / .float() / .to(...) after Engine(...): build the "
                 "model on its device in fp32, then its optimizer and the Engine, and choose the precision with Engine(precision=...)."
             )
-        if any(list(map(id, table.values())) != ids for table, ids, _ in self._structure):
+        if self._has_changed():
             self._structure = _structure(self._module)
+            self.parameters = list(self._module.parameters())
             named = self._module.named_parameters()
             self._new = {name: p for name, p in named if id(p) not in self._owned and p not in self._idle}
         trained = [name for name, param in self._new.items() if param.grad is not None]
@@ -176,6 +200,14 @@ class ModelGuard:
                 "parametrization, load_state_dict(assign=True)?) and no optimizer of the Engine has them, so they would never be updated. "
                 "Change the model before its optimizer and Engine are built, or close() this engine and build both again."
             )
+
+    def _has_changed(self) -> bool:
+        """Whether the tables of the model's modules are other than at the last check."""
+        self._num_checks += 1
+        if self._registered == num_registrations() and self._num_checks % _EVERY:
+            return False
+        self._registered = num_registrations()
+        return any(list(map(id, table.values())) != ids for table, ids, _ in self._structure)
 
     def check_reached(self, gradients: Mapping[str, Tensor]) -> None:
         """Warn once about an update that has no gradient at all: the loss is of another model."""

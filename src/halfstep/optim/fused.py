@@ -136,7 +136,7 @@ class FusedStep:
         self._settings_host: Tensor | None = None
         self._pointers: np.ndarray | None = None  # int64 (T, len(Pointer)) on the host
         self._table = torch.empty(0)  # the same on the device
-        self._kinds: tuple[Any, ...] = ()
+        self._planned_for: tuple[Any, ...] = ()
         self._launches: list[Any] = []
 
     def prepare(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Tensor]], group_of: Sequence[int]) -> None:
@@ -154,7 +154,7 @@ class FusedStep:
         self._stored = [value for own in states for value in own.values()]
         self._group_of = to_device(np.asarray(group_of, dtype=np.int32), device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._pointers, self._kinds = None, ()
+        self._pointers, self._planned_for = None, ()
 
     def is_ready(self, params: list[Tensor], state: Mapping[Tensor, State]) -> bool:
         """Whether the same parameters have gradients as in the last step, with the same weights and states."""
@@ -240,10 +240,11 @@ class FusedStep:
 
         assert self._pointers is not None
         aligned = tuple((self._pointers % 16 == 0).all(axis=1).tolist())
-        kinds = tuple(self._kind(g, p, s) for g, p, s in zip(grads, self._params, self._states, strict=True))
-        if self._kinds == (kinds, aligned):
+        planned_for = ([g.dtype for g in grads], aligned)  # parameters and states are those of `prepare`
+        if self._planned_for == planned_for:
             return
-        self._kinds = (kinds, aligned)
+        self._planned_for = planned_for
+        kinds = tuple(self._kind(g, p, s) for g, p, s in zip(grads, self._params, self._states, strict=True))
         self._launches = []
         for kind in dict.fromkeys(kinds):
             # Tensors of other kinds count as empty here, so that a tensor has the same index in every table.
