@@ -26,6 +26,7 @@ fail cannot be known before it: the inputs may be 16-bit, or the model casts the
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -70,17 +71,23 @@ class GradientGuard:
     ) -> None:
         self._params, self._in_graphs, self._hide = params, in_graphs, hide
         self._optimizers, self._num_owned = optimizers, _num_owned(optimizers)
-        self._recorded: dict[str, tuple[Tensor, int]] = {}  # gradient and its version
+        self._grads: list[Tensor | None] = [None] * len(params)  # as recorded, in the order of the parameters
+        self._versions: list[int | None] = [None] * len(params)
         self._copied: set[str] = set()  # out of a graph's memory
         self._aside: dict[str, Tensor] = {}
 
     def record(self) -> None:
         """Take the gradients as they are for the Engine's own."""
-        self._recorded = {n: (p.grad, p.grad._version) for n, p in self._params.items() if p.grad is not None}  # noqa: SLF001
+        self._grads, self._versions = self._current()
 
     def forget(self) -> None:
         """Expect no gradients."""
-        self._recorded, self._copied, self._aside = {}, set(), {}
+        self._copied, self._aside = set(), {}
+        self._grads, self._versions = [None] * len(self._params), [None] * len(self._params)
+
+    def _current(self) -> tuple[list[Tensor | None], list[int | None]]:
+        grads = [param.grad for param in self._params.values()]
+        return grads, [None if grad is None else grad._version for grad in grads]  # noqa: SLF001
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -104,15 +111,14 @@ class GradientGuard:
         self._aside.clear()
 
     def _copy_out(self) -> None:
-        for name, param in self._params.items():
+        for index, (name, param) in enumerate(self._params.items()):
             old = param.grad
             if old is None or name in self._copied:
                 continue
             param.grad = old.clone()
             self._copied.add(name)
-            recorded = self._recorded.get(name)
-            if recorded is not None and recorded[0] is old and recorded[1] == old._version:  # noqa: SLF001
-                self._recorded[name] = (param.grad, param.grad._version)  # noqa: SLF001
+            if self._grads[index] is old and self._versions[index] == old._version:  # noqa: SLF001
+                self._grads[index], self._versions[index] = param.grad, param.grad._version  # noqa: SLF001
 
     def check(self, caller: str) -> None:
         """Raise if a gradient appeared, changed or disappeared since `record`, or an optimizer has new parameters."""
@@ -124,20 +130,18 @@ class GradientGuard:
                 "check or clip them. Give the optimizer every parameter at the start (one with requires_grad=False waits until it is "
                 "unfrozen), or close() this engine and build a new one."
             )
-        changed, gone = [], []
-        for name, param in self._params.items():
-            grad, recorded = param.grad, self._recorded.get(name)
-            if grad is None:
-                if recorded is not None:
-                    gone.append(name)
-            elif recorded is None or recorded[0] is not grad or recorded[1] != grad._version:  # noqa: SLF001
-                changed.append(name)
+        grads, versions = self._current()
+        if versions == self._versions and all(map(operator.is_, grads, self._grads)):
+            return
+        pairs = list(zip(self._params, grads, versions, self._grads, self._versions, strict=True))
+        gone = [name for name, grad, _, recorded, _ in pairs if grad is None and recorded is not None]
+        changed = [n for n, g, v, recorded, old in pairs if g is not None and (g is not recorded or v != old)]
         if gone:
             raise SettingError(
                 f"{caller}(): the gradients of {few(gone)} were cleared since engine.backward(). The Engine clears gradients itself "
                 "after a step; remove optimizer.zero_grad() from the loop."
             )
-        if changed and not self._recorded:
+        if changed and all(recorded is None for recorded in self._grads):
             raise SettingError(
                 f"{caller}(): there are gradients that engine.backward() did not compute ({few(changed)}): a bare loss.backward(), another "
                 "engine's backward through this model, or left over from before. Write engine.backward(loss), freeze this model "
