@@ -283,7 +283,7 @@ class Rotated(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-        self.register_buffer("table", torch.linspace(0, 1, 8))
+        self.register_buffer("table", torch.linspace(0, 1, 8)[None])
 
     def forward(self, x):
         return self.linear((self.norm(self.linear(x)) * self.table).softmax(-1) - self.table)

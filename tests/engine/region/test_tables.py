@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.engine.region import compute_region
+from halfstep.engine.region import compute_region, tables
 from halfstep.engine.region.tables import recognise_tables
 from halfstep.precision.formats import COMPUTE_DTYPES
 
@@ -37,7 +37,7 @@ def test_products_and_sums_with_a_table_have_the_activations_dtype(compute, swap
 @every_compute
 def test_gradients_have_the_activations_dtype(compute):
     """The gradient of a product is the incoming one times the rounded table; that of a sum is the incoming one."""
-    x, table = activation(compute).requires_grad_(), torch.linspace(-3, 3, 8)
+    x, table = activation(compute).requires_grad_(), torch.linspace(-3, 3, 8)[None]
     grad = activation(compute) + 1
     with recognise_tables([table]), compute_region("cpu", compute, lean=True):
         y = x * table + table
@@ -61,7 +61,7 @@ def test_products_and_sums_with_numbers_are_torchs_own(number, dtype):
 
 def test_a_product_can_be_differentiated_twice():
     """Gradient penalties see the table as a constant factor."""
-    x, table = activation("bf16").requires_grad_(), torch.linspace(-3, 3, 8)
+    x, table = activation("bf16").requires_grad_(), torch.linspace(-3, 3, 8)[None]
     with recognise_tables([table]), compute_region("cpu", "bf16", lean=True):
         y = (x * table) ** 2
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -72,12 +72,12 @@ def test_a_product_can_be_differentiated_twice():
 @every_compute
 def test_other_promotions_are_torchs_own(compute):
     """fp32 tensors that are no buffers, wider tables, other regions and what follows the block promote as usual."""
-    x, table = activation(compute), torch.linspace(-3, 3, 8)
+    x, table = activation(compute), torch.linspace(-3, 3, 8)[None]
     with recognise_tables([table]):
         with compute_region("cpu", compute, lean=True):
             assert (x * table.clone()).dtype is FP32
             assert (x[:1, :1] * table.expand(3, 4, 8)).dtype is FP32
-            assert (x * table[0]).dtype is x.dtype  # torch does not promote to the dtype of a single number
+            assert (x * table[0, 0]).dtype is x.dtype  # torch does not promote to the dtype of a single number
         with compute_region("cpu", compute):
             assert (x * table).dtype is FP32
         with torch.autocast("cpu", COMPUTE_DTYPES[compute]):
@@ -120,7 +120,7 @@ def test_an_engines_model_has_a_16_bit_stream_and_its_buffers_stay_fp32(precisio
 
 def test_what_meets_a_table_is_counted():
     """The truth table can show it."""
-    observed, table = Counter(), torch.ones(8)
+    observed, table = Counter(), torch.ones(1, 8)
     with recognise_tables([table]), compute_region("cpu", "bf16", lean=True, observed=observed):
         activation("bf16") * table
     assert observed == {"mul with an fp32 buffer": 1}
@@ -129,7 +129,7 @@ def test_what_meets_a_table_is_counted():
 @pytest.mark.parametrize("lean", [False, True])
 def test_numbers_are_no_tables(lean):
     """With a table registered, sums and products with Python numbers are torch's own, for integers and with `alpha` too."""
-    x, count, table = activation("bf16").requires_grad_(), torch.arange(4), torch.linspace(-3, 3, 8)
+    x, count, table = activation("bf16").requires_grad_(), torch.arange(4), torch.linspace(-3, 3, 8)[None]
     with recognise_tables([table]), compute_region("cpu", "bf16", lean=lean):
         results = [x + 1e-6, 2 * x, x.add(3, alpha=2), x * True, count + 0, count * 1.5, x.float() + 0.5]
     expected = [x + 1e-6, 2 * x, x.add(3, alpha=2), x * True, count + 0, count * 1.5, x.float() + 0.5]
@@ -138,3 +138,11 @@ def test_numbers_are_no_tables(lean):
         assert torch.equal(result, plain)
     results[1].sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
+def test_vectors_are_not_tables():
+    """A vector of frequencies, which every rotary embedding of transformers has, costs nothing and promotes."""
+    vector = torch.ones(8)
+    with recognise_tables([vector]), compute_region("cpu", "bf16", lean=True):
+        assert (activation("bf16") * vector).dtype is FP32
+        assert not tables._libraries

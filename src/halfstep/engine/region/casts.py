@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from halfstep.engine.region.rule import record_16_bits
+from halfstep.engine.region.rule import is_observed, record_16_bits
 from halfstep.kernels.cross_entropy import cross_entropy
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.operations import BROADCAST_BACK, FP16_RANGE, LEAN_16_BIT, LEAN_FP32, SCALED_NORMS
@@ -112,7 +112,7 @@ _RUNS: dict[str, Run] = {
 
 
 def _as_it_is(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:  # noqa: ARG001 - the signature of all
-    if any(isinstance(a, Tensor) and a.dtype in DTYPES_16_BIT for a in args):
+    if is_observed() and any(isinstance(a, Tensor) and a.dtype in DTYPES_16_BIT for a in args):
         record_16_bits(operation.overloadpacket.__name__)
     return operation(*args, **kwargs)
 

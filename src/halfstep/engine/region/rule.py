@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-__all__ = ["Rule", "current_rule", "recomputing", "record_16_bits", "rule_in_thread"]
+__all__ = ["Rule", "current_rule", "is_observed", "recomputing", "record_16_bits", "rule_in_thread"]
 
 
 class Rule(enum.Enum):
@@ -30,6 +30,11 @@ _backwards: list[Rule] = []  # one entry for each backward pass in progress
 def current_rule() -> Rule | None:
     """The rule for this thread, or that of a backward pass in progress."""
     return _state.rule or (_backwards[-1] if _backwards else None)
+
+
+def is_observed() -> bool:
+    """Whether a region asks for a count of 16-bit results."""
+    return _state.observed is not None
 
 
 def record_16_bits(name: str) -> None:

@@ -8,7 +8,8 @@ that read fp32 and write 16 bits in one kernel are not vectorised by torch: EVA-
 H200, with rounded tables 5.5 ms.)
 
 Products and sums are frequent, and a kernel in Python costs a few microseconds, so it is registered only while a model
-with such buffers trains. Compiled code is traced without it: there the fp32 values stay inside a fused kernel.
+with such buffers trains. Vectors do not count: those of models are mostly frequencies from which tables are computed
+(`inv_freq` of every rotary embedding in transformers), and their models should not pay. Compiled code is traced without it: there the fp32 values stay inside a fused kernel.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _libraries: dict[str, torch.library.Library] = {}
 
 @contextlib.contextmanager
 def recognise_tables(buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Inside this block, lean regions give 16 bits for products and sums with these fp32 tensors."""
-    tables = [b for b in buffers if b.device.type in KEYS]
+    """Inside this block, lean regions give 16 bits for products and sums with these fp32 tensors of at least two dimensions."""
+    tables = [b for b in buffers if b.device.type in KEYS and b.dim() > 1]
     identities = {_identity(table) for table in tables}
     _storages.update(identities)
     for device_type in {table.device.type for table in tables} - _libraries.keys():
