@@ -146,3 +146,18 @@ def test_vectors_are_not_tables():
     with recognise_tables([vector]), compute_region("cpu", "bf16", lean=True):
         assert (activation("bf16") * vector).dtype is FP32
         assert not tables._libraries
+
+
+def test_a_table_is_rounded_once_in_a_region_and_again_after_a_change():
+    """Layers share the rounded copy that autograd saves; what is written into the table is seen, also in the same region."""
+    table, saved = torch.ones(1, 8), []
+    x = activation("bf16").requires_grad_()
+    with recognise_tables([table]):
+        for _ in range(2):
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t)
+            with compute_region("cpu", "bf16", lean=True), hooks:
+                assert torch.equal(x * table, x * table[:, :])
+                table.add_(1)
+                assert torch.equal(x * table, x * table.bfloat16())
+    shared = [saved.count(address) for address in set(saved)]
+    assert max(shared) >= 2

@@ -6,9 +6,12 @@ import contextlib
 import enum
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-__all__ = ["Rule", "current_rule", "is_observed", "recomputing", "record_16_bits", "rule_in_thread"]
+from torch import Tensor
+
+__all__ = ["Rule", "cast_once", "current_rule", "is_observed", "recomputing", "record_16_bits", "rule_in_thread"]
 
 
 class Rule(enum.Enum):
@@ -21,6 +24,7 @@ class Rule(enum.Enum):
 class _State(threading.local):
     rule: Rule | None = None
     observed: Counter[str] | None = None  # operations that gave 16 bits where torch.amp gives fp32
+    casts: dict[Any, Tensor] | None = None  # rounded tables, for the time of a region
 
 
 _state = _State()
@@ -43,15 +47,24 @@ def record_16_bits(name: str) -> None:
         _state.observed[name] += 1
 
 
+def cast_once(key: Any, cast: Callable[[], Tensor]) -> Tensor:
+    """The result of a cast, computed once in a region for each key."""
+    if _state.casts is None:
+        return cast()
+    if key not in _state.casts:
+        _state.casts[key] = cast()
+    return _state.casts[key]
+
+
 @contextlib.contextmanager
 def rule_in_thread(rule: Rule, observed: Counter[str] | None) -> Iterator[None]:
     """Apply a rule to what this thread computes in this block."""
-    before = (_state.rule, _state.observed)
-    _state.rule, _state.observed = rule, observed
+    before = (_state.rule, _state.observed, _state.casts)
+    _state.rule, _state.observed, _state.casts = rule, observed, {}
     try:
         yield
     finally:
-        _state.rule, _state.observed = before
+        _state.rule, _state.observed, _state.casts = before
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from halfstep.engine.region.rule import Rule, current_rule, record_16_bits
+from halfstep.engine.region.rule import Rule, cast_once, current_rule, record_16_bits
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["KEYS", "recognise_tables"]
@@ -83,13 +83,22 @@ def _kernel(operation: Any, key: str) -> Callable[..., Any]:
         if a.dtype is not b.dtype:
             if _is_met(b, a):
                 record_16_bits(name)
-                b = b.to(a.dtype)
+                b = _rounded(b, a.dtype)
             elif _is_met(a, b):
                 record_16_bits(name)
-                a = a.to(b.dtype)
+                a = _rounded(a, b.dtype)
         return operation.redispatch(keys & after, a, b, **kwargs)
 
     return kernel
+
+
+def _rounded(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """The table in 16 bits: one copy per region, because every layer of a network uses the same one, and autograd saves it."""
+    if table.is_inference():  # has no version
+        return table.to(dtype)
+    place = (_identity(table), table.storage_offset(), table.shape, table.stride(), table._version)  # noqa: SLF001
+    key = (place, dtype, torch.is_inference_mode_enabled())
+    return cast_once(key, lambda: table.to(dtype))
 
 
 def _is_met(table: Tensor, x: Tensor) -> bool:
