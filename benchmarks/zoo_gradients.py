@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import statistics
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from zoo_rows import DTYPES, EAGER_ROWS, Row, cast_batch
 
 from halfstep.backends.context import RunContext
 from halfstep.engine.engine import Engine
+from halfstep.engine.graph import nodes_of
 from halfstep.jobs.job import Job
 from halfstep.scaling.scaler import StaticScaler
 from halfstep.train.stream import to_device
@@ -146,7 +146,7 @@ def fp32_results(loss: Tensor, min_bytes: int) -> tuple[Counter[str], Counter[st
     """Bytes of large fp32 results in the graph of a loss by operation, and of those where fp32 starts."""
     every: Counter[str] = Counter()
     starts: Counter[str] = Counter()
-    for node in _nodes(loss.grad_fn):
+    for node in nodes_of(loss.grad_fn):
         size = sum(_fp32_bytes(entry, min_bytes) for entry in _results(node))
         if not size or node.name().endswith("AccumulateGrad"):
             continue
@@ -168,16 +168,6 @@ def _results(node: Any) -> Any:
 def _fp32_bytes(entry: Any, min_bytes: int) -> int:
     size = 4 * torch.Size(entry.shape).numel() if entry.dtype is torch.float32 else 0
     return size if size >= min_bytes else 0
-
-
-def _nodes(root: Any) -> Iterator[Any]:
-    pending, visited = [root], set()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            yield node
-            pending += [parent for parent, _ in node.next_functions]
 
 
 def leak_lines(case: Case, device: torch.device, *, tiny: bool, batch_size: int, min_bytes: int) -> list[str]:

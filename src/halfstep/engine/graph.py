@@ -22,7 +22,7 @@ from halfstep.events import log_warning
 from halfstep.precision.formats import DTYPES_16_BIT, format_name
 from halfstep.precision.policy import Policy
 
-__all__ = ["LossObserver", "Products", "leftover_factor", "products_of", "wide_results"]
+__all__ = ["LossObserver", "Products", "leftover_factor", "nodes_of", "products_of", "wide_results"]
 
 _PRODUCT = re.compile(
     r"^(Addmm|AddmmActivation|Addmv|Addbmm|Addr|Baddbmm|Bmm|Mm|Matmul|Mv|Dot"
@@ -55,7 +55,7 @@ def products_of(loss: Tensor) -> Products:
     """Walk the graph of a loss once; no device work."""
     formats: Counter[str] = Counter()
     opaque: Counter[str] = Counter()
-    for node in _nodes(loss.grad_fn):
+    for node in nodes_of(loss.grad_fn):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             opaque[_kind(type(node).__name__)] += 1
         elif _PRODUCT.search(node.name()):
@@ -65,7 +65,7 @@ def products_of(loss: Tensor) -> Products:
 
 def wide_results(loss: Tensor) -> dict[str, int]:
     """Bytes of large fp32 results by operation, largest first: at least an eighth of the largest matrix product's result."""
-    nodes = [node for node in _nodes(loss.grad_fn) if not isinstance(node, torch.autograd.function.BackwardCFunction)]
+    nodes = [node for node in nodes_of(loss.grad_fn) if not isinstance(node, torch.autograd.function.BackwardCFunction)]
     largest = max((_num_elements(node) for node in nodes if _PRODUCT.search(node.name())), default=0)
     sizes: Counter[str] = Counter()
     for node in nodes:
@@ -85,7 +85,8 @@ def _operation(name: str) -> str:
     return "" if base == "AccumulateGrad" else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", base).lower()
 
 
-def _nodes(root: Any) -> Iterator[Any]:
+def nodes_of(root: Any) -> Iterator[Any]:
+    """Every node of an autograd graph, once."""
     pending, visited = [root], set()
     while pending:
         node = pending.pop()

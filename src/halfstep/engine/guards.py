@@ -26,6 +26,7 @@ fail cannot be known before it: the inputs may be 16-bit, or the model casts the
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -44,7 +45,8 @@ _registrations = 0
 
 
 def num_registrations() -> int:
-    """How often a parameter, module or buffer was registered anywhere in this process."""
+    """How often a parameter, module or buffer was registered in this process since this was first called."""
+    _start_counting()
     return _registrations
 
 
@@ -53,9 +55,12 @@ def _count(*_: object) -> None:
     _registrations += 1
 
 
-torch.nn.modules.module.register_module_parameter_registration_hook(_count)
-torch.nn.modules.module.register_module_module_registration_hook(_count)
-torch.nn.modules.module.register_module_buffer_registration_hook(_count)
+@functools.cache
+def _start_counting() -> None:
+    modules = torch.nn.modules.module
+    modules.register_module_parameter_registration_hook(_count)
+    modules.register_module_module_registration_hook(_count)
+    modules.register_module_buffer_registration_hook(_count)
 
 
 class GradientGuard:

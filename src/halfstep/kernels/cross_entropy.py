@@ -54,8 +54,8 @@ from halfstep.precision.formats import DTYPES_16_BIT
 __all__ = ["Settings", "cross_entropy", "cross_entropy_as_on_cuda", "reference", "reference_gradient"]
 
 
-# Below this, torch in fp32: a copy of 4 MiB at most. On an H200 the host needs 0.77 ms for both passes of our kernels, and 0.25
-# ms for torch's (0.31 under autocast), however small the logits are.
+# Below this, torch in fp32: a copy of 4 MiB at most. For 128 x 1000 logits next to an H200 the host needs 0.77 ms for both
+# passes of our kernels and 0.25 ms for torch's (0.31 under autocast).
 FEW_LOGITS = 2**20
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 __all__ = ["fused_rms_norm", "rms_norm"]
 
-_FUSED = torch.ops.aten._fused_rms_norm.default  # noqa: SLF001 - the kernel behind the public function
-
 
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """aten::rms_norm with the kernel that CUDA would choose."""
@@ -45,7 +43,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - above it, torch would decompose it for a CPU
-            out, root = _FUSED(x, shape, weight, eps)
+            out, root = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)  # noqa: SLF001
         ctx.save_for_backward(x, weight, root)
         return out  # type: ignore[no-any-return]
 

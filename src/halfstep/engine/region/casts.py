@@ -87,7 +87,7 @@ def _first(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:  # 
 def _norm(operation: Any, args: Any, kwargs: Any, device_type: str) -> Any:
     if (
         operation is torch.ops.aten.rms_norm.default
-    ):  # the one whose kernels do not mix dtypes; on CUDA's list from torch 2.12 on
+    ):  # its kernels do not mix dtypes; torch 2.11 lacks it on CUDA's list
         return (_scaled_norm if device_type == "cpu" else _fp32)(operation, args, kwargs, device_type)
     if _is_mixed(args, kwargs):
         args, kwargs = (args[0], *upcast(args[1:])), upcast(kwargs)

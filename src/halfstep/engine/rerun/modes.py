@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +36,6 @@ class Record:
 
     entries: list[_Entry] = field(default_factory=list)
     num_needed: int = 0
-    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)  # changed by the first run: old values
 
 
 class Saving(TorchDispatchMode):  # type: ignore[no-untyped-call]
