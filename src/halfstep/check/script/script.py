@@ -23,6 +23,7 @@ from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
 from halfstep.check.script.edits import Lines
 from halfstep.check.script.event import Event
+from halfstep.check.script.modules import classes_under_autocast
 from halfstep.check.script.outline import MAX_BINDINGS, Function, Outline, read_outline
 from halfstep.check.script.trace import Trace, read_traces
 from halfstep.check.script.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
@@ -162,6 +163,11 @@ class Script:
         if end_line is None or end_column is None:
             return self.source.place(line, first)
         return self.source.place(line, first, end_line, self.lines.column(end_line, end_column))
+
+    @cached_property
+    def classes_under_autocast(self) -> dict[str, frozenset[str]]:
+        """The classes whose forward runs under autocast in this file, with the dtypes it may use ("?": unknown)."""
+        return classes_under_autocast(self.outline, self.events("enter_autocast"))
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """The statement a node is part of."""
