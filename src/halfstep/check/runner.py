@@ -41,6 +41,7 @@ _PLACE = re.compile(r".*?\bline (\d+)(?:, column (\d+))?:? ?", re.DOTALL)
 # Parsing takes 2 ms per 100 lines. In a folder, a larger file that does not mention precision is not parsed: no rule
 # applies to it, and checking its syntax is up to other tools.
 _SMALL = 4000
+_DATA = frozenset({"json", "yaml", "toml"})  # languages in which most files of a folder are no configuration
 MAX_CONFIGS = 500  # in one script; only generated code has more, and each takes a millisecond
 
 
@@ -74,14 +75,14 @@ def read_target(target: Target) -> Document:
             return Document(empty, problem=CannotRead.finding(Place(path), message))
         if state.st_size > limit:
             # Folders contain data in JSON and YAML next to configurations; a finding for each would be noise.
-            is_data = not target.named and language in {"json", "yaml"}
+            is_data = not target.named and language in _DATA
             return Document(empty, problem=None if is_data else too_large(path, limit))
         with Path(path).open("rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:
         message = f"The file cannot be opened: {getattr(error, 'strerror', None) or error}."
         return Document(empty, problem=CannotRead.finding(Place(path), message))
-    if not target.named and language in {"json", "yaml"} and not _is_utf8(data):
+    if not target.named and language in _DATA and not _is_utf8(data):
         return Document(empty)
     return read_document(path, data, language)
 
@@ -153,7 +154,7 @@ def _mentions(source: Source, words: tuple[str, ...]) -> bool:
 
 
 def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
-    from halfstep.check.config.config import read_configs
+    from halfstep.check.config.config import parse_any, read_configs
 
     # A configuration that does not parse is rejected by the tool it is for: that is an error, not advice.
     severity: Severity | None = "error"
@@ -161,7 +162,7 @@ def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         configs = read_configs(source, settings)
         severity = None
         if named and not configs:
-            _parse_any(source)
+            parse_any(source)
     except SettingError as error:
         text = str(error)
         place = _PLACE.match(text)
@@ -175,17 +176,6 @@ def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         return
     for config in configs:
         yield from _apply("config", ConfigRule, config, source, settings)
-
-
-def _parse_any(source: Source) -> None:
-    """Raise if a file that the user named, and that is not a known configuration, cannot be parsed at all."""
-    from halfstep.check.config import yaml_reader as config_yaml
-    from halfstep.precision import json_tree as config_json
-
-    if source.language == "json":
-        config_json.parse_json(source.text, source.path)
-    else:
-        config_yaml.parse_yaml(source.text, source.path)
 
 
 def _apply(

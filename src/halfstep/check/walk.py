@@ -23,6 +23,10 @@ __all__ = ["Target", "find_files"]
 _SKIPPED = frozenset(
     {"__pycache__", "node_modules", "build", "dist", "venv", "env", "site-packages", "__pypackages__", "_build"}
 )
+# Files of packagers and tools: no training configuration is in them, and a project has many.
+_SKIPPED_FILES = frozenset({
+    "pyproject.toml", "Cargo.toml", "package.json", "package-lock.json", "tsconfig.json", ".pre-commit-config.yaml",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Target]:
             language = language_of(path) or _by_first_line(path)
             if language is None:
                 raise SettingError(
-                    f"Unknown file type, so it cannot be checked: {path!r}. Known: .py, .ipynb, JSON and YAML. To check it "
+                    f"Unknown file type, so it cannot be checked: {path!r}. Known: .py, .ipynb, JSON, YAML and TOML. To check it "
                     "anyway, pipe it in: halfstep check - --stdin-filename NAME.py"
                 )
             targets[path] = Target(path, language, project, named=True)
@@ -94,7 +98,7 @@ def _walk(folder: str, project: Project) -> Iterator[str]:
             if entry.is_dir(follow_symlinks=False):
                 if not _is_skipped(entry.name) and not _is_excluded(path, project):
                     folders.append(path)
-            elif language_of(entry.name) is not None and not _is_excluded(path, project):
+            elif language_of(entry.name) and entry.name not in _SKIPPED_FILES and not _is_excluded(path, project):
                 yield path
         stack.extend(reversed(folders))
 
