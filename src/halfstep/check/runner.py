@@ -137,7 +137,9 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         yield syntax_fault(source, error)
         return
     except ValueError as error:
-        yield SyntaxFault.finding(Place(source.path), f"Python cannot parse this file: {error}. It was not checked.")
+        yield SyntaxFault.finding(
+            Place(source.path), f"Python cannot parse this file: {error}. The file was not checked."
+        )
         return
     yield from _apply("script", ScriptRule, script, source, settings)
     if configures:
@@ -212,7 +214,7 @@ def syntax_fault(source: Source, error: SyntaxError) -> Finding:
     version, detail = f"{sys.version_info[0]}.{sys.version_info[1]}", error.msg.rstrip(".?!")
     advice = "If it is valid in a newer Python, run Halfstep with that version."
     return SyntaxFault.finding(
-        where, f"Python {version} cannot parse this file: {detail}. It was not checked.", instead=advice
+        where, f"This is not valid Python {version}: {detail}. The file was not checked.", instead=advice
     )
 
 

@@ -16,7 +16,7 @@ NEWER = (
     'print(f"{\n    loss  # the mean\n}", 1)\n',
     'print(f"{"""three"""}" f"{y["b"]}")\n',
     "print(f'''{'\\n'.join(x)} {d['k']}''')\n",
-    'print(f"{rows[\'\\u00e9\']} {names["日本"]} {x}")\n',
+    'print(f"{rows[\'\\u00e9\']} {names["\u65e5"]} {x}")\n',
     "type Batch = dict[str, int]\n",
     "type Pair[A, B] = tuple[A, B]\n",
     "def first[T](items: list[T]) -> T:\n    return items[0]\n",
