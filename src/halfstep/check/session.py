@@ -101,7 +101,7 @@ def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) 
     language = language_of(name)
     if language is None:
         raise SettingError(
-            f"Unknown file type {name!r}. Pass a --stdin-filename that ends in .py, .ipynb, .json, .yaml or .yml."
+            f"Unknown file type {name!r}. Pass a --stdin-filename that ends in .py, .ipynb, .json, .yaml, .yml or .toml."
         )
     project = find_project(Path(name).absolute().parent)
     document = read_document(name, data, language)
