@@ -42,13 +42,15 @@ class Fixed:
         return self.before.source.path
 
 
-def fix_document(document: Document, findings: tuple[Finding, ...], check: Check) -> Fixed:
-    """The document with every fix applied that passes verification, and the remaining findings."""
+def fix_document(document: Document, findings: tuple[Finding, ...], check: Check, *, unsafe: bool = False) -> Fixed:
+    """The document with every safe fix applied that passes verification (with `unsafe`, every fix), and what is left."""
     state = _State(document, findings)
     applied: list[Finding] = []
     rejected: set[_Identity] = set()
     for _ in range(MAX_ROUNDS):
-        chosen = _compatible(f for f in state.findings if f.fix is not None and _identity(f) not in rejected)
+        chosen = _compatible(
+            f for f in state.findings if f.fix is not None and (f.fix.safe or unsafe) and _identity(f) not in rejected
+        )
         if not chosen:
             break
         after = _try(state, chosen, check)

@@ -6,6 +6,7 @@
     exclude = ["third_party", "*_generated.py"]
     deepspeed = "0.16.4"
     gpu = "A100"
+    unsafe-fixes = true
 
     [tool.halfstep.check.per-file-ignores]
     "tests/*" = ["HS104"]
@@ -25,7 +26,7 @@ from halfstep.errors import SettingError, unknown
 
 __all__ = ["PerFileIgnore", "Project", "find_project"]
 
-_KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu")
+_KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu", "unsafe-fixes")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Project:
     exclude: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    unsafe_fixes: bool = False
 
 
 @cache
@@ -103,6 +105,7 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         _texts(table, "exclude", where),
         _text(table, "deepspeed", where),
         _text(table, "gpu", where),
+        _flag(table, "unsafe-fixes", where),
     )
 
 
@@ -117,4 +120,11 @@ def _text(table: dict[str, Any], key: str, where: str) -> str | None:
     value = table.get(key)
     if value is not None and not isinstance(value, str):
         raise SettingError(f"{where}: {key} is {value!r}; write a string.")
+    return value
+
+
+def _flag(table: dict[str, Any], key: str, where: str) -> bool:
+    value = table.get(key, False)
+    if not isinstance(value, bool):
+        raise SettingError(f"{where}: {key} is {value!r}; write true or false.")
     return value
