@@ -29,6 +29,11 @@ class Options:
     ignore: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    unsafe_fixes: bool | None = None  # None: as the project sets it
+
+    def allows_unsafe(self, project: Project) -> bool:
+        """Whether `--fix` and `--diff` also apply fixes that need review."""
+        return project.unsafe_fixes if self.unsafe_fixes is None else self.unsafe_fixes
 
     def settings(self, project: Project) -> Settings:
         """What rules may know beyond the text."""
@@ -57,13 +62,21 @@ class Options:
         return selection
 
 
-def make_options(select: tuple[str, ...], ignore: tuple[str, ...], deepspeed: str | None, gpu: str | None) -> Options:
+def make_options(
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    deepspeed: str | None,
+    gpu: str | None,
+    *,
+    unsafe_fixes: bool | None = None,
+) -> Options:
     """Options from text, each one validated."""
     if deepspeed is not None:
         parse_version(deepspeed)
     if gpu is not None and gpu != "auto":
         find_device(gpu)
-    return Options(parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore"), deepspeed, gpu)
+    chosen, ignored = parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore")
+    return Options(chosen, ignored, deepspeed, gpu, unsafe_fixes)
 
 
 def parse_version(text: str) -> tuple[int, ...]:

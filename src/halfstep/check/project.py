@@ -9,6 +9,7 @@
     baseline = "halfstep-baseline.json"
     deepspeed = "0.16.4"
     gpu = "A100"
+    unsafe-fixes = true
 
     [tool.halfstep.check.per-file-ignores]
     "tests/*" = ["HS104"]
@@ -30,6 +31,7 @@ __all__ = ["PerFileIgnore", "Project", "find_project"]
 
 _KEYS = (
     "select", "ignore", "per-file-ignores", "exclude", "respect-gitignore", "preview", "baseline", "deepspeed", "gpu",
+    "unsafe-fixes",
 )  # fmt: skip
 
 
@@ -55,6 +57,7 @@ class Project:
     respect_gitignore: bool = True
     preview: bool = False
     baseline: str | None = None  # relative to `root`
+    unsafe_fixes: bool = False
 
 
 @cache
@@ -114,6 +117,7 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         _flag(table, "respect-gitignore", where, default=True),
         _flag(table, "preview", where, default=False),
         _text(table, "baseline", where),
+        _flag(table, "unsafe-fixes", where, default=False),
     )
 
 

@@ -132,7 +132,8 @@ class UntestedOptimizer(DeepSpeedRule):
         fix = None
         if allowed is None and config.entry("zero_allow_untested_optimizer") is None:
             title = "Add zero_allow_untested_optimizer"
-            fix = add(config, config.root, "zero_allow_untested_optimizer", True, title)
+            # The flag says that the user knows what ZeRO does with this optimizer.
+            fix = add(config, config.root, "zero_allow_untested_optimizer", True, title, safe=False)
         yield self.at(
             config,
             ("optimizer", "type"),

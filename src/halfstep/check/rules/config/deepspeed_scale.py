@@ -60,7 +60,8 @@ class InvalidLossScale(DeepSpeedRule):
             fix = None
             entry = config.entry("fp16", "loss_scale")
             if entry and (scale == "dynamic" or number == -1):
-                fix = replace_value(config, entry.value, 0, "Replace with 0 (dynamic)")
+                # "dynamic" is the word for 0; -1 may as well be a typing mistake for a static scale of 1.
+                fix = replace_value(config, entry.value, 0, "Replace with 0 (dynamic)", safe=scale == "dynamic")
             yield self.at(config, ("fp16", "loss_scale"), message, instead='Set `"loss_scale": 0`.', fix=fix)
         if not deepspeed.fp16 or not deepspeed.is_dynamic:
             return
@@ -100,9 +101,10 @@ class FractionalScaleSetting(DeepSpeedRule):
                 continue
             entry = config.entry("fp16", key)
             rounded = max(1, round(value))
-            fix = (
-                replace_value(config, entry.value, rounded, f"Replace with {rounded}") if entry and value < 1 else None
-            )
+            fix = None
+            if entry and key == "min_loss_scale" and value < 1:
+                # The smallest integer, but a higher minimum than the one that was asked for.
+                fix = replace_value(config, entry.value, 1, "Replace with 1, the smallest integer minimum", safe=False)
             message = f"`fp16.{key}` is {value:g}, but DeepSpeed requires an integer and raises a validation error."
             yield self.at(config, ("fp16", key), message, instead=f'Set `"{key}": {rounded}`.', fix=fix)
 

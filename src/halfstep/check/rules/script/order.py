@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 
-from halfstep.check.finding import Finding, Fix
+from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.event import Event
+from halfstep.check.script.loop_fixes import scale_fix, unscale_fix, update_fix
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import (
     STEPS,
@@ -20,6 +21,7 @@ from halfstep.check.script.order import (
     switched_off,
     without_amp,
 )
+from halfstep.check.script.owners import is_of_another
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 
@@ -64,12 +66,6 @@ def _created_here(script: Script, key: str) -> bool:
     return bool(script.scalers_named(key))
 
 
-def _alone(script: Script, event: Event) -> ast.stmt | None:
-    """The event's statement, if a line can be inserted before or after it."""
-    statement = script.statement(event.node)
-    return statement if isinstance(statement, (ast.Expr, ast.Assign)) and script.lines.alone(statement) else None
-
-
 class MissingUpdate(TraceRule):
     """scaler.step is never followed by scaler.update."""
 
@@ -102,18 +98,12 @@ class MissingUpdate(TraceRule):
             return None  # the same scaler under another name, perhaps
         if not self._is_complete(script, trace, event):
             return None  # the caller may update
-        statement = _alone(script, event)
-        last = not any(trace[i].scaler == event.scaler for i in later(trace, index, "scaler_step"))
-        fix = None
-        if statement is not None and last:
-            title = f"call {event.scaler}.update() after the step"
-            fix = Fix(title, (script.lines.after(statement, f"{event.scaler}.update()"),))
         return self.finding(
             script.where(event.node),
             f"`{event.scaler}.step` is never followed by `{event.scaler}.update()`: the second step raises RuntimeError, "
             "and the scale never adapts",
             instead=f"call {event.scaler}.update() once, after the last step of the iteration",
-            fix=fix,
+            fix=update_fix(script, trace, index),
         )
 
     @staticmethod
@@ -174,20 +164,11 @@ class UnscaledBackward(TraceRule):
         others = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
         if any(set(e.guards) ^ set(event.guards) for e in others) or exclusive(trace, event, "scaler_step"):
             return None  # scaled in another branch
-        fix = None
-        receiver = (
-            event.node.func.value
-            if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute)
-            else None
-        )
-        if receiver is not None and step.function is event.function:
-            edit = script.lines.replace(receiver, f"{step.scaler}.scale({script.lines.source(receiver)})")
-            fix = Fix(f"scale the loss with {step.scaler} before backward", (edit,))
         return self.finding(
             script.where(event.node),
             f"`{event.subject or 'the loss'}` is not scaled, but `{step.scaler}.step` divides its gradients by the scale",
             instead=f"{step.scaler}.scale({event.subject or 'loss'}).backward()",
-            fix=fix,
+            fix=scale_fix(script, event, step),
         )
 
 
@@ -292,24 +273,17 @@ class ClipBeforeUnscale(TraceRule):
         start = scaled_before(trace, index)
         if start is None or switched_off(script, trace[start]):
             return None
-        if between(trace, start, index, "unscale", *STEPS):
+        unscaled = between(trace, start, index, "unscale", *STEPS)
+        if any(not is_of_another(script, trace, e, event) for e in unscaled):
             return None
         scaler = trace[start].scaler
         following = next((i for i in later(trace, index, "scaler_step") if trace[i].scaler == scaler), None)
         optimizer = trace[following].optimizer if following is not None else ""
-        statement = _alone(script, event)
-        fix = None
-        if statement is not None and optimizer and following is not None:
-            step = trace[following]
-            same_block = step.function is event.function and step.loops == event.loops
-            if same_block and set(step.accumulating) <= set(event.guards):
-                edit = script.lines.before(statement, f"{scaler}.unscale_({optimizer})")
-                fix = Fix(f"unscale the gradients of {optimizer} before clipping", (edit,))
         return self.finding(
             script.where(event.node),
             f"`{event.subject}` clips gradients that are still multiplied by the scale of `{scaler}`",
             instead=f"call {scaler}.unscale_({optimizer or 'optimizer'}) before clipping",
-            fix=fix,
+            fix=unscale_fix(script, trace, start, index),
         )
 
 
