@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import re
-
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.event import Event
 from halfstep.check.script.order import (
     STEPS,
     TraceRule,
     between,
     earlier,
     implied,
-    is_amp,
     later,
+    only_settings,
     scaled_before,
+    together,
     without_amp,
 )
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import text_of
+from halfstep.check.script.window import window_of
 
 __all__ = ["RULES"]
 
-_FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _START = """\
 import torch
@@ -56,31 +53,6 @@ for x, y in loader:
     scaler.step(opt_d)
     scaler.update()
 """
-
-
-def _guarded_step(script: Script, trace: Trace, event: Event) -> Event | None:
-    """The step in this event's loop that waits for the end of the window, if the event does not wait."""
-    if event.accumulating:
-        return None
-    steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == event.scaler and e.loops == event.loops]
-    waiting = [e for e in steps if _waits(script, e) and _same_guards(event, e)]
-    return waiting[0] if waiting and len(waiting) == len(steps) else None
-
-
-def _waits(script: Script, step: Event) -> bool:
-    """Whether a step waits for the end of a window: by a count, or by a flag in a method called once per batch."""
-    if step.loops:
-        return any("%" in text for text, _ in step.accumulating)
-    for text, _ in step.accumulating:
-        values = script.outline.values(text, step.function) if text.replace(".", "").isidentifier() else []
-        if not any(_FINITE.search(text_of(value)) for value in values):
-            return True
-    return False
-
-
-def _same_guards(event: Event, step: Event) -> bool:
-    """Whether the event always runs when the step does, apart from conditions on mixed precision itself."""
-    return {g for g in event.guards if not is_amp(g)} <= set(step.guards)
 
 
 class DoubleUnscale(TraceRule):
@@ -115,7 +87,7 @@ class DoubleUnscale(TraceRule):
                     continue
                 return None
             if before.optimizer == event.optimizer and before.scaler == event.scaler and before.loops == event.loops:
-                if not implied(before, event) or before.node is event.node:
+                if before.node is event.node or not only_settings(script, before, event):
                     return None
                 state = "already unscaled" if before.kind == "unscale" else "already used by step()"
                 return self.finding(
@@ -148,13 +120,14 @@ class UnscaleEveryMicroBatch(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An unscale_ in every iteration of a loop that does not step in every iteration."""
         event = trace[index]
-        step = _guarded_step(script, trace, event)
-        if step is None:
+        window = window_of(script, trace, index)
+        if window is None or without_amp(event):
             return None
+        scaler = event.local.scaler
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.unscale_` runs on every micro-batch, but `{event.scaler}.step` runs only when `{step.accumulating[0][0]}`: "
-            "the second call raises RuntimeError",
+            f"`{scaler}.unscale_` runs on every micro-batch, but the step of line {window.line} runs only when "
+            f"{window.ends}: the second call raises RuntimeError",
             instead="move unscale_ (and clipping) into the condition of the step",
         )
 
@@ -180,14 +153,16 @@ class UpdateEveryMicroBatch(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An update in every iteration of a loop that does not step in every iteration."""
         event = trace[index]
-        step = _guarded_step(script, trace, event)
+        window = window_of(script, trace, index)
+        if window is None or without_amp(event):
+            return None
         unscales = [e for e in trace if e.kind == "unscale" and e.loops == event.loops]
-        if step is None or not all(e.accumulating for e in unscales):
+        if not all(any(g not in event.guards for g in e.accumulating) for e in unscales):
             return None  # an unscale_ each time records an inf check; HS106 reports it
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.update()` runs on every micro-batch, but `{event.scaler}.step` runs only when "
-            f"`{step.accumulating[0][0]}`: update() without a step raises AssertionError",
+            f"`{event.local.scaler}.update()` runs on every micro-batch, but the step of line {window.line} runs only when "
+            f"{window.ends}: update() without a step raises AssertionError",
             instead="move update() into the condition of the step",
         )
 
@@ -235,7 +210,7 @@ class UpdateBeforeStep(TraceRule):
         used = between(trace, backs[-1], index, "scaler_step", "unscale", "update")
         if any(e.optimizer == step.optimizer and e.kind == "scaler_step" for e in used) or without_amp(step):
             return None
-        if not implied(event, step) and not implied(step, event):
+        if not (implied(event, step) or implied(step, event) or together(script, event, step)):
             return None
         return self.finding(
             script.where(event.node),
