@@ -56,8 +56,8 @@ class _Test:
 @lru_cache(maxsize=16384)
 def possible(a: tuple[Guard, ...], b: tuple[Guard, ...]) -> bool:
     """Whether no guard of `a` contradicts one of `b`."""
-    truth = dict(a)
-    if any(truth.get(text, is_true) != is_true for text, is_true in b):
+    opposite = {(text, not is_true) for text, is_true in a}
+    if any(guard in opposite for guard in b):
         return False
     if _refutes(a, b) or _refutes(b, a):
         return False

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from halfstep.check.script.names import chain, key_of
 from halfstep.check.script.outline import Function, Outline
+from halfstep.check.script.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.values import DTYPES, argument, make_scaler
 
 __all__ = ["Action", "Recogniser"]
@@ -31,7 +32,10 @@ _OPTIMIZER = re.compile(
     r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_]",
     re.IGNORECASE,
 )
-_MODEL = re.compile(r"^(ddp_)?(model|net|network)$|_model$")
+_MODEL = re.compile(r"^(ddp_)?(model|net|network)(_(train|ddp|dp|parallel|without_ddp))?$|_model$")
+_FORWARD = re.compile(
+    r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$"
+)  # methods like calling the model
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _RESTORES = re.compile(r"resume|restore|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
@@ -148,7 +152,7 @@ class Recogniser:
                 action: Action | None = method(call, func.value, function)
                 if action is not None:
                     return action
-            if _grad_of(func.value) and func.attr in {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max"}:
+            if grad_of(func.value) and func.attr in {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max"}:
                 return Action("grad_read", subject=func.attr)
         return self._by_full_name(call, name, function)
 
@@ -156,6 +160,8 @@ class Recogniser:
         last = name.rsplit(".", 1)[-1] if name else _last(key_of(call.func))
         if last in CLIPS and not (isinstance(call.func, ast.Attribute) and not name):
             return Action("clip", subject=last)
+        if last == "float" and len(call.args) == 1 and key_of(tensor_of(call.args[0])):
+            return Action("item", subject=key_of(tensor_of(call.args[0])))
         if name in BCE or self._is_bce(call.func, function):
             return Action("bce")
         if name in WRAPS:
@@ -164,7 +170,7 @@ class Recogniser:
             return Action("apex_initialize", subject=key_of(argument(call, 0, "models")))
         if name == "torch.autograd.grad":
             return Action("autograd_grad")
-        if last in {"norm", "clamp"} and name.startswith("torch.") and call.args and _grad_of(call.args[0]):
+        if reads_gradients(call, name, last):
             return Action("grad_read", subject=last)
         if make_scaler(self.outline, call, function):
             return Action("make_scaler")
@@ -175,6 +181,9 @@ class Recogniser:
             return Action("owned_step")
         if key and _MODEL.search(_last(key)) and call.args and not name:
             return Action("forward", subject=key)
+        owner = key.rpartition(".")[0]
+        if owner and _MODEL.search(_last(owner)) and _FORWARD.search(_last(key)) and call.args and not name:
+            return Action("forward", subject=owner)
         passed = self._passed_scaler(call, function)
         restored = "" if passed else self._restores(call, function)
         return Action("load_optimizer", optimizer=restored) if restored else passed
@@ -327,7 +336,7 @@ class Recogniser:
         return None
 
     def _on_item(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        key = key_of(receiver)
+        key = key_of(tensor_of(receiver))
         return Action("item", subject=key) if key else None
 
     def _on_get_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
@@ -354,18 +363,6 @@ def _options(value: ast.expr) -> list[ast.expr]:
     if isinstance(value, ast.BoolOp):
         return [o for v in value.values for o in _options(v)]
     return [value]
-
-
-def _grad_of(node: ast.expr) -> bool:
-    while (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"detach", "float", "clone"}
-    ):
-        node = node.func.value
-    if isinstance(node, ast.Attribute) and node.attr == "data":
-        node = node.value
-    return isinstance(node, ast.Attribute) and node.attr == "grad"
 
 
 def _hand_scaled(node: ast.AST) -> bool:

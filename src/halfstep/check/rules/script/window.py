@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.check.script.gradients import measures_only, skipped_unscale, unscaled_between
 from halfstep.check.script.order import (
-    STEPS,
     TraceRule,
     between,
     earlier,
     implied,
+    is_amp,
     later,
     only_settings,
     scaled_before,
+    switched_off,
     together,
     without_amp,
 )
@@ -90,10 +92,14 @@ class DoubleUnscale(TraceRule):
                 if before.node is event.node or not only_settings(script, before, event):
                     return None
                 state = "already unscaled" if before.kind == "unscale" else "already used by step()"
+                extra = next((g for g in before.guards if g not in event.guards and not is_amp(g)), None)
+                when = f" if {'' if extra.is_true else 'not '}`{extra.text}`" if extra else ""
+                optimizer = event.local.optimizer
                 return self.finding(
                     script.where(event.node),
-                    f"the gradients of `{event.optimizer}` were {state} since the last update(): this raises RuntimeError",
-                    instead=f"call {event.scaler}.unscale_({event.optimizer}) once, between backward and step",
+                    f"the gradients of `{optimizer}` were {state} since the last update(){when}: this raises RuntimeError",
+                    instead=f"call {event.local.scaler}.unscale_({optimizer}) once, between backward and step",
+                    severity="warning" if extra else None,
                 )
         return None
 
@@ -106,7 +112,7 @@ class UnscaleEveryMicroBatch(TraceRule):
     severity = "error"
     reason = (
         "`unscale_` may be called once between two updates, so it raises RuntimeError on the second micro-batch. If `update()` "
-        "also runs each time, unscaled gradients are added to scaled ones that are 65536 times larger."
+        "also runs each time, unscaled gradients are added to scaled ones that are larger by the scale, which starts at 65536."
     )
     bad = (
         _START
@@ -227,12 +233,16 @@ class ScaledGradientsRead(TraceRule):
     name = "scaled-gradients-read"
     severity = "warning"
     reason = (
-        "Between the scaled backward and `unscale_` every `.grad` is up to 65536 times too large: a logged norm is wrong by that "
-        "factor and jumps whenever the scale changes, and a clamp cuts off nearly everything."
+        "Between the scaled backward and `unscale_` every `.grad` is multiplied by the scale, which starts at 65536: a norm that is "
+        "logged or compared with a threshold is wrong by that factor and jumps whenever the scale changes, and a clamp cuts off "
+        "nearly everything."
     )
     bad = (
         _START.replace(" / accumulate", "")
         + "    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n    scaler.step(optimizer)\n    scaler.update()\n",
+        _START.replace(" / accumulate", "")
+        + "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n    log(norm)\n    scaler.step(optimizer)\n"
+        + "    scaler.update()\n",
     )
     good = (
         _START.replace(" / accumulate", "")
@@ -243,19 +253,26 @@ class ScaledGradientsRead(TraceRule):
         f"{_DOCS}#working-with-unscaled-gradients",
         "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
     )
-    kinds = ("grad_read",)
+    kinds = ("grad_read", "clip")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A gradient read after a scaled backward without unscale_ in between."""
+        """A gradient read or a norm measured after a scaled backward without unscale_ in between."""
         event = trace[index]
+        if without_amp(event) or (event.kind == "clip" and not measures_only(event.node)):
+            return None
         start = scaled_before(trace, index)
-        if start is None or without_amp(event) or between(trace, start, index, "unscale", *STEPS):
+        if start is None or switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
             return None
         if not any(trace[i].scaler == trace[start].scaler for i in later(trace, index, "scaler_step")):
             return None
+        unless = skipped_unscale(script, trace, start, index)
+        read = (
+            f"the norm of `{event.subject}` is measured" if event.subject.endswith(("norm", "_")) else "`.grad` is read"
+        )
         return self.finding(
             script.where(event.node),
-            f"`.grad` is read while still multiplied by the scale of `{trace[start].scaler}`",
+            f"{read} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
+            + (f", unless `{unless}`" if unless else ""),
             instead=f"call {trace[start].scaler}.unscale_(optimizer) first",
         )
 
@@ -291,7 +308,7 @@ class ScaledLossLogged(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.subject}` is the scaled loss here, so its value is up to 65536 times too large",
+            f"`{event.local.subject}` is the scaled loss here: its value is multiplied by the scale, which starts at 65536",
             instead="assign the scaled loss to a separate name, or call scaler.scale(loss).backward() directly",
         )
 
