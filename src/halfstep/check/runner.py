@@ -125,6 +125,7 @@ def _findings(source: Source, settings: Settings, *, named: bool) -> Iterator[Fi
 
 
 def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
+    from halfstep.check.script.raising import lines_that_raise
     from halfstep.check.script.script import read_script
 
     try:
@@ -141,7 +142,10 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
             Place(source.path), f"Python cannot parse this file: {error}. The file was not checked."
         )
         return
-    yield from _apply("script", ScriptRule, script, source, settings)
+    raising = lines_that_raise(tree, source.text) if source.language == "python" else []
+    for finding in _apply("script", ScriptRule, script, source, settings):
+        if not any(finding.line in lines for lines in raising):
+            yield finding
     if configures:
         from halfstep.check.config.joint import configs_in_script
 
