@@ -6,6 +6,7 @@
     exclude = ["third_party", "*_generated.py"]
     deepspeed = "0.16.4"
     gpu = "A100"
+    transformers = "5.22.2"
 
     [tool.halfstep.check.per-file-ignores]
     "tests/*" = ["HS104"]
@@ -25,7 +26,7 @@ from halfstep.errors import SettingError, unknown
 
 __all__ = ["PerFileIgnore", "Project", "find_project"]
 
-_KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu")
+_KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu", "transformers")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Project:
     exclude: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    transformers: str | None = None
 
 
 @cache
@@ -103,6 +105,7 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         _texts(table, "exclude", where),
         _text(table, "deepspeed", where),
         _text(table, "gpu", where),
+        _text(table, "transformers", where),
     )
 
 

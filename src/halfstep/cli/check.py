@@ -32,6 +32,9 @@ FORMATS = ("text", "json", "sarif", "github")
     "--deepspeed", metavar="VERSION", help="Check configurations against this version (default: the installed one)."
 )
 @click.option(
+    "--transformers", metavar="VERSION", help="The version of transformers that the scripts run with (default: installed)."
+)
+@click.option(
     "--gpu", metavar="NAME", help="Also report settings that this GPU does not support (auto: query nvidia-smi)."
 )
 @click.option("--stdin-filename", metavar="NAME", help="File name for standard input (-); default: stdin.py.")
@@ -43,6 +46,7 @@ def command(
     diff: bool,
     style: str,
     deepspeed: str | None,
+    transformers: str | None,
     gpu: str | None,
     stdin_filename: str | None,
 ) -> None:
@@ -61,7 +65,7 @@ def command(
 
     from_stdin = "-" in paths
     _check_usage(paths, style, stdin_filename, fix=fix, diff=diff)
-    options = make_options(select, ignore, deepspeed, gpu)
+    options = make_options(select, ignore, deepspeed, gpu, transformers)
     try:
         if from_stdin:
             outcome = check_stdin(_standard_input(), stdin_filename or "stdin.py", options, fix=fix or diff)
