@@ -14,7 +14,13 @@ from halfstep.hardware import probe as hardware
 
 @pytest.mark.parametrize(
     ("text", "version"),
-    [("0.19.8", (0, 19, 8)), ("v0.9", (0, 9)), ("0.16.4+cu124", (0, 16, 4)), ("0.17.1rc1", (0, 17, 1)), ("5.0.0.dev0", (5, 0, 0))],
+    [
+        ("0.19.8", (0, 19, 8)),
+        ("v0.9", (0, 9)),
+        ("0.16.4+cu124", (0, 16, 4)),
+        ("0.17.1rc1", (0, 17, 1)),
+        ("5.0.0.dev0", (5, 0, 0)),
+    ],
 )
 def test_versions_are_numbers(text, version):
     """Versions parse with or without prefixes and build suffixes."""

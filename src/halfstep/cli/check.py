@@ -32,7 +32,9 @@ FORMATS = ("text", "json", "sarif", "github")
     "--deepspeed", metavar="VERSION", help="Check configurations against this version (default: the installed one)."
 )
 @click.option(
-    "--transformers", metavar="VERSION", help="The version of transformers that the scripts run with (default: installed)."
+    "--transformers",
+    metavar="VERSION",
+    help="The version of transformers that the scripts run with (default: installed).",
 )
 @click.option(
     "--gpu", metavar="NAME", help="Also report settings that this GPU does not support (auto: query nvidia-smi)."

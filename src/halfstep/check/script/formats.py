@@ -48,7 +48,7 @@ def formats_of(outline: Outline, node: ast.expr | None, function: Function, dept
     if isinstance(node, ast.Subscript):
         table = _table_of(outline, node.value, function)
         if table is not None:
-            return merged((value, function) for value in _entries(table, node.slice))
+            return merged((value, function) for value in _entries(table, _literal(outline, node.slice, function)))
     if isinstance(node, ast.Call):
         return merged(_options_of_call(outline, node, function))
     key = key_of(node)
@@ -86,7 +86,9 @@ def returned_by(function: Function) -> Iterator[ast.expr]:
         if isinstance(node, ast.Return) and node.value is not None:
             yield node.value
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            stack.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.excepthandler)))
+            stack.extend(
+                child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.excepthandler))
+            )
 
 
 def _options_of_call(outline: Outline, call: ast.Call, function: Function) -> Iterator[tuple[ast.expr, Function]]:
@@ -95,11 +97,13 @@ def _options_of_call(outline: Outline, call: ast.Call, function: Function) -> It
     if isinstance(func, ast.Attribute) and func.attr == "get" and call.args:
         table = _table_of(outline, func.value, function)
         if table is not None:
-            yield from ((value, function) for value in (*_entries(table, call.args[0]), *call.args[1:]))
+            wanted = _literal(outline, call.args[0], function)
+            yield from ((value, function) for value in _entries(table, wanted) or call.args[1:])
         return
     if isinstance(func, ast.Name) and func.id == "getattr" and len(call.args) > 1:
-        if isinstance(constant(call.args[1]), str) and outline.names.full(call.args[0]) == "torch":
-            yield ast.Constant(constant(call.args[1])), function
+        wanted = _literal(outline, call.args[1], function)
+        if wanted is not None and outline.names.full(call.args[0]) == "torch":
+            yield ast.Constant(wanted), function
         return
     target = outline.call_target(call, function)
     if target is not None:
@@ -115,10 +119,20 @@ def _table_of(outline: Outline, node: ast.expr, function: Function) -> ast.Dict 
     return values[0] if len(values) == 1 and isinstance(values[0], ast.Dict) else None
 
 
-def _entries(table: ast.Dict, index: ast.expr) -> list[ast.expr]:
+def _literal(outline: Outline, node: ast.expr, function: Function) -> str | None:
+    """The string that an expression is, if the text has only one."""
+    values = {constant(node)}
+    key = key_of(node)
+    if key:
+        assigned = [v for v, _ in _assigned(outline, key, function)] if "." not in key else []
+        values = {constant(v) for v in assigned} or {...}
+    value = values.pop() if len(values) == 1 else None
+    return value if isinstance(value, str) else None
+
+
+def _entries(table: ast.Dict, wanted: str | None) -> list[ast.expr]:
     """The entry of a literal key, or every entry if the key is only known at run time."""
-    wanted = constant(index)
-    if isinstance(wanted, str):
+    if wanted is not None:
         return [v for k, v in zip(table.keys, table.values, strict=True) if constant(k) == wanted]
     return table.values
 

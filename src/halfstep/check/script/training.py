@@ -33,13 +33,21 @@ _MASTERS = re.compile(
     r"cast_training_params|upcast_trainable",
     re.IGNORECASE,
 )
-_ADAPTERS = re.compile(r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytes|load_in_[48]bit", re.IGNORECASE)
+_ADAPTERS = re.compile(
+    r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE
+)
 # A function or method with such a name decides itself which weights are trained, or in which dtype.
-_PREPARES = re.compile(r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE)
-_ASIDE = re.compile(r"eval|infer|test|sampl|generat|export|deploy|save|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug")
+_PREPARES = re.compile(
+    r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE
+)
+_ASIDE = re.compile(
+    r"eval|infer|test|sampl|generat|export|deploy|save|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug"
+)
 _OWNS_TRAINING = ("deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo")
 _GROUPS = re.compile(r"param|group|decay|layer", re.IGNORECASE)
-_TRAINER_ARGUMENTS = re.compile(r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM)Config$")
+_TRAINER_ARGUMENTS = re.compile(
+    r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM)Config$"
+)
 # Optimizers of TrainingArguments that compensate for 16-bit weights, or never store an update.
 _TRAINER_OPTIMIZERS = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
 
@@ -75,7 +83,8 @@ class Training:
         return tuple(casts_in(self.outline))
 
     @cached_property
-    def _adapts(self) -> bool:
+    def has_adapters(self) -> bool:
+        """Whether the script trains adapters or quantizes models."""
         outline = self.outline
         names = (*outline.loads, *outline.names.table.values(), *outline.names.table)
         return any(map(_ADAPTERS.search, names))
@@ -91,14 +100,14 @@ class Training:
     @cached_property
     def by_optimizers(self) -> tuple[Trained, ...]:
         """16-bit weights that an optimizer without master weights updates."""
-        if self._adapts or self.has_masters:
+        if self.has_adapters or self.has_masters:
             return ()
         return tuple(self._unique(self._optimizer_ties()))
 
     @cached_property
     def by_trainers(self) -> tuple[Trained, ...]:
         """16-bit weights that a transformers or TRL Trainer updates."""
-        if self._adapts or not self.outline.calls.get("train"):
+        if self.has_adapters or not self.outline.calls.get("train"):
             return ()
         return tuple(self._unique(self._trainer_ties()))
 
@@ -116,7 +125,7 @@ class Training:
                 lineage = self.model(owner, scope)
                 if not self._is_spared(lineage):
                     for cast in lineage.casts:
-                        if self._reaches(cast, call, function):
+                        if self._reaches(cast, call, function, owner):
                             yield Trained(cast, call, function, lineage)
 
     @cached_property
@@ -129,7 +138,10 @@ class Training:
             if full.startswith(_PLAIN) and "lr_scheduler" not in full and ".swa_utils" not in full
             for site in sites
         ]
-        for name, sites in outline.calls.items():  # `optimizer_class = bnb.optim.AdamW8bit if ... else torch.optim.AdamW`
+        for (
+            name,
+            sites,
+        ) in outline.calls.items():  # `optimizer_class = bnb.optim.AdamW8bit if ... else torch.optim.AdamW`
             if "optim" in name.lower() and name in outline.bindings:
                 calls += [site for site in sites if self._is_plain_class(site.call.func, site.function)]
         return tuple(
@@ -155,10 +167,10 @@ class Training:
         stack: list[ast.AST] = [params]
         while stack:
             node = stack.pop()
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in {"parameters", "named_parameters"}:
-                    yield from self._instances(node.func.value, function)
-                    continue
+            func = node.func if isinstance(node, ast.Call) else None
+            if isinstance(func, ast.Attribute) and func.attr in {"parameters", "named_parameters"}:
+                yield from self._instances(func.value, function)
+                continue
             if isinstance(node, ast.Call) and _GROUPS.search(text_of(node.func)):
                 target = outline.call_target(node, function)
                 if target is None:  # a function of another file that sorts the parameters into groups
@@ -243,21 +255,48 @@ class Training:
         owners = [p.value for p in ast.walk(loop.iter) if isinstance(p, ast.Attribute)]
         return any(lineage.has(key_of(owner), function) for owner in owners)
 
-    def _reaches(self, cast: Cast, by: ast.Call, function: Function) -> bool:
+    def _reaches(self, cast: Cast, by: ast.Call, function: Function, owner: ast.expr) -> bool:
         """Whether the weights still have this cast's dtype when `by` trains them."""
         if not cast.may_be_low:
             return False
         outline = self.outline
-        here, there = conditions_of(outline, cast.node), conditions_of(outline, by)
+        here = conditions_of(outline, cast.node)
+        there = (*conditions_of(outline, by), *conditions_of(outline, owner))
         if any((text, not is_true) in there for text, is_true in here):
             return False
         if any(is_true and _ASIDE.search(text.lower()) for text, is_true in here if (text, is_true) not in there):
             return False
         if any(_ASIDE.search(f.name.lower()) and "train" not in f.name.lower() for f in (cast.function, function)):
             return False
+        if self._ends_run(cast, by):
+            return False
         # A cast after the training loop is for saving or serving.
         last = max((c.lineno for c, f in outline.calls.get("backward", ()) if f is cast.function), default=None)
         return last is None or cast.node.lineno < last
+
+    def _ends_run(self, cast: Cast, by: ast.Call) -> bool:
+        """Whether the branch that casts a model ends without training it: `if args.export: ...; return`."""
+        parents = self.outline.parents
+        node: ast.AST = cast.node
+        while (parent := parents.get(node)) is not None and not isinstance(
+            parent, (ast.FunctionDef, ast.AsyncFunctionDef)
+        ):
+            block = parent.body if isinstance(parent, ast.If) and node in parent.body else []
+            if isinstance(parent, ast.If) and node in parent.orelse:
+                block = parent.orelse
+            last = block[-1] if block else None
+            inside = any(by is inner for statement in block for inner in ast.walk(statement))
+            if isinstance(last, (ast.Raise, ast.Continue, ast.Break)) and not inside:
+                return True
+            left = text_of(last.value.func) if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) else ""
+            if left in {"exit", "quit", "sys.exit", "os._exit"} and not inside:
+                return True
+            if isinstance(last, ast.Return) and not inside and last is not node:
+                returned = {key_of(n) for n in ast.walk(last)} if last.value is not None else set()
+                if cast.key not in returned:
+                    return True
+            node = parent
+        return False
 
     def _trainer_ties(self) -> Iterator[Trained]:
         for name, sites in self.outline.calls.items():
@@ -274,7 +313,7 @@ class Training:
                 lineage = self.model(model, function)
                 if not self._is_spared(lineage):
                     for cast in lineage.casts:
-                        if self._reaches(cast, call, function):
+                        if self._reaches(cast, call, function, model):
                             yield Trained(cast, call, function, lineage, arguments)
 
     def _arguments(self, trainer: ast.Call, function: Function) -> ast.Call | None:

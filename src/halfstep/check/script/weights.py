@@ -23,7 +23,19 @@ from halfstep.check.script.values import UNKNOWN, constant, text_of
 
 __all__ = ["Cast", "Lineage", "VariableCast", "base_of", "cast_formats", "casts_in", "conditions_of", "trace_model"]
 
-_SAME_MODEL = {"cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu"}
+_SAME_MODEL = {
+    "cuda",
+    "cpu",
+    "train",
+    "eval",
+    "to",
+    "requires_grad_",
+    "share_memory",
+    "apply",
+    "to_empty",
+    "xpu",
+    "npu",
+}
 _WRAPPERS = {
     "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard", "replicate",
     "prepare", "prepare_model", "setup", "setup_module", "deepcopy", "checkpoint_wrapper", "parallelize_module", "unwrap_model",
@@ -71,6 +83,13 @@ class VariableCast(NamedTuple):
     formats: frozenset[str]
 
 
+class Creation(NamedTuple):
+    """A call that creates a model."""
+
+    node: ast.Call
+    function: Function
+
+
 @dataclass(eq=False)
 class Lineage:
     """The names of one model, and the casts on the way to it."""
@@ -78,6 +97,7 @@ class Lineage:
     outline: Outline
     places: dict[tuple[str, Function | str], Function] = field(default_factory=dict)
     casts: list[Cast] = field(default_factory=list)
+    creations: list[Creation] = field(default_factory=list)  # calls of classes and functions of other files
     is_adapted: bool = False  # quantized, or wrapped with an adapter
 
     def has(self, key: str, function: Function) -> bool:
@@ -162,7 +182,8 @@ def _flow_of_call(
         target = outline.call_target(call, function)
         if target is not None and target.name != "__init__":
             yield from ((value, target, index, name) for value in returned_by(target))
-        elif index is None:
+        else:
+            lineage.creations.append(Creation(call, function))
             _add_constructor(lineage, call, function, name)
 
 
@@ -277,8 +298,14 @@ def conditions_of(outline: Outline, node: ast.AST) -> tuple[Guard, ...]:
     child, parent = node, outline.parents.get(node)
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
         if isinstance(parent, ast.If) and child is not parent.test:
-            guards.append(Guard(text_of(parent.test), child in parent.body))
+            guards.append(_guard(parent.test, child in parent.body))
         elif isinstance(parent, ast.IfExp) and child is not parent.test:
-            guards.append(Guard(text_of(parent.test), child is parent.body))
+            guards.append(_guard(parent.test, child is parent.body))
         child, parent = parent, outline.parents.get(parent)
     return tuple(reversed(guards))
+
+
+def _guard(test: ast.expr, is_true: bool) -> Guard:
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, is_true = test.operand, not is_true
+    return Guard(text_of(test), is_true)
