@@ -9,6 +9,7 @@
     baseline = "halfstep-baseline.json"
     deepspeed = "0.16.4"
     gpu = "A100"
+    transformers = "5.22.2"
     unsafe-fixes = true
 
     [tool.halfstep.check.per-file-ignores]
@@ -31,7 +32,7 @@ __all__ = ["PerFileIgnore", "Project", "find_project"]
 
 _KEYS = (
     "select", "ignore", "per-file-ignores", "exclude", "respect-gitignore", "preview", "baseline", "deepspeed", "gpu",
-    "unsafe-fixes",
+    "transformers", "unsafe-fixes",
 )  # fmt: skip
 
 
@@ -54,6 +55,7 @@ class Project:
     exclude: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    transformers: str | None = None
     respect_gitignore: bool = True
     preview: bool = False
     baseline: str | None = None  # relative to `root`
@@ -114,6 +116,7 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         _texts(table, "exclude", where),
         _text(table, "deepspeed", where),
         _text(table, "gpu", where),
+        _text(table, "transformers", where),
         _flag(table, "respect-gitignore", where, default=True),
         _flag(table, "preview", where, default=False),
         _text(table, "baseline", where),
