@@ -94,6 +94,7 @@ class UntestedOptimizer(DeepSpeedRule):
 
     code = "HS242"
     name = "untested-optimizer"
+    objects = True
     severity = "error"
     reason = (
         "ZeRO compares the exact optimizer class with a list: torch's Adam, AdamW and Adagrad, and DeepSpeed's Adam, "
@@ -107,6 +108,8 @@ class UntestedOptimizer(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}',
         "import deepspeed\n\nds_config = {\n    'train_batch_size': 8,\n    'zero_optimization': {'stage': 2},\n"
         "    'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}},\n}\n",
+        "import deepspeed\nimport torch\n\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\nengine, *_ = deepspeed.initialize(\n"
+        "    model=net, optimizer=opt, config={'train_batch_size': 8, 'zero_optimization': {'stage': 2}}\n)\n",
     )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": true,\n'
@@ -187,6 +190,7 @@ class OneBitWithZero(DeepSpeedRule):
 
     code = "HS244"
     name = "one-bit-with-zero"
+    objects = True
     severity = "error"
     reason = (
         "1-bit Adam, 0/1 Adam and 1-bit LAMB compress full momentum tensors between ranks, while ZeRO gives each rank "
@@ -213,6 +217,7 @@ class OneBitOutsideFp16(DeepSpeedRule):
 
     code = "HS245"
     name = "one-bit-outside-fp16"
+    objects = True
     severity = "warning"
     reason = (
         "DeepSpeed itself warns that 'the convergence of 1-bit Adam is only verified under FP16', and likewise for "
@@ -249,6 +254,7 @@ class OneBitRemoved(DeepSpeedRule):
 
     code = "HS246"
     name = "one-bit-removed"
+    objects = True
     severity = "warning"
     reason = (
         "DeepSpeed 0.19.7 (September 2026) removed OneBitAdam, ZeroOneAdam and OneBitLamb, and 0.19.8 removed their "
