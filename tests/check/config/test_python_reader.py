@@ -139,3 +139,30 @@ def test_a_script_without_a_word_of_it_is_not_looked_at(monkeypatch):
     """The words are looked for before the tree is walked."""
     monkeypatch.setattr(ast, "walk", None)
     assert configs_in_script(ast.parse("x = 1\n"), Source("a.py", "x = 1\n", "python"), Settings()) == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "arguments"),
+    [
+        ("", "**dict(fp16=True)"),
+        ("", "**{'fp16': True}"),
+        ("options = dict(fp16=True)\n", "output_dir='x', **options"),
+        ("options = {'fp16': True}\n", "**options"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["transformers.TrainingArguments", "transformers.Seq2SeqTrainingArguments", "trl.SFTConfig"]
+)
+def test_options_of_a_dictionary_are_arguments(name, before, arguments):
+    """`**options` of a dictionary in the script are the arguments of the call, and nothing else is unknown."""
+    (config,) = read(f"import transformers, trl\n{before}args = {name}({arguments})\n")
+    assert config.value("fp16") is True
+    assert config.value("bf16") is None
+
+
+@pytest.mark.parametrize("change", ["options['fp16'] = flag\n", "options.update(other)\n", "options = other\n"])
+def test_changed_options_are_unknown(change):
+    """A key that the script sets again, or a dictionary that it changes as a whole, is unknown."""
+    text = f"import transformers\noptions = dict(fp16=True)\n{change}args = transformers.TrainingArguments(**options)\n"
+    (config,) = read(text)
+    assert config.value("fp16") is UNKNOWN

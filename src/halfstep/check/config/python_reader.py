@@ -175,7 +175,7 @@ class _Finder:
             yield self._positional("halfstep", call, "Policy.parse", precision=call.args[0])
 
     def _keywords(self, kind: Kind, call: ast.Call, origin: str) -> Config:
-        root = self.literals.call(call)
+        root = self.literals.spread(call) if kind == "transformers" else self.literals.call(call)
         # Rules read no positional arguments of these calls, except Accelerator's.
         positional = bool(call.args) and kind == "accelerate"
         return self._config(kind, replace(root, open=root.open or positional), origin)
