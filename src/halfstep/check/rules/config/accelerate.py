@@ -172,7 +172,8 @@ class RemovedFp16Argument(ConfigRule):
         fix = None
         value = config.value("fp16")
         mode = '"no"' if value is False else '"fp16"'
-        if isinstance(value, bool) and "mixed_precision" not in config.root:
+        is_keyword = config.source.text[entry.key_span.start] not in "\"'"  # not a key that `**` unpacks
+        if isinstance(value, bool) and "mixed_precision" not in config.root and is_keyword:
             edit = Edit(entry.span.start, entry.span.end, f"mixed_precision={mode}")
             fix = Fix("Replace with mixed_precision", (edit,))
         message = "`Accelerator` no longer accepts `fp16`; the call raises a TypeError."
