@@ -29,7 +29,7 @@ FIXED = [
 ]
 # The rules that promise a fix; docs/rules.md marks them as fixable.
 FIXABLE = {
-    "HS101", "HS102", "HS104", "HS170", "HS190", "HS206", "HS211", "HS212", "HS218", "HS221", "HS241", "HS242", "HS251",
+    "HS101", "HS102", "HS104", "HS170", "HS190", "HS206", "HS211", "HS218", "HS221", "HS241", "HS242", "HS251",
     "HS252", "HS253", "HS255", "HS257", "HS258", "HS260", "HS261", "HS264", "HS281", "HS285",
 }  # fmt: skip
 
