@@ -74,6 +74,8 @@ def advised():
 def test_advice_leads_to_a_silent_configuration(rule, text, settings):
     """The settings that a finding advises cure it and cause no other finding."""
     config = plain(parse_json(text, "ds_config.json"))
+    if rule.code not in {"HS239", "HS241", "HS253"}:
+        config.setdefault("gradient_clipping", 1.0)  # HS239 is about files without it
     before = codes(config, rule.settings)
     for setting in settings:
         change(config, setting)

@@ -7,6 +7,7 @@ the program's own source: which keys decide the weights' format, and what else a
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from halfstep.check.config.config import Config
@@ -21,7 +22,8 @@ PLAIN_OPTIMIZERS = frozenset({
     "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "lion_8bit", "lion_32bit", "paged_lion_8bit",
     "paged_lion_32bit", "ademamix", "ademamix_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "muon",
 })  # fmt: skip
-_LORA = ("use_peft", "use_lora", "peft_config", "lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "adapter")
+# Keys that mean an adapter, quantized weights, or an engine with fp32 master weights.
+_NOT_PLAIN = re.compile(r"lora|peft|adapter|load_in_|quantiz|bnb_|deepspeed|fsdp", re.IGNORECASE)
 
 
 def is_absent(config: Config, *path: str) -> bool:
@@ -50,5 +52,5 @@ def loaded_in_bf16(config: Config) -> bool:
     """Whether a file of trainer arguments (TRL's format) loads a model in bf16 and trains all its weights."""
     named = any(config.entry(key) for key in ("model_name_or_path", "model_id", "model_name"))
     dtype = config.value("torch_dtype") or config.value("dtype")
-    tuned = any(not is_absent(config, key) for key in (*_LORA, "load_in_4bit", "load_in_8bit", "deepspeed", "fsdp"))
-    return named and not config.root.call and not tuned and dtype in {"bfloat16", "torch.bfloat16", "bf16"}
+    plain = all(is_absent(config, entry.key) for entry in config.root.entries if _NOT_PLAIN.search(entry.key))
+    return named and not config.root.call and plain and dtype in {"bfloat16", "torch.bfloat16", "bf16"}
