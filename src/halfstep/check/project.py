@@ -4,6 +4,9 @@
     select = ["HS1", "HS2"]
     ignore = ["advice"]
     exclude = ["third_party", "*_generated.py"]
+    respect-gitignore = true
+    preview = false
+    baseline = "halfstep-baseline.json"
     deepspeed = "0.16.4"
     gpu = "A100"
 
@@ -25,7 +28,9 @@ from halfstep.errors import SettingError, unknown
 
 __all__ = ["PerFileIgnore", "Project", "find_project"]
 
-_KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu")
+_KEYS = (
+    "select", "ignore", "per-file-ignores", "exclude", "respect-gitignore", "preview", "baseline", "deepspeed", "gpu",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ class Project:
     exclude: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    respect_gitignore: bool = True
+    preview: bool = False
+    baseline: str | None = None  # relative to `root`
 
 
 @cache
@@ -103,6 +111,9 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         _texts(table, "exclude", where),
         _text(table, "deepspeed", where),
         _text(table, "gpu", where),
+        _flag(table, "respect-gitignore", where, default=True),
+        _flag(table, "preview", where, default=False),
+        _text(table, "baseline", where),
     )
 
 
@@ -111,6 +122,13 @@ def _texts(table: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise SettingError(f"{where}: {key} is {value!r}; write a list of strings.")
     return tuple(value)
+
+
+def _flag(table: dict[str, Any], key: str, where: str, *, default: bool) -> bool:
+    value = table.get(key, default)
+    if not isinstance(value, bool):
+        raise SettingError(f"{where}: {key} is {value!r}; write true or false.")
+    return value
 
 
 def _text(table: dict[str, Any], key: str, where: str) -> str | None:

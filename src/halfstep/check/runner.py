@@ -6,20 +6,20 @@ rule becomes a finding about that file, and the other files are still checked. N
 
 from __future__ import annotations
 
-import ast
 import re
 import stat
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from halfstep.check.files.document import Document, read_document, size_limit, too_large
 from halfstep.check.files.problems import CannotRead, CheckerFailure, SyntaxFault, TooDeep
+from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
-from halfstep.check.finding import Finding, Place, Severity
+from halfstep.check.finding import Finding, Place
 from halfstep.check.options import Options
 from halfstep.check.registry import Group, rules_of, words_of_rules
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
@@ -74,9 +74,11 @@ def read_target(target: Target) -> Document:
             message = "This is not a regular file, so it was not opened."
             return Document(empty, problem=CannotRead.finding(Place(path), message))
         if state.st_size > limit:
-            # Folders contain data in JSON and YAML next to configurations; a finding for each would be noise.
-            is_data = not target.named and language in _DATA
-            return Document(empty, problem=None if is_data else too_large(path, limit))
+            if target.named:
+                return Document(empty, problem=too_large(path, limit))
+            # Folders contain data next to configurations; a finding for each would be noise.
+            problem = None if language in _DATA else replace(too_large(path, limit), severity="advice")
+            return Document(empty, problem=problem)
         with Path(path).open("rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:
@@ -130,12 +132,14 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         tree = script.tree
         configures = _mentions(source, _CONFIGURES if settings.gpu is None else _HARDWARE)
         if not script.about and (named or configures or len(source.text) < _SMALL):
-            tree = ast.parse(source.text)
+            tree = parse_python(source.text)
     except SyntaxError as error:
         yield syntax_fault(source, error)
         return
     except ValueError as error:
-        yield SyntaxFault.finding(Place(source.path), f"Python cannot parse this file: {error}.")
+        yield SyntaxFault.finding(
+            Place(source.path), f"Python cannot parse this file: {error}. The file was not checked."
+        )
         return
     yield from _apply("script", ScriptRule, script, source, settings)
     if configures:
@@ -144,7 +148,7 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         for number, config in enumerate(configs_in_script(tree, source, settings)):
             if number == MAX_CONFIGS:
                 message = f"The script contains more than {MAX_CONFIGS} configurations; only the first {MAX_CONFIGS} were checked."
-                yield TooDeep.finding(Place(source.path), message)
+                yield TooDeep.finding(Place(source.path), message, severity="warning")
                 return
             yield from _apply("config", ConfigRule, config, source, settings)
 
@@ -156,11 +160,8 @@ def _mentions(source: Source, words: tuple[str, ...]) -> bool:
 def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
     from halfstep.check.config.config import parse_any, read_configs
 
-    # A configuration that does not parse is rejected by the tool it is for: that is an error, not advice.
-    severity: Severity | None = "error"
     try:
         configs = read_configs(source, settings)
-        severity = None
         if named and not configs:
             parse_any(source)
     except SettingError as error:
@@ -172,7 +173,7 @@ def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         column = min(int(place.group(2) or 1), len(lines[line - 1]) + 1) if place else 1
         message = text[place.end() :] if place else text
         message = message[:1].upper() + message[1:]
-        yield SyntaxFault.finding(Place(source.path, line, column), message, severity=severity)
+        yield SyntaxFault.finding(Place(source.path, line, column), message)
         return
     for config in configs:
         yield from _apply("config", ConfigRule, config, source, settings)
@@ -211,7 +212,10 @@ def syntax_fault(source: Source, error: SyntaxError) -> Finding:
     where = source.place(max(error.lineno or 1, 1), max(error.offset or 1, 1))
     # Name the version that parsed it: newer syntax is not a mistake in the file.
     version, detail = f"{sys.version_info[0]}.{sys.version_info[1]}", error.msg.rstrip(".?!")
-    return SyntaxFault.finding(where, f"This is not valid Python {version}: {detail}.")
+    advice = "If it is valid in a newer Python, run Halfstep with that version."
+    return SyntaxFault.finding(
+        where, f"This is not valid Python {version}: {detail}. The file was not checked.", instead=advice
+    )
 
 
 def too_deep(source: Source) -> Finding:

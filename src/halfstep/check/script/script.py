@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
 from halfstep.check.script.edits import Lines
@@ -184,7 +185,7 @@ def _mentions(text: str, words: tuple[str, ...], short: tuple[re.Pattern[str], .
 
 
 def read_script(source: Source, settings: Settings, words: tuple[str, ...] = ()) -> Script:
-    """Read a script's facts; SyntaxError if this version of Python cannot parse it.
+    """Read a script's facts; SyntaxError if it cannot be parsed.
 
     `words` are those that single rules declare; a script that mentions one is read as well.
     """
@@ -192,7 +193,7 @@ def read_script(source: Source, settings: Settings, words: tuple[str, ...] = ())
     ruled = _mentions(text, (*_RULED, *words), _RULED_SHORT)
     if not ruled and not _mentions(text, _MENTIONED, _MENTIONED_SHORT):
         return Script(source, settings, ast.Module([], []), about=False)
-    tree = ast.parse(text, filename=source.path)
+    tree = parse_python(text, source.path)
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
     if not ruled:
         return Script(source, settings, tree)
