@@ -19,6 +19,7 @@ __all__ = [
     "DEEPSPEED_KEYS",
     "Kind",
     "Match",
+    "fill_template",
     "find_configs",
     "has_own_keys",
     "is_deepspeed",
@@ -38,6 +39,8 @@ _SURE = re.compile(
     r"""["']?(?:zero_optimization|train_micro_batch_size_per_gpu)["']?\s*:|^(?:compute_environment|deepspeed_config)\s*:""",
     re.MULTILINE,
 )
+
+_SLOT = re.compile(r"""(?<![\w"'./-])\{\{[^{}\n]*\}\}(?![\w"'./-])""")  # outside quotes: a value by itself
 
 # Keys that only releases before 0.19.8 read, in addition to the tables of halfstep.precision.deepspeed_keys.
 _OLD_KEYS = (
@@ -106,6 +109,14 @@ def may_be_config(text: str) -> bool:
 def is_surely_config(text: str) -> bool:
     """Whether a file that cannot be parsed is clearly meant as a configuration, and is not a template of one."""
     return bool(_SURE.search(text)) and "{%" not in text and "{{" not in text
+
+
+def fill_template(text: str) -> str:
+    """The text with `{{ name }}` replaced by a string of the same length that stands for an unknown value.
+
+    A template of Jinja or Helm is then JSON or YAML and can be checked; one with `{% if %}` usually is neither.
+    """
+    return _SLOT.sub(lambda slot: '"${' + "_" * (len(slot.group()) - 5) + '}"', text)
 
 
 def find_configs(root: Node) -> Iterator[Match]:

@@ -42,7 +42,7 @@ class AxolotlBf16Weights(AxolotlRule):
         "the optimizer updates these bf16 weights. bf16 has 8 significant bits: an update below 1/512 of a weight has "
         "no effect, and at a learning rate of 1e-5 that is most of them. DeepSpeed and FSDP1 add fp32 master weights; "
         "axolotl's FSDP2 path shards the bf16 weights as they are, unless a release with `fp32_master_weights` is "
-        "used. Suppress this finding if the DeepSpeed file is passed on the command line."
+        "used."
     )
     bad = (
         _MODEL + _TRAIN + "bf16: true\n",
@@ -81,8 +81,8 @@ class AxolotlBf16Weights(AxolotlRule):
             return
         shards = ", and FSDP2 shards them as they are" if fsdp else ""
         message = (
-            f"`{entry.key}` loads the weights in bf16{shards}; there is no fp32 master copy, so updates below 1/512 of a "
-            "weight are lost."
+            f"`{entry.key}` loads the weights in bf16{shards}; unless the launcher adds DeepSpeed there is no fp32 master "
+            "copy, and updates below 1/512 of a weight are lost."
         )
         instead = "Set `deepspeed:` to a ZeRO file (fp32 master weights), or train an adapter."
         yield self.finding(config.where(entry), message, instead=instead)
@@ -151,7 +151,7 @@ class AxolotlTwoFormats(AxolotlRule):
     severity = "advice"
     reason = (
         "axolotl does not reject the pair. `bf16: true` sets `fp16` to false, and `fp16: true` disables `bf16: auto`, "
-        "even on a GPU with bf16. fp16 needs a loss scale and overflows above 65504; bf16 needs neither."
+        "even on a GPU with bf16 (releases before May 2025 enabled both there, which the Trainer rejects). fp16 needs a loss scale and overflows above 65504; bf16 needs neither."
     )
     bad = (
         _MODEL + _TRAIN + "adapter: lora\nbf16: true\nfp16: true\n",

@@ -53,7 +53,7 @@ class TorchtuneBf16Weights(TorchtuneRule):
     good = (
         _FULL + "dtype: fp32\n",
         _FULL.replace("qwen3_8b", "lora_qwen3_8b") + "dtype: bf16\n",
-        _FULL.replace("torch.optim.AdamW", "torchao.optim.AdamW8bit") + "  bf16_stochastic_round: true\ndtype: bf16\n",
+        _FULL.replace("torch.optim.AdamW", "torchao.optim.AdamW8bit\n  bf16_stochastic_round: true") + "dtype: bf16\n",
     )
     references = (
         _DOCS,
