@@ -76,6 +76,12 @@ _TRANSFORMERS = frozenset({
     "output_dir", "overwrite_output_dir", "save_total_limit", "report_to", "gradient_checkpointing", "optim",
     "logging_strategy", "save_strategy", "evaluation_strategy", "eval_strategy", "micro_batch_size", "num_epochs",
 })  # fmt: skip
+# Keys of PaddlePaddle's trainers, whose arguments have the same names (`fp16_opt_level` among them) and other meanings.
+_PADDLE = frozenset({
+    "sharding", "recompute", "recompute_granularity", "recompute_method", "tensor_parallel_degree",
+    "pipeline_parallel_degree", "sharding_parallel_degree", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "amp_master_grad", "amp_custom_black_list", "amp_custom_white_list", "unified_checkpoint", "disable_ckpt_quant",
+})  # fmt: skip
 _TRANSFORMERS_ALONE = ("per_device_train_batch_size", "num_train_epochs")
 _LIGHTNING = frozenset({
     "accelerator", "devices", "max_epochs", "gpus", "strategy", "num_nodes", "gradient_clip_val", "max_steps",
@@ -181,13 +187,19 @@ def kind_of(block: Block) -> Kind | None:
         return "deepspeed"
     precision = keys & {"fp16", "bf16", "tf32", "fp16_full_eval", "bf16_full_eval", "half_precision_backend"}
     trainer = len(keys & _TRANSFORMERS)
-    if precision and trainer >= 2 and (keys & set(_TRANSFORMERS_ALONE) or trainer >= 4):
+    if precision and trainer >= 2 and (keys & set(_TRANSFORMERS_ALONE) or trainer >= 4) and not keys & _PADDLE:
         return "transformers"
     target = block.entry("_target_")
     is_target = target is not None and isinstance(target.value, Scalar) and "lightning" in str(target.value.value)
-    if "precision" in keys and (is_target or len(keys & _LIGHTNING) >= 3):
+    if "precision" in keys and (is_target or len(keys & _LIGHTNING) >= 3 or _is_litgpt(block)):
         return "lightning"
     return None
+
+
+def _is_litgpt(block: Block) -> bool:
+    """Whether a mapping is a recipe of LitGPT, whose `precision` is that of Fabric."""
+    train = _child(block, "train")
+    return train is not None and {"micro_batch_size", "global_batch_size"} <= set(train.keys())
 
 
 def is_deepspeed(block: Block) -> bool:

@@ -21,7 +21,7 @@ from halfstep.check.settings import Settings
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar
 
-__all__ = ["find_in_script"]
+__all__ = ["expects_error", "find_in_script"]
 
 # A script without any of these words contains no configuration and is not searched.
 _HINT = (
@@ -73,7 +73,7 @@ class _Finder:
         self.nodes = list(ast.walk(tree))
         self.names = read_names((n, False) for n in self.nodes if isinstance(n, ast.Import | ast.ImportFrom))
         self.literals = Literals(self.nodes, text, self.names)
-        failing = [inner for n in self.nodes if _expects_error(n) for inner in ast.walk(n)]
+        failing = [inner for n in self.nodes if expects_error(n) for inner in ast.walk(n)]
         self.failing = {id(node) for node in failing}
         self.failing_names = {node.id for node in failing if isinstance(node, ast.Name)}
         self.calls = [n for n in self.nodes if isinstance(n, ast.Call) and id(n) not in self.failing]
@@ -234,7 +234,7 @@ class _Finder:
                     yield self._config("torch", Block(span, entries, call=True), full)
 
 
-def _expects_error(node: ast.AST) -> bool:
+def expects_error(node: ast.AST) -> bool:
     """Whether a node is `with pytest.raises(...)` or `with self.assertRaises(...)`."""
     if not isinstance(node, ast.With):
         return False

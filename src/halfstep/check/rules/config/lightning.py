@@ -25,7 +25,8 @@ _CORRECTIONS = {
     "16_mixed": "16-mixed", "fp16-mixed": "16-mixed", "bfloat16": "bf16-mixed", "bf16_mixed": "bf16-mixed",
     "bf-16": "bf16-mixed", "fp32": "32-true", "float32": "32-true", "float": "32-true", "32-bit": "32-true",
 }  # fmt: skip
-_TRAINS = frozenset({"max_epochs", "min_epochs", "max_steps", "gradient_clip_val", "accumulate_grad_batches"})
+_ADAPTER = re.compile(r"^(?:lora_|adapter|quantize)")  # LitGPT's keys
+_TRAINS = frozenset({"train", "max_epochs", "min_epochs", "max_steps", "gradient_clip_val", "accumulate_grad_batches"})
 _OLD_NAMES = {"16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -127,11 +128,13 @@ class PureHalf(LightningRule):
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true')\ntrainer.fit(model)\n",
         "from lightning.fabric import Fabric\n\nfabric = Fabric(precision='16-true')\nfabric.backward(loss)\n",
         "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 9\n  precision: bf16-true\n",
+        "checkpoint_dir: x\nprecision: bf16-true\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
     )
     good = (
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='bf16-true', strategy='deepspeed_stage_2')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true')\ntrainer.predict(model)\n",
+        "checkpoint_dir: x\nprecision: bf16-true\nlora_r: 8\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
     )
     references = (_TRUE, "https://arxiv.org/abs/1710.03740")
 
@@ -145,8 +148,9 @@ class PureHalf(LightningRule):
             return
         strategy = config.entry("strategy")
         text = config.source.text[strategy.value.span.start : strategy.value.span.end].casefold() if strategy else ""
-        if "deepspeed" in text:
-            return  # its optimizers keep fp32 master weights
+        adapter = any(_ADAPTER.search(e.key) and config.value(e.key) is not None for e in config.root.entries)
+        if "deepspeed" in text or adapter:
+            return  # DeepSpeed keeps fp32 master weights, and an adapter's own weights start near 0
         unknown = config.value("strategy") is UNKNOWN and not re.search("auto|ddp|fsdp|single", text)
         trains = config.root.call or bool(set(config.root.keys()) & _TRAINS)
         severity: Severity | None = None if trains and not unknown else "advice"

@@ -19,7 +19,7 @@ _TRAINING = "\n[training]\nlocal_batch_size = 1\nseq_len = 8192\nsteps = 1000\n"
 _ACCEPTED = {
     "dtype": ("bfloat16", "float32"),
     "mixed_precision_param": ("bfloat16", "float32"),
-    "mixed_precision_reduce": ("float32",),
+    "mixed_precision_reduce": ("float32", "bfloat16"),  # bfloat16: only in releases after 0.2.2, and in forks
 }
 _FLOAT8_NAMES = frozenset({"float8", "quantize.linear.float8"})
 _FLOAT8_BLOCKS = (("float8",), ("quantize", "linear", "float8"))
@@ -52,13 +52,18 @@ class TorchtitanBf16Weights(TorchtitanRule):
         "weights."
     )
     bad = (_HEAD + _TRAINING + 'dtype = "bfloat16"\n',)
-    good = (_HEAD + _TRAINING + 'dtype = "float32"\n', _HEAD + _TRAINING + 'mixed_precision_param = "bfloat16"\n')
+    good = (
+        _HEAD + _TRAINING + 'dtype = "float32"\n',
+        _HEAD + _TRAINING + 'mixed_precision_param = "bfloat16"\n',
+        _HEAD + _TRAINING + 'dtype = "bfloat16"\n\n[lora]\nr = 32\n',
+    )
     references = (_CONFIG, "https://github.com/NVIDIA-NeMo/Automodel/pull/2248")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Report bfloat16."""
         entry = config.entry("training", "dtype")
-        if entry and config.value("training", "dtype") == "bfloat16":
+        tunes_adapter = any("lora" in table.key or "peft" in table.key for table in config.root.entries)
+        if entry and config.value("training", "dtype") == "bfloat16" and not tunes_adapter:
             message = (
                 "`training.dtype` creates the weights in bf16, without an fp32 master copy; updates below 1/512 of a "
                 "weight are lost."
@@ -74,15 +79,18 @@ class TorchtitanRejectedFormat(TorchtitanRule):
     name = "torchtitan-rejected-format"
     severity = "error"
     reason = (
-        "torchtitan accepts float32 and bfloat16 for `dtype` and `mixed_precision_param`, and only float32 for "
-        "`mixed_precision_reduce`: gradients are always reduced in fp32. There is no fp16 and no loss scaling. Other "
-        "values stop it when it parses the file."
+        "torchtitan accepts float32 and bfloat16 for `dtype` and `mixed_precision_param`, and float32 for "
+        "`mixed_precision_reduce` (later releases bfloat16 too). There is no fp16, because it has no loss scaling, and "
+        "short names such as bf16 are unknown. Other values stop it when it parses the file."
     )
     bad = (
-        _HEAD + _TRAINING + 'mixed_precision_reduce = "bfloat16"\n',
         _HEAD + _TRAINING + 'mixed_precision_param = "float16"\n',
+        _HEAD + _TRAINING + 'mixed_precision_reduce = "fp32"\n',
     )
-    good = (_HEAD + _TRAINING + 'mixed_precision_reduce = "float32"\n',)
+    good = (
+        _HEAD + _TRAINING + 'mixed_precision_param = "bfloat16"\n',
+        _HEAD + _TRAINING + 'mixed_precision_reduce = "float32"\n',
+    )
     references = (_CONFIG,)
 
     def inspect(self, config: Config) -> Iterator[Finding]:

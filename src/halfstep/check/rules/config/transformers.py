@@ -195,6 +195,7 @@ class ApexArguments(TrainerRule):
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True)\n",
         "output_dir: out\nnum_train_epochs: 3\nper_device_train_batch_size: 8\nfp16: true\nfp16_opt_level: O1\n"
         "half_precision_backend: auto\nfp16_backend: auto\n",
+        "output_dir: out\nnum_train_epochs: 3\nper_device_train_batch_size: 8\nfp16: true\nfp16_opt_level: O2\nsharding: stage2\n",
     )
     references = (_APEX, _DOCS, "measured: transformers 5.22 has none of the three arguments")
 
@@ -206,7 +207,7 @@ class ApexArguments(TrainerRule):
             if entry is None or value is None:
                 continue
             apex = value == "apex" or (key == "fp16_opt_level" and value != "O1")
-            if not config.root.call and not (apex and config.value("fp16") is not False):
+            if not config.root.call and not (apex and config.value("fp16") is True):
                 continue  # files often list every argument with its default
             apex |= key == "fp16_opt_level"
             message = f"`{key}` configures Apex AMP, which no longer exists; Transformers 5 raises a TypeError for it."
