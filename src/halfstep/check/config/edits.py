@@ -72,10 +72,12 @@ def _remove_lines(text: str, block: Block, start: int, end: int, title: str) -> 
 
 def add(config: Config, block: Block, key: str, value: object, title: str, *, safe: bool = True) -> Fix | None:
     """Insert a key before the first one of a block, in the same layout."""
-    if not block.entries or config.source.language == "toml":
-        return None
     text = config.source.text
-    first = block.entries[0].key_span.start
+    # Arguments that `**` unpacks are written in a dictionary elsewhere.
+    own = [e for e in block.entries if block.span.start <= e.key_span.start < block.span.end]
+    if not own or config.source.language == "toml" or (block.call and text[own[0].key_span.start] in "\"'"):
+        return None
+    first = own[0].key_span.start
     before = text[block.span.start : first]
     if config.source.language == "yaml" and not text.startswith("{", block.span.start):
         line = text.rfind("\n", 0, first) + 1

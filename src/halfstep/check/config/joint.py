@@ -18,7 +18,7 @@ from pathlib import Path
 from halfstep.check.config.config import Config, place_of, read_configs
 from halfstep.check.config.literals import Literals
 from halfstep.check.config.objects import optimizer_config
-from halfstep.check.config.python_reader import find_in_script
+from halfstep.check.config.python_reader import expects_error, find_in_script
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
 from halfstep.check.rule import ConfigRule
@@ -217,7 +217,7 @@ def _read(path: Path) -> Source | None:
 
 
 def _is_conditional(call: ast.Call, tree: ast.Module) -> bool:
-    """Whether a call is inside an `if` other than the test for __main__."""
+    """Whether a call is inside an `if` other than the test for __main__, or where a test expects it to fail."""
     todo: list[tuple[ast.AST, bool]] = [(tree, False)]
     while todo:
         node, under = todo.pop()
@@ -225,6 +225,7 @@ def _is_conditional(call: ast.Call, tree: ast.Module) -> bool:
             return under
         if isinstance(node, ast.If):
             under |= not any(isinstance(n, ast.Constant) and n.value == "__main__" for n in ast.walk(node.test))
+        under |= expects_error(node)
         todo.extend((child, under) for child in ast.iter_child_nodes(node))
     return False
 
