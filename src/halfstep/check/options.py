@@ -30,6 +30,11 @@ class Options:
     deepspeed: str | None = None
     gpu: str | None = None
     transformers: str | None = None
+    unsafe_fixes: bool | None = None  # None: as the project sets it
+
+    def allows_unsafe(self, project: Project) -> bool:
+        """Whether `--fix` and `--diff` also apply fixes that need review."""
+        return project.unsafe_fixes if self.unsafe_fixes is None else self.unsafe_fixes
 
     def settings(self, project: Project) -> Settings:
         """What rules may know beyond the text."""
@@ -64,6 +69,8 @@ def make_options(
     deepspeed: str | None,
     gpu: str | None,
     transformers: str | None = None,
+    *,
+    unsafe_fixes: bool | None = None,
 ) -> Options:
     """Options from text, each one validated."""
     if deepspeed is not None:
@@ -72,9 +79,8 @@ def make_options(
         parse_version(transformers, "transformers")
     if gpu is not None and gpu != "auto":
         find_device(gpu)
-    return Options(
-        parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore"), deepspeed, gpu, transformers
-    )
+    chosen, ignored = parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore")
+    return Options(chosen, ignored, deepspeed, gpu, transformers, unsafe_fixes)
 
 
 _EXAMPLES = {"deepspeed": ("DeepSpeed", "0.19.8"), "transformers": ("transformers", "5.22.2")}

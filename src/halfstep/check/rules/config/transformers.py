@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
+from halfstep.check.config.recipes import loaded_in_bf16
 from halfstep.check.finding import Finding
 from halfstep.check.rule import ConfigRule, Rule
 
@@ -84,6 +85,40 @@ class TrainerFp16OnCpu(TrainerRule):
             yield self.finding(config.where(entry), message, instead="Use bf16, or neither.")
 
 
+class Bf16WeightsConfigured(TrainerRule):
+    """A file of training arguments loads the model in bf16 and trains all of its weights."""
+
+    code = "HS278"
+    name = "bf16-weights-configured"
+    severity = "advice"
+    reason = (
+        "`bf16: true` is autocast: the weights keep the dtype they were loaded in. bf16 has 8 significant bits, so an "
+        "update below 1/512 of a weight has no effect: at a learning rate of 1e-5 that is most updates. DeepSpeed, or FSDP "
+        "with mixed precision, keep an fp32 copy; a single GPU and DDP do not."
+    )
+    bad = (
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
+    )
+    good = (
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: float32\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nuse_peft: true\nbf16: true\nper_device_train_batch_size: 2\n"
+        "learning_rate: 1.0e-4\n",
+    )
+    references = (_DOCS, "https://arxiv.org/abs/2010.06192")
+
+    def inspect(self, config: Config) -> Iterator[Finding]:
+        """Report the dtype in a file of arguments."""
+        entry = config.entry("torch_dtype") or config.entry("dtype")
+        if entry and loaded_in_bf16(config):
+            message = (
+                f"`{entry.key}` loads the model in bf16; unless the launcher adds DeepSpeed or FSDP, the weights are "
+                "trained in bf16 and updates below 1/512 of a weight are lost."
+            )
+            yield self.finding(
+                config.where(entry), message, instead=f"Set `{entry.key}: float32`; `bf16: true` computes in bf16."
+            )
+
+
 class ApexArguments(TrainerRule):
     """An Apex argument is set, although Apex AMP no longer exists."""
 
@@ -99,8 +134,14 @@ class ApexArguments(TrainerRule):
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True, fp16_opt_level='O2')\n",
         "from transformers import TrainingArguments\n\n"
         "args = TrainingArguments('out', fp16=True, half_precision_backend='apex')\n",
+        "output_dir: out\nnum_train_epochs: 3\nper_device_train_batch_size: 8\nfp16: true\nfp16_opt_level: O2\n",
     )
-    good = ("from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True)\n",)
+    good = (
+        "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True)\n",
+        "output_dir: out\nnum_train_epochs: 3\nper_device_train_batch_size: 8\nfp16: true\nfp16_opt_level: O1\n"
+        "half_precision_backend: auto\nfp16_backend: auto\n",
+        "output_dir: out\nnum_train_epochs: 3\nper_device_train_batch_size: 8\nfp16: true\nfp16_opt_level: O2\nsharding: stage2\n",
+    )
     references = (_APEX, _DOCS, "measured: transformers 5.22 has none of the three arguments")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
@@ -110,7 +151,10 @@ class ApexArguments(TrainerRule):
             value = config.value(key)
             if entry is None or value is None:
                 continue
-            apex = value == "apex" or key == "fp16_opt_level"
+            apex = value == "apex" or (key == "fp16_opt_level" and value != "O1")
+            if not config.root.call and not (apex and config.value("fp16") is True):
+                continue  # files often list every argument with its default
+            apex |= key == "fp16_opt_level"
             message = f"`{key}` configures Apex AMP, which no longer exists; Transformers 5 raises a TypeError for it."
             used = apex and config.value("fp16") is not False
             yield self.finding(config.where(entry), message, instead="Remove it.", severity=None if used else "advice")
@@ -174,6 +218,7 @@ class NanFilter(TrainerRule):
 RULES: tuple[type[Rule], ...] = (
     Fp16AndBf16,
     TrainerFp16OnCpu,
+    Bf16WeightsConfigured,
     ApexArguments,
     FlagAsText,
     NanFilter,
