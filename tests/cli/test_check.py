@@ -73,6 +73,7 @@ def test_contradictions_are_usage_errors(folder, args):
         (("gone.py",), "no file or folder 'gone.py'"),
         (("--select", "HS555"), "--select: no rule is called 'HS555'"),
         (("--deepspeed", "new"), "not a version"),
+        (("--transformers", "new"), "not a version of transformers"),
         (("--gpu", "H20O"), "Unknown GPU"),
     ],
 )

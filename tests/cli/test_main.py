@@ -39,7 +39,7 @@ def test_flags_are_few_and_listed():
     assert flags == {
         "check": [
             "--deepspeed", "--diff", "--fix", "--format", "--gpu", "--ignore", "--select", "--stdin-filename",
-            "--unsafe-fixes",
+            "--transformers", "--unsafe-fixes",
         ],
         "compare": [
             "--batch", "--data", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision", "--repeats", "--resume",

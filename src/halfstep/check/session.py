@@ -42,15 +42,16 @@ def check_path(
     ignore: Iterable[str] = (),
     deepspeed: str | None = None,
     gpu: str | None = None,
+    transformers: str | None = None,
 ) -> tuple[Finding, ...]:
     """The precision mistakes in one or more files and folders; no checked code is imported, run or changed.
 
     `select` and `ignore` accept codes (`"HS104"`), prefixes (`"HS1"`), names and severities. `deepspeed` is the DeepSpeed
-    version that configurations are checked for, `gpu` the hardware. The project's pyproject.toml applies as it does for
+    version that configurations are checked for, `transformers` the version that scripts run with, `gpu` the hardware. The project's pyproject.toml applies as it does for
     `halfstep check`.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    options = make_options(_words(select), _words(ignore), deepspeed, gpu)
+    options = make_options(_words(select), _words(ignore), deepspeed, gpu, transformers)
     return check_paths(paths, options).findings
 
 
@@ -111,7 +112,7 @@ def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) 
     language = language_of(name)
     if language is None:
         raise SettingError(
-            f"Unknown file type {name!r}. Pass a --stdin-filename that ends in .py, .ipynb, .json, .yaml or .yml."
+            f"Unknown file type {name!r}. Pass a --stdin-filename that ends in .py, .ipynb, .json, .yaml, .yml or .toml."
         )
     project = find_project(Path(name).absolute().parent)
     document = read_document(name, data, language)

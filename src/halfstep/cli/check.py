@@ -37,6 +37,11 @@ FORMATS = ("text", "json", "sarif", "github")
     "--deepspeed", metavar="VERSION", help="Check configurations against this version (default: the installed one)."
 )
 @click.option(
+    "--transformers",
+    metavar="VERSION",
+    help="The version of transformers that the scripts run with (default: installed).",
+)
+@click.option(
     "--gpu", metavar="NAME", help="Also report settings that this GPU does not support (auto: query nvidia-smi)."
 )
 @click.option("--stdin-filename", metavar="NAME", help="File name for standard input (-); default: stdin.py.")
@@ -49,6 +54,7 @@ def command(
     unsafe_fixes: bool | None,
     style: str,
     deepspeed: str | None,
+    transformers: str | None,
     gpu: str | None,
     stdin_filename: str | None,
 ) -> None:
@@ -69,7 +75,7 @@ def command(
     if unsafe_fixes is not None and not (fix or diff):
         raise click.UsageError("--unsafe-fixes has no effect without --fix or --diff. Add one of them.")
     _check_usage(paths, style, stdin_filename, fix=fix, diff=diff)
-    options = make_options(select, ignore, deepspeed, gpu, unsafe_fixes=unsafe_fixes)
+    options = make_options(select, ignore, deepspeed, gpu, transformers, unsafe_fixes=unsafe_fixes)
     try:
         if from_stdin:
             outcome = check_stdin(_standard_input(), stdin_filename or "stdin.py", options, fix=fix or diff)

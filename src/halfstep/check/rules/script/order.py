@@ -7,6 +7,7 @@ import ast
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.event import Event
+from halfstep.check.script.gradients import measures_only, skipped_unscale, unscaled_between
 from halfstep.check.script.loop_fixes import scale_fix, unscale_fix, update_fix
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import (
@@ -17,11 +18,11 @@ from halfstep.check.script.order import (
     exclusive,
     implied,
     later,
+    only_settings,
     scaled_before,
     switched_off,
     without_amp,
 )
-from halfstep.check.script.owners import is_of_another
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 
@@ -179,8 +180,8 @@ class StepBypassesScaler(TraceRule):
     name = "step-bypasses-scaler"
     severity = "error"
     reason = (
-        "After `scaler.scale(loss).backward()` gradients are up to 65536 times too large and may contain inf. "
-        "`optimizer.step()` applies them as they are: an SGD step is 65536 times too long, Adam normalizes the scale away but "
+        "After `scaler.scale(loss).backward()` gradients are multiplied by the scale, which starts at 65536, and may contain inf. "
+        "`optimizer.step()` applies them as they are: an SGD step is too long by that factor, Adam normalizes the scale away but "
         "its eps becomes meaningless, and a single inf turns weights into NaN. `scaler.step(optimizer)` unscales the "
         "gradients and skips the step if any is inf or NaN."
     )
@@ -217,7 +218,7 @@ class StepBypassesScaler(TraceRule):
         if any(e.kind == "unscale" for e in mine) and len(event.guards) > len(trace[start].guards):
             return None  # unscaled and checked by hand
         scaler = trace[start].scaler
-        if any(e.kind == "scaler_step" and (implied(e, event) or implied(event, e)) for e in mine):
+        if any(e.kind == "scaler_step" and (implied(event, e) or only_settings(script, e, event)) for e in mine):
             message = f"`{event.optimizer}.step()` repeats the step of `{scaler}.step` on the same gradients"
             return self.finding(script.where(call), message, instead=f"remove {event.optimizer}.step()")
         if any(e.kind == "scaler_step" for e in mine):
@@ -245,8 +246,8 @@ class ClipBeforeUnscale(TraceRule):
     name = "clip-before-unscale"
     severity = "error"
     reason = (
-        "Scaled gradients are up to 65536 times too large, so clipping to a norm of 1 shrinks them about 65536 times more than "
-        "intended: steps become tiny and the loss plateaus without an error. Call `scaler.unscale_(optimizer)` first; "
+        "Scaled gradients are too large by the scale, which starts at 65536, so clipping to a norm of 1 shrinks them by that factor more "
+        "than intended: steps become tiny and the loss plateaus without an error. Call `scaler.unscale_(optimizer)` first; "
         "`scaler.step` then does not unscale again."
     )
     bad = (
@@ -273,17 +274,19 @@ class ClipBeforeUnscale(TraceRule):
         start = scaled_before(trace, index)
         if start is None or switched_off(script, trace[start]):
             return None
-        unscaled = between(trace, start, index, "unscale", *STEPS)
-        if any(not is_of_another(script, trace, e, event) for e in unscaled):
-            return None
+        if unscaled_between(script, trace, start, index) or measures_only(event.node):
+            return None  # HS110 reports a norm that is only measured
+        unless = skipped_unscale(script, trace, start, index)
         scaler = trace[start].scaler
         following = next((i for i in later(trace, index, "scaler_step") if trace[i].scaler == scaler), None)
         optimizer = trace[following].optimizer if following is not None else ""
         return self.finding(
             script.where(event.node),
-            f"`{event.subject}` clips gradients that are still multiplied by the scale of `{scaler}`",
+            f"`{event.subject}` clips gradients that are still multiplied by the scale of `{scaler}`"
+            + (f", unless `{unless}`" if unless else ""),
             instead=f"call {scaler}.unscale_({optimizer or 'optimizer'}) before clipping",
             fix=unscale_fix(script, trace, start, index),
+            severity="warning" if unless else None,
         )
 
 
@@ -310,7 +313,7 @@ class ClipAfterStep(TraceRule):
         if before is None or trace[before].kind not in {"scaler_step", "opt_step"}:
             return None
         step = trace[before]
-        if step.loops != event.loops or not implied(step, event) or not event.loops:
+        if step.loops != event.loops or not only_settings(script, step, event) or not event.loops:
             return None
         if any(trace[i].loops == event.loops for i in later(trace, index, "backward", *STEPS)):
             return None
