@@ -89,7 +89,7 @@ def test_every_promised_fix_has_a_case():
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.bad], ids=ids)
 def test_fix_document_applies_the_fixes_of_each_case(rule):
-    """`--fix` applies a fix if and only if the case has one, and leaves no more findings than before."""
+    """`--fix --unsafe-fixes` applies a fix if and only if the case has one, and leaves no more findings than before."""
     settings = settings_of_case(rule)
 
     def check(document):
@@ -98,7 +98,7 @@ def test_fix_document_applies_the_fixes_of_each_case(rule):
     for text in rule.bad:
         source = source_of_case(rule, text)
         document = read_document(source.path, text.encode(), source.language)
-        result = fix_document(document, check(document), check)
+        result = fix_document(document, check(document), check, unsafe=True)
         fixable = [f for f in check(document) if f.fix is not None]
         assert bool(result.applied) == bool(fixable)
         assert len(result.findings) <= len(check(document))
@@ -133,7 +133,9 @@ def test_codes_and_names_are_unique_and_codes_match_the_group():
     """No two rules share a code or a name, and the first digit of a code is that of its group."""
     assert len({rule.code for rule in RULES}) == len({rule.name for rule in RULES}) == len(RULES)
     for group, first in (("files", "HS0"), ("script", "HS1"), ("config", "HS2"), ("hardware", "HS3")):
-        assert {rule.code[:3] for rule in rules_of(group)} <= ({first, "HS5"} if group == "config" else {first})
+        # HS277 reads a script, and is about TrainingArguments like its neighbours; HS5xx are recipes of other trainers.
+        codes = {rule.code[:3] for rule in rules_of(group) if rule.code != "HS277"}
+        assert codes <= ({first, "HS5"} if group == "config" else {first})
 
 
 def test_there_are_enough_rules():

@@ -93,6 +93,7 @@ class UntestedOptimizer(DeepSpeedRule):
 
     code = "HS242"
     name = "untested-optimizer"
+    objects = True
     severity = "error"
     reason = (
         "ZeRO compares the exact optimizer class with a list: torch's Adam, AdamW and Adagrad, and DeepSpeed's Adam, "
@@ -106,6 +107,8 @@ class UntestedOptimizer(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}',
         "import deepspeed\n\nds_config = {\n    'train_batch_size': 8,\n    'zero_optimization': {'stage': 2},\n"
         "    'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}},\n}\n",
+        "import deepspeed\nimport torch\n\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\nengine, *_ = deepspeed.initialize(\n"
+        "    model=net, optimizer=opt, config={'train_batch_size': 8, 'zero_optimization': {'stage': 2}}\n)\n",
     )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": true,\n'
@@ -132,7 +135,8 @@ class UntestedOptimizer(DeepSpeedRule):
         by_layer = kind in BY_LAYER or name in BY_LAYER
         if allowed is None and config.entry("zero_allow_untested_optimizer") is None and not by_layer:
             title = "Add zero_allow_untested_optimizer"
-            fix = add(config, config.root, "zero_allow_untested_optimizer", True, title)
+            # The flag says that the user knows what ZeRO does with this optimizer.
+            fix = add(config, config.root, "zero_allow_untested_optimizer", True, title, safe=False)
         yield self.at(
             config,
             ("optimizer", "type"),
@@ -188,6 +192,7 @@ class OneBitWithZero(DeepSpeedRule):
 
     code = "HS244"
     name = "one-bit-with-zero"
+    objects = True
     severity = "error"
     reason = (
         "1-bit Adam, 0/1 Adam and 1-bit LAMB compress full momentum tensors between ranks, while ZeRO gives each rank "
@@ -215,6 +220,7 @@ class OneBitOutsideFp16(DeepSpeedRule):
 
     code = "HS245"
     name = "one-bit-outside-fp16"
+    objects = True
     severity = "warning"
     reason = (
         "DeepSpeed itself warns that 'the convergence of 1-bit Adam is only verified under FP16', and likewise for "
@@ -252,6 +258,7 @@ class OneBitRemoved(DeepSpeedRule):
 
     code = "HS246"
     name = "one-bit-removed"
+    objects = True
     severity = "warning"
     reason = (
         "DeepSpeed 0.19.7 (September 2026) removed OneBitAdam, ZeroOneAdam and OneBitLamb, and 0.19.8 removed their "

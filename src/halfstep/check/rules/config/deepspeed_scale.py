@@ -60,7 +60,8 @@ class InvalidLossScale(DeepSpeedRule):
             fix = None
             entry = config.entry("fp16", "loss_scale")
             if entry and (scale == "dynamic" or number == -1):
-                fix = replace_value(config, entry.value, 0, "Replace with 0 (dynamic)")
+                # "dynamic" is the word for 0; -1 may as well be a typing mistake for a static scale of 1.
+                fix = replace_value(config, entry.value, 0, "Replace with 0 (dynamic)", safe=scale == "dynamic")
             yield self.at(config, ("fp16", "loss_scale"), message, instead='Set `"loss_scale": 0`.', fix=fix)
         if not deepspeed.fp16 or not deepspeed.is_dynamic:
             return
