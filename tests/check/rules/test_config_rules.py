@@ -322,4 +322,4 @@ def test_a_file_with_apex_is_reported(key):
 def test_a_file_that_loads_bf16_weights_is_reported_if_it_trains_them(extra, reported):
     """TRL's files name the dtype of the model next to the trainer's arguments."""
     text = f"model_name_or_path: a/b\ntorch_dtype: bfloat16\nbf16: true\n{PADDLE}{extra}"
-    assert ("HS277" in codes(text)) == reported
+    assert ("HS278" in codes(text)) == reported
