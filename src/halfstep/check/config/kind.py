@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 Recipe = Literal["axolotl", "llamafactory", "torchtune", "torchtitan"]
-Kind = Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint"] | Recipe
+Kind = (
+    Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint", "argparse"] | Recipe
+)
 
 _HINT = re.compile(
     r"zero_optimization|deepspeed_config|train_batch_size|train_micro_batch_size_per_gpu|fp16|bf16|bfloat16|precision|torch_autocast|float8|\bamp\b"
@@ -81,6 +83,7 @@ _PADDLE = frozenset({
     "sharding", "recompute", "recompute_granularity", "recompute_method", "tensor_parallel_degree",
     "pipeline_parallel_degree", "sharding_parallel_degree", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "amp_master_grad", "amp_custom_black_list", "amp_custom_white_list", "unified_checkpoint", "disable_ckpt_quant",
+    "continue_training", "eval_with_do_generation", "use_fused_rms_norm", "zero_padding",
 })  # fmt: skip
 _TRANSFORMERS_ALONE = ("per_device_train_batch_size", "num_train_epochs")
 _LIGHTNING = frozenset({

@@ -27,7 +27,7 @@ __all__ = ["expects_error", "find_in_script"]
 _HINT = (
     "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
-    "finetuning_type", "micro_batch_size", "torchtune.",
+    "finetuning_type", "type=bool",
 )  # fmt: skip
 _HARDWARE_HINT = re.compile(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
@@ -120,9 +120,11 @@ class _Finder:
             name = self.literals.name_of(node)
             if name and name in self.failing_names:
                 continue
-            recipe = recipe_of(root) if isinstance(root, Block) else None
-            if recipe is not None and isinstance(root, Block) and (changed := self._changed(root, name)) is not None:
-                yield self._config(recipe, changed, "a dictionary")
+            # The other programs take their recipe as a file; a dictionary with their keys is a fixture of a test.
+            if isinstance(root, Block) and recipe_of(root) == "llamafactory":
+                changed = self._changed(root, name)
+                if changed is not None:
+                    yield self._config("llamafactory", changed, "a dictionary")
             origin = by_variable.get(name, "") or by_node.get(id(node), "")
             if isinstance(root, Block) and (is_deepspeed(root) or (origin and root.entries)):
                 nested.update(id(inner) for inner in ast.walk(node))
@@ -180,6 +182,10 @@ class _Finder:
             yield replace(self._keywords("lightning", call, last), script=self._facts_around(call))
         elif last == "Accelerator" and full.split(".")[0] == "accelerate":
             yield self._keywords("accelerate", call, last)
+        elif isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument" and call.args:
+            kind = next((k.value for k in call.keywords if k.arg == "type"), None)
+            if isinstance(kind, ast.Name) and kind.id == "bool":
+                yield self._positional("argparse", call, "add_argument", flag=call.args[-1], type=ast.Constant("bool"))
         elif full.startswith("halfstep.") and last == "Engine":
             yield self._keywords("halfstep", call, last)
         elif full.startswith("halfstep.") and full.endswith("Policy.parse") and call.args:
