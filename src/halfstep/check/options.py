@@ -29,6 +29,9 @@ class Options:
     ignore: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    preview: bool | None = None  # this and the next: None leaves the choice to the project
+    respect_gitignore: bool | None = None
+    force_exclude: bool = False  # treat named files like those of a folder
 
     def settings(self, project: Project) -> Settings:
         """What rules may know beyond the text."""
@@ -45,9 +48,10 @@ class Options:
 
         What the command line selects is reported even if the project ignores it; a per-file ignore always applies.
         """
-        selection = Selection(self.select, self.ignore)
+        preview = project.preview if self.preview is None else self.preview
+        selection = Selection(self.select, self.ignore, preview)
         if not self.select:
-            selection = Selection(project.select, (*self.ignore, *project.ignore))
+            selection = Selection(project.select, (*self.ignore, *project.ignore), preview)
         if not project.per_file_ignores:
             return selection
         file = Path(path).absolute()

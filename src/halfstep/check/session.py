@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.check.files.document import Document, language_of, read_document
+from halfstep.check.cache import Cache
+from halfstep.check.files.document import Document, language_of, located_source, read_document
 from halfstep.check.finding import Finding
 from halfstep.check.fixing import Fixed, fix_document, write_back
 from halfstep.check.options import Options, make_options
@@ -27,6 +28,7 @@ class Outcome:
     results: tuple[FileResult, ...]
     num_files: int
     fixed: tuple[Fixed, ...] = ()
+    num_known: int = 0  # findings that the baseline has, which are not among the results
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -64,10 +66,11 @@ def check_paths(
     fix: bool = False,
     write: bool = False,
     limit: bool = False,
+    cache: Cache | None = None,
 ) -> Outcome:
     """Check files and folders; with `fix`, compute the fixes, and with `write`, write them to the files."""
-    targets = find_files(paths)
-    results = [result for result in check_targets(targets, options, limit=limit) if result.findings]
+    targets = find_files(paths, gitignore=options.respect_gitignore, force_exclude=options.force_exclude)
+    results = [result for result in _check(targets, options, cache, limit=limit) if result.findings]
     if not fix:
         return Outcome(tuple(results), len(targets))
     by_path = {target.path: target for target in targets}
@@ -77,8 +80,21 @@ def check_paths(
             fixed_file = _fix(by_path[result.path], result, options, write=write)
             fixed.append(fixed_file)
             if not fixed_file.problem:
-                results[index] = FileResult(result.path, fixed_file.findings, fixed_file.after.source)
+                results[index] = FileResult(result.path, fixed_file.findings, located_source(fixed_file.after))
     return Outcome(tuple(r for r in results if r.findings), len(targets), tuple(f for f in fixed if f.applied))
+
+
+def _check(targets: Sequence[Target], options: Options, cache: Cache | None, *, limit: bool) -> Iterable[FileResult]:
+    """The results of all files in order, those of unchanged files from the cache."""
+    if cache is None:
+        return check_targets(targets, options, limit=limit)
+    results = {target.path: cache.find(target) for target in targets}
+    misses = [target for target in targets if results[target.path] is None]
+    for result in check_targets(misses, options, limit=limit):
+        cache.store(result)
+        results[result.path] = result
+    cache.save()
+    return [result for result in results.values() if result is not None]
 
 
 def _fix(target: Target, result: FileResult, options: Options, *, write: bool) -> Fixed:
@@ -114,4 +130,4 @@ def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) 
 
 
 def _result(document: Document, findings: Sequence[Finding]) -> tuple[FileResult, ...]:
-    return (FileResult(document.source.path, tuple(findings), document.source),) if findings else ()
+    return (FileResult(document.source.path, tuple(findings), located_source(document)),) if findings else ()
