@@ -76,7 +76,13 @@ class Link(WordRule):
     code, name, word, cure, severity = "HS907", "link-word", "LINK", "END", "advice"
 
 
-TOYS = (Bad, Hmm, Crash, Breaks, Worse, Chain, Link)
+class Soon(WordRule):
+    """SOON is in preview."""
+
+    code, name, word, preview = "HS909", "soon-word", "SOON", True
+
+
+TOYS = (Bad, Hmm, Crash, Breaks, Worse, Chain, Link, Soon)
 
 
 def use_toys(monkeypatch):

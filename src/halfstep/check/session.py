@@ -11,7 +11,7 @@ from halfstep.check.cache import Cache
 from halfstep.check.files.document import Document, language_of, located_source, read_document
 from halfstep.check.finding import Finding
 from halfstep.check.fixing import Fixed, fix_document, write_back
-from halfstep.check.options import Options, make_options
+from halfstep.check.options import Options, check_preview, make_options
 from halfstep.check.parallel import check_targets
 from halfstep.check.project import find_project
 from halfstep.check.runner import FileResult, check_document, read_target
@@ -70,6 +70,7 @@ def check_paths(
 ) -> Outcome:
     """Check files and folders; with `fix`, compute the fixes, and with `write`, write them to the files."""
     targets = find_files(paths, gitignore=options.respect_gitignore, force_exclude=options.force_exclude)
+    check_preview(options, {target.project for target in targets})
     results = [result for result in _check(targets, options, cache, limit=limit) if result.findings]
     if not fix:
         return Outcome(tuple(results), len(targets))
@@ -120,6 +121,7 @@ def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) 
             f"Unknown file type {name!r}. Pass a --stdin-filename that ends in .py, .ipynb, .json, .yaml, .yml or .toml."
         )
     project = find_project(Path(name).absolute().parent)
+    check_preview(options, (project,))
     document = read_document(name, data, language)
     settings, selection = options.settings(project), options.selection(project, name)
     findings = check_document(document, settings, selection)
