@@ -27,6 +27,7 @@ def folder(tmp_path, monkeypatch):
     """Toy rules, and a current folder with one file."""
     use_toys(monkeypatch)
     find_project.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".xdg"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text(SCRIPT)
     return tmp_path
@@ -58,6 +59,7 @@ def test_findings_are_exit_code_3_and_none_is_0(folder):
         ("--diff", "--format", "json"),
         ("-", "a.py"),
         ("--stdin-filename", "a.py"),
+        ("--unsafe-fixes",),
         ("--no-such-flag",),
     ],
 )
@@ -72,6 +74,7 @@ def test_contradictions_are_usage_errors(folder, args):
         (("gone.py",), "no file or folder 'gone.py'"),
         (("--select", "HS555"), "--select: no rule is called 'HS555'"),
         (("--deepspeed", "new"), "not a version"),
+        (("--transformers", "new"), "not a version of transformers"),
         (("--gpu", "H20O"), "Unknown GPU"),
     ],
 )
@@ -117,6 +120,25 @@ def test_fix_changes_the_file_and_reports_what_is_left(folder):
     assert "a.py: fixed 1 finding" in result.output
     assert (folder / "a.py").read_text() == SCRIPT.replace("BAD", "FINE")
     assert run("--fix", "--ignore", "HS902").exit_code == 0
+
+
+def test_unsafe_fixes_need_their_flag(folder):
+    """The summary counts them, `--fix` alone leaves them, and `--diff --unsafe-fixes` shows them."""
+    (folder / "a.py").write_text("ODD\nBAD\n")
+    assert "1 fixable with --fix (preview with --diff), 1 more with --unsafe-fixes." in run().output
+    assert "+EVEN\n" in run("--diff", "--unsafe-fixes").stdout
+    assert "EVEN" not in run("--diff").stdout
+    assert "1 fixable with --fix --unsafe-fixes (review the changes with --diff)." in run("--fix").output
+    assert (folder / "a.py").read_text() == "ODD\nFINE\n"
+
+
+def test_a_project_may_allow_unsafe_fixes(folder):
+    """`unsafe-fixes = true` is the default of its files, which the flag overrides."""
+    (folder / "a.py").write_text("ODD\nFINE\n")
+    (folder / "pyproject.toml").write_text("[tool.halfstep.check]\nunsafe-fixes = true\n")
+    assert "EVEN" not in run("--diff", "--no-unsafe-fixes").stdout
+    assert run("--fix").exit_code == 0
+    assert (folder / "a.py").read_text() == "EVEN\nFINE\n"
 
 
 def test_standard_input(folder):
@@ -203,12 +225,32 @@ def test_the_work_of_a_tree_grows_with_its_files(tmp_path):
 
 
 def test_the_hook_is_one_that_pre_commit_takes():
-    """It runs the command, on scripts, notebooks and files named like configurations."""
+    """It runs the command on scripts, notebooks and every file that may be a configuration."""
     (hook,) = yaml.safe_load((Path(__file__).parents[2] / ".pre-commit-hooks.yaml").read_text())
     assert {"id", "name", "entry", "language"} <= set(hook)
-    assert hook["entry"] == "halfstep check"
-    assert all(re.search(hook["files"], name) for name in ("a/train.py", "n.ipynb", "c/ds_config.json", "zero3.json"))
-    assert not any(re.search(hook["files"], name) for name in ("package.json", "data/labels.json", "mkdocs.yml"))
+    assert hook["entry"] == "halfstep check --force-exclude"
+    names = ("a/train.py", "n.ipynb", "c/ds_config.json", "zero3.jsonc", "recipes/8B.yaml", "train.toml")
+    assert all(re.search(hook["files"], name) for name in names)
+    assert not any(re.search(hook["files"], name) for name in ("README.md", "a.pyc", "data.jsonl", "train.sh"))
+
+
+def test_the_hook_skips_files_by_their_content(tmp_path):
+    """A commit with a manifest, a template and data of no interest passes; a configuration with a mistake does not."""
+    (hook,) = yaml.safe_load((Path(__file__).parents[2] / ".pre-commit-hooks.yaml").read_text())
+    files = {
+        "package.json": '{"name": "x", ',
+        "chart.yaml": "{{- if .Values.fp16 }}\na: [\n",
+        "labels.json": '[{"precision": 0.5}]',
+        "Cargo.toml": "[package]\n",
+        "tsconfig.jsonc": "{ // options\n}",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    options = hook["entry"].split()[2:]
+    assert halfstep(*options, "--no-cache", *files, cwd=tmp_path).returncode == 0
+    text = '{"fp16": {"enabled": true}, "bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'
+    (tmp_path / "any name.jsonc").write_text(text)
+    assert halfstep(*options, "--no-cache", *files, "any name.jsonc", cwd=tmp_path).returncode == 3
 
 
 def test_an_interrupt_ends_it_with_130(tmp_path):

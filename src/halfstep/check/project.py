@@ -9,6 +9,8 @@
     baseline = "halfstep-baseline.json"
     deepspeed = "0.16.4"
     gpu = "A100"
+    transformers = "5.22.2"
+    unsafe-fixes = true
 
     [tool.halfstep.check.per-file-ignores]
     "tests/*" = ["HS104"]
@@ -30,6 +32,7 @@ __all__ = ["PerFileIgnore", "Project", "find_project"]
 
 _KEYS = (
     "select", "ignore", "per-file-ignores", "exclude", "respect-gitignore", "preview", "baseline", "deepspeed", "gpu",
+    "transformers", "unsafe-fixes",
 )  # fmt: skip
 
 
@@ -52,9 +55,11 @@ class Project:
     exclude: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    transformers: str | None = None
     respect_gitignore: bool = True
     preview: bool = False
     baseline: str | None = None  # relative to `root`
+    unsafe_fixes: bool = False
 
 
 @cache
@@ -111,9 +116,11 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         _texts(table, "exclude", where),
         _text(table, "deepspeed", where),
         _text(table, "gpu", where),
+        _text(table, "transformers", where),
         _flag(table, "respect-gitignore", where, default=True),
         _flag(table, "preview", where, default=False),
         _text(table, "baseline", where),
+        _flag(table, "unsafe-fixes", where, default=False),
     )
 
 

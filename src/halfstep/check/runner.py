@@ -29,7 +29,7 @@ from halfstep.check.suppress import suppress
 from halfstep.check.walk import Target
 from halfstep.errors import SettingError
 
-__all__ = ["FileResult", "check_document", "check_target", "read_target"]
+__all__ = ["FileResult", "check_document", "check_target", "read_target", "with_usable_fix"]
 
 # Words of scripts that contain a configuration; without one, the configuration rules are not even loaded.
 _CONFIGURES = (
@@ -127,6 +127,7 @@ def _findings(source: Source, settings: Settings, *, named: bool, preview: bool)
 
 
 def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:
+    from halfstep.check.script.raising import lines_that_raise
     from halfstep.check.script.script import read_script
 
     try:
@@ -143,7 +144,10 @@ def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool
             Place(source.path), f"Python cannot parse this file: {error}. The file was not checked."
         )
         return
-    yield from _apply("script", ScriptRule, script, source, settings, preview=preview)
+    raising = lines_that_raise(tree, source.text) if source.language == "python" else []
+    for finding in _apply("script", ScriptRule, script, source, settings, preview=preview):
+        if not any(finding.line in lines for lines in raising):
+            yield finding
     if configures:
         from halfstep.check.config.joint import configs_in_script
 
@@ -195,11 +199,24 @@ def _apply(
 def _run(rule: type[Any], facts: Any, source: Source) -> list[Finding]:
     """The findings of one rule; a rule that fails is reported as one finding."""
     try:
-        return list(rule().check(facts))
+        return [with_usable_fix(finding, source) for finding in rule().check(facts)]
     except (RecursionError, MemoryError):
         return [too_deep(source)]
     except Exception as error:
         return [failure(source, f"{rule.code} ({rule.name})", error)]
+
+
+def with_usable_fix(finding: Finding, source: Source) -> Finding:
+    """The finding without its fix, if the fix would insert a name that may have no value there."""
+    if finding.fix is None or source.language not in {"python", "notebook"}:
+        return finding
+    from halfstep.check.script.bound import missing_names
+
+    try:
+        usable = not missing_names(source.text, finding.fix.edits)
+    except SyntaxError:
+        usable = False
+    return finding if usable else replace(finding, fix=None)
 
 
 def failure(source: Source, component: str, error: Exception) -> Finding:

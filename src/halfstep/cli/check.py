@@ -30,8 +30,13 @@ FORMATS = ("text", "concise", "json", "sarif", "github", "gitlab", "junit")
 @click.option("--ignore", multiple=True, metavar="RULES", help="All rules except these.")
 @click.option("--preview/--no-preview", default=None, help="Also run the rules that are not stable yet.")
 @click.option("--list-rules", is_flag=True, help="List all rules and exit.")
-@click.option("--fix", is_flag=True, help="Apply the fixes that are mechanical and safe.")
+@click.option("--fix", is_flag=True, help="Apply the fixes that are safe.")
 @click.option("--diff", is_flag=True, help="Show the fixes as a diff without applying them.")
+@click.option(
+    "--unsafe-fixes/--no-unsafe-fixes",
+    default=None,
+    help="With --fix and --diff: include fixes that need review (default: as pyproject.toml sets it, else no).",
+)
 @click.option("--format", "style", default="text", show_default=True, metavar="|".join(FORMATS), help="Output format.")
 @click.option("--statistics", is_flag=True, help="Show how often each rule has findings instead of the findings.")
 @click.option("--exit-zero", is_flag=True, help="Exit with 0 even if there are findings.")
@@ -47,6 +52,11 @@ FORMATS = ("text", "concise", "json", "sarif", "github", "gitlab", "junit")
     "--deepspeed", metavar="VERSION", help="Check configurations against this version (default: the installed one)."
 )
 @click.option(
+    "--transformers",
+    metavar="VERSION",
+    help="The version of transformers that the scripts run with (default: the installed one).",
+)
+@click.option(
     "--gpu", metavar="NAME", help="Also report settings that this GPU does not support (auto: query nvidia-smi)."
 )
 @click.option("--stdin-filename", metavar="NAME", help="File name for standard input (-); default: stdin.py.")
@@ -58,6 +68,7 @@ def command(
     list_rules: bool,
     fix: bool,
     diff: bool,
+    unsafe_fixes: bool | None,
     style: str,
     statistics: bool,
     exit_zero: bool,
@@ -68,6 +79,7 @@ def command(
     no_cache: bool,
     cache_dir: str | None,
     deepspeed: str | None,
+    transformers: str | None,
     gpu: str | None,
     stdin_filename: str | None,
 ) -> None:
@@ -90,6 +102,10 @@ def command(
     _check_usage(
         (style not in FORMATS, f"Unknown --format {style}. Known: {', '.join(FORMATS)}."),
         (fix and diff, "--fix changes files, --diff only shows the changes. Remove one of the two."),
+        (
+            unsafe_fixes is not None and not changes,
+            "--unsafe-fixes has no effect without --fix or --diff. Add one of them.",
+        ),
         (diff and style != "text", f"--diff prints a diff, so --format {style} has no effect. Remove one of the two."),
         (
             from_stdin and len(paths) > 1,
@@ -119,7 +135,7 @@ def command(
         click.echo(rules_as_json() if style == "json" else rules_as_text())
         return
     options = replace(
-        make_options(select, ignore, deepspeed, gpu),
+        make_options(select, ignore, deepspeed, gpu, transformers, unsafe_fixes=unsafe_fixes),
         preview=preview,
         respect_gitignore=respect_gitignore,
         force_exclude=force_exclude,
@@ -178,9 +194,10 @@ def _without_known(outcome: Outcome, baseline: str | None, path: str | None) -> 
         baseline = str(project.root / project.baseline)
     from halfstep.check.baseline import read_baseline, subtract
 
-    results = subtract(outcome.results, read_baseline(Path(baseline)))
-    num_left = sum(len(result.findings) for result in results)
-    return replace(outcome, results=results, num_known=len(outcome.findings) - num_left)
+    left = replace(outcome, results=subtract(outcome.results, read_baseline(Path(baseline))))
+    num_unsafe = sum(f.fix is not None and not f.fix.safe for f in left.findings)
+    num_known = len(outcome.findings) - len(left.findings)
+    return replace(left, num_known=num_known, num_unsafe_fixes=min(outcome.num_unsafe_fixes, num_unsafe))
 
 
 def _write_baseline(outcome: Outcome, file: str) -> None:

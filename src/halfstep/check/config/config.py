@@ -115,7 +115,7 @@ def read_configs(source: Source, settings: Settings) -> tuple[Config, ...]:
     except SettingError:
         if kind.is_surely_config(source.text):
             raise
-        return ()
+        roots = _parse_template(source)
     return tuple(
         Config(match.kind, match.block, source, settings, strict=match.strict)
         for root in roots
@@ -134,6 +134,15 @@ def parse_any(source: Source) -> tuple[Node, ...]:
     from halfstep.check.config import toml_reader  # tomllib takes 8 ms to import
 
     return (toml_reader.parse_toml(source.text, source.path),)
+
+
+def _parse_template(source: Source) -> tuple[Node, ...]:
+    """The trees of a template whose slots are unknown values; none if it is no template, or more than that."""
+    text = kind.fill_template(source.text)
+    try:
+        return parse_any(Source(source.path, text, source.language)) if text != source.text else ()
+    except SettingError:
+        return ()
 
 
 def case_source(text: str) -> Source:

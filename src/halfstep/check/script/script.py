@@ -6,6 +6,8 @@
     recognise  calls                        -> scale, backward, unscale, clip, step, update
     flow       statements of one function   -> events under guards, loops and regions
     trace      functions combined           -> what a run does, in order
+    weights    names of one model           -> the dtype of its weights
+    training   optimizers and Trainers      -> which 16-bit weights they update
 
 A text that does not mention mixed precision is not parsed at all, which is the case for most files of a project.
 """
@@ -24,8 +26,10 @@ from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
 from halfstep.check.script.edits import Lines
 from halfstep.check.script.event import Event
+from halfstep.check.script.modules import classes_under_autocast
 from halfstep.check.script.outline import MAX_BINDINGS, Function, Outline, read_outline
 from halfstep.check.script.trace import Trace, read_traces
+from halfstep.check.script.training import Training
 from halfstep.check.script.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
 from halfstep.check.settings import Settings
 
@@ -61,6 +65,11 @@ class Script:
         """What each root of the script does, in order."""
         acts = self.outline.calls.keys() & _ACTS or "autocast" in self.outline.loads
         return read_traces(self.outline) if self.about and acts else ()
+
+    @cached_property
+    def training(self) -> Training:
+        """The models with 16-bit weights, and what trains them."""
+        return Training(self.outline)
 
     @cached_property
     def lines(self) -> Lines:
@@ -163,6 +172,11 @@ class Script:
         if end_line is None or end_column is None:
             return self.source.place(line, first)
         return self.source.place(line, first, end_line, self.lines.column(end_line, end_column))
+
+    @cached_property
+    def classes_under_autocast(self) -> dict[str, frozenset[str]]:
+        """The classes whose forward runs under autocast in this file, with the dtypes it may use ("?": unknown)."""
+        return classes_under_autocast(self.outline, self.events("enter_autocast"))
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """The statement a node is part of."""
