@@ -101,4 +101,5 @@ def use_toys(monkeypatch):
 
     monkeypatch.setattr(registry, "rules_of", rules_of)
     monkeypatch.setattr(runner, "rules_of", rules_of)
+    monkeypatch.setattr(runner, "words_of_rules", lambda _group: tuple(rule.word for rule in TOYS))
     monkeypatch.setattr(runner, "with_usable_fix", lambda finding, source: finding)  # the words are not variables
