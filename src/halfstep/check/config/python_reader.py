@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, recipe_of
-from halfstep.check.config.literals import Literals
+from halfstep.check.config.literals import literals_of
 from halfstep.check.files.source import Source
+from halfstep.check.script.children import all_nodes
 from halfstep.check.script.names import Names, chain, read_names
 from halfstep.check.settings import Settings
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
@@ -70,9 +71,9 @@ class _Finder:
         text = source.text
         self.source = source
         self.settings = settings
-        self.nodes = list(ast.walk(tree))
+        self.nodes = all_nodes(tree)
         self.names = read_names((n, False) for n in self.nodes if isinstance(n, ast.Import | ast.ImportFrom))
-        self.literals = Literals(self.nodes, text, self.names)
+        self.literals = literals_of(tree, text, self.names)
         failing = [inner for n in self.nodes if expects_error(n) for inner in ast.walk(n)]
         self.failing = {id(node) for node in failing}
         self.failing_names = {node.id for node in failing if isinstance(node, ast.Name)}
