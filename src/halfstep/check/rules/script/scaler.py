@@ -253,8 +253,12 @@ class ScalerInLoop(TraceRule):
     @staticmethod
     def _first_time(event: Event, key: str) -> bool:
         last = key.rsplit(".", 1)[-1]
-        once = ("first", "init", " == ", last)  # a guard that is true in one iteration only
-        return any(word in text for word in once for text, _ in event.guards)
+        # A guard that is true in one iteration only; `device == 'cpu'` is the same in all of them.
+        once = ("first", "init", last)
+        counts = (text for text, is_true in event.guards if is_true and " == " in text)
+        return any(word in text for word in once for text, _ in event.guards) or any(
+            not re.search(r"device|== ['\"]", text) for text in counts
+        )
 
 
 class ScalerUnused(ScriptRule):
