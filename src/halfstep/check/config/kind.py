@@ -30,9 +30,7 @@ __all__ = [
 ]
 
 Recipe = Literal["axolotl", "llamafactory", "torchtune", "torchtitan"]
-Kind = (
-    Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint", "argparse"] | Recipe
-)
+Kind = Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint"] | Recipe
 
 _HINT = re.compile(
     r"zero_optimization|deepspeed_config|train_batch_size|train_micro_batch_size_per_gpu|fp16|bf16|bfloat16|precision|torch_autocast|float8|\bamp\b"

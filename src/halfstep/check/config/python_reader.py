@@ -28,7 +28,7 @@ __all__ = ["expects_error", "find_in_script"]
 _HINT = (
     "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
-    "finetuning_type", "type=bool",
+    "finetuning_type",
 )  # fmt: skip
 _HARDWARE_HINT = re.compile(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
@@ -183,10 +183,6 @@ class _Finder:
             yield replace(self._keywords("lightning", call, last), script=self._facts_around(call))
         elif last == "Accelerator" and full.split(".")[0] == "accelerate":
             yield self._keywords("accelerate", call, last)
-        elif isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument" and call.args:
-            kind = next((k.value for k in call.keywords if k.arg == "type"), None)
-            if isinstance(kind, ast.Name) and kind.id == "bool":
-                yield self._positional("argparse", call, "add_argument", flag=call.args[-1], type=ast.Constant("bool"))
         elif full.startswith("halfstep.") and last == "Engine":
             yield self._keywords("halfstep", call, last)
         elif full.startswith("halfstep.") and full.endswith("Policy.parse") and call.args:
