@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from halfstep.check import options as module
 from halfstep.check.finding import Finding
 from halfstep.check.options import Options, find_device, make_options, parse_version
+from halfstep.check.pins import installed_pins
 from halfstep.check.project import PerFileIgnore, Project
 from halfstep.errors import SettingError
 from halfstep.hardware import probe as hardware
@@ -32,14 +32,14 @@ def test_the_installed_deepspeed_is_used_unless_another_is_named(tmp_path, monke
     """The flag takes precedence over the project, the project over the installed version; nothing is imported."""
     (tmp_path / "deepspeed-0.15.1.dist-info").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "gone")])
-    module.installed_deepspeed.cache_clear()
+    installed_pins.cache_clear()
     assert Options().settings(Project()).deepspeed == (0, 15, 1)
     assert Options().settings(Project(deepspeed="0.12.0")).deepspeed == (0, 12, 0)
     assert Options(deepspeed="0.19.8").settings(Project(deepspeed="0.12.0")).deepspeed == (0, 19, 8)
     monkeypatch.setattr(sys, "path", [])
-    module.installed_deepspeed.cache_clear()
+    installed_pins.cache_clear()
     assert Options().settings(Project()).deepspeed is None
-    module.installed_deepspeed.cache_clear()
+    installed_pins.cache_clear()
     assert "deepspeed" not in sys.modules
 
 

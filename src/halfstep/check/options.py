@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfstep.check.pins import Pin, installed_pins, parse_pin
 from halfstep.check.project import Project
 from halfstep.check.select import Selection, parse_selectors, path_matches
 from halfstep.check.settings import Settings
@@ -29,16 +28,21 @@ class Options:
     ignore: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    pins: tuple[Pin, ...] = ()
 
     def settings(self, project: Project) -> Settings:
         """What rules may know beyond the text."""
-        version = self.deepspeed or project.deepspeed
+        pins = (*self.pins, *project.pins)
+        pinned = next((pin.version for pin in pins if pin.package == "deepspeed"), None)
+        version = self.deepspeed or pinned or project.deepspeed
         gpu = self.gpu or project.gpu
         deepspeed = parse_version(version) if version else installed_deepspeed()
+        if version:
+            pins = (Pin("deepspeed", version, "--deepspeed" if self.deepspeed else "pyproject.toml"), *pins)
         if not gpu:
-            return Settings(deepspeed)
+            return Settings(deepspeed, pins=pins, look_up=True)
         origin = "nvidia-smi" if gpu == "auto" else f"--gpu {gpu}" if self.gpu else f"gpu = {gpu!r} in pyproject.toml"
-        return Settings(deepspeed, find_device(gpu), origin)
+        return Settings(deepspeed, find_device(gpu), origin, pins, look_up=True)
 
     def selection(self, project: Project, path: str) -> Selection:
         """Which findings in the file at `path` to report.
@@ -57,13 +61,20 @@ class Options:
         return selection
 
 
-def make_options(select: tuple[str, ...], ignore: tuple[str, ...], deepspeed: str | None, gpu: str | None) -> Options:
+def make_options(
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    deepspeed: str | None,
+    gpu: str | None,
+    versions: tuple[str, ...] = (),
+) -> Options:
     """Options from text, each one validated."""
     if deepspeed is not None:
         parse_version(deepspeed)
     if gpu is not None and gpu != "auto":
         find_device(gpu)
-    return Options(parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore"), deepspeed, gpu)
+    pins = tuple(parse_pin(text, "--with") for text in versions)
+    return Options(parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore"), deepspeed, gpu, pins)
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -74,22 +85,10 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group(1).split("."))
 
 
-@cache
 def installed_deepspeed() -> tuple[int, ...] | None:
-    """The version of DeepSpeed installed alongside Halfstep, from the name of its dist-info folder; nothing is imported.
-
-    importlib.metadata finds it as well, but takes several times as long (61 ms instead of 10 on a busy machine).
-    """
-    for folder in sys.path:
-        try:
-            names = [entry.name for entry in os.scandir(folder or ".")]
-        except OSError:
-            continue
-        for name in names:
-            match = re.fullmatch(r"deepspeed-(.+)\.dist-info", name)
-            if match:
-                return parse_version(match.group(1))
-    return None
+    """The version of DeepSpeed installed alongside Halfstep."""
+    version = next((pin.version for pin in installed_pins() if pin.package == "deepspeed"), None)
+    return parse_version(version) if version else None
 
 
 @cache

@@ -7,6 +7,9 @@
     deepspeed = "0.16.4"
     gpu = "A100"
 
+    [tool.halfstep.check.with]
+    torch = "2.11.0"
+
     [tool.halfstep.check.per-file-ignores]
     "tests/*" = ["HS104"]
 
@@ -15,17 +18,18 @@ The first file upwards that has the table is used; the search ends at the root o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from halfstep.check.pins import Pin, parse_pin
 from halfstep.check.select import parse_selectors
 from halfstep.errors import SettingError, unknown
 
 __all__ = ["PerFileIgnore", "Project", "find_project"]
 
-_KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu")
+_KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu", "with")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Project:
     exclude: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    pins: tuple[Pin, ...] = ()  # the versions of its libraries, from the table "with"
 
 
 @cache
@@ -103,6 +108,17 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         _texts(table, "exclude", where),
         _text(table, "deepspeed", where),
         _text(table, "gpu", where),
+        _pins(table, where),
+    )
+
+
+def _pins(table: dict[str, Any], where: str) -> tuple[Pin, ...]:
+    versions = table.get("with", {})
+    if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
+        raise SettingError(f'{where}: with is {versions!r}; write a table such as torch = "2.11.0".')
+    return tuple(
+        replace(parse_pin(f"{name}={version}", f"{where}, with"), origin="pyproject.toml")
+        for name, version in versions.items()
     )
 
 

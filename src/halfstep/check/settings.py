@@ -1,4 +1,4 @@
-"""The settings a text is checked under: the DeepSpeed version and the GPU it is meant for."""
+"""The settings a text is checked under: the versions and the GPU it is meant for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from halfstep.check.pins import Pin
     from halfstep.hardware.devices import Device  # 7 ms of a start that may take 300
 
 __all__ = ["Settings"]
@@ -18,3 +19,5 @@ class Settings:
     deepspeed: tuple[int, ...] | None = None  # the version to judge by; None: report what happens before and after
     gpu: Device | None = None  # the hardware the run is for
     gpu_origin: str = ""  # "--gpu t4", "nvidia-smi"
+    pins: tuple[Pin, ...] = ()  # versions that the user named
+    look_up: bool = False  # whether versions that the project pins or that are installed count as well

@@ -34,6 +34,13 @@ FORMATS = ("text", "json", "sarif", "github")
 @click.option(
     "--gpu", metavar="NAME", help="Also report settings that this GPU does not support (auto: query nvidia-smi)."
 )
+@click.option(
+    "--with",
+    "versions",
+    multiple=True,
+    metavar="NAME=VERSION",
+    help="Also report known defects of this version of a library, e.g. torch=2.11 (default: pinned or installed ones).",
+)
 @click.option("--stdin-filename", metavar="NAME", help="File name for standard input (-); default: stdin.py.")
 def command(
     paths: tuple[str, ...],
@@ -44,6 +51,7 @@ def command(
     style: str,
     deepspeed: str | None,
     gpu: str | None,
+    versions: tuple[str, ...],
     stdin_filename: str | None,
 ) -> None:
     """Find precision mistakes in scripts, notebooks and configurations, without running them.
@@ -61,7 +69,7 @@ def command(
 
     from_stdin = "-" in paths
     _check_usage(paths, style, stdin_filename, fix=fix, diff=diff)
-    options = make_options(select, ignore, deepspeed, gpu)
+    options = make_options(select, ignore, deepspeed, gpu, versions)
     try:
         if from_stdin:
             outcome = check_stdin(_standard_input(), stdin_filename or "stdin.py", options, fix=fix or diff)

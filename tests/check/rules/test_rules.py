@@ -107,7 +107,7 @@ def test_fix_document_applies_the_fixes_of_each_case(rule):
 @pytest.mark.parametrize("rule", RULES, ids=ids)
 def test_each_rule_is_documented(rule):
     """Code, name, severity, title, reason and references are present and in the documented format."""
-    assert re.fullmatch(r"HS[0-3]\d\d", rule.code)
+    assert re.fullmatch(r"HS[0-4]\d\d", rule.code)
     assert re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)+", rule.name)
     assert not rule.name.startswith(("no-", "use-", "avoid-", "missing-rule"))
     assert rule.severity in SEVERITIES
@@ -132,7 +132,13 @@ def test_each_rule_has_cases(rule):
 def test_codes_and_names_are_unique_and_codes_match_the_group():
     """No two rules share a code or a name, and the first digit of a code is that of its group."""
     assert len({rule.code for rule in RULES}) == len({rule.name for rule in RULES}) == len(RULES)
-    for group, first in (("files", "HS0"), ("script", "HS1"), ("config", "HS2"), ("hardware", "HS3")):
+    for group, first in (
+        ("files", "HS0"),
+        ("script", "HS1"),
+        ("config", "HS2"),
+        ("hardware", "HS3"),
+        ("advisories", "HS4"),
+    ):
         assert {rule.code[:3] for rule in rules_of(group)} == {first}
 
 
