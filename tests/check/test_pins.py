@@ -102,7 +102,7 @@ def test_the_project_names_versions(tmp_path):
 
 def test_deepspeed_of_the_command_line_is_a_pin_too():
     """--deepspeed selects the behaviour and the advisories, before --with."""
-    options = make_options((), (), "0.18.2", None, ("deepspeed=0.19.8",))
+    options = make_options((), (), "0.18.2", None, versions=("deepspeed=0.19.8",))
     settings = options.settings(Project())
     assert settings.deepspeed == (0, 18, 2)
     assert str(settings.pins[0]) == "deepspeed 0.18.2 (--deepspeed)"

@@ -28,21 +28,36 @@ class Options:
     ignore: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
-    pins: tuple[Pin, ...] = ()
+    transformers: str | None = None
+    unsafe_fixes: bool | None = None  # None: as the project sets it
+    pins: tuple[Pin, ...] = ()  # of `--with`
+
+    def allows_unsafe(self, project: Project) -> bool:
+        """Whether `--fix` and `--diff` also apply fixes that need review."""
+        return project.unsafe_fixes if self.unsafe_fixes is None else self.unsafe_fixes
 
     def settings(self, project: Project) -> Settings:
         """What rules may know beyond the text."""
-        pins = (*self.pins, *project.pins)
-        pinned = next((pin.version for pin in pins if pin.package == "deepspeed"), None)
-        version = self.deepspeed or pinned or project.deepspeed
+        pins = self._pins(project)
+        named = {pin.package: pin.version for pin in reversed(pins)}
+        deepspeed = version_of("deepspeed", named.get("deepspeed"))
+        transformers = version_of("transformers", named.get("transformers"))
         gpu = self.gpu or project.gpu
-        deepspeed = parse_version(version) if version else installed_deepspeed()
-        if version:
-            pins = (Pin("deepspeed", version, "--deepspeed" if self.deepspeed else "pyproject.toml"), *pins)
         if not gpu:
-            return Settings(deepspeed, pins=pins, look_up=True)
+            return Settings(deepspeed, transformers=transformers, pins=pins, look_up=True)
         origin = "nvidia-smi" if gpu == "auto" else f"--gpu {gpu}" if self.gpu else f"gpu = {gpu!r} in pyproject.toml"
-        return Settings(deepspeed, find_device(gpu), origin, pins, look_up=True)
+        return Settings(deepspeed, find_device(gpu), origin, transformers, pins, look_up=True)
+
+    def _pins(self, project: Project) -> tuple[Pin, ...]:
+        """The versions that the user named, the command line first."""
+        flags = (("deepspeed", self.deepspeed), ("transformers", self.transformers))
+        keys = (("deepspeed", project.deepspeed), ("transformers", project.transformers))
+        return (
+            *(Pin(name, version, f"--{name}") for name, version in flags if version),
+            *self.pins,
+            *(Pin(name, version, "pyproject.toml") for name, version in keys if version),
+            *project.pins,
+        )
 
     def selection(self, project: Project, path: str) -> Selection:
         """Which findings in the file at `path` to report.
@@ -66,29 +81,43 @@ def make_options(
     ignore: tuple[str, ...],
     deepspeed: str | None,
     gpu: str | None,
+    transformers: str | None = None,
     versions: tuple[str, ...] = (),
+    *,
+    unsafe_fixes: bool | None = None,
 ) -> Options:
     """Options from text, each one validated."""
     if deepspeed is not None:
         parse_version(deepspeed)
+    if transformers is not None:
+        parse_version(transformers, "transformers")
     if gpu is not None and gpu != "auto":
         find_device(gpu)
     pins = tuple(parse_pin(text, "--with") for text in versions)
-    return Options(parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore"), deepspeed, gpu, pins)
+    chosen, ignored = parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore")
+    return Options(chosen, ignored, deepspeed, gpu, transformers, unsafe_fixes, pins)
 
 
-def parse_version(text: str) -> tuple[int, ...]:
-    """A DeepSpeed version such as "0.19.8" or "0.16.4+cu124" as numbers."""
-    match = re.match(r"v?(\d{1,4}(?:\.\d{1,6}){1,3})(?![\d.])", text.strip())
+_EXAMPLES = {"deepspeed": ("DeepSpeed", "0.19.8"), "transformers": ("transformers", "5.22.2")}
+
+
+def parse_version(text: str, package: str = "deepspeed") -> tuple[int, ...]:
+    """A version such as "0.19.8" or "0.16.4+cu124" as numbers."""
+    match = re.match(r"v?(\d{1,4}(?:\.\d{1,6}){1,3})(?!\d|\.\d)", text.strip())
     if match is None:
-        raise SettingError(f"{text!r} is not a version of DeepSpeed. Write it like 0.19.8.")
+        name, example = _EXAMPLES[package]
+        raise SettingError(f"{text!r} is not a version of {name}. Write it like {example}.")
     return tuple(int(part) for part in match.group(1).split("."))
 
 
-def installed_deepspeed() -> tuple[int, ...] | None:
-    """The version of DeepSpeed installed alongside Halfstep."""
-    version = next((pin.version for pin in installed_pins() if pin.package == "deepspeed"), None)
-    return parse_version(version) if version else None
+def version_of(package: str, text: str | None) -> tuple[int, ...] | None:
+    """The version to judge by: the one in `text`, else the installed one, else None."""
+    return parse_version(text, package) if text else installed_versions().get(package)
+
+
+def installed_versions() -> dict[str, tuple[int, ...]]:
+    """DeepSpeed and Transformers as installed alongside Halfstep; nothing is imported."""
+    return {p.package: parse_version(p.version, p.package) for p in installed_pins() if p.package in _EXAMPLES}
 
 
 @cache

@@ -67,7 +67,8 @@ def pins_for(path: str, named: tuple[Pin, ...], *, look_up: bool) -> dict[str, P
         sources.append(installed_pins())
     for source in sources:
         for pin in source:
-            pins.setdefault(pin.package, pin)
+            if is_version(pin.version):  # --deepspeed also accepts other spellings
+                pins.setdefault(pin.package, pin)
     return pins
 
 

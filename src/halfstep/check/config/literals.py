@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from halfstep.check.script.names import Names, chain
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span
@@ -28,12 +29,14 @@ class Literals:
         self.constants: dict[str, ast.Constant] = {}
         self.variables: dict[int, str] = {}  # id of a dictionary expression -> the variable it is bound to
         self.changes: dict[str, list[Path | None]] = {}  # variable -> the keys that are set later; None: any
+        self.blocks: dict[str, ast.expr] = {}  # variable -> the dictionary it is bound to
         bound: dict[str, int] = {}
         for node in nodes:
             for name in _binds(node):
                 bound[name] = bound.get(name, 0) + 1
             self._note(node)
         self.constants = {name: value for name, value in self.constants.items() if bound.get(name) == 1}
+        self.blocks = {name: value for name, value in self.blocks.items() if bound.get(name) == 1}
 
     def _note(self, node: ast.AST) -> None:
         """Record the bindings and changes that a statement makes."""
@@ -46,6 +49,8 @@ class Literals:
                     self.variables[id(node.value)] = name
                     if isinstance(node.value, ast.Constant) and not isinstance(node, ast.AugAssign):
                         self.constants[name] = node.value
+                    elif self.is_block(node.value) and not isinstance(node, ast.AugAssign):
+                        self.blocks[name] = node.value
         elif isinstance(node, ast.Delete):
             for target in node.targets:
                 self._change(*_subscript(target))
@@ -130,6 +135,27 @@ class Literals:
             isinstance(a, ast.Starred) for a in call.args
         )
         return Block(self.span(call), tuple(entries), open=is_open, call=True)
+
+    def spread(self, call: ast.Call) -> Block:
+        """The keyword arguments of a call with `**options` expanded where a dictionary of the script shows them."""
+        block = self.call(call)
+        entries = list(block.entries)
+        is_open = any(isinstance(a, ast.Starred) for a in call.args)
+        for options in (keyword.value for keyword in call.keywords if keyword.arg is None):
+            name = ".".join(chain(options))
+            source = options if self.is_block(options) else self.blocks.get(name)
+            changes = self.changes.get(name, ()) if source is not options else ()
+            root = self.node(source) if source is not None else None
+            if not isinstance(root, Block) or None in changes:
+                is_open = True
+                continue
+            changed = {path[0] for path in changes if path}
+            entries += [
+                e if e.key not in changed else Entry(e.key, e.key_span, Scalar(e.key_span, UNKNOWN))
+                for e in root.entries
+            ]
+            is_open = is_open or root.open or bool(changed - {e.key for e in root.entries})
+        return replace(block, entries=tuple(entries), open=is_open)
 
     def _scalar(self, node: ast.AST) -> object:
         if isinstance(node, ast.Constant):

@@ -10,8 +10,11 @@ import ast
 import re
 from dataclasses import dataclass
 
+from halfstep.check.script.expressions import first_key, hand_scaled
 from halfstep.check.script.names import chain, key_of
 from halfstep.check.script.outline import Function, Outline
+from halfstep.check.script.saving import is_setting, looped_objects, passed_objects, restores, saves
+from halfstep.check.script.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.values import DTYPES, argument, make_scaler
 
 __all__ = ["Action", "Recogniser"]
@@ -31,9 +34,13 @@ _OPTIMIZER = re.compile(
     r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_]",
     re.IGNORECASE,
 )
-_MODEL = re.compile(r"^(ddp_)?(model|net|network)$|_model$")
+_MODEL = re.compile(
+    r"^(ddp_)?(model|net|network)(_(train|ddp|dp|parallel|without_ddp))?$"
+    r"|^(?!save|load|build|get_|create|make|init|set|prepare|export).*_model$"
+)
+# methods like calling the model
+_FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
-_RESTORES = re.compile(r"resume|restore|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
 _OPTIM_CLASS = re.compile(
@@ -148,7 +155,7 @@ class Recogniser:
                 action: Action | None = method(call, func.value, function)
                 if action is not None:
                     return action
-            if _grad_of(func.value) and func.attr in {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max"}:
+            if grad_of(func.value) and func.attr in {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max"}:
                 return Action("grad_read", subject=func.attr)
         return self._by_full_name(call, name, function)
 
@@ -156,6 +163,8 @@ class Recogniser:
         last = name.rsplit(".", 1)[-1] if name else _last(key_of(call.func))
         if last in CLIPS and not (isinstance(call.func, ast.Attribute) and not name):
             return Action("clip", subject=last)
+        if last == "float" and len(call.args) == 1 and key_of(tensor_of(call.args[0])):
+            return Action("item", subject=key_of(tensor_of(call.args[0])))
         if name in BCE or self._is_bce(call.func, function):
             return Action("bce")
         if name in WRAPS:
@@ -164,7 +173,7 @@ class Recogniser:
             return Action("apex_initialize", subject=key_of(argument(call, 0, "models")))
         if name == "torch.autograd.grad":
             return Action("autograd_grad")
-        if last in {"norm", "clamp"} and name.startswith("torch.") and call.args and _grad_of(call.args[0]):
+        if reads_gradients(call, name, last):
             return Action("grad_read", subject=last)
         if make_scaler(self.outline, call, function):
             return Action("make_scaler")
@@ -175,16 +184,25 @@ class Recogniser:
             return Action("owned_step")
         if key and _MODEL.search(_last(key)) and call.args and not name:
             return Action("forward", subject=key)
-        passed = self._passed_scaler(call, function)
-        restored = "" if passed else self._restores(call, function)
-        return Action("load_optimizer", optimizer=restored) if restored else passed
+        owner = key.rpartition(".")[0]
+        if owner and _MODEL.search(_last(owner)) and _FORWARD.search(_last(key)) and call.args and not name:
+            return Action("forward", subject=owner)
+        return self._passed_scaler(call, function) or self._checkpoint(call, function)
 
-    def _restores(self, call: ast.Call, function: Function) -> str:
-        """The optimizer that a function of another file restores from a checkpoint."""
-        if not _RESTORES.search(_last(key_of(call.func))):
-            return ""
-        keys = [key_of(value) for value in (*call.args, *(k.value for k in call.keywords))]
-        return next((key for key in keys if self.kind_of(key, function) == "optimizer"), "")
+    def _checkpoint(self, call: ast.Call, function: Function) -> Action | None:
+        """A function of another file that saves or restores the objects it receives."""
+        name = _last(key_of(call.func))
+        verb = "save" if saves(name) else "load" if restores(name) else ""
+        keys = [key for key in passed_objects(self.outline, call, function) if not is_setting(key)] if verb else []
+        return self._states(verb, keys, function)
+
+    def _states(self, verb: str, keys: list[str], function: Function) -> Action | None:
+        """The action on several objects: with a scaler among them, or with an optimizer and no scaler."""
+        for kind in ("scaler", "wrapper", "optimizer"):
+            key = next((key for key in keys if self.kind_of(key, function) == kind), "")
+            if key:
+                return Action(f"{verb}_{'optimizer' if kind == 'optimizer' else 'scaler'}", scaler=key, optimizer=key)
+        return None
 
     def _passed_scaler(self, call: ast.Call, function: Function) -> Action | None:
         """A scaler passed to a function that is not in this file, which may do anything with it."""
@@ -247,9 +265,7 @@ class Recogniser:
         if scales:
             whole = isinstance(receiver, ast.Call) and self.kind_of(scales[0], function) == "scaler"
             return Action("backward", scaler=scales[0], subject=key, scaled="yes" if whole else "maybe")
-        return Action(
-            "backward", subject=key or _first_key(receiver), scaled="maybe" if _hand_scaled(receiver) else "no"
-        )
+        return Action("backward", subject=key or first_key(receiver), scaled="maybe" if hand_scaled(receiver) else "no")
 
     def _scales_in(self, node: ast.AST, function: Function) -> list[str]:
         scalers = []
@@ -267,7 +283,7 @@ class Recogniser:
             return either.pop() if len(either) == 1 else "maybe"
         if self._scales_in(node, function):
             return "yes"
-        return "maybe" if _hand_scaled(node) else "no"
+        return "maybe" if hand_scaled(node) else "no"
 
     def _on_manual_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return Action("owned_backward", subject=key_of(receiver))
@@ -301,14 +317,17 @@ class Recogniser:
         return Action("zero_grad", optimizer=key_of(receiver))
 
     def _on_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        key = key_of(receiver)
-        kind = self.kind_of(key, function)
-        return Action(f"save_{kind}", scaler=key, optimizer=key) if kind in {"scaler", "optimizer"} else None
+        return self._state("save", call, receiver, function)
 
     def _on_load_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return self._state("load", call, receiver, function)
+
+    def _state(self, verb: str, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
         kind = self.kind_of(key, function)
-        return Action(f"load_{kind}", scaler=key, optimizer=key) if kind in {"scaler", "optimizer"} else None
+        if kind not in {"scaler", "wrapper", "optimizer"} and key.isidentifier():
+            return self._states(verb, looped_objects(self.outline, call, key, function), function)
+        return self._states(verb, [key], function)
 
     def _on_half(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return Action("cast", subject=key_of(receiver), scaled="float16") if not call.args else None
@@ -327,7 +346,7 @@ class Recogniser:
         return None
 
     def _on_item(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        key = key_of(receiver)
+        key = key_of(tensor_of(receiver))
         return Action("item", subject=key) if key else None
 
     def _on_get_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
@@ -354,38 +373,3 @@ def _options(value: ast.expr) -> list[ast.expr]:
     if isinstance(value, ast.BoolOp):
         return [o for v in value.values for o in _options(v)]
     return [value]
-
-
-def _grad_of(node: ast.expr) -> bool:
-    while (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"detach", "float", "clone"}
-    ):
-        node = node.func.value
-    if isinstance(node, ast.Attribute) and node.attr == "data":
-        node = node.value
-    return isinstance(node, ast.Attribute) and node.attr == "grad"
-
-
-def _hand_scaled(node: ast.AST) -> bool:
-    """Whether an expression may carry a loss scale; a sum only if each term does: `loss + scaled_kl` is a weighting."""
-    terms = [node]
-    while terms:
-        part = terms.pop()
-        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
-            terms += [part.left, part.right]
-        elif not any("scale" in _name(inner).lower() for inner in ast.walk(part)):
-            return False
-    return True
-
-
-def _name(node: ast.AST) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def _first_key(node: ast.AST) -> str:
-    """The first variable of an expression that is not called: `losses` of `sum(losses.values())`."""
-    parts = list(ast.walk(node))
-    called = [part.func for part in parts if isinstance(part, ast.Call)]
-    return next((part.id for part in parts if isinstance(part, ast.Name) and part not in called), "")

@@ -1,20 +1,31 @@
-"""The values of expressions: autocast regions with their dtypes, scalers, number formats.
+"""The values of expressions: autocast regions with their devices and dtypes, and scalers.
 
-Every question is answered with all possibilities in the text. `torch.bfloat16 if ok else torch.float16` is both;
-`dtypes[args.dtype]` is unknown. A rule that needs certainty uses the single answer (`Autocast.dtype`), which is None if
-there are several.
+A region has every dtype that the text allows (see `choices`). A rule that needs certainty uses the single answer
+(`Autocast.dtype`), which is None if there are several.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 from dataclasses import dataclass
 
 from halfstep.check.finding import Place
+from halfstep.check.script.choices import (
+    DTYPES,
+    MAX_VALUES,
+    UNKNOWN,
+    argument,
+    constant,
+    devices_of,
+    dtypes_of,
+    text_of,
+)
 from halfstep.check.script.names import chain, key_of
 from halfstep.check.script.outline import Function, Outline
 
 __all__ = [
+    "DTYPES",
     "Autocast",
     "Scaler",
     "argument",
@@ -26,17 +37,13 @@ __all__ = [
     "text_of",
 ]
 
-UNKNOWN = "?"
-MAX_VALUES = 8  # of one variable; more are not followed
-DTYPES = {
-    "torch.float16": "float16",
-    "torch.bfloat16": "bfloat16",
-    "torch.float32": "float32",
-    "torch.float": "float32",
-    "torch.float64": "float64",
-    "torch.double": "float64",
-}
 AUTOCASTS = {"torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast", "torch.xpu.amp.autocast"}
+_DEFAULTS = {
+    "cuda": frozenset({"float16"}),
+    "xpu": frozenset({"float16"}),
+    "mps": frozenset({"float16"}),
+    "cpu": frozenset({"bfloat16"}),
+}
 SCALERS = {
     "torch.amp.GradScaler",
     "torch.cuda.amp.GradScaler",
@@ -55,9 +62,15 @@ class Autocast:
     node: ast.Call
     where: Place
     api: str  # torch.amp.autocast, torch.cuda.amp.autocast, ...
-    device: str | None  # "cuda", "cpu", ...; None: unknown
+    devices: frozenset[str]  # "cuda", "cpu", ...; "?": unknown
     dtypes: frozenset[str]
     enabled: str  # "yes", "no", or the text of the flag
+    dtype_node: ast.expr | None = None  # the dtype as written; None: the default of the device
+
+    @property
+    def device(self) -> str | None:
+        """The one device type it is for, or None if the text does not decide it."""
+        return next(iter(self.devices)) if len(self.devices) == 1 and UNKNOWN not in self.devices else None
 
     @property
     def dtype(self) -> str | None:
@@ -75,56 +88,6 @@ class Scaler:
     api: str
     enabled: str  # "yes", "no", or the text of the flag
     parent: ast.AST
-
-
-def constant(node: ast.AST | None) -> object:
-    """The value of a literal, also negative numbers and powers such as 2**10; `...` for anything else."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = constant(node.operand)
-        return -value if isinstance(value, (int, float)) else ...
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        left, right = constant(node.left), constant(node.right)
-        if isinstance(left, (int, float)) and isinstance(right, (int, float)) and 0 < left < 100 and abs(right) < 200:
-            return left**right
-    return ...
-
-
-def argument(call: ast.Call, position: int | None, name: str) -> ast.expr | None:
-    """An argument by keyword or position; None if absent or hidden in `*args`."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if position is not None and position < len(call.args):
-        value = call.args[position]
-        if not any(isinstance(a, ast.Starred) for a in call.args[: position + 1]):
-            return value
-    return None
-
-
-def text_of(node: ast.AST | None) -> str:
-    """An expression as text, for comparing and for messages."""
-    return "" if node is None else key_of(node) or ast.unparse(node)
-
-
-def dtypes_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 5) -> frozenset[str]:
-    """The number formats an expression may name, including "?" if part of it is unknown."""
-    if node is None or depth == 0:
-        return frozenset({UNKNOWN})
-    if isinstance(node, ast.IfExp):
-        return dtypes_of(outline, node.body, function, depth - 1) | dtypes_of(outline, node.orelse, function, depth - 1)
-    name = outline.names.full(node)
-    if name in DTYPES:
-        return frozenset({DTYPES[name]})
-    key = key_of(node)
-    # Callers outside the file may pass anything for a parameter.
-    if not key or key in function.params:
-        return frozenset({UNKNOWN})
-    values = outline.values(key, function)
-    if not values or len(values) > MAX_VALUES:
-        return frozenset({UNKNOWN})
-    return frozenset().union(*(dtypes_of(outline, v, function, depth - 1) for v in values if v is not node))
 
 
 def enabled_of(outline: Outline, node: ast.expr | None, function: Function) -> str:
@@ -189,24 +152,21 @@ def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Functio
     if api == "torch.amp.autocast":
         device_node, dtype_node = argument(written, 0, "device_type"), argument(written, 1, "dtype")
         enabled_node = argument(written, 2, "enabled")
-        value = constant(device_node)
-        if value is ... and device_node is not None and key_of(device_node):
-            known = {constant(v) for v in outline.values(key_of(device_node), function)}
-            value = known.pop() if len(known) == 1 and key_of(device_node) not in function.params else ...
-        device = value.split(":")[0] if isinstance(value, str) else None
+        devices = devices_of(outline, device_node, function)
     else:
-        device = api.split(".")[1]
+        devices = frozenset({api.split(".")[1]})
         enabled_node, dtype_node = argument(written, 0, "enabled"), argument(written, 1, "dtype")
     if dtype_node is not None:
         dtypes = dtypes_of(outline, dtype_node, function)
     else:
-        default = {"cuda": "float16", "xpu": "float16", "cpu": "bfloat16"}.get(device or "", UNKNOWN)
-        dtypes = frozenset({UNKNOWN if hidden else default})
+        # An unknown device may be CUDA, whose default is float16.
+        defaults = frozenset().union(*(_DEFAULTS.get(d, {"float16", UNKNOWN}) for d in devices))
+        dtypes = frozenset({UNKNOWN}) if hidden else defaults
     enabled = enabled_of(outline, enabled_node, function)
     if hidden and enabled_node is None:
         enabled = UNKNOWN
     where = Place("", call.lineno, call.col_offset + 1)
-    return Autocast(call, where, api, device, dtypes, enabled)
+    return Autocast(call, where, api, devices, dtypes, enabled, dtype_node)
 
 
 def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: int = 5) -> list[Autocast]:
@@ -252,7 +212,7 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
 def _under(autocast: Autocast, flag: str) -> Autocast:
     if autocast.enabled != "yes":
         return autocast
-    return Autocast(autocast.node, autocast.where, autocast.api, autocast.device, autocast.dtypes, flag)
+    return dataclasses.replace(autocast, enabled=flag)
 
 
 def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.scaler import ScalerWithBf16
 from halfstep.check.script.event import Event
 from halfstep.check.script.names import key_of
-from halfstep.check.script.outline import Function
+from halfstep.check.script.order import switched_off, without_amp
+from halfstep.check.script.recognise import Recogniser
+from halfstep.check.script.saving import is_setting, passed_objects, saves
 from halfstep.check.script.script import Script
 from halfstep.check.script.values import Scaler, constant, text_of
 
@@ -36,7 +38,10 @@ if resume:
     torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(){save}}}, path)
 """
 _SAVES = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
-_LOAD = '    scaler.load_state_dict(checkpoint["scaler"])\n'
+# Calls whose keywords are the parts of a checkpoint: save(optimizer=...), state.update(...), TrainState(...).
+_HOLDS = re.compile(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$")
+_COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
+_LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
 _SAVE = ', "scaler": scaler.state_dict()'
 
 
@@ -46,6 +51,17 @@ def _used(script: Script) -> list[Scaler]:
     idle = {id(s.node) for s in ScalerWithBf16.idle(script)}
     scalers = [s for s in script.scalers if s.key.rsplit(".", 1)[-1] in stepped and s.enabled != "no"]
     return [s for s in scalers if id(s.node) not in idle]
+
+
+def _stepping(script: Script) -> list[Event]:
+    """The steps of scalers that may be enabled and that float16 needs, wherever these are created."""
+    idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
+    steps = _once(script.events("scaler_step", "owned_step"))
+    return [
+        e
+        for e in steps
+        if e.scaler and e.scaler.rsplit(".", 1)[-1] not in idle and not switched_off(script, e) and not without_amp(e)
+    ]
 
 
 def _once(events: Iterator[Event]) -> list[Event]:
@@ -85,30 +101,81 @@ class ScalerNotSaved(ScriptRule):
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Saved optimizer states in scripts that restore them and never save a scaler."""
+        """Saved optimizer states in scripts that step with a scaler and never save one."""
+        steps = _stepping(script)
+        if not steps or script.has("save_scaler") or _saved_elsewhere(script) or _names_scaler(script):
+            return
         scalers = _used(script)
-        if not scalers or script.has("save_scaler"):
-            return
-        if _saved_elsewhere(script):
-            return
-        if any("scaler" in text for text in script.outline.strings if text.isidentifier()):
-            return  # a key or attribute of that name: the scaler is saved some other way
-        for event in _once(script.events("save_optimizer")):
-            if _entry(script, event.node) is None or not _restored_with_steps(script, event):
+        for event in (*_once(script.events("save_optimizer")), *_spread_saves(script)):
+            near = _near_steps(script, event, steps)
+            restored = _restored(script, event)
+            if _entry(script, event.node) is None or not near or restored == "weights only":
                 continue
-            stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.near(event, "scaler_step")}
-            scaler = next((s for s in scalers if s.key.rsplit(".", 1)[-1] in stepped), scalers[0])
+            scaler = near[0].scaler
+            resumed = "a resumed run" if restored == "yes" else "a run that resumes from it"
             yield self.finding(
                 script.where(event.node),
-                f"the checkpoint contains the optimizer state but not the state of `{scaler.key}`: a resumed run restarts at the initial scale",
-                instead=f'save "scaler": {scaler.key}.state_dict() and call {scaler.key}.load_state_dict(...) where the optimizer is restored',
-                fix=_fix(script, scalers),
+                f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {resumed} restarts at the initial scale",
+                instead=f'save "scaler": {scaler}.state_dict() and call {scaler}.load_state_dict(...) where the optimizer is restored',
+                fix=_fix(script, scalers) if scalers and restored == "yes" else None,
+                severity="warning" if restored == "yes" else "advice",
             )
+            if restored != "yes":
+                return  # once is enough for advice
 
 
-def _restored_with_steps(script: Script, event: Event) -> bool:
-    """Whether the state saved here is also restored, in code that steps with a scaler."""
-    return all(any(True for _ in script.near(event, kind)) for kind in ("scaler_step", "load_optimizer"))
+def _restored(script: Script, event: Event) -> str:
+    """Whether saved optimizer states are restored: yes, weights only, or unknown where nothing in the file loads one."""
+    if script.has("load_optimizer"):
+        return "yes"
+    calls = script.outline.calls
+    if "load_state_dict" in calls or any(
+        script.outline.names.full(c.func) == "torch.load" for c, _ in calls.get("load", ())
+    ):
+        return "weights only"
+    # Saved after training, or only the best so far: not written for resuming.
+    final = not event.loops and not saves(event.function.name)
+    best = any(re.search(r"best|[<>]", text) for text, _ in event.guards)
+    return "weights only" if final or best else "unknown"
+
+
+def _names_scaler(script: Script) -> bool:
+    """Whether a key or attribute has "scaler" in its name: the scaler is saved some other way."""
+    if not any("scaler" in text for text in script.outline.strings if text.isidentifier()):
+        return False
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Dict):
+            logged = [v for k, v in zip(node.keys, node.values, strict=True) if "scaler" in str(constant(k))]
+            if not all(isinstance(v, ast.Call) and text_of(v.func).endswith("get_scale") for v in logged):
+                return True
+        elif not isinstance(node, ast.Constant):
+            texts = [c.value for c in ast.iter_child_nodes(node) if isinstance(c, ast.Constant)]
+            if any(isinstance(t, str) and t.isidentifier() and "scaler" in t for t in texts):
+                return True
+    return False
+
+
+def _spread_saves(script: Script) -> Iterator[Event]:
+    """Calls of a function of this file that saves whatever objects it receives: `save(path, **objects)`."""
+    recogniser = Recogniser(script.outline)
+    names = [name for name in script.outline.calls if saves(name)]
+    for call, function in (site for name in names for site in script.outline.calls[name]):
+        target = script.outline.call_target(call, function)
+        if target is None or isinstance(target.node, ast.Module):
+            continue
+        if target.node.args.kwarg is None and target.node.args.vararg is None:
+            continue
+        keys = passed_objects(script.outline, call, function)
+        kinds = {recogniser.kind_of(key, function): key for key in keys if not is_setting(key)}
+        if "optimizer" in kinds and not {"scaler", "wrapper"} & kinds.keys():
+            yield Event("save_optimizer", call, function, optimizer=kinds["optimizer"])
+
+
+def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]:
+    """The steps connected to a save; all of them, if it is in a helper that nothing in this file calls."""
+    near = [e for e in script.near(event, "scaler_step", "owned_step") if any(e.node is s.node for s in steps)]
+    helper = saves(event.function.name) and not event.function.cls and not script.outline.calls.get(event.function.name)
+    return near or (steps if helper else [])
 
 
 def _restored_by_another_name(script: Script) -> bool:
@@ -126,17 +193,19 @@ def _restored_by_another_name(script: Script) -> bool:
 def _entry(script: Script, node: ast.AST) -> ast.AST | None:
     """Where a saved state ends up: a dictionary, a save call or an item assignment; None for comparisons and copies."""
     parent = script.outline.parents.get(node)
-    # deepcopy(optimizer.state_dict()) and the like still end up in the checkpoint.
-    while isinstance(parent, (ast.IfExp, ast.Starred, ast.BoolOp)) or (
+    if isinstance(node, ast.Call) and saves(text_of(node.func).rsplit(".", 1)[-1]):
+        return node  # a call that saves the objects it receives
+    # deepcopy(optimizer.state_dict()), [o.state_dict() for o in optimizers] and the like still end up in the checkpoint.
+    while isinstance(parent, (ast.IfExp, ast.Starred, ast.BoolOp, ast.Tuple, ast.List, *_COMPREHENSIONS)) or (
         isinstance(parent, ast.Call) and not text_of(parent.func).rsplit(".", 1)[-1].startswith("save")
     ):
         node, parent = parent, script.outline.parents.get(parent)
-    if isinstance(parent, ast.Dict):
+    if isinstance(parent, ast.Dict) or (isinstance(parent, ast.Return) and isinstance(node, _COMPREHENSIONS)):
         return parent
     if isinstance(parent, ast.keyword):
         call = script.outline.parents.get(parent)
         name = text_of(call.func) if isinstance(call, ast.Call) else ""
-        return call if name == "dict" or "save" in name or "update" in name else None
+        return call if name == "dict" or _HOLDS.search(name) else None
     if isinstance(parent, ast.Call) and text_of(parent.func).rsplit(".", 1)[-1].startswith("save"):
         return parent
     if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript):
@@ -144,40 +213,45 @@ def _entry(script: Script, node: ast.AST) -> ast.AST | None:
     return None
 
 
-def _visible(scaler: Scaler, function: Function) -> bool:
-    if "." in scaler.key:
-        return scaler.key.startswith("self.") and function.cls == scaler.function.cls and bool(function.cls)
-    if scaler.key in function.params:
-        return True
-    scope: Function | None = function
-    while scope is not None:
-        if scope is scaler.function:
-            return True
-        scope = scope.parent
-    return False
-
-
 def _fix(script: Script, scalers: list[Scaler]) -> Fix | None:
     """Save and restore the scaler next to the optimizer, in all places at once; None if one of them is not simple."""
     scaler = scalers[0]
     # A scaler that may be None has no state to save.
-    if len(scalers) != 1 or script.outline.parents.get(scaler.node) is not scaler.parent:
-        return None
-    if any(isinstance(v, ast.Constant) for v in script.outline.values(scaler.key, scaler.function)):
+    if len(scalers) != 1 or not scaler.key or script.outline.parents.get(scaler.node) is not scaler.parent:
         return None
     names: dict[str, str] = {}
-    edits: list[Edit | None] = [_save_edit(script, e, scaler, names) for e in _once(script.events("save_optimizer"))]
-    edits += [_load_edit(script, e, scaler, names) for e in _once(script.events("load_optimizer"))]
+    # Of several optimizers in one dictionary or one function, the first carries the scaler with it.
+    saves = _first_of(_once(script.events("save_optimizer")), lambda e: script.outline.parents.get(e.node))
+    edits: list[Edit | None] = [_save_edit(script, e, scaler, names) for e in saves]
+    loads = [e for e in _once(script.events("load_optimizer")) if _loaded_key(e) in names or len(saves) == 1]
+    edits += [_load_edit(script, e, scaler, names) for e in _first_of(loads, lambda e: e.function)]
+    if not loads:
+        return None
     complete = [edit for edit in edits if edit is not None]
     if len(complete) != len(edits):
         return None
     return Fix(f"save and restore {scaler.key} with the optimizer", tuple(sorted(complete)))
 
 
+def _first_of(events: list[Event], group: Callable[[Event], object]) -> list[Event]:
+    """The first event of each group."""
+    first: dict[object, Event] = {}
+    for event in sorted(events, key=lambda e: (getattr(e.node, "lineno", 0), getattr(e.node, "col_offset", 0))):
+        first.setdefault(group(event), event)
+    return list(first.values())
+
+
+def _loaded_key(event: Event) -> object:
+    """The key of a checkpoint that `optimizer.load_state_dict(checkpoint[key])` reads."""
+    call = event.node
+    source = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    return constant(source.slice) if isinstance(source, ast.Subscript) else None
+
+
 def _save_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, str]) -> Edit | None:
     """Add the scaler's entry after the optimizer's; `names` maps the optimizer's key to the scaler's."""
     entry = script.outline.parents.get(event.node)
-    if not isinstance(entry, ast.Dict) or not _visible(scaler, event.function):
+    if not isinstance(entry, ast.Dict):
         return None
     key = next((k for k, v in zip(entry.keys, entry.values, strict=True) if v is event.node), None)
     value = constant(key)
@@ -206,14 +280,15 @@ def _load_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, st
         return None
     value = constant(source.slice)
     checkpoint = key_of(source.value)
-    if not isinstance(value, str) or value not in names or not checkpoint or not _visible(scaler, event.function):
+    if not isinstance(value, str) or value not in names or not checkpoint:
         return None
     if not script.lines.alone(statement):
         return None
     # A disabled scaler saves an empty state, which an enabled one rejects.
     name = names[value]
     return script.lines.after(
-        statement, f"if {checkpoint}.get({name}):\n    {scaler.key}.load_state_dict({checkpoint}[{name}])"
+        statement,
+        f"if {checkpoint}.get({name}):\n{script.lines.indent_unit}{scaler.key}.load_state_dict({checkpoint}[{name}])",
     )
 
 
@@ -235,7 +310,8 @@ class ScalerNotRestored(ScriptRule):
         if _restored_by_another_name(script):
             return
         for event in _once(script.events("save_scaler")):
-            if _entry(script, event.node) is not None and _restored_with_steps(script, event):
+            steps = _near_steps(script, event, _stepping(script))
+            if _entry(script, event.node) is not None and steps and script.has("load_optimizer"):
                 yield self.finding(
                     script.where(event.node),
                     f"the state of `{event.scaler}` is saved, but only the optimizer state is restored: a resumed run restarts at the initial scale",

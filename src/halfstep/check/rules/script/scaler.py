@@ -14,7 +14,7 @@ from halfstep.check.script.names import key_of
 from halfstep.check.script.order import TraceRule, earlier, later, without_amp
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import Scaler, constant
+from halfstep.check.script.values import Autocast, Scaler, constant, text_of
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
@@ -53,6 +53,8 @@ for batch in loader:
 """
 # Scripts that import these have their loss scaled by the library.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
+_SCALE = 'use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16'
+_FULL_PRECISION = re.compile(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -97,12 +99,38 @@ class ScalerWithBf16(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Scalers that may be enabled for a loss computed under bfloat16 autocast."""
-        for scaler in self.idle(script):
+        certain = list(self.idle(script))
+        for scaler in certain:
             yield self.finding(
                 script.where(scaler.node),
                 "autocast computes in bfloat16, which has the range of float32: the scaler only costs time and skips steps",
                 instead="remove the scaler: loss.backward(), optimizer.step()",
             )
+        for scaler, region in self._idle_when_bf16(script):
+            if scaler not in certain:
+                dtype = text_of(region.dtype_node)
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"when `{dtype}` (line {region.node.lineno}) is bfloat16, the scaler is still enabled: it only costs time and skips steps",
+                    instead=f"enabled={dtype} == torch.float16",
+                )
+
+    @staticmethod
+    def _idle_when_bf16(script: Script) -> Iterator[tuple[Scaler, Autocast]]:
+        """Scalers that are enabled whichever dtype the regions use, with a region that may use bfloat16."""
+        chosen = [a for a in script.autocasts if a.dtype_node is not None and a.enabled != "no"]
+        either = [a for a in chosen if {"float16", "bfloat16"} <= a.dtypes]
+        stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step") if not _format_tests(script, e)}
+        if not either or len(either) != len([a for a in script.autocasts if a.enabled != "no"]):
+            return
+        for scaler in script.scalers:
+            creation = _creation(script, scaler)
+            if scaler.key.rsplit(".", 1)[-1] not in stepped or creation is None or _format_tests(script, creation):
+                continue
+            values = script.outline.values(scaler.key, scaler.function)
+            if len(values) != 1 or not (scaler.enabled == "yes" or all(a.enabled == scaler.enabled for a in either)):
+                continue  # replaced by None or another scaler, or switched by a flag of its own
+            yield scaler, either[0]
 
     @classmethod
     def idle(cls, script: Script) -> Iterator[Scaler]:
@@ -140,6 +168,17 @@ class ScalerWithBf16(ScriptRule):
             regions = [a for a in script.autocasts if a.enabled != "no"]
         certain = bool(regions) and all(a.dtype == "bfloat16" and not _FORMAT.search(a.enabled) for a in regions)
         return event.scaler.rsplit(".", 1)[-1] if certain else ""
+
+
+def _format_tests(script: Script, event: Event) -> bool:
+    """Whether a condition on an event, or what a flag in it is assigned, mentions a number format."""
+    for text, _ in event.guards:
+        if _FULL_PRECISION.search(text):
+            continue  # `dtype == torch.float32` leaves both 16-bit formats
+        values = script.outline.values(text, event.function) if text.isidentifier() else []
+        if any(_FORMAT.search(t) for t in (text, *map(text_of, values))):
+            return True
+    return False
 
 
 class ScalerInLoop(TraceRule):
@@ -279,20 +318,45 @@ class Fp16WithoutScaler(TraceRule):
             return None
         for i in earlier(trace, index, "enter_autocast"):
             opened = trace[i]
-            region = opened.regions[-1]
-            if any(a.dtype != "float16" or a.enabled == "no" for a in region.autocasts) or opened.inside("no_grad"):
+            autocasts = opened.regions[-1].autocasts
+            if any("float16" not in a.dtypes or a.enabled == "no" for a in autocasts) or opened.inside("no_grad"):
                 return None
             if opened.loops != event.loops or opened.function is not event.function:
                 return None
             if not _comes_from(opened.node, event, script):
                 continue
+            loss = f"`{event.subject or 'the loss'}`"
+            if all(a.dtype == "float16" for a in autocasts):
+                return self.finding(
+                    script.where(event.node),
+                    f"{loss} is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
+                    "scaled: gradients below 6e-8 become zero",
+                    instead=_SCALE,
+                )
+            region = next(a for a in autocasts if a.dtype != "float16")
+            if _tests_format(region, opened, event):
+                return None
+            # At the region, where the dtype is chosen.
             return self.finding(
-                script.where(event.node),
-                f"`{event.subject or 'the loss'}` is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
-                "scaled: gradients below 6e-8 become zero",
-                instead='use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16',
+                script.where(region.node),
+                f"{_condition(region)} {loss} is not scaled: gradients below 6e-8 become zero",
+                instead=_SCALE,
+                severity="error" if region.dtype_node is None and "cuda" in region.devices else "warning",
             )
         return None
+
+
+def _condition(region: Autocast) -> str:
+    """When a region computes in float16."""
+    if region.dtype_node is not None:
+        return f"when `{text_of(region.dtype_node)}` is float16,"
+    return "on CUDA, where autocast defaults to float16,"
+
+
+def _tests_format(region: Autocast, *events: Event) -> bool:
+    """Whether a condition around the region or the events may exclude one of its dtypes."""
+    flags = [region.enabled, *(text for event in events for text, _ in event.guards)]
+    return any(_FORMAT.search(flag) for flag in flags)
 
 
 def _comes_from(opened: ast.AST, event: Event, script: Script) -> bool:

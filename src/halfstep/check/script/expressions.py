@@ -1,0 +1,30 @@
+"""What an expression contains: a loss scale, a variable."""
+
+from __future__ import annotations
+
+import ast
+
+__all__ = ["first_key", "hand_scaled"]
+
+
+def hand_scaled(node: ast.AST) -> bool:
+    """Whether an expression may carry a loss scale; a sum only if each term does: `loss + scaled_kl` is a weighting."""
+    terms = [node]
+    while terms:
+        part = terms.pop()
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
+            terms += [part.left, part.right]
+        elif not any("scale" in _name(inner).lower() for inner in ast.walk(part)):
+            return False
+    return True
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def first_key(node: ast.AST) -> str:
+    """The first variable of an expression that is not called: `losses` of `sum(losses.values())`."""
+    parts = list(ast.walk(node))
+    called = [part.func for part in parts if isinstance(part, ast.Call)]
+    return next((part.id for part in parts if isinstance(part, ast.Name) and part not in called), "")
