@@ -323,3 +323,9 @@ def test_a_file_that_loads_bf16_weights_is_reported_if_it_trains_them(extra, rep
     """TRL's files name the dtype of the model next to the trainer's arguments."""
     text = f"model_name_or_path: a/b\ntorch_dtype: bfloat16\nbf16: true\n{PADDLE}{extra}"
     assert ("HS278" in codes(text)) == reported
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1e999", "16.5"])
+def test_a_precision_that_is_no_number_of_bits_is_unknown(value):
+    """Any number in the file is compared as text; none stops a rule."""
+    assert "HS281" in codes(f"accelerator: gpu\ndevices: 8\nmax_epochs: 9\nprecision: {value}\n")

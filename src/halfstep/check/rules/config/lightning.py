@@ -48,7 +48,7 @@ class LightningRule(ConfigRule):
         value = config.value("precision")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return None
-        return str(int(value)) if isinstance(value, float) and value == int(value) else str(value)
+        return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 class UnknownPrecision(LightningRule):
