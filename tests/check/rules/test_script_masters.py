@@ -239,6 +239,14 @@ def test_the_remedy_names_the_argument_of_the_version():
         assert "without" not in finding.instead
 
 
+def test_trained_parameters_that_are_cast_one_by_one_are_reported():
+    """Adapters are float32 until their parameters are cast; frozen parameters may have any dtype."""
+    setup = "import peft\nmodel = peft.get_peft_model(Net(), config)\nfor p in model.parameters():\n    if {}:\n        p.data = p.data.to({})"
+    assert codes(loop(setup.format("p.requires_grad", "torch.bfloat16"))) == ["HS151:6"]
+    assert codes(loop(setup.format("not p.requires_grad", "torch.bfloat16"))) == []
+    assert codes(loop(setup.format("p.requires_grad", "torch.float32"))) == []
+
+
 def test_tests_and_benchmarks_are_silent():
     """A test that trains two steps in bfloat16 loses nothing that matters."""
     text = loop("model = Net().bfloat16()")

@@ -160,6 +160,14 @@ class WeightsWithoutMaster(ScriptRule):
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
                 severity=None if cast.is_certain else "advice",
             )
+        for cast in script.training.cast_parameters:
+            low = " or ".join(sorted(cast.low))
+            yield self.finding(
+                script.where(cast.node),
+                f"the trained parameters `{cast.key}` are cast to {low}, and the optimizer keeps no float32 master weights: {_lost(cast.low)}",
+                instead="leave trained parameters in float32; autocast computes in 16 bits",
+                severity=None if cast.is_certain else "advice",
+            )
 
 
 class CheckpointDtypeTrained(ScriptRule):
