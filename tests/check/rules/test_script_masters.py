@@ -224,6 +224,13 @@ def test_a_load_without_a_dtype_is_judged_by_version_and_checkpoint(name, versio
     assert reported(text, transformers=version) == expected
 
 
+def test_an_unknown_checkpoint_without_bf16_is_silent():
+    """A checkpoint that the text does not name may be float32: neither a plain loop nor a plain Trainer is reported."""
+    load = "import sys\nmodel = AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    assert reported(trainer(load, flags=""), transformers=(5, 0, 0)) == []
+    assert reported(loop(HF + load), transformers=(5, 0, 0)) == []
+
+
 def test_the_remedy_names_the_argument_of_the_version():
     """`dtype=` since transformers 4.56, `torch_dtype=` before; never "no dtype", which is the checkpoint's own since 5."""
     text = trainer("model = AutoModelForCausalLM.from_pretrained('x', torch_dtype=torch.bfloat16)")

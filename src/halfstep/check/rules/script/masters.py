@@ -213,7 +213,9 @@ class CheckpointDtypeTrained(ScriptRule):
             stored = _stored_low(script, cast)
             if stored is False or (stored is None and not _is_language_model(cast)):
                 continue
-            if stored is None and version is None and cast.form == "checkpoint":
+            # A checkpoint that only a run knows: reported where bf16=True shows that a model of today is meant.
+            asks_bf16 = tie.is_trainer and _flag(script, tie, "bf16") is True
+            if stored is None and cast.form == "checkpoint" and (version is None or not asks_bf16):
                 continue
             before = "on transformers 5, " if cast.form == "checkpoint" and version is None else ""
             which = "16 bits" if stored else "16 bits for most language models"
