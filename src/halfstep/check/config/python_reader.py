@@ -17,9 +17,8 @@ from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, recipe_
 from halfstep.check.config.literals import literals_of
 from halfstep.check.files.source import Source
 from halfstep.check.script.children import all_nodes
-from halfstep.check.script.names import Names, chain, read_names
+from halfstep.check.script.names import chain, read_names
 from halfstep.check.settings import Settings
-from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar
 
 __all__ = ["expects_error", "find_in_script"]
@@ -49,10 +48,6 @@ _TAKES_DEEPSPEED = {
 }
 # Context managers of tests: what they contain is meant to fail.
 _EXPECTS_ERROR = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
-# Words that mean a model's 16-bit weights are not the weights the optimizer trains.
-_NOT_PLAIN = re.compile(
-    r"peft|lora|load_in_[48]bit|quantization_config|BitsAndBytes|deepspeed|requires_grad", re.IGNORECASE
-)
 
 
 def find_in_script(tree: ast.Module, source: Source, settings: Settings) -> tuple[Config, ...]:
@@ -82,17 +77,14 @@ class _Finder:
         self.subclasses = {
             n.name for n in self.nodes if isinstance(n, ast.ClassDef) and any(map(self._is_trainer_class, n.bases))
         }
-        self.script = frozenset(self._facts(text))
+        self.script = frozenset(self._facts())
 
-    def _facts(self, text: str) -> Iterator[str]:
+    def _facts(self) -> Iterator[str]:
         """What rules about one configuration may need to know about the rest of the script."""
         yield from (full.split(".")[0] for full in self.names.table.values())
         for call in self.calls:
             if isinstance(call.func, ast.Attribute) and call.func.attr in {"fit", "backward"}:
                 yield f".{call.func.attr}()"
-        loaded = _loaded_dtype(self.calls, self.names)
-        if loaded and not _NOT_PLAIN.search(text):
-            yield f"{loaded} weights"
 
     def _facts_around(self, call: ast.Call) -> frozenset[str]:
         """The script's facts; where several functions each create a trainer, as tests do, only this one's training."""
@@ -247,19 +239,6 @@ def expects_error(node: ast.AST) -> bool:
 
 def _is_false(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
-
-
-def _loaded_dtype(calls: list[ast.Call], names: Names) -> str:
-    """The 16-bit format of the one model that a script loads; "" if there are several models or another format."""
-    loads = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "from_pretrained"]
-    models = [c for c in loads if re.search(r"Model|For[A-Z]", ".".join(chain(c.func)))]
-    if len(models) != 1:
-        return ""
-    keywords = {keyword.arg: keyword.value for keyword in models[0].keywords}
-    dtype = keywords.get("torch_dtype", keywords.get("dtype"))
-    word = dtype.value if isinstance(dtype, ast.Constant) else names.full(dtype) if dtype is not None else ""
-    name = canonical_name(word)
-    return name if name in FORMATS_16_BIT and name != word else ""  # a variable called `bf16` decides nothing
 
 
 def _with_unknown(block: Block, path: tuple[str, ...]) -> Block:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from halfstep.check.script.formats import keyword_of
+from halfstep.check.script.formats import SIXTEEN_BIT, keyword_of
 from halfstep.check.script.names import key_of
 from halfstep.check.script.outline import Function, Outline
 from halfstep.check.script.values import argument, constant, text_of
@@ -104,6 +104,22 @@ class Training:
         if self.has_adapters or self.has_masters:
             return ()
         return tuple(self._unique(self._optimizer_ties()))
+
+    @cached_property
+    def cast_parameters(self) -> tuple[Cast, ...]:
+        """Casts of what is trained: `if p.requires_grad: p.data = p.data.to(torch.bfloat16)`, adapters included."""
+        if self.has_masters or not self.optimizers:
+            return ()
+        casts = []
+        for call, function, key, formats in self._casts:
+            parent = self.outline.parents.get(call)
+            target = key_of(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
+            tested = any(is_true and "requires_grad" in text for text, is_true in conditions_of(self.outline, call))
+            is_training = not _ASIDE.search(function.name.lower()) or "train" in function.name.lower()
+            is_parameter = target.endswith(".data") and key in {target, target[:-5]}
+            if formats & SIXTEEN_BIT and is_parameter and tested and is_training:
+                casts.append(Cast(call, function, target[:-5], formats, "cast"))
+        return tuple(casts)
 
     @cached_property
     def by_trainers(self) -> tuple[Trained, ...]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.choices import default_of
 from halfstep.check.script.event import Event, compatible
 from halfstep.check.script.expressions import arms_of
+from halfstep.check.script.forwards import bce_in_forward, off_by_default
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.script import Script
@@ -326,29 +326,27 @@ class BceUnderAutocast(TraceRule):
     )
     kinds = ("bce",)
 
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Calls in a region, and calls in the forward of a module that a region calls."""
+        findings = [*super().check(script), *(self._report(script, call) for call in bce_in_forward(script))]
+        yield from {(f.line, f.column): f for f in findings}.values()
+
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A call of binary cross-entropy inside a CUDA region."""
         event = trace[index]
         region = event.autocast()
         if region is None or any(a.device not in {"cuda", None} for a in region.autocasts):
             return None
-        if any(_off_by_default(script, a) for a in region.autocasts):
+        if any(off_by_default(script, a) for a in region.autocasts):
             return None
+        return self._report(script, event.node)
+
+    def _report(self, script: Script, node: ast.AST) -> Finding:
         return self.finding(
-            script.where(event.node),
+            script.where(node),
             "binary cross-entropy on probabilities raises RuntimeError under CUDA autocast",
             instead="BCEWithLogitsLoss on the logits, or compute the loss in float32 outside the region",
         )
-
-
-def _off_by_default(script: Script, region: Autocast) -> bool:
-    """Whether a region is enabled by a parameter whose default is False and that no call in this file sets."""
-    for call, function in script.outline.library_calls.get(region.api, ()):
-        if call is region.node and region.enabled in function.params and not isinstance(function.node, ast.Module):
-            return constant(default_of(function, region.enabled)) is False and not any(
-                k.arg == region.enabled for calls in script.outline.calls.values() for c, _ in calls for k in c.keywords
-            )
-    return False
 
 
 class DataParallelBf16(ScriptRule):

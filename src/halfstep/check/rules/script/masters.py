@@ -160,6 +160,14 @@ class WeightsWithoutMaster(ScriptRule):
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
                 severity=None if cast.is_certain else "advice",
             )
+        for cast in script.training.cast_parameters:
+            low = " or ".join(sorted(cast.low))
+            yield self.finding(
+                script.where(cast.node),
+                f"the trained parameters `{cast.key}` are cast to {low}, and the optimizer keeps no float32 master weights: {_lost(cast.low)}",
+                instead="leave trained parameters in float32; autocast computes in 16 bits",
+                severity=None if cast.is_certain else "advice",
+            )
 
 
 class CheckpointDtypeTrained(ScriptRule):
@@ -205,7 +213,9 @@ class CheckpointDtypeTrained(ScriptRule):
             stored = _stored_low(script, cast)
             if stored is False or (stored is None and not _is_language_model(cast)):
                 continue
-            if stored is None and version is None and cast.form == "checkpoint":
+            # A checkpoint that only a run knows: reported where bf16=True shows that a model of today is meant.
+            asks_bf16 = tie.is_trainer and _flag(script, tie, "bf16") is True
+            if stored is None and cast.form == "checkpoint" and (version is None or not asks_bf16):
                 continue
             before = "on transformers 5, " if cast.form == "checkpoint" and version is None else ""
             which = "16 bits" if stored else "16 bits for most language models"

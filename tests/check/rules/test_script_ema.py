@@ -1,0 +1,46 @@
+"""HS153: the forms of a moving average of weights, in 16 bits and in float32."""
+
+import pytest
+
+from check_scripts import codes
+
+HEAD = "import copy\nimport torch\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model = Net().bfloat16()\nema = copy.deepcopy(model)\nfor p, q in zip(ema.parameters(), model.parameters()):\n"
+        "    p.data.mul_(0.999).add_(q.data, alpha=0.001)\n",
+        "model = Net().bfloat16()\nema = copy.deepcopy(model)\nfor p, q in zip(ema.parameters(), model.parameters()):\n"
+        "    p.mul_(decay)\n    p.add_(q, alpha=1 - decay)\n",
+        "def update(target, source, rate):\n    for t, s in zip(target.parameters(), source.parameters()):\n"
+        "        t.detach().lerp_(s, 1 - rate)\nmodel = Net().to(torch.bfloat16)\nema = copy.deepcopy(model)\nupdate(ema, model, 0.99)\n",
+        "model = Net().half()\nema = copy.deepcopy(model)\nparams = list(ema.parameters())\n"
+        "torch._foreach_lerp_(params, list(model.parameters()), 0.001)\n",
+        "from torch.optim.swa_utils import AveragedModel\nmodel = Net().half()\nema = AveragedModel(model)\n",
+        "from timm.utils import ModelEmaV3\nmodel = Net().bfloat16()\nema = ModelEmaV3(model, decay=0.9999)\n",
+        "from diffusers.training_utils import EMAModel\nunet = Net()\nema = EMAModel(unet.parameters())\nema.to('cuda', dtype=torch.float16)\n",
+        "class EMA:\n    def __init__(self, model):\n        self.copy = copy.deepcopy(model)\nmodel = Net().bfloat16()\nema = EMA(model)\n",
+    ],
+)
+def test_averages_of_16_bit_weights_are_reported(text):
+    """Updates in place, fused updates, and the classes of libraries and of the file."""
+    assert [code.partition(":")[0] for code in codes(HEAD + text)] == ["HS153"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model = Net()\nema = copy.deepcopy(model)\nfor p, q in zip(ema.parameters(), model.parameters()):\n"
+        "    p.mul_(0.999).add_(q, alpha=0.001)\nmodel.half()\n",
+        "model = Net().bfloat16()\nema = copy.deepcopy(model).float()\nfor p, q in zip(ema.parameters(), model.parameters()):\n"
+        "    p.mul_(0.999).add_(q, alpha=0.001)\n",
+        "model = Net().bfloat16()\nother = copy.deepcopy(model)\nfor p, q in zip(other.parameters(), model.parameters()):\n    p.add_(q, alpha=1.0)\n",
+        "class EMA:\n    def __init__(self, model):\n        self.copy = copy.deepcopy(model).float()\nmodel = Net().bfloat16()\nema = EMA(model)\n",
+        "from torch.optim.swa_utils import AveragedModel\nmodel = Net().half()\nema = AveragedModel(model).float()\n",
+    ],
+)
+def test_float32_averages_and_other_updates_are_silent(text):
+    """Averages in float32, plain sums, and a model that is cast after it was copied."""
+    assert codes(HEAD + text) == []

@@ -1,0 +1,77 @@
+"""HS154, HS155 and HS163: logits in 16 bits, fp8 everywhere, and masks beyond float16."""
+
+import pytest
+
+from check_scripts import codes, findings
+
+MODEL = (
+    "import torch\nimport torch.nn.functional as F\nfrom transformers import AutoModelForCausalLM\n"
+    "model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)\n"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss = F.cross_entropy(model(ids).logits.view(-1, n), y)\n",
+        "out = model(ids)\nlogits = out.logits[:, :-1, :].contiguous()\nloss = F.cross_entropy(logits.view(-1, n), y)\n",
+        "def loss_of(logits, y):\n    return F.cross_entropy(logits.reshape(-1, n), y)\nloss = loss_of(model(ids).logits, y)\n",
+        "loss = F.cross_entropy(scores.bfloat16(), y)\n",
+        "criterion = torch.nn.CrossEntropyLoss()\nloss = criterion(scores.to(torch.bfloat16), y)\n",
+    ],
+)
+def test_cross_entropy_on_16_bit_logits_is_reported(text):
+    """The output of a bfloat16 model and logits that are cast explicitly, followed through variables and functions."""
+    assert [f.code for f in findings(MODEL + text, "HS154")] == ["HS154"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss = F.cross_entropy(model(ids).logits.float().view(-1, n), y)\n",
+        "logits = model(ids).logits.float()\nloss = F.cross_entropy(logits, y)\n",
+        "with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = F.cross_entropy(model(ids).logits, y)\n",
+        "import accelerate\nloss = F.cross_entropy(model(ids).logits, y)\n",
+        "loss = F.cross_entropy(other(ids).logits, y)\n",
+        "loss = model(ids, labels=y).loss\n",
+    ],
+)
+def test_float32_logits_and_autocast_are_silent(text):
+    """Logits cast to float32, autocast, frameworks that convert outputs, and other models."""
+    assert findings(MODEL + text, "HS154") == []
+
+
+def test_a_converter_with_a_filter_is_silent():
+    """torchao's converter is reported only without a filter, and only torchao's."""
+    text = "from torchao.float8 import convert_to_float8_training\nconvert_to_float8_training(model{})\n"
+    assert codes(text.format("")) == ["HS155:2"]
+    assert codes(text.format(", config=c")) == ["HS155:2"]
+    assert codes(text.format(", module_filter_fn=keep")) == []
+    assert codes(text.format("").replace("torchao.float8", "mine")) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "severity"), [("torch.float16", "warning"), ("torch.float16 if old else torch.bfloat16", "advice")]
+)
+def test_a_mask_beyond_float16_is_reported_where_float16_is_possible(dtype, severity):
+    """The scores are a product when they are masked, whatever is assigned to the variable later."""
+    text = (
+        "import torch\nclass Attention(torch.nn.Module):\n    def forward(self, q, k, mask):\n        w = q @ k\n"
+        "        w = w.masked_fill(mask, float('-1e20'))\n        w = torch.softmax(w, -1)\n        return w\n"
+        f"model = Attention()\nwith torch.autocast('cuda', dtype={dtype}):\n    y = model(q, k, mask)\n"
+    )
+    assert [(f.line, f.severity) for f in findings(text, "HS163")] == [(5, severity)]
+    assert findings(text.replace("q @ k", "(q @ k).float()"), "HS163") == []
+    assert findings(text.replace("-1e20", "-1e4"), "HS163") == []
+
+
+def test_bce_in_the_forward_of_a_module_under_autocast_is_reported():
+    """A module that autocast calls computes BCELoss or binary_cross_entropy; regions that disable autocast are right."""
+    text = (
+        "import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        self.criterion = torch.nn.BCELoss()\n"
+        "    def forward(self, x, y):\n        return self.criterion(x.sigmoid(), y)\nmodel = Net()\n"
+        "with torch.autocast('cuda', dtype=torch.float16):\n    loss = model(x, y)\n"
+    )
+    assert codes(text) == ["HS146:6"]
+    assert codes(text.replace("BCELoss", "BCEWithLogitsLoss")) == []
+    assert codes(text.replace("with torch.autocast('cuda', dtype=torch.float16):\n    ", "")) == []

@@ -1,0 +1,264 @@
+"""HS151, HS152, HS160-HS162, HS166, HS277: every form of 16-bit weights that are trained, and those that are not."""
+
+import dataclasses
+
+import pytest
+
+from check_scripts import codes, findings, script
+from halfstep.check.registry import rules_of
+from halfstep.check.settings import Settings
+
+LOOP = """\
+import copy, torch
+{setup}
+optimizer = {optimizer}
+for x in loader:
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+HF = "from transformers import AutoModelForCausalLM\n"
+TRAINER = """\
+import torch
+from transformers import AutoModelForCausalLM, TrainingArguments, Trainer
+{setup}
+args = TrainingArguments("out", {flags})
+trainer = Trainer(model=model, args=args{more})
+trainer.train()
+"""
+
+
+def loop(setup, optimizer="torch.optim.AdamW(model.parameters(), lr=1e-5)"):
+    return LOOP.format(setup=setup, optimizer=optimizer)
+
+
+def trainer(setup, flags="bf16=True", more=""):
+    return TRAINER.format(setup=setup, flags=flags, more=more)
+
+
+def reported(text, **settings):
+    """The codes of the rules about weights, under some settings."""
+    facts = dataclasses.replace(script(text), settings=Settings(**settings))
+    return [f.code for rule in rules_of("script") if rule.code in {"HS151", "HS152"} for f in rule().check(facts)]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "model = Net().bfloat16()",
+        "model = Net()\nmodel.to(torch.bfloat16)",
+        "model = Net()\nmodel = model.to(device, torch.bfloat16)",
+        "ptdtype = {'fp32': torch.float32, 'bf16': torch.bfloat16}['bf16']\nmodel = Net()\nmodel.to(dtype=ptdtype)",
+        "def pick(name):\n    return {'bf16': torch.bfloat16, 'fp32': torch.float32}[name]\nmodel = Net().to('cuda', pick('bf16'))",
+        "model = Net(config, dtype=torch.bfloat16)",
+        "model = torch.compile(Net().bfloat16())",
+        "model = DistributedDataParallel(Net().bfloat16())",
+        "model = Net().to(torch.bfloat16)\nfor layer in model.layers:\n    fully_shard(layer)\nfully_shard(model)",
+        HF + "with torch.device('cuda'):\n    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)",
+        HF + "model = AutoModelForCausalLM.from_pretrained(name, torch_dtype='bfloat16')",
+        HF + "kwargs = {'torch_dtype': torch.bfloat16}\nmodel = AutoModelForCausalLM.from_pretrained(name, **kwargs)",
+        HF
+        + "def load(name):\n    net = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)\n    return net, 1\nmodel, _ = load(name)",
+        "base = Net().bfloat16()\nmodel = copy.deepcopy(base)",
+    ],
+)
+def test_bf16_weights_and_a_plain_optimizer_are_reported(setup):
+    """Each way to get bfloat16 weights is reported once, at the cast or load."""
+    assert [code.partition(":")[0] for code in codes(loop(setup))] == ["HS151"]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)",
+        "torch.optim.AdamW([{'params': [p for n, p in model.named_parameters()], 'weight_decay': 0.1}])",
+        "torch.optim.AdamW(param_groups_weight_decay(model, 0.1))",
+        "bitsandbytes.optim.AdamW8bit(model.parameters())",
+        "transformers.Adafactor(model.parameters())",
+        "apex.optimizers.FusedAdam(model.parameters())",
+        "torchao.optim.AdamW8bit(model.parameters())",
+    ],
+)
+def test_optimizers_without_master_weights_are_reported(optimizer):
+    """Parameters reach the optimizer directly, in groups, or through a function of another file."""
+    setup = "import apex, bitsandbytes, torchao, transformers\nmodel = Net().bfloat16()"
+    assert codes(loop(setup, optimizer)) == ["HS151:3"]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "halfstep.optim.AdamW(model.parameters(), master='split')",
+        "flashoptim.FlashAdamW(model.parameters())",
+        "apex.optimizers.FusedAdam(model.parameters(), master_weights=True)",
+        "torchao.optim.AdamW8bit(model.parameters(), bf16_stochastic_round=True)",
+        "optimi.AdamW(model.parameters())",
+        "torch.optim.AdamW([p.clone().float() for p in model.parameters()])",
+        "torch.optim.AdamW(model.head.parameters())",
+        "torch.optim.AdamW(other.parameters())",
+        "make_optimizer(model)",
+    ],
+)
+def test_optimizers_that_keep_masters_or_train_something_else_are_silent(optimizer):
+    """Master weights, compensation, copies by hand and the parameters of other modules give no finding."""
+    setup = "import apex, flashoptim, halfstep, optimi, torchao\nmodel = Net().bfloat16()"
+    assert codes(loop(setup, optimizer)) == []
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "model = Net()",
+        "model = Net().bfloat16()\nmodel.float()",
+        "model = Net().bfloat16()\nmodel.requires_grad_(False)",
+        "model = Net().bfloat16()\nfor p in model.parameters():\n    p.requires_grad = False",
+        "model = Net().bfloat16()\nfor p in model.parameters():\n    p.data = p.data.float()",
+        "model = Net().bfloat16()\nfreeze_backbone(model)",
+        "model = Net()\nif args.evaluate:\n    model.bfloat16()",
+        "model = Net()\nif args.export:\n    save(model.bfloat16())\n    raise SystemExit",
+        "model = Net()\nmodel = fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
+        "model = Net()\nmodel = FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))",
+        "import peft\nmodel = peft.get_peft_model(Net().bfloat16(), config)",
+        HF + "model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, quantization_config=q)",
+        "import deepspeed\nmodel = Net().bfloat16()",
+        "teacher = Net().bfloat16()\nmodel = Net()",
+        "def evaluate():\n    model = Net().bfloat16()\nmodel = Net()",
+        "from accelerate import FullyShardedDataParallelPlugin\nplugin = FullyShardedDataParallelPlugin()\nmodel = Net().bfloat16()",
+    ],
+)
+def test_weights_that_are_not_trained_in_16_bits_are_silent(setup):
+    """Frozen, adapted, quantized, restored and evaluated models, other models, and mixed-precision policies."""
+    assert codes(loop(setup)) == []
+
+
+def test_a_cast_after_training_is_for_saving():
+    """A model that is cast after its last backward was trained in float32."""
+    assert codes(loop("model = Net()") + "model.bfloat16()\ntorch.save(model.state_dict(), 'x')\n") == []
+
+
+def test_the_branches_of_one_condition_exclude_each_other():
+    """A text encoder that is cast only if it is not trained is no finding."""
+    text = loop(
+        "model = Net()\nencoder = Net()\nif not args.train_encoder:\n    encoder.to(torch.bfloat16)\n"
+        "params = encoder.parameters() if args.train_encoder else model.parameters()",
+        "torch.optim.AdamW(params)",
+    )
+    assert codes(text) == []
+
+
+def test_a_dtype_that_may_be_float32_is_advice_with_its_condition():
+    """A dtype that the text leaves open is reported with the condition, as advice."""
+    (finding,) = findings(loop("dtype = torch.bfloat16 if args.bf16 else torch.float32\nmodel = Net().to(dtype)"))
+    assert (finding.code, finding.severity) == ("HS151", "advice")
+    assert "when `dtype` is bfloat16" in finding.message
+
+
+def test_methods_of_the_model_class_create_its_optimizer():
+    """`model.configure_optimizers()` of this file trains the parameters of the instance that was cast."""
+    text = loop(
+        "class Net(torch.nn.Module):\n    def configure_optimizers(self):\n"
+        "        return torch.optim.AdamW(self.parameters())\nmodel = Net()\nmodel.to(torch.bfloat16)",
+        "model.configure_optimizers()",
+    )
+    assert [code.partition(":")[0] for code in codes(text)] == ["HS151"]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        HF + "model = AutoModelForCausalLM.from_pretrained('x', torch_dtype=torch.float16)",
+        "net = Net()\nmodel = torch.compile(net.half())",
+        "dtype = torch.float16\nmodel = Net().to('cuda', dtype)",
+    ],
+)
+def test_float16_weights_stepped_by_a_scaler_are_an_error(setup):
+    """The scaler rejects float16 gradients however the weights got their dtype."""
+    text = loop(setup + "\nscaler = torch.amp.GradScaler('cuda')").replace(
+        "loss.backward()", "scaler.scale(loss).backward()"
+    )
+    text = text.replace("optimizer.step()", "scaler.step(optimizer)\n    scaler.update()")
+    assert [code.partition(":")[0] for code in codes(text)] == ["HS160"]
+
+
+def test_a_bfloat16_default_dtype_counts_until_it_is_reset():
+    """Weights created under the default are reported; those created after the reset are not."""
+    setup = "torch.set_default_dtype(torch.bfloat16)\n{}\ntorch.set_default_dtype(torch.float32)\n{}"
+    assert codes(loop(setup.format("model = Net()", ""))) == ["HS162:2"]
+    assert codes(loop(setup.format("frozen = Net()", "model = Net()"))) == []
+
+
+@pytest.mark.parametrize(
+    ("setup", "flags", "more", "expected"),
+    [
+        ("model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)", "bf16=True", "", ["HS277:3"]),
+        ("model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)", "", "", ["HS277:3"]),
+        ("model = AutoModelForCausalLM.from_pretrained('x', torch_dtype=torch.float16)", "fp16=True", "", ["HS166:3"]),
+        ("model = AutoModelForCausalLM.from_pretrained('x', torch_dtype=torch.float16)", "", "", ["HS277:3"]),
+        ("model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.float32)", "bf16=True", "", []),
+        ("model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)", "deepspeed='ds.json'", "", []),
+        ("model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)", "fsdp='full_shard'", "", []),
+        ("model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)", "", ", peft_config=c", []),
+        ("model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)", "", ", optimizers=(o, None)", []),
+    ],
+)
+def test_trainers_report_16_bit_weights_once(setup, flags, more, expected):
+    """A Trainer over 16-bit weights gives one finding; DeepSpeed, FSDP, adapters and own optimizers give none."""
+    assert codes(trainer(setup, flags, more)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "expected"),
+    [
+        ("'Qwen/Qwen3-8B'", (5, 0, 0), ["HS152"]),
+        ("'Qwen/Qwen3-8B'", None, ["HS152"]),
+        ("'Qwen/Qwen3-8B'", (4, 57, 1), []),
+        ("'gpt2'", (5, 0, 0), []),
+        ("sys.argv[1]", (5, 0, 0), ["HS152"]),
+        ("sys.argv[1]", None, []),
+    ],
+)
+def test_a_load_without_a_dtype_is_judged_by_version_and_checkpoint(name, version, expected):
+    """Transformers 5 loads the checkpoint's dtype; version 4 loads float32, and so do float32 checkpoints."""
+    text = trainer(f"import sys\nmodel = AutoModelForCausalLM.from_pretrained({name})")
+    assert reported(text, transformers=version) == expected
+
+
+def test_an_unknown_checkpoint_without_bf16_is_silent():
+    """A checkpoint that the text does not name may be float32: neither a plain loop nor a plain Trainer is reported."""
+    load = "import sys\nmodel = AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    assert reported(trainer(load, flags=""), transformers=(5, 0, 0)) == []
+    assert reported(loop(HF + load), transformers=(5, 0, 0)) == []
+
+
+def test_the_remedy_names_the_argument_of_the_version():
+    """`dtype=` since transformers 4.56, `torch_dtype=` before; never "no dtype", which is the checkpoint's own since 5."""
+    text = trainer("model = AutoModelForCausalLM.from_pretrained('x', torch_dtype=torch.bfloat16)")
+    rule = next(rule for rule in rules_of("script") if rule.code == "HS277")
+    for version, remedy in (
+        ((4, 40), "torch_dtype=torch.float32"),
+        ((5, 22), " dtype=torch.float32"),
+        (None, " dtype=torch.float32"),
+    ):
+        facts = dataclasses.replace(script(text), settings=Settings(transformers=version))
+        (finding,) = rule().check(facts)
+        assert remedy in finding.instead
+        assert "without" not in finding.instead
+
+
+def test_trained_parameters_that_are_cast_one_by_one_are_reported():
+    """Adapters are float32 until their parameters are cast; frozen parameters may have any dtype."""
+    setup = "import peft\nmodel = peft.get_peft_model(Net(), config)\nfor p in model.parameters():\n    if {}:\n        p.data = p.data.to({})"
+    assert codes(loop(setup.format("p.requires_grad", "torch.bfloat16"))) == ["HS151:6"]
+    assert codes(loop(setup.format("not p.requires_grad", "torch.bfloat16"))) == []
+    assert codes(loop(setup.format("p.requires_grad", "torch.float32"))) == []
+
+
+def test_tests_and_benchmarks_are_silent():
+    """A test that trains two steps in bfloat16 loses nothing that matters."""
+    text = loop("model = Net().bfloat16()")
+    rule = next(rule for rule in rules_of("script") if rule.code == "HS151")
+    for path in ("tests/optim/test_adam.py", "benchmarks/step.py", "adam_test.py"):
+        facts = script(text)
+        facts.source = dataclasses.replace(facts.source, path=path)
+        assert list(rule().check(facts)) == []
