@@ -82,7 +82,7 @@ class AccumulatedTwice(ScriptRule):
             divisor = _divisor(script, call, function) if owner else None
             if divisor is None:
                 continue
-            engine = engine_at(script, owner)
+            engine = engine_at(script, owner, function)
             if engine is not None and engine.library == ACCELERATE:
                 yield from self._accelerate(script, call, function, engine, divisor)
             elif owner in engines:
