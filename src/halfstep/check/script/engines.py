@@ -212,6 +212,7 @@ def prepared_for(script: Script, library: str, event: Event) -> Prepared:
     return Prepared(frozenset().union(*(p.names for p in near)), all(p.is_complete for p in near))
 
 
+@lru_cache(maxsize=64)
 def _returns(function: Function, names: frozenset[str]) -> bool:
     """Whether a function returns any of these variables."""
     returned = (n.value for n in ast.walk(function.node) if isinstance(n, ast.Return) and n.value is not None)
