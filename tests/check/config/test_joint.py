@@ -167,6 +167,12 @@ def test_an_engine_that_only_runs_the_forward_is_reported_for_both_calls():
     assert bare("args.config", step="optimizer.step()") == [("HS294", "warning"), ("HS295", "warning")]
 
 
+def test_the_fp16_branch_of_old_scripts_is_silent():
+    """A script that calls optimizer.backward in fp16 scales there."""
+    step = "if args.fp16: optimizer.backward(loss)\n    engine.step()"
+    assert bare("args.config", step=step) == []
+
+
 AUTOCAST = """import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 

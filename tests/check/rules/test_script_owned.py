@@ -82,6 +82,27 @@ def test_an_optimizer_that_nobody_prepares_steps_as_usual():
     assert reported(text) == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Trainer:\n    def __init__(self):\n        self.accelerator = Accelerator(mixed_precision='fp16')\n"
+        "        self.model, self.opt = self.accelerator.prepare(self.model, self.opt)\n"
+        "    def train(self):\n        for x in self.loader:\n            loss = self.model(x)\n"
+        "            loss.backward()\n            self.opt.step()\n",
+        "def train_epoch(model, loader, optimizer):\n    for x in loader:\n        loss = model(x)\n"
+        "        loss.backward()\n        optimizer.step()\n"
+        "def main():\n    accelerator = Accelerator(mixed_precision='fp16')\n"
+        "    net, opt, loader = accelerator.prepare(net, opt, loader)\n    train_epoch(net, loader, opt)\nmain()\n",
+        "accelerator = Accelerator(mixed_precision='fp16')\n"
+        "optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters()))\n"
+        "def step(x):\n    model(x).loss.backward()\n    optimizer.step()\n",
+    ],
+)
+def test_prepared_optimizers_are_followed(text):
+    """A prepared optimizer is recognized in another method, behind a parameter, and as a global variable."""
+    assert reported(f"import torch\nfrom accelerate import Accelerator\n{text}") == ["HS185:error"]
+
+
 def test_a_training_function_that_is_passed_the_accelerator_is_checked():
     """Without `prepare` in the file, the accelerator among the parameters decides, if the function uses it."""
     text = (
@@ -118,17 +139,19 @@ for x in loader:
 
 
 @pytest.mark.parametrize(
-    ("options", "severity"),
+    ("options", "expected"),
     [
-        ("precision='16-mixed'", "error"),
-        ("precision='bf16-mixed'", "error"),
-        ("precision=p", "warning"),
-        ("", "advice"),
+        ("precision='16-mixed'", ["HS185:error"]),
+        ("precision='bf16-mixed'", ["HS185:error"]),
+        ("precision=p", ["HS185:warning"]),
+        ("", []),
+        ("strategy='deepspeed_stage_2'", ["HS185:error"]),
+        ("strategy='fsdp'", []),
     ],
 )
-def test_fabric_requires_its_own_backward_in_mixed_precision(options, severity):
-    """Fabric raises for a bare backward in mixed precision, bf16 included."""
-    assert reported(FABRIC.format(options=options, backward="loss.backward()", clip="")) == [f"HS185:{severity}"]
+def test_fabric_requires_its_own_backward_in_mixed_precision(options, expected):
+    """Fabric raises for a bare backward in mixed precision and with DeepSpeed; in plain fp32 both are the same."""
+    assert reported(FABRIC.format(options=options, backward="loss.backward()", clip="")) == expected
 
 
 def test_fabric_clips_what_it_unscales():
@@ -306,7 +329,9 @@ def test_clipping_waits_for_the_end_of_the_window(options, clip, expected):
         ("model = accelerator.prepare(model)", "mixed_precision='bf16'", []),
         ("model, optimizer = accelerator.prepare(model, optimizer)", "mixed_precision='fp16'", []),
         ("parts = accelerator.prepare(*parts)", "mixed_precision='fp16'", []),
-        ("", "mixed_precision='fp16'", []),
+        ("", "mixed_precision='fp16'", ["HS198:error"]),
+        ("", "", []),
+        ("optimizer = wrap(accelerator, optimizer)", "mixed_precision='fp16'", []),
     ],
 )
 def test_an_optimizer_outside_the_accelerator_gets_scaled_gradients(prepare, options, expected):

@@ -40,9 +40,23 @@ def test_precision_of_a_fabric(options, precision):
 def test_two_accelerators_of_one_name_have_no_known_precision():
     """Where the same name has two precisions, neither is certain."""
     text = f"{ACCELERATE}if a:\n    acc = Accelerator(mixed_precision='fp16')\nelse:\n    acc = Accelerator(mixed_precision='no')\n"
-    engine = engine_at(script(text), "acc")
+    facts = script(text)
+    engine = engine_at(facts, "acc", facts.outline.module)
     assert engine is not None
     assert engine.precision == "?"
+
+
+def test_the_engine_of_the_own_function_decides():
+    """Functions that each create an engine of one name do not share its precision."""
+    text = ACCELERATE + "".join(
+        f"def {name}():\n    acc = Accelerator(mixed_precision='{name}')\n    loss.backward()\n"
+        for name in ("fp16", "bf16")
+    )
+    facts = script(text)
+    for function in facts.outline.functions:
+        engine = engine_at(facts, "acc", function)
+        assert engine is not None
+        assert engine.precision == function.name
 
 
 def test_steps_of_a_plugin_are_read():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from halfstep.check.script.event import Event, compatible
@@ -57,6 +57,7 @@ class Engine:
     steps: ast.expr | None = None  # gradient_accumulation_steps
     plugin: str = ""  # "deepspeed" or "fsdp", if the call names one
     is_created: bool = True  # False: a parameter whose creation is in another file
+    function: Function | None = None  # the one that creates it
 
     @property
     def name(self) -> str:
@@ -102,14 +103,23 @@ def engines_of(script: Script) -> tuple[Engine, ...]:
     return tuple(engine for engine in engines if engine.key)
 
 
-def engine_at(script: Script, key: str) -> Engine | None:
-    """The Accelerator or Fabric that a variable is; its precision is unknown if several of that name differ in it."""
+def engine_at(script: Script, key: str, function: Function) -> Engine | None:
+    """The Accelerator or Fabric that a variable of a function is.
+
+    Its precision is unknown if several that the function may see under that name differ in it.
+    """
     same = [engine for engine in engines_of(script) if engine.name == last_name(key)]
+    around: list[Function | None] = [function]
+    while around[-1] is not None:
+        around.append(around[-1].parent)
+    # Tests create an engine each, under one name: the innermost function that creates one decides.
+    local = next((here for f in around if (here := [e for e in same if e.function is f and f is not None])), [])
+    same = local or same
     if not same or len({engine.library for engine in same}) > 1:
         return None
     if len({engine.precision for engine in same}) == 1:
         return same[0]
-    return Engine(same[0].library, same[0].key, "?", same[0].steps, same[0].plugin)
+    return replace(same[0], precision="?")
 
 
 def _created(outline: Outline, call: ast.Call, function: Function, library: str) -> Engine:
@@ -123,12 +133,13 @@ def _created(outline: Outline, call: ast.Call, function: Function, library: str)
         strategy = str(constant(argument(call, None, "strategy")))
         plugin = next((name for name in ("deepspeed", "fsdp") if name in strategy), "")
         precision = "?" if hidden and value is None else _precision(outline, value, function, absent="fp32")
-        return Engine(library, key_of(target), precision, None, plugin)
+        return Engine(library, key_of(target), precision, None, plugin, function=function)
     value = argument(call, 2, "mixed_precision")
     steps = argument(call, 3, "gradient_accumulation_steps") or _plugin_steps(outline, call, function)
     plugins = {k.arg for k in call.keywords if not isinstance(k.value, ast.Constant)}
     plugin = "deepspeed" if "deepspeed_plugin" in plugins else "fsdp" if "fsdp_plugin" in plugins else ""
-    return Engine(library, key_of(target), _precision(outline, value, function, absent="?"), steps, plugin)
+    precision = _precision(outline, value, function, absent="?")
+    return Engine(library, key_of(target), precision, steps, plugin, function=function)
 
 
 def _plugin_steps(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
@@ -201,6 +212,7 @@ def prepared_for(script: Script, library: str, event: Event) -> Prepared:
     return Prepared(frozenset().union(*(p.names for p in near)), all(p.is_complete for p in near))
 
 
+@lru_cache(maxsize=64)
 def _returns(function: Function, names: frozenset[str]) -> bool:
     """Whether a function returns any of these variables."""
     returned = (n.value for n in ast.walk(function.node) if isinstance(n, ast.Return) and n.value is not None)

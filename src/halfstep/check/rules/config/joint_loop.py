@@ -176,6 +176,8 @@ class BareBackward(JointRule):
         """Report loss.backward() where the engine runs the forward and steps, and never runs backward."""
         if use.initialize is None or not use.engine or use.calls("backward", use.engine):
             return
+        if use.optimizer and use.calls("backward", use.optimizer):
+            return  # the fp16 branch of scripts for old releases
         steps = use.calls("step", use.engine) or (use.calls("step", use.optimizer) if use.optimizer else [])
         forwards = any(isinstance(n, ast.Call) and key_of(n.func) == use.engine for n in use.nodes)
         if not steps or not (forwards or use.calls("step", use.engine)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
@@ -79,20 +80,18 @@ class AccumulatedTwice(ScriptRule):
         steps = _configured_steps(script) if engines else None
         for call, function in script.outline.calls.get("backward", ()):
             owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            divisor = _divisor(script, call, function) if owner else None
-            if divisor is None:
+            engine = engine_at(script, owner, function) if owner else None
+            if engine is None and owner not in engines:
                 continue
-            engine = engine_at(script, owner)
-            if engine is not None and engine.library == ACCELERATE:
-                yield from self._accelerate(script, call, function, engine, divisor)
-            elif owner in engines:
+            divisor = _divisor(script, call, function)
+            if divisor is not None and engine is not None and engine.library == ACCELERATE:
+                yield from self._accelerate(script, call, engine, divisor)
+            elif divisor is not None and owner in engines:
                 yield from self._deepspeed(script, call, owner, divisor, steps)
         for call, _ in script.outline.calls.get("step", ()) if engines else ():
             yield from self._step(script, call, engines, steps)
 
-    def _accelerate(
-        self, script: Script, call: ast.Call, function: Function, engine: Engine, divisor: ast.expr
-    ) -> Iterator[Finding]:
+    def _accelerate(self, script: Script, call: ast.Call, engine: Engine, divisor: ast.expr) -> Iterator[Finding]:
         own = f"{engine.key}.{_KEY}"
         text = text_of(divisor)
         if text != own and (engine.steps is None or constant(engine.steps) == 1 or not _same(divisor, engine.steps)):
@@ -146,19 +145,25 @@ def _same(a: ast.expr, b: ast.expr) -> bool:
     return bool(text_of(a)) and last_name(text_of(a)) == last_name(text_of(b))
 
 
+@lru_cache(maxsize=8)  # one walk per function, however often it calls backward
+def _assignments(function: Function) -> dict[str, list[ast.Assign | ast.AugAssign]]:
+    """The assignments of a function by the variables they bind."""
+    by_key: dict[str, list[ast.Assign | ast.AugAssign]] = {}
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                by_key.setdefault(key_of(target), []).append(node)
+    return by_key
+
+
 def _divisor(script: Script, call: ast.Call, function: Function) -> ast.expr | None:
     """What the loss of `engine.backward(loss)` was last divided by, in the call or in the statements before it."""
     loss = call.args[0] if call.args else None
     if isinstance(loss, ast.BinOp):
         return loss.right if isinstance(loss.op, ast.Div) else None
     key = key_of(loss)
-    last: ast.stmt | None = None
-    for node in ast.walk(function.node) if key else ():
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
-        if isinstance(node, ast.stmt) and any(key_of(t) == key for t in targets) and node.lineno <= call.lineno:
-            last = node if last is None or node.lineno > last.lineno else last
+    before = [node for node in _assignments(function).get(key, ()) if node.lineno <= call.lineno] if key else []
+    last = max(before, key=lambda node: node.lineno, default=None)
     if last is None or _excluded(script, last, call):
         return None
     if isinstance(last, ast.AugAssign):

@@ -144,17 +144,21 @@ class BareBackwardInFramework(TraceRule):
         if owner is not None:
             return self._in_class(script, trace, index, owner)
         engine = _stepping_engine(script, trace, index)
-        return self._with_engine(script, event, engine) if engine is not None else None
+        # In full precision and without a strategy of its own, `fabric.backward` is the plain backward.
+        is_plain = engine is not None and engine.precision in {"fp32", "half"} and engine.plugin != "deepspeed"
+        if engine is None or (engine.library == FABRIC and is_plain):
+            return None
+        return self._with_engine(script, event, engine)
 
     def _with_engine(self, script: Script, event: Event, engine: Engine) -> Finding:
         loss, key = _loss(event), engine.key
         severity: Severity = "advice" if engine.precision in {"fp32", "half"} else "warning"
         if engine.plugin == "deepspeed" and engine.library == ACCELERATE:
             effect, severity = "DeepSpeed's engine never steps", "error"
-        elif engine.precision == "fp16" or (engine.library == FABRIC and engine.precision == "bf16"):
-            effect = f"the loss is not scaled, but the step unscales with the scaler of `{key}`"
-            effect = effect if engine.library == ACCELERATE else "Fabric raises RuntimeError in mixed precision"
-            severity = "error"
+        elif engine.library == ACCELERATE and engine.precision == "fp16":
+            effect, severity = f"the loss is not scaled, but the step unscales with the scaler of `{key}`", "error"
+        elif engine.library == FABRIC and (engine.precision in {"fp16", "bf16"} or engine.plugin == "deepspeed"):
+            effect, severity = "Fabric raises RuntimeError in mixed precision and with DeepSpeed", "error"
         elif engine.library == FABRIC:
             effect = "in fp16 the loss is not scaled, and a strategy with its own backward is skipped"
         elif engine.precision == "?":
@@ -206,7 +210,7 @@ def _stepping_engine(script: Script, trace: Trace, index: int) -> Engine | None:
     for engine in engines_of(script):
         prepared = prepared_for(script, engine.library, event).names
         if any(last_name(step.optimizer) in prepared for step in steps):
-            return engine_at(script, engine.key)
+            return engine_at(script, engine.key, event.function)
         # Everything is prepared in another file: a training function that is passed the engine and uses it.
         passed = engine.key in event.function.params and any(
             isinstance(n, ast.Attribute) and key_of(n.value) == engine.key for n in ast.walk(event.function.node)
@@ -254,7 +258,7 @@ class BackwardInsideOwnedAutocast(TraceRule):
         func = region.node.func if region is not None and isinstance(region.node, ast.Call) else None
         if region is None or not isinstance(func, ast.Attribute) or func.attr != "autocast":
             return None
-        engine = engine_at(script, key_of(func.value))
+        engine = engine_at(script, key_of(func.value), event.function)
         if engine is None or engine.precision in {"fp32", "half"}:
             return None
         if event.kind == "opt_step" and any(e.inside("owned") is region for e in trace if "backward" in e.kind):

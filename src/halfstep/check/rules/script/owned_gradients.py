@@ -96,7 +96,7 @@ _DOCS = "https://huggingface.co/docs/accelerate/package_reference/accelerator#ac
 def _backward_engine(script: Script, trace: Trace, index: int) -> Engine | None:
     """The Accelerator or Fabric whose backward wrote the gradients at this point."""
     for i in earlier(trace, index, "owned_backward"):
-        return engine_at(script, trace[i].subject)
+        return engine_at(script, trace[i].subject, trace[i].function)
     return None
 
 
@@ -217,7 +217,7 @@ class ClipEveryMicroBatch(TraceRule):
         func = event.node.func if isinstance(event.node, ast.Call) else None
         if not isinstance(func, ast.Attribute) or not func.attr.startswith("clip_grad_"):
             return None
-        engine = engine_at(script, key_of(func.value))
+        engine = engine_at(script, key_of(func.value), event.function)
         if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed":
             return None
         if event.accumulating or any("sync" in text for text, _ in event.guards):

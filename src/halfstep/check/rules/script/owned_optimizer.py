@@ -81,11 +81,16 @@ class OptimizerNotPrepared(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step of an optimizer that this script creates and does not prepare."""
         event = trace[index]
-        engine = next((engine_at(script, trace[i].subject) for i in earlier(trace, index, "owned_backward")), None)
+        engine = next(
+            (engine_at(script, trace[i].subject, trace[i].function) for i in earlier(trace, index, "owned_backward")),
+            None,
+        )
         if engine is None or not engine.is_created or engine.precision not in {"fp16", "?"} or engine.plugin:
             return None
         prepared = prepared_for(script, engine.library, event)
-        if not prepared.is_complete or not prepared.names or last_name(event.optimizer) in prepared.names:
+        # A file that prepares nothing may leave that to another one, which the fp16 of this file does not excuse.
+        decided = prepared.is_complete and (prepared.names or engine.precision == "fp16")
+        if not decided or last_name(event.optimizer) in prepared.names:
             return None
         values = script.outline.values(event.optimizer, event.function)
         made = [v for v in values if isinstance(v, ast.Call) and _is_torch_optimizer(script, v)]
