@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.check.pins import Pin, installed_pins, parse_pin
 from halfstep.check.project import Project
+from halfstep.check.registry import find_rule
 from halfstep.check.select import Selection, parse_selectors, path_matches
 from halfstep.check.settings import Settings
 from halfstep.errors import SettingError
@@ -17,7 +19,7 @@ from halfstep.errors import SettingError
 if TYPE_CHECKING:
     from halfstep.hardware.devices import Device
 
-__all__ = ["Options", "find_device", "make_options", "parse_version"]
+__all__ = ["Options", "check_preview", "find_device", "make_options", "parse_version"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,10 @@ class Options:
     deepspeed: str | None = None
     gpu: str | None = None
     transformers: str | None = None
-    unsafe_fixes: bool | None = None  # None: as the project sets it
+    unsafe_fixes: bool | None = None  # this and the next two: None leaves the choice to the project
+    preview: bool | None = None
+    respect_gitignore: bool | None = None
+    force_exclude: bool = False  # treat named files like those of a folder
     pins: tuple[Pin, ...] = ()  # of `--with`
 
     def allows_unsafe(self, project: Project) -> bool:
@@ -64,9 +69,10 @@ class Options:
 
         What the command line selects is reported even if the project ignores it; a per-file ignore always applies.
         """
-        selection = Selection(self.select, self.ignore)
+        preview = project.preview if self.preview is None else self.preview
+        selection = Selection(self.select, self.ignore, preview)
         if not self.select:
-            selection = Selection(project.select, (*self.ignore, *project.ignore))
+            selection = Selection(project.select, (*self.ignore, *project.ignore), preview)
         if not project.per_file_ignores:
             return selection
         file = Path(path).absolute()
@@ -74,6 +80,16 @@ class Options:
             if path_matches(ignore.pattern, file, project.root):
                 selection = selection.without(ignore.selectors)
         return selection
+
+
+def check_preview(options: Options, projects: Iterable[Project]) -> None:
+    """Raise if a rule in preview is selected by its code or name and preview is off: it would report nothing."""
+    for project in projects:
+        selection = options.selection(project, "")
+        for selector in () if selection.preview else selection.select:
+            rule = find_rule(selector)
+            if rule is not None and rule.preview:
+                raise SettingError(f"{rule.code} ({rule.name}) is in preview, so selecting it needs --preview.")
 
 
 def make_options(
@@ -95,7 +111,7 @@ def make_options(
         find_device(gpu)
     pins = tuple(parse_pin(text, "--with") for text in versions)
     chosen, ignored = parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore")
-    return Options(chosen, ignored, deepspeed, gpu, transformers, unsafe_fixes, pins)
+    return Options(chosen, ignored, deepspeed, gpu, transformers, unsafe_fixes, pins=pins)
 
 
 _EXAMPLES = {"deepspeed": ("DeepSpeed", "0.19.8"), "transformers": ("transformers", "5.22.2")}
