@@ -146,7 +146,7 @@ def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool
         )
         return
     # A script that is not about precision has no facts; on most projects these are nine files of ten.
-    applies = script.about or settings.gpu is not None
+    applies = script.about or settings.gpu is not None or _may_be_affected(source, settings)
     in_script = tuple(_apply("script", ScriptRule, script, source, settings, preview=preview)) if applies else ()
     raising = lines_that_raise(tree, source.text) if in_script and source.language == "python" else []
     for finding in in_script:
@@ -195,11 +195,16 @@ def _apply(
     rules: Iterable[type[Rule]] = rules_of(group)
     if settings.gpu is not None:
         rules = (*rules, *rules_of("hardware"))
-    if (settings.pins or settings.look_up) and _mentions(source, AFFECTED_WORDS):
+    if _may_be_affected(source, settings):
         rules = (*rules, *rules_of("advisories"))
     for rule in rules:
         if issubclass(rule, kind) and (preview or not rule.preview):
             yield from _run(rule, facts, source)
+
+
+def _may_be_affected(source: Source, settings: Settings) -> bool:
+    """Whether a text uses a feature that some version of a library has a defect in, and versions may be known."""
+    return bool(settings.pins or settings.look_up) and _mentions(source, AFFECTED_WORDS)
 
 
 def _run(rule: type[Any], facts: Any, source: Source) -> list[Finding]:

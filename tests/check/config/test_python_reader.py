@@ -192,3 +192,10 @@ def test_a_dictionary_of_llamafactory_arguments_is_a_recipe():
     """Notebooks write the arguments as a dictionary and dump it."""
     configs = read("args = dict(stage='sft', finetuning_type='full', template='x', pure_bf16=True)\n")
     assert [config.kind for config in configs] == ["llamafactory"]
+
+
+def test_a_deleted_variable_changes_no_key():
+    """`del config` after its use is neither a change nor a failure."""
+    text = "config = {'train_batch_size': 8, 'zero_optimization': {'stage': 2}}\nrun(config)\ndel config\n"
+    (config, *_) = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
+    assert config.value("zero_optimization", "stage") == 2

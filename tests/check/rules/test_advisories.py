@@ -207,3 +207,8 @@ def test_pins_of_the_project_are_used_and_named(tmp_path):
     assert finding.instead.endswith("https://github.com/pytorch/pytorch/issues/112583")
     findings = check_path(tmp_path / "train.py", versions={"torch": "2.13.0"})
     assert not [f for f in findings if f.code == "HS401"]
+
+
+def test_newer_syntax_is_not_a_failure():
+    """A script that this Python cannot parse, and that mentions nothing else, gives no finding."""
+    assert codes("class A[T(: pass\nno_grad\n", "torch=2.10") == []

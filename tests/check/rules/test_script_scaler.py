@@ -51,6 +51,19 @@ def test_other_losses_are_silent(forward, backward):
     assert codes(LOOP.format(dtype="float16", forward=forward, backward=backward)) == []
 
 
+def test_a_scaled_variable_has_the_name_of_its_scaler():
+    """`scaled = scaler.scale(loss)` and a later backward: the message names `scaler`, also if it steps as well."""
+    loop = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    optimizer.zero_grad()\n"
+        "    with torch.autocast('cuda', dtype=torch.float16):\n        loss = model(x)\n"
+        "    scaled = scaler.scale(loss)\n    scaled.backward()\n{}    optimizer.step()\n"
+    )
+    (finding,) = findings(loop.format(""), "HS103")
+    assert "by the scale of `scaler`" in finding.message
+    (finding,) = findings(loop.format("    scaler.step(optimizer)\n    scaler.update()\n"), "HS103")
+    assert "repeats the step of `scaler.step`" in finding.message
+
+
 CHOICE = """\
 import argparse
 import torch

@@ -156,7 +156,8 @@ class _Finder:
         for path in self.literals.changes.get(name, ()):
             if path is None:
                 return None
-            root = _with_unknown(root, path)
+            if path:  # `del config` changes no key
+                root = _with_unknown(root, path)
         return root
 
     def _is_trainer_class(self, node: ast.AST) -> bool:

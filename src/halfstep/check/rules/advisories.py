@@ -70,8 +70,11 @@ def _places(facts: Script | Config) -> dict[str, Place]:
 
 @lru_cache(maxsize=1)
 def _parse(text: str) -> ast.Module:
-    """The tree of a script that mentions nothing else that rules look for."""
-    return ast.parse(text)
+    """The tree of a script that mentions nothing else that rules look for; empty if it does not parse."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):  # newer syntax than this Python's
+        return ast.Module([], [])
 
 
 def _environment(settings: Settings, pins: Mapping[str, Pin]) -> Environment:

@@ -50,6 +50,7 @@ class _Scaled:
 
     certainty: str  # yes, no or maybe
     guards: tuple[Guard, ...]
+    scaler: str = ""  # the scaler's variable, where the assignment names it
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,14 +175,15 @@ class _Walk:
                 continue
             action = self.recogniser.action_of(call, self.function)
             if action is not None:
-                scaled = action.scaled
+                scaled, scaler = action.scaled, action.scaler
                 if action.kind in {"backward", "item"} and scaled != "yes" and action.subject in self.scaled:
                     scaled = self.known_scaled(action.subject, under, surely=action.kind == "backward")
+                    scaler = scaler or self.scaled[action.subject].scaler
                 event = Event(
                     action.kind,
                     call,
                     self.function,
-                    action.scaler,
+                    scaler,
                     action.optimizer,
                     action.subject,
                     scaled,
@@ -255,7 +257,8 @@ class _Walk:
                 if scaled == "no" and isinstance(node, ast.AugAssign):
                     continue
                 if scaled != "no":
-                    self.scaled[key] = _Scaled(scaled, guards)
+                    scaler = self.recogniser.scaler_in(node.value, self.function)
+                    self.scaled[key] = _Scaled(scaled, guards, scaler)
                 elif source := self.scaled_source(node.value):
                     # `total = scaled_loss.mean()` is still scaled; a new value is not.
                     self.scaled[key] = _Scaled(source, guards)

@@ -282,6 +282,10 @@ class Recogniser:
                     scalers.append(key)
         return scalers
 
+    def scaler_in(self, node: ast.AST, function: Function) -> str:
+        """The scaler that scales a value; "" if none does."""
+        return next(iter(self._scales_in(node, function)), "")
+
     def scaled_by(self, node: ast.AST, function: Function) -> str:
         """Whether an assigned value carries a loss scale: yes, no or maybe."""
         if isinstance(node, ast.IfExp):

@@ -211,4 +211,8 @@ def read_script(source: Source, settings: Settings, words: tuple[str, ...] = ())
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
     if not ruled:
         return Script(source, settings, tree)
-    return Script(source, settings, tree, outline=read_outline(tree, text, words))
+    outline = read_outline(tree, text, words)
+    # PaddlePaddle has classes and methods of the same names, with other rules.
+    if outline.names.uses("paddle") and not any(i.full.split(".")[0] == "torch" for i in outline.names.imported):
+        return Script(source, settings, tree)
+    return Script(source, settings, tree, outline=outline)

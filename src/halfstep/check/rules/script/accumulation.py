@@ -100,7 +100,7 @@ class LossNotDivided(TraceRule):
             return None  # reported at the first backward
         if self._divided(script, last) or self._weighted(script, event) or _divides_gradients(script):
             return None
-        if self._summed(script, trace, event):
+        if self._summed(script, trace, event) or _joins_cached(script):
             return None
         return self.finding(
             script.where(event.node),
@@ -205,6 +205,22 @@ class ClearedEveryMicroBatch(TraceRule):
             "the earlier gradients are discarded",
             instead="call zero_grad() right after the step",
         )
+
+
+def _joins_cached(script: Script) -> bool:
+    """Whether each loss is over the features of the whole window: `cached[:j] + [features] + cached[j + 1 :]`.
+
+    The gradient of each micro-batch then reaches the weights once, and the sum is that of the whole batch.
+    """
+    for node in ast.walk(script.tree):
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
+            continue
+        slices = [n for n in ast.walk(node) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)]
+        before = {ast.unparse(s.slice.upper) for s in slices if isinstance(s.slice, ast.Slice) and s.slice.upper}
+        after = {ast.unparse(s.slice.lower) for s in slices if isinstance(s.slice, ast.Slice) and s.slice.lower}
+        if any(f"{index} + 1" in after for index in before):
+            return True
+    return False
 
 
 RULES: tuple[type[Rule], ...] = (LossNotDivided, ClearedEveryMicroBatch)

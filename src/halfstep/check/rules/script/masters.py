@@ -38,6 +38,7 @@ args = TrainingArguments("out", learning_rate=1e-5{flags})
 Trainer(model=model, args=args, train_dataset=data).train()
 """
 _QWEN = "Qwen/Qwen3-0.6B"
+_PLUGINS = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin"}
 _MASTER = 'use an optimizer with master weights, such as halfstep.optim.AdamW(..., master="split")'
 _TESTS = re.compile(r"(^|/)(tests?|testing|bench\w*)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
 # Checkpoints that are stored in 16 bits; others, such as gpt2, OLMo and gemma-2-2b, are stored in float32.
@@ -152,6 +153,8 @@ class WeightsWithoutMaster(ScriptRule):
             if "bfloat16" not in cast.low or not is_stepped(script, tie):
                 continue
             launched = script.outline.names.uses("accelerate") or "accelerator" in script.outline.loads
+            if launched and _PLUGINS & script.outline.calls.keys():
+                continue  # with a plugin, Accelerate trains float32 copies
             unless = "without DeepSpeed or FSDP, " if launched else ""
             yield self.finding(
                 script.where(cast.node),
