@@ -141,17 +141,16 @@ def is_setting(script: Script, guard: Guard, event: Event) -> bool:
 
 
 def _rebinds(script: Script, key: str, event: Event) -> bool:
-    """Whether a variable gets a new value in a loop around an event, or in a function that is called once per batch."""
+    """Whether a variable gets a new value in the innermost loop around an event, or in a function called once per batch."""
     bindings = [b for b in script.outline.bindings.get(key, ())[:MAX_BINDINGS] if not key_of(b.value)]  # not copies
-    looped = not event.loops
-    for place in (*event.roots, event.node) if bindings else ():
+    for place in (event.node, *reversed(event.roots)) if bindings else ():
         loops, function = _loops_of(script, place), _function_of(script, place)
-        spans = [range(loop.lineno, (loop.end_lineno or loop.lineno) + 1) for loop in loops]
-        for binding in bindings:
-            line = getattr(binding.node, "lineno", 0)
-            if binding.function.node is function and (looped or any(line in span for span in spans)):
-                return True
-        looped = looped or bool(loops)
+        lines = range(loops[-1].lineno, (loops[-1].end_lineno or 0) + 1) if loops else None
+        here = [b for b in bindings if b.function.node is function]
+        if any(lines is None or getattr(b.node, "lineno", 0) in lines for b in here):
+            return True
+        if loops or not event.loops:
+            return False
     return False
 
 
