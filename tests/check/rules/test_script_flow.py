@@ -86,9 +86,9 @@ for x in loader:
         (HELPER, "HS140"),
         (PER_OPTIMIZER.format(target="opt in optimizers", optimizer="opt", update="scaler.update()"), "HS108"),
         (PER_OPTIMIZER.format(target="i in range(2)", optimizer="opts[i]", update="scaler.update()"), "HS108"),
-        (loop(end="scaler.step(optimizer)\n    scaler.step(optimizer)\n    scaler.update()"), "HS113"),
-        (loop(end="scaler.step(optimizer)\n    scaler.update()\n    if amp: scaler.update()"), "HS113"),
-        (loop("loss2 = model(x)", "scaler.step(optimizer)", "scaler.scale(loss2).backward()"), "HS113"),
+        (loop(end="scaler.step(optimizer)\n    scaler.step(optimizer)\n    scaler.update()"), "HS114"),
+        (loop(end="scaler.step(optimizer)\n    scaler.update()\n    if amp: scaler.update()"), "HS114"),
+        (loop("loss2 = model(x)", "scaler.step(optimizer)", "scaler.scale(loss2).backward()"), "HS114"),
     ],
 )
 def test_a_mistake_on_one_path_is_reported(text, code):
@@ -132,7 +132,7 @@ def test_a_mistake_on_one_path_is_reported(text, code):
 )
 def test_paths_that_exclude_each_other_are_silent(text):
     """Contradictory or related flags, and calls for another optimizer, are no mistake."""
-    assert reported(text, "HS104", "HS105", "HS108", "HS110", "HS113") == []
+    assert reported(text, "HS104", "HS105", "HS108", "HS110", "HS114") == []
 
 
 DIVIDED = """\

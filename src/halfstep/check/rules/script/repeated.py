@@ -1,4 +1,4 @@
-"""HS113: a step or an update that is written twice."""
+"""HS114: a step or an update that is written twice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SINCE = {
 class StepRepeated(TraceRule):
     """A step or an update is repeated without anything between the two."""
 
-    code = "HS113"
+    code = "HS114"
     name = "step-repeated"
     severity = "error"
     reason = (
