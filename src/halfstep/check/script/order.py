@@ -33,6 +33,7 @@ __all__ = [
     "later",
     "loops_around",
     "only_settings",
+    "rebound_between",
     "scaled_before",
     "scalers_at",
     "switched_off",
@@ -44,13 +45,13 @@ STEPS = ("scaler_step", "opt_step", "owned_step")
 _AMP = re.compile(r"amp\b|_amp|amp_|fp16|half|mixed|scaler|precision|float16|16bit", re.IGNORECASE)
 # Conditions that change within a run, whatever they are called after: the end of a window, a test of gradients.
 _VARYING = re.compile(
-    r"last|sync|final|bound|flush|now\b|should|do_|update|step|ready|skip|finite|nan|\binf|is_?inf|idx|index|iter|epoch|"
-    r"batch|count|unscal|\bi\b|done|except@|case@",
+    r"last|sync|final|bound|flush|now\b|should|do_|update|step|ready|skip|finite|nan|\binf|is_?inf|idx|index|count|unscal|done|"
+    r"\b(i|it|iter|iteration|epoch|batch|batch_(i|num|id))\b|except@|case@",
     re.IGNORECASE,
 )
 _NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
 _PURE = {"len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "torch.cuda.is_available("}
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+AnyLoop = ast.For | ast.AsyncFor | ast.While
 _FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32", re.IGNORECASE)
 
 
@@ -119,6 +120,14 @@ def only_settings(script: Script, a: Event, b: Event) -> bool:
     return all(guard in b.guards or is_amp(guard) or is_setting(script, guard, a) for guard in a.guards)
 
 
+def rebound_between(script: Script, a: Event, b: Event) -> bool:
+    """Whether a variable that only `b` tests is assigned after `a`: `done = True` and, later, `if not done:`."""
+    lines = range(getattr(a.node, "lineno", 0), getattr(b.node, "lineno", 0) + 1)
+    names = {name for guard in b.guards if guard not in a.guards for name in _NAME.findall(guard.text)}
+    bindings = [x for name in names for x in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
+    return any(x.function is b.function and getattr(x.node, "lineno", 0) in lines for x in bindings)
+
+
 def is_setting(script: Script, guard: Guard, event: Event) -> bool:
     """Whether a condition around an event is the same in every iteration: `args.clip > 0`, not `norm > 10`."""
     text = guard.text
@@ -132,13 +141,16 @@ def is_setting(script: Script, guard: Guard, event: Event) -> bool:
 
 
 def _rebinds(script: Script, key: str, event: Event) -> bool:
-    """Whether a variable gets a new value in a loop around an event, or in a function that is called once per batch."""
-    spans = [range(loop.lineno, (loop.end_lineno or loop.lineno) + 1) for loop in loops_around(script, event)]
-    places = {event.function.node, *(_function_of(script, root) for root in event.roots)}
-    for binding in script.outline.bindings.get(key, ())[:MAX_BINDINGS]:
-        inside = not spans or any(getattr(binding.node, "lineno", 0) in span for span in spans)
-        if inside and binding.function.node in places and not key_of(binding.value):  # `clip = self.clip` is a copy
+    """Whether a variable gets a new value in the innermost loop around an event, or in a function called once per batch."""
+    bindings = [b for b in script.outline.bindings.get(key, ())[:MAX_BINDINGS] if not key_of(b.value)]  # not copies
+    for place in (event.node, *reversed(event.roots)) if bindings else ():
+        loops, function = _loops_of(script, place), _function_of(script, place)
+        lines = range(loops[-1].lineno, (loops[-1].end_lineno or 0) + 1) if loops else None
+        here = [b for b in bindings if b.function.node is function]
+        if any(lines is None or getattr(b.node, "lineno", 0) in lines for b in here):
             return True
+        if loops or not event.loops:
+            return False
     return False
 
 
@@ -150,18 +162,20 @@ def _function_of(script: Script, node: ast.AST) -> ast.AST:
     return parent or node
 
 
-def loops_around(script: Script, event: Event) -> list[ast.For | ast.AsyncFor | ast.While]:
+def loops_around(script: Script, event: Event) -> list[AnyLoop]:
     """The loops around an event and around the calls that led to it, outermost first, as `event.loops` has them."""
-    nodes: list[ast.For | ast.AsyncFor | ast.While] = []
-    for place in (*event.roots, event.node):
-        above: list[ast.For | ast.AsyncFor | ast.While] = []
-        child, parent = place, script.outline.parents.get(place)
-        while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            if isinstance(parent, _LOOPS) and any(child is statement for statement in parent.body):
-                above.append(parent)
-            child, parent = parent, script.outline.parents.get(parent)
-        nodes += reversed(above)
-    return nodes
+    return [loop for place in (*event.roots, event.node) for loop in _loops_of(script, place)]
+
+
+def _loops_of(script: Script, node: ast.AST) -> list[AnyLoop]:
+    """The loops around a node in its own function, outermost first."""
+    loops: list[AnyLoop] = []
+    parent = script.outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(parent, (ast.For, ast.AsyncFor, ast.While)) and any(node is s for s in parent.body):
+            loops.insert(0, parent)
+        node, parent = parent, script.outline.parents.get(parent)
+    return loops
 
 
 def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:

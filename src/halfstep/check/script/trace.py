@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from halfstep.check.script.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow import Item, Jump, read_flow
+from halfstep.check.script.guard import possible
 from halfstep.check.script.outline import Function, Outline
 from halfstep.check.script.recognise import Recogniser
 
@@ -75,7 +76,10 @@ class _Follow:
             if any(known.get(text, is_true) != is_true for text, is_true in item.guards):
                 continue  # the caller's literal rules it out
             open_guards = tuple(g for g in item.guards if g.text not in known)
-            inner_guards = (*guards, *_rename_guards(open_guards, renamed, function, local))
+            own_guards = tuple(_rename_guards(open_guards, renamed, function, local))
+            if guards and own_guards and not possible(guards, own_guards):
+                continue  # the caller's conditions rule it out
+            inner_guards = (*guards, *own_guards)
             inner_loops = (*loops, *(Loop(copy, loop.line, loop.column) for loop in item.loops))
             inner_regions = (*regions, *_shift(item.regions, len(loops)))
             if isinstance(item, Event):

@@ -141,4 +141,6 @@ def _counted_loop(script: Script, event: Event, step: Event) -> Window | None:
     length = text_of(call.args[0])
     if not (ACCUMULATION.search(length) or any(map(ACCUMULATION.search, targets_of(loop)))):
         return None
+    if any(isinstance(n, ast.Slice) and (n.lower is None) != (n.upper is None) for n in ast.walk(loop)):
+        return None  # `cached[:j] + [x] + cached[j + 1:]`: one loss over the entire window, as with cached features
     return Window(step, f"the loop at line {loop.lineno} ends", length)

@@ -1,10 +1,12 @@
-"""HS180-HS181: gradient accumulation over several micro-batches."""
+"""HS180-HS182: gradient accumulation over several micro-batches."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
@@ -35,6 +37,7 @@ _RIGHT = _LOOP.format(start="", divide=" / accumulation_steps", end="        opt
 # What a schedule divides, not a loss: `len(loader) / accumulation_steps` counts optimizer steps.
 _COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|steps|epochs|batches|total", re.IGNORECASE)
 _LOSS = re.compile(r"loss|err|grad|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
+MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _LOSS_FUNCTION = re.compile(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
 # Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
@@ -207,6 +210,115 @@ class ClearedEveryMicroBatch(TraceRule):
         )
 
 
+class LossDividedTwice(TraceRule):
+    """The loss is divided by the number of micro-batches twice."""
+
+    code = "HS182"
+    name = "loss-divided-twice"
+    severity = "error"
+    reason = (
+        "One division by n makes the gradients of n micro-batches those of their mean. The second makes them n times smaller: the "
+        "effective learning rate of SGD is n times lower, and in float16 more of them underflow."
+    )
+    bad = (
+        _RIGHT.replace("scaler.scale(loss)", "scaler.scale(loss / accumulation_steps)"),
+        _RIGHT.replace("    scaler.scale", "    loss /= accumulation_steps\n    scaler.scale"),
+    )
+    good = (_RIGHT,)
+    references = (_DOCS,)
+    kinds = ("backward", "owned_backward")
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A backward of a loss that was divided by the same number of micro-batches at least twice."""
+        event = trace[index]
+        statement = script.statement(event.node)
+        if statement is None or not isinstance(event.node, ast.Call):
+            return None
+        before = list(itertools.islice(_assignments_before(script, statement), MAX_ASSIGNMENTS))
+        divisors = {d for node in (event.node, *(a.statement for a in before)) for d in _divided_by(node)}
+        lengths = sorted(d for d in divisors if ACCUMULATION.search(d))
+        twice = next((d for d in lengths if _Divisions(d, before).of(event.node) > 1), "")
+        if not twice:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.subject or 'the loss'}` is divided by `{twice}` twice: gradients are too small by that factor",
+            instead=f"divide the loss by {twice} once",
+        )
+
+
+def _divided_by(node: ast.AST) -> list[str]:
+    """The divisors in an expression or statement."""
+    divisors = [text_of(n.right) for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        divisors.append(text_of(node.value))
+    return divisors
+
+
+class _Assignment(NamedTuple):
+    statement: ast.Assign | ast.AugAssign
+    target: str
+
+
+class _Divisions:
+    """How often a value was divided by one divisor, with assignments (nearest first) followed."""
+
+    def __init__(self, divisor: str, before: list[_Assignment]) -> None:
+        self.divisor = divisor
+        self.before = before
+        self.known: dict[tuple[str, int], int] = {}
+
+    def of(self, node: ast.AST, start: int = 0) -> int:
+        """The divisions of an expression; of a sum, those of the term with the most."""
+        if isinstance(node, (ast.Name, ast.Attribute)) and key_of(node):
+            return self._of_variable(key_of(node), start)
+        own = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and text_of(node.right) == self.divisor
+        parts = [node.left] if isinstance(node, ast.BinOp) and own else ast.iter_child_nodes(node)
+        return own + max((self.of(part, start) for part in parts), default=0)
+
+    def _of_variable(self, key: str, start: int) -> int:
+        if (key, start) not in self.known:
+            self.known[key, start] = 0
+            position = next((i for i in range(start, len(self.before)) if self.before[i].target == key), None)
+            if position is not None:
+                self.known[key, start] = self._of_assignment(self.before[position].statement, key, position + 1)
+        return self.known[key, start]
+
+    def _of_assignment(self, statement: ast.Assign | ast.AugAssign, key: str, start: int) -> int:
+        if isinstance(statement, ast.Assign):
+            return self.of(statement.value, start)
+        own = isinstance(statement.op, ast.Div) and text_of(statement.value) == self.divisor
+        added = self.of(statement.value, start) if isinstance(statement.op, (ast.Add, ast.Sub)) else 0
+        return max(own + self._of_variable(key, start), added)
+
+
+def _assignments_before(script: Script, statement: ast.stmt) -> Iterator[_Assignment]:
+    """The assignments that certainly run before a statement in its iteration, nearest first."""
+    node: ast.AST = statement
+    while (parent := script.outline.parents.get(node)) is not None:
+        block = next((b for b in _blocks(parent) if any(node is s for s in b)), [])
+        before = block[: next((i for i, s in enumerate(block) if s is node), 0)]
+        yield from _straight(reversed(before))
+        if isinstance(parent, (ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+            return
+        node = parent
+
+
+def _straight(statements: Iterable[ast.stmt]) -> Iterator[_Assignment]:
+    """The assignments of a block and of the `with` blocks in it, last first."""
+    for statement in statements:
+        if isinstance(statement, (ast.With, ast.AsyncWith)):
+            yield from _straight(reversed(statement.body))
+        elif isinstance(statement, ast.AugAssign):
+            yield _Assignment(statement, key_of(statement.target))
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            yield _Assignment(statement, key_of(statement.targets[0]))
+
+
+def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
+    return [b for name in ("body", "orelse", "finalbody") if isinstance(b := getattr(node, name, None), list)]
+
+
 def _joins_cached(script: Script) -> bool:
     """Whether each loss is over the features of the whole window: `cached[:j] + [features] + cached[j + 1 :]`.
 
@@ -223,4 +335,4 @@ def _joins_cached(script: Script) -> bool:
     return False
 
 
-RULES: tuple[type[Rule], ...] = (LossNotDivided, ClearedEveryMicroBatch)
+RULES: tuple[type[Rule], ...] = (LossNotDivided, ClearedEveryMicroBatch, LossDividedTwice)

@@ -82,8 +82,7 @@ class BackwardInsideAutocast(TraceRule):
         following = next((i for i in events if trace[i].kind != "zero_grad" or implied(trace[i], trace[index])), None)
         if following is None or trace[following].kind != "zero_grad":
             return False
-        first, last = trace[index].node, trace[following].node
-        between = range(getattr(first, "lineno", 0), getattr(last, "lineno", 0) + 1)
+        between = range(*(getattr(trace[i].node, "lineno", 0) for i in (index, following)))
         hidden = (call for name, calls in script.outline.calls.items() if "step" in name for call, _ in calls)
         return not any(call.lineno in between for call in hidden)
 

@@ -6,7 +6,7 @@ import ast
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.order import TraceRule, earlier, implied, later, together
+from halfstep.check.script.order import TraceRule, earlier, later, together
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 
@@ -81,8 +81,13 @@ class SchedulerIgnoresSkips(TraceRule):
             return None  # stepped with a metric, as ReduceLROnPlateau is, or set to an epoch
         steps = [trace[i] for i in earlier(trace, index, "scaler_step") if trace[i].loops == event.loops]
         steps = [e for e in steps if e.function is event.function or event.loops]
-        steps = [e for e in steps if implied(e, event) or together(script, e, event)]
-        if not steps or script.has("get_scale") or "_scale" in script.outline.loads:
+        steps = [e for e in steps if together(script, e, event)]
+        if (
+            not steps
+            or script.has("get_scale")
+            or script.outline.names.uses("accelerate")
+            or "_scale" in script.outline.loads
+        ):
             return None
         scaler, scheduler = steps[0].scaler, event.local.subject
         return self.finding(

@@ -81,12 +81,13 @@ class EvaluationWithoutAutocast(ScriptRule):
         """The first forward without gradients outside any autocast region, in scripts that train inside one."""
         forwards = list(script.events("forward"))
         trained = [e for e in forwards if e.autocast() and not e.inside("no_grad")]
+        validated = [e for e in forwards if e.autocast() and e.inside("no_grad")]
         if not trained or not script.has("backward"):
             return
         for event in forwards:
             if event.inside("no_grad") is None or any(r.kind in {"autocast", "owned", "other"} for r in event.regions):
                 continue
-            if without_amp(event) or any(e.autocast() and not compatible(e, event) for e in forwards):
+            if without_amp(event) or any(not compatible(e, event) for e in validated):
                 continue  # the branch without mixed precision
             if any(_is_same(script, event, e) for e in trained):
                 yield self.finding(

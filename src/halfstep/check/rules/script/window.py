@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.gradients import measures_only, skipped_unscale, unscaled_between
@@ -12,7 +14,9 @@ from halfstep.check.script.order import (
     implied,
     is_amp,
     later,
+    loops_around,
     only_settings,
+    rebound_between,
     scaled_before,
     switched_off,
     together,
@@ -20,7 +24,7 @@ from halfstep.check.script.order import (
 )
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
-from halfstep.check.script.window import window_of
+from halfstep.check.script.window import targets_of, window_of
 
 __all__ = ["RULES"]
 
@@ -89,7 +93,9 @@ class DoubleUnscale(TraceRule):
                     continue
                 return None
             if before.optimizer == event.optimizer and before.scaler == event.scaler and before.loops == event.loops:
-                if before.node is event.node or not only_settings(script, before, event):
+                if before.node is event.node or rebound_between(script, before, event):
+                    return None
+                if not only_settings(script, before, event):
                     return None
                 state = "already unscaled" if before.kind == "unscale" else "already used by step()"
                 extra = next((g for g in before.guards if g not in event.guards and not is_amp(g)), None)
@@ -188,6 +194,8 @@ class UpdateBeforeStep(TraceRule):
         _START.replace(" / accumulate", "") + "    scaler.update()\n    scaler.step(optimizer)\n",
         "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(loss_g).backward()\n"
         "    scaler.scale(loss_d).backward()\n    scaler.step(opt_g)\n    scaler.update()\n    scaler.step(opt_d)\n    scaler.update()\n",
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(model(x)).backward()\n"
+        "    for optimizer in optimizers:\n        scaler.step(optimizer)\n        scaler.update()\n",
     )
     good = (
         _TWO,
@@ -200,6 +208,13 @@ class UpdateBeforeStep(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An update followed by a step with no new backward in between."""
         event = trace[index]
+        if (line := self._loop_over_optimizers(script, trace, index)) is not None:
+            return self.finding(
+                script.where(event.node),
+                f"`{event.local.scaler}.update()` runs after the step of each optimizer in the loop at line {line}: the next one divides "
+                "by a different scale than the loss was multiplied by",
+                instead=f"call {event.local.scaler}.update() once, after that loop",
+            )
         following = next(
             later(trace, index, "backward", "owned_backward", "scale", "scaler_step", "autograd_grad"), None
         )
@@ -224,6 +239,29 @@ class UpdateBeforeStep(TraceRule):
             "than the loss was multiplied by",
             instead=f"call {event.scaler}.update() once, after the last step of the iteration",
         )
+
+    @staticmethod
+    def _loop_over_optimizers(script: Script, trace: Trace, index: int) -> int | None:
+        """The line of a loop that steps several optimizers with this scaler and contains the update but no backward."""
+        event, loops = trace[index], loops_around(script, trace[index])
+        if not loops or len(loops) != len(event.loops):
+            return None
+        targets = targets_of(loops[-1])
+        inside = [e for e in trace if e.loops[: len(event.loops)] == event.loops]
+        steps = [e for e in inside if e.kind == "scaler_step" and e.scaler == event.scaler and e.loops == event.loops]
+        if any(e.kind in {"backward", "owned_backward", "scale", "autograd_grad", "handed"} for e in inside):
+            return None
+        # `if index != chosen: continue` steps one of them.
+        names = {
+            word for text in (event.local.scaler, *(g.text for g in event.guards)) for word in re.findall(r"\w+", text)
+        }
+        if names & targets or not any(set(re.findall(r"\w+", e.local.optimizer)) & targets for e in steps):
+            return None
+        backs = [
+            i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes" and trace[i].scaler == event.scaler
+        ]
+        before = event.loops[:-1]
+        return loops[-1].lineno if backs and trace[backs[0]].loops[: len(before)] == before else None
 
 
 class ScaledGradientsRead(TraceRule):
