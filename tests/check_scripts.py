@@ -2,6 +2,7 @@
 
 from halfstep.check.files.source import Settings, Source
 from halfstep.check.registry import rules_of, words_of_rules
+from halfstep.check.runner import with_usable_fix
 from halfstep.check.script.script import Script, read_script
 
 RULES = rules_of("script")
@@ -15,7 +16,8 @@ def script(text: str) -> Script:
 def findings(text: str, *codes: str):
     """The findings of every script rule, or of the rules with these codes."""
     facts = script(text)
-    return [f for rule in RULES if not codes or rule.code in codes for f in rule().check(facts)]
+    rules = [rule for rule in RULES if not codes or rule.code in codes]
+    return [with_usable_fix(f, facts.source) for rule in rules for f in rule().check(facts)]
 
 
 def codes(text: str) -> list[str]:

@@ -13,6 +13,7 @@ class WordRule(ScriptRule):
 
     word = ""
     cure = None
+    safe = True
     severity = "error"
     reason = "Toy rules have no reason beyond the test."
     bad = ()
@@ -25,7 +26,8 @@ class WordRule(ScriptRule):
             line = text.count("\n", 0, match.start()) + 1
             column = match.start() - (text.rfind("\n", 0, match.start()) + 1) + 1
             where = script.source.place(line, column, line, column + len(self.word))
-            fix = None if self.cure is None else Fix(f"write {self.cure}", (Edit(*match.span(), self.cure),))
+            edits = (Edit(*match.span(), self.cure or ""),)
+            fix = None if self.cure is None else Fix(f"write {self.cure}", edits, self.safe)
             yield self.finding(where, f"{self.word} is here", instead=self.cure or "", fix=fix)
 
 
@@ -76,7 +78,13 @@ class Link(WordRule):
     code, name, word, cure, severity = "HS907", "link-word", "LINK", "END", "advice"
 
 
-TOYS = (Bad, Hmm, Crash, Breaks, Worse, Chain, Link)
+class Odd(WordRule):
+    """The fix of ODD needs review."""
+
+    code, name, word, cure, safe = "HS908", "odd-word", "ODD", "EVEN", False
+
+
+TOYS = (Bad, Hmm, Crash, Breaks, Worse, Chain, Link, Odd)
 
 
 def use_toys(monkeypatch):
@@ -87,3 +95,4 @@ def use_toys(monkeypatch):
 
     monkeypatch.setattr(registry, "rules_of", rules_of)
     monkeypatch.setattr(runner, "rules_of", rules_of)
+    monkeypatch.setattr(runner, "with_usable_fix", lambda finding, source: finding)  # the words are not variables

@@ -67,6 +67,7 @@ def test_the_search_ends_at_the_repository(tmp_path):
         ("select = 'HS9'", "select is 'HS9'; write a list of strings"),
         ("ignore = ['HS999']", "ignore: no rule is called 'HS999'"),
         ("gpu = 4", "gpu is 4; write a string"),
+        ("unsafe-fixes = 'no'", "unsafe-fixes is 'no'; write true or false"),
         ("per-file-ignores = ['HS9']", "write a table of pattern"),
         ("per-file-ignores = { a = 'HS9' }", "write a list of strings"),
         ("x = ", "not valid TOML"),

@@ -45,7 +45,7 @@ def test_findings_come_in_order_and_once():
 def test_a_rule_that_fails_is_a_finding_and_the_others_run():
     """A bug in one rule neither stops the check nor hides other findings."""
     failure, bad = check("CRASH = 1\nBAD")
-    assert (failure.code, failure.severity, bad.code) == ("HS006", "advice", "HS901")
+    assert (failure.code, failure.severity, bad.code) == ("HS006", "warning", "HS901")
     assert "HS903 (crash-word) failed on this file: KeyError: 'CRASH'" in failure.message
 
 
@@ -53,7 +53,7 @@ def test_a_rule_that_fails_is_a_finding_and_the_others_run():
 def test_python_that_does_not_parse_is_one_finding(text):
     """The only finding is HS004, with a place and the version of Python that parsed it."""
     (finding,) = check(text)
-    assert (finding.code, finding.severity) == ("HS004", "advice")
+    assert (finding.code, finding.severity) == ("HS004", "error")
     assert f"not valid Python 3.{sys.version_info.minor}: " in finding.message
     assert "?." not in finding.message
     assert finding.line >= 1
@@ -103,13 +103,17 @@ def test_json_and_yaml_that_do_not_parse_are_one_finding(language, text):
 
 
 def test_a_configuration_that_does_not_parse_is_an_error():
-    """DeepSpeed rejects such a file too; other invalid JSON is only advice."""
+    """Whether or not it is clearly a configuration: the user named it, and it was not checked."""
     (finding,) = check(
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}', "a.json", "json"
     )
     assert (finding.code, finding.severity) == ("HS004", "error")
     (other,) = check('{"name": "x", ', "a.json", "json")
-    assert other.severity == "advice"
+    assert other.severity == "error"
+    (template,) = check(
+        '{"fp16": {"enabled": true}, {% if zero %} "zero_optimization": {} {% endif %}}', "a.json", "json"
+    )
+    assert (template.code, template.severity) == ("HS004", "error")
 
 
 def test_other_files_of_a_folder_are_not_reported(tmp_path):
@@ -153,3 +157,16 @@ def test_nothing_that_is_checked_is_run(tmp_path):
     check(f"float16 = open({str(trace)!r}, 'w')\nimport this_is_no_module\n__import__('os').abort()")
     assert not trace.exists()
     assert "this_is_no_module" not in sys.modules
+
+
+def test_a_large_script_is_an_error_if_named_and_advice_in_a_folder(tmp_path):
+    """Generated code in a folder is not the user's concern; a file that the user named is."""
+    (tmp_path / "big.py").write_bytes(b"x = 1\n" * (MAX_BYTES // 6 + 1))
+    severities = [on_disk(tmp_path / "big.py", named=named).findings[0].severity for named in (True, False)]
+    assert severities == ["error", "advice"]
+
+
+def test_python_newer_than_the_interpreter_is_checked():
+    """Nested quotes, `type` statements and bare exception lists do not hide the findings of the file."""
+    text = 'type A = int\ntry:\n    print(f"{x["a"]}")\nexcept KeyError, ValueError:\n    BAD\n'
+    assert [(f.code, f.line, f.column) for f in check(text)] == [("HS901", 5, 5)]

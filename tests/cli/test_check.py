@@ -58,6 +58,7 @@ def test_findings_are_exit_code_3_and_none_is_0(folder):
         ("--diff", "--format", "json"),
         ("-", "a.py"),
         ("--stdin-filename", "a.py"),
+        ("--unsafe-fixes",),
         ("--no-such-flag",),
     ],
 )
@@ -72,6 +73,7 @@ def test_contradictions_are_usage_errors(folder, args):
         (("gone.py",), "no file or folder 'gone.py'"),
         (("--select", "HS555"), "--select: no rule is called 'HS555'"),
         (("--deepspeed", "new"), "not a version"),
+        (("--transformers", "new"), "not a version of transformers"),
         (("--gpu", "H20O"), "Unknown GPU"),
     ],
 )
@@ -117,6 +119,25 @@ def test_fix_changes_the_file_and_reports_what_is_left(folder):
     assert "a.py: fixed 1 finding" in result.output
     assert (folder / "a.py").read_text() == SCRIPT.replace("BAD", "FINE")
     assert run("--fix", "--ignore", "HS902").exit_code == 0
+
+
+def test_unsafe_fixes_need_their_flag(folder):
+    """The summary counts them, `--fix` alone leaves them, and `--diff --unsafe-fixes` shows them."""
+    (folder / "a.py").write_text("ODD\nBAD\n")
+    assert "1 fixable with --fix (preview with --diff), 1 more with --unsafe-fixes." in run().output
+    assert "+EVEN\n" in run("--diff", "--unsafe-fixes").stdout
+    assert "EVEN" not in run("--diff").stdout
+    assert "1 fixable with --fix --unsafe-fixes (review the changes with --diff)." in run("--fix").output
+    assert (folder / "a.py").read_text() == "ODD\nFINE\n"
+
+
+def test_a_project_may_allow_unsafe_fixes(folder):
+    """`unsafe-fixes = true` is the default of its files, which the flag overrides."""
+    (folder / "a.py").write_text("ODD\nFINE\n")
+    (folder / "pyproject.toml").write_text("[tool.halfstep.check]\nunsafe-fixes = true\n")
+    assert "EVEN" not in run("--diff", "--no-unsafe-fixes").stdout
+    assert run("--fix").exit_code == 0
+    assert (folder / "a.py").read_text() == "EVEN\nFINE\n"
 
 
 def test_standard_input(folder):

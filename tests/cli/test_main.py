@@ -37,7 +37,10 @@ def test_flags_are_few_and_listed():
         for name in _COMMANDS
     }
     assert flags == {
-        "check": ["--deepspeed", "--diff", "--fix", "--format", "--gpu", "--ignore", "--select", "--stdin-filename"],
+        "check": [
+            "--deepspeed", "--diff", "--fix", "--format", "--gpu", "--ignore", "--select", "--stdin-filename",
+            "--transformers", "--unsafe-fixes",
+        ],
         "compare": [
             "--batch", "--data", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision", "--repeats", "--resume",
             "--set", "--steps", "-p",

@@ -30,6 +30,7 @@ def test_json_is_a_list_of_objects_with_the_promised_keys():
     assert (first["code"], first["line"], first["column"], second["cell"]) == ("HS004", 2, 10, 2)
     assert first["fix"] == {
         "title": "write w",
+        "safe": True,
         "edits": [{"start": 15, "end": 16, "text": "w", "line": 2, "column": 10, "end_line": 2, "end_column": 11}],
     }
     assert second["fix"] is None
@@ -70,6 +71,7 @@ def test_sarif_places_and_fixes():
     assert place["artifactLocation"]["uri"] == "dir/a%20b.py"
     assert place["region"] == {"startLine": 2, "startColumn": 10, "endLine": 2, "endColumn": 11}
     (change,) = first["fixes"][0]["artifactChanges"]
+    assert first["fixes"][0]["properties"] == {"safe": True}
     assert change["artifactLocation"] == place["artifactLocation"]
     (replacement,) = change["replacements"]
     assert replacement["deletedRegion"] == place["region"]

@@ -38,10 +38,15 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fix:
-    """A change that is safe to make without review: what it does, and its edits, none overlapping another."""
+    """A change that corrects a finding: what it does, and its edits, none overlapping another.
+
+    A safe fix may be applied without review: a script that ran still runs, and the mistake is gone. An unsafe one is
+    right if an assumption is, which the text does not decide.
+    """
 
     title: str
     edits: tuple[Edit, ...]
+    safe: bool = True
 
 
 @dataclass(frozen=True)

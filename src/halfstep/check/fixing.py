@@ -2,14 +2,16 @@
 
 A fix is a few edits of the text. Fixes that do not overlap are applied together, the file is checked again, and this
 repeats until nothing more can be fixed. Every round is verified on the changed file: it is read again from its bytes, it
-parses, no rule reports more errors than before, and there are fewer findings of the fixed rules. A round that fails is
-repeated one fix at a time, and fixes that fail alone are skipped. Bytes that are not edited do not change.
+parses, each fixed finding is gone rather than moved or reworded, and no error or warning is new. A round that fails is
+repeated one fix at a time, and fixes that fail alone are skipped. Bytes that are not edited do not change. That an inserted
+line only uses names with a value is verified before a fix is offered at all (`halfstep.check.script.bound`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -42,13 +44,15 @@ class Fixed:
         return self.before.source.path
 
 
-def fix_document(document: Document, findings: tuple[Finding, ...], check: Check) -> Fixed:
-    """The document with every fix applied that passes verification, and the remaining findings."""
+def fix_document(document: Document, findings: tuple[Finding, ...], check: Check, *, unsafe: bool = False) -> Fixed:
+    """The document with every safe fix applied that passes verification (with `unsafe`, every fix), and what is left."""
     state = _State(document, findings)
     applied: list[Finding] = []
     rejected: set[_Identity] = set()
     for _ in range(MAX_ROUNDS):
-        chosen = _compatible(f for f in state.findings if f.fix is not None and _identity(f) not in rejected)
+        chosen = _compatible(
+            f for f in state.findings if f.fix is not None and (f.fix.safe or unsafe) and _identity(f) not in rejected
+        )
         if not chosen:
             break
         after = _try(state, chosen, check)
@@ -85,7 +89,7 @@ class _Identity:
 
 
 def _identity(finding: Finding) -> _Identity:
-    return _Identity(finding.code, finding.message)
+    return _Identity(finding.code, re.sub(r"\bline \d+", "line", finding.message))
 
 
 def _compatible(findings: Iterable[Finding]) -> list[Finding]:
@@ -119,13 +123,15 @@ def _try(state: _State, chosen: list[Finding], check: Check) -> _State | None:
     if changed.problem is not None or len(changed.notes) > len(document.notes):
         return None
     after = check(changed)
-    errors_before = Counter(f.code for f in state.findings if _is_grave(f))
-    errors_after = Counter(f.code for f in after if _is_grave(f))
-    if errors_after - errors_before:
+    if _grave(after) - _grave(state.findings):
         return None
-    codes_before, codes_after = Counter(f.code for f in state.findings), Counter(f.code for f in after)
-    if any(codes_after[code] >= codes_before[code] for code in {f.code for f in chosen}):
-        return None
+    # Cured, not moved: fewer findings of each fixed rule, none of them new, and these among the missing.
+    for code in {finding.code for finding in chosen}:
+        mine = Counter(_identity(f) for f in chosen if f.code == code)
+        old = Counter(_identity(f) for f in state.findings if f.code == code)
+        new = Counter(_identity(f) for f in after if f.code == code)
+        if new - old or any(new[text] >= old[text] for text in mine):
+            return None
     return _State(changed, after)
 
 
@@ -157,6 +163,6 @@ def write_back(fixed: Fixed) -> str:
     return ""
 
 
-def _is_grave(finding: Finding) -> bool:
-    """Whether no fix may cause this finding: an error, or a text that can no longer be parsed."""
-    return finding.severity == "error" or finding.code in {"HS004", "HS005"}
+def _grave(findings: Iterable[Finding]) -> Counter[str]:
+    """How often each rule reports what no fix may cause: errors, warnings, and a text that can no longer be parsed."""
+    return Counter(f.code for f in findings if f.severity != "advice" or f.code in {"HS004", "HS005"})

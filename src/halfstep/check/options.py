@@ -29,16 +29,22 @@ class Options:
     ignore: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    transformers: str | None = None
+    unsafe_fixes: bool | None = None  # None: as the project sets it
+
+    def allows_unsafe(self, project: Project) -> bool:
+        """Whether `--fix` and `--diff` also apply fixes that need review."""
+        return project.unsafe_fixes if self.unsafe_fixes is None else self.unsafe_fixes
 
     def settings(self, project: Project) -> Settings:
         """What rules may know beyond the text."""
-        version = self.deepspeed or project.deepspeed
+        deepspeed = version_of("deepspeed", self.deepspeed or project.deepspeed)
+        transformers = version_of("transformers", self.transformers or project.transformers)
         gpu = self.gpu or project.gpu
-        deepspeed = parse_version(version) if version else installed_deepspeed()
         if not gpu:
-            return Settings(deepspeed)
+            return Settings(deepspeed, transformers=transformers)
         origin = "nvidia-smi" if gpu == "auto" else f"--gpu {gpu}" if self.gpu else f"gpu = {gpu!r} in pyproject.toml"
-        return Settings(deepspeed, find_device(gpu), origin)
+        return Settings(deepspeed, find_device(gpu), origin, transformers)
 
     def selection(self, project: Project, path: str) -> Selection:
         """Which findings in the file at `path` to report.
@@ -57,39 +63,60 @@ class Options:
         return selection
 
 
-def make_options(select: tuple[str, ...], ignore: tuple[str, ...], deepspeed: str | None, gpu: str | None) -> Options:
+def make_options(
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    deepspeed: str | None,
+    gpu: str | None,
+    transformers: str | None = None,
+    *,
+    unsafe_fixes: bool | None = None,
+) -> Options:
     """Options from text, each one validated."""
     if deepspeed is not None:
         parse_version(deepspeed)
+    if transformers is not None:
+        parse_version(transformers, "transformers")
     if gpu is not None and gpu != "auto":
         find_device(gpu)
-    return Options(parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore"), deepspeed, gpu)
+    chosen, ignored = parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore")
+    return Options(chosen, ignored, deepspeed, gpu, transformers, unsafe_fixes)
 
 
-def parse_version(text: str) -> tuple[int, ...]:
-    """A DeepSpeed version such as "0.19.8" or "0.16.4+cu124" as numbers."""
-    match = re.match(r"v?(\d{1,4}(?:\.\d{1,6}){1,3})(?![\d.])", text.strip())
+_EXAMPLES = {"deepspeed": ("DeepSpeed", "0.19.8"), "transformers": ("transformers", "5.22.2")}
+
+
+def parse_version(text: str, package: str = "deepspeed") -> tuple[int, ...]:
+    """A version such as "0.19.8" or "0.16.4+cu124" as numbers."""
+    match = re.match(r"v?(\d{1,4}(?:\.\d{1,6}){1,3})(?!\d|\.\d)", text.strip())
     if match is None:
-        raise SettingError(f"{text!r} is not a version of DeepSpeed. Write it like 0.19.8.")
+        name, example = _EXAMPLES[package]
+        raise SettingError(f"{text!r} is not a version of {name}. Write it like {example}.")
     return tuple(int(part) for part in match.group(1).split("."))
 
 
-@cache
-def installed_deepspeed() -> tuple[int, ...] | None:
-    """The version of DeepSpeed installed alongside Halfstep, from the name of its dist-info folder; nothing is imported.
+def version_of(package: str, text: str | None) -> tuple[int, ...] | None:
+    """The version to judge by: the one in `text`, else the installed one, else None."""
+    return parse_version(text, package) if text else installed_versions().get(package)
 
-    importlib.metadata finds it as well, but takes several times as long (61 ms instead of 10 on a busy machine).
+
+@cache
+def installed_versions() -> dict[str, tuple[int, ...]]:
+    """The libraries installed alongside Halfstep, from the names of their dist-info folders; nothing is imported.
+
+    importlib.metadata finds them as well, but takes several times as long (61 ms instead of 10 on a busy machine).
     """
+    versions: dict[str, tuple[int, ...]] = {}
     for folder in sys.path:
         try:
             names = [entry.name for entry in os.scandir(folder or ".")]
         except OSError:
             continue
         for name in names:
-            match = re.fullmatch(r"deepspeed-(.+)\.dist-info", name)
+            match = re.fullmatch(r"(deepspeed|transformers)-(.+)\.dist-info", name)
             if match:
-                return parse_version(match.group(1))
-    return None
+                versions.setdefault(match[1], parse_version(match[2], match[1]))
+    return versions
 
 
 @cache

@@ -4,8 +4,13 @@
     select = ["HS1", "HS2"]
     ignore = ["advice"]
     exclude = ["third_party", "*_generated.py"]
+    respect-gitignore = true
+    preview = false
+    baseline = "halfstep-baseline.json"
     deepspeed = "0.16.4"
     gpu = "A100"
+    transformers = "5.22.2"
+    unsafe-fixes = true
 
     [tool.halfstep.check.per-file-ignores]
     "tests/*" = ["HS104"]
@@ -25,7 +30,10 @@ from halfstep.errors import SettingError, unknown
 
 __all__ = ["PerFileIgnore", "Project", "find_project"]
 
-_KEYS = ("select", "ignore", "per-file-ignores", "exclude", "deepspeed", "gpu")
+_KEYS = (
+    "select", "ignore", "per-file-ignores", "exclude", "respect-gitignore", "preview", "baseline", "deepspeed", "gpu",
+    "transformers", "unsafe-fixes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,11 @@ class Project:
     exclude: tuple[str, ...] = ()
     deepspeed: str | None = None
     gpu: str | None = None
+    transformers: str | None = None
+    respect_gitignore: bool = True
+    preview: bool = False
+    baseline: str | None = None  # relative to `root`
+    unsafe_fixes: bool = False
 
 
 @cache
@@ -103,6 +116,11 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         _texts(table, "exclude", where),
         _text(table, "deepspeed", where),
         _text(table, "gpu", where),
+        _text(table, "transformers", where),
+        _flag(table, "respect-gitignore", where, default=True),
+        _flag(table, "preview", where, default=False),
+        _text(table, "baseline", where),
+        _flag(table, "unsafe-fixes", where, default=False),
     )
 
 
@@ -111,6 +129,13 @@ def _texts(table: dict[str, Any], key: str, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise SettingError(f"{where}: {key} is {value!r}; write a list of strings.")
     return tuple(value)
+
+
+def _flag(table: dict[str, Any], key: str, where: str, *, default: bool) -> bool:
+    value = table.get(key, default)
+    if not isinstance(value, bool):
+        raise SettingError(f"{where}: {key} is {value!r}; write true or false.")
+    return value
 
 
 def _text(table: dict[str, Any], key: str, where: str) -> str | None:

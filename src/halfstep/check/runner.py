@@ -6,20 +6,20 @@ rule becomes a finding about that file, and the other files are still checked. N
 
 from __future__ import annotations
 
-import ast
 import re
 import stat
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from halfstep.check.files.document import Document, read_document, size_limit, too_large
 from halfstep.check.files.problems import CannotRead, CheckerFailure, SyntaxFault, TooDeep
+from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
-from halfstep.check.finding import Finding, Place, Severity
+from halfstep.check.finding import Finding, Place
 from halfstep.check.options import Options
 from halfstep.check.registry import Group, rules_of, words_of_rules
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
@@ -29,7 +29,7 @@ from halfstep.check.suppress import suppress
 from halfstep.check.walk import Target
 from halfstep.errors import SettingError
 
-__all__ = ["FileResult", "check_document", "check_target", "read_target"]
+__all__ = ["FileResult", "check_document", "check_target", "read_target", "with_usable_fix"]
 
 # Words of scripts that contain a configuration; without one, the configuration rules are not even loaded.
 _CONFIGURES = (
@@ -41,6 +41,7 @@ _PLACE = re.compile(r".*?\bline (\d+)(?:, column (\d+))?:? ?", re.DOTALL)
 # Parsing takes 2 ms per 100 lines. In a folder, a larger file that does not mention precision is not parsed: no rule
 # applies to it, and checking its syntax is up to other tools.
 _SMALL = 4000
+_DATA = frozenset({"json", "yaml", "toml"})  # languages in which most files of a folder are no configuration
 MAX_CONFIGS = 500  # in one script; only generated code has more, and each takes a millisecond
 
 
@@ -73,15 +74,17 @@ def read_target(target: Target) -> Document:
             message = "This is not a regular file, so it was not opened."
             return Document(empty, problem=CannotRead.finding(Place(path), message))
         if state.st_size > limit:
-            # Folders contain data in JSON and YAML next to configurations; a finding for each would be noise.
-            is_data = not target.named and language in {"json", "yaml"}
-            return Document(empty, problem=None if is_data else too_large(path, limit))
+            if target.named:
+                return Document(empty, problem=too_large(path, limit))
+            # Folders contain data next to configurations; a finding for each would be noise.
+            problem = None if language in _DATA else replace(too_large(path, limit), severity="advice")
+            return Document(empty, problem=problem)
         with Path(path).open("rb") as file:
             data = file.read(limit + 1)
     except (OSError, ValueError) as error:
         message = f"The file cannot be opened: {getattr(error, 'strerror', None) or error}."
         return Document(empty, problem=CannotRead.finding(Place(path), message))
-    if not target.named and language in {"json", "yaml"} and not _is_utf8(data):
+    if not target.named and language in _DATA and not _is_utf8(data):
         return Document(empty)
     return read_document(path, data, language)
 
@@ -122,6 +125,7 @@ def _findings(source: Source, settings: Settings, *, named: bool) -> Iterator[Fi
 
 
 def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
+    from halfstep.check.script.raising import lines_that_raise
     from halfstep.check.script.script import read_script
 
     try:
@@ -129,21 +133,26 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         tree = script.tree
         configures = _mentions(source, _CONFIGURES if settings.gpu is None else _HARDWARE)
         if not script.about and (named or configures or len(source.text) < _SMALL):
-            tree = ast.parse(source.text)
+            tree = parse_python(source.text)
     except SyntaxError as error:
         yield syntax_fault(source, error)
         return
     except ValueError as error:
-        yield SyntaxFault.finding(Place(source.path), f"Python cannot parse this file: {error}.")
+        yield SyntaxFault.finding(
+            Place(source.path), f"Python cannot parse this file: {error}. The file was not checked."
+        )
         return
-    yield from _apply("script", ScriptRule, script, source, settings)
+    raising = lines_that_raise(tree, source.text) if source.language == "python" else []
+    for finding in _apply("script", ScriptRule, script, source, settings):
+        if not any(finding.line in lines for lines in raising):
+            yield finding
     if configures:
         from halfstep.check.config.joint import configs_in_script
 
         for number, config in enumerate(configs_in_script(tree, source, settings)):
             if number == MAX_CONFIGS:
                 message = f"The script contains more than {MAX_CONFIGS} configurations; only the first {MAX_CONFIGS} were checked."
-                yield TooDeep.finding(Place(source.path), message)
+                yield TooDeep.finding(Place(source.path), message, severity="warning")
                 return
             yield from _apply("config", ConfigRule, config, source, settings)
 
@@ -153,15 +162,12 @@ def _mentions(source: Source, words: tuple[str, ...]) -> bool:
 
 
 def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
-    from halfstep.check.config.config import read_configs
+    from halfstep.check.config.config import parse_any, read_configs
 
-    # A configuration that does not parse is rejected by the tool it is for: that is an error, not advice.
-    severity: Severity | None = "error"
     try:
         configs = read_configs(source, settings)
-        severity = None
         if named and not configs:
-            _parse_any(source)
+            parse_any(source)
     except SettingError as error:
         text = str(error)
         place = _PLACE.match(text)
@@ -171,21 +177,10 @@ def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         column = min(int(place.group(2) or 1), len(lines[line - 1]) + 1) if place else 1
         message = text[place.end() :] if place else text
         message = message[:1].upper() + message[1:]
-        yield SyntaxFault.finding(Place(source.path, line, column), message, severity=severity)
+        yield SyntaxFault.finding(Place(source.path, line, column), message)
         return
     for config in configs:
         yield from _apply("config", ConfigRule, config, source, settings)
-
-
-def _parse_any(source: Source) -> None:
-    """Raise if a file that the user named, and that is not a known configuration, cannot be parsed at all."""
-    from halfstep.check.config import yaml_reader as config_yaml
-    from halfstep.precision import json_tree as config_json
-
-    if source.language == "json":
-        config_json.parse_json(source.text, source.path)
-    else:
-        config_yaml.parse_yaml(source.text, source.path)
 
 
 def _apply(
@@ -202,11 +197,24 @@ def _apply(
 def _run(rule: type[Any], facts: Any, source: Source) -> list[Finding]:
     """The findings of one rule; a rule that fails is reported as one finding."""
     try:
-        return list(rule().check(facts))
+        return [with_usable_fix(finding, source) for finding in rule().check(facts)]
     except (RecursionError, MemoryError):
         return [too_deep(source)]
     except Exception as error:
         return [failure(source, f"{rule.code} ({rule.name})", error)]
+
+
+def with_usable_fix(finding: Finding, source: Source) -> Finding:
+    """The finding without its fix, if the fix would insert a name that may have no value there."""
+    if finding.fix is None or source.language not in {"python", "notebook"}:
+        return finding
+    from halfstep.check.script.bound import missing_names
+
+    try:
+        usable = not missing_names(source.text, finding.fix.edits)
+    except SyntaxError:
+        usable = False
+    return finding if usable else replace(finding, fix=None)
 
 
 def failure(source: Source, component: str, error: Exception) -> Finding:
@@ -221,7 +229,10 @@ def syntax_fault(source: Source, error: SyntaxError) -> Finding:
     where = source.place(max(error.lineno or 1, 1), max(error.offset or 1, 1))
     # Name the version that parsed it: newer syntax is not a mistake in the file.
     version, detail = f"{sys.version_info[0]}.{sys.version_info[1]}", error.msg.rstrip(".?!")
-    return SyntaxFault.finding(where, f"This is not valid Python {version}: {detail}.")
+    advice = "If it is valid in a newer Python, run Halfstep with that version."
+    return SyntaxFault.finding(
+        where, f"This is not valid Python {version}: {detail}. The file was not checked.", instead=advice
+    )
 
 
 def too_deep(source: Source) -> Finding:

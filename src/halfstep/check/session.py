@@ -27,6 +27,7 @@ class Outcome:
     results: tuple[FileResult, ...]
     num_files: int
     fixed: tuple[Fixed, ...] = ()
+    num_unsafe_fixes: int = 0  # of the findings, those whose fix is applied only with --unsafe-fixes
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -41,15 +42,16 @@ def check_path(
     ignore: Iterable[str] = (),
     deepspeed: str | None = None,
     gpu: str | None = None,
+    transformers: str | None = None,
 ) -> tuple[Finding, ...]:
     """The precision mistakes in one or more files and folders; no checked code is imported, run or changed.
 
     `select` and `ignore` accept codes (`"HS104"`), prefixes (`"HS1"`), names and severities. `deepspeed` is the DeepSpeed
-    version that configurations are checked for, `gpu` the hardware. The project's pyproject.toml applies as it does for
+    version that configurations are checked for, `transformers` the version that scripts run with, `gpu` the hardware. The project's pyproject.toml applies as it does for
     `halfstep check`.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    options = make_options(_words(select), _words(ignore), deepspeed, gpu)
+    options = make_options(_words(select), _words(ignore), deepspeed, gpu, transformers)
     return check_paths(paths, options).findings
 
 
@@ -67,10 +69,10 @@ def check_paths(
 ) -> Outcome:
     """Check files and folders; with `fix`, compute the fixes, and with `write`, write them to the files."""
     targets = find_files(paths)
+    by_path = {target.path: target for target in targets}
     results = [result for result in check_targets(targets, options, limit=limit) if result.findings]
     if not fix:
-        return Outcome(tuple(results), len(targets))
-    by_path = {target.path: target for target in targets}
+        return Outcome(tuple(results), len(targets), (), _num_unsafe(results, by_path, options))
     fixed = []
     for index, result in enumerate(results):
         if any(finding.fix for finding in result.findings):
@@ -78,7 +80,15 @@ def check_paths(
             fixed.append(fixed_file)
             if not fixed_file.problem:
                 results[index] = FileResult(result.path, fixed_file.findings, fixed_file.after.source)
-    return Outcome(tuple(r for r in results if r.findings), len(targets), tuple(f for f in fixed if f.applied))
+    num_unsafe = _num_unsafe(results, by_path, options)
+    results = [r for r in results if r.findings]
+    return Outcome(tuple(results), len(targets), tuple(f for f in fixed if f.applied), num_unsafe)
+
+
+def _num_unsafe(results: Iterable[FileResult], targets: dict[str, Target], options: Options) -> int:
+    """How many findings have a fix that these options and the projects do not allow."""
+    fixes = [(f.fix, targets[result.path].project) for result in results for f in result.findings if f.fix is not None]
+    return sum(not fix.safe and not options.allows_unsafe(project) for fix, project in fixes)
 
 
 def _fix(target: Target, result: FileResult, options: Options, *, write: bool) -> Fixed:
@@ -88,7 +98,8 @@ def _fix(target: Target, result: FileResult, options: Options, *, write: bool) -
     def check_again(changed: Document) -> tuple[Finding, ...]:
         return check_document(changed, settings, selection, named=target.named)
 
-    fixed_file = fix_document(document, check_again(document), check_again)
+    unsafe = options.allows_unsafe(target.project)
+    fixed_file = fix_document(document, check_again(document), check_again, unsafe=unsafe)
     if write and fixed_file.applied:
         problem = write_back(fixed_file)
         if problem:
@@ -101,16 +112,26 @@ def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) 
     language = language_of(name)
     if language is None:
         raise SettingError(
-            f"Unknown file type {name!r}. Pass a --stdin-filename that ends in .py, .ipynb, .json, .yaml or .yml."
+            f"Unknown file type {name!r}. Pass a --stdin-filename that ends in .py, .ipynb, .json, .yaml, .yml or .toml."
         )
     project = find_project(Path(name).absolute().parent)
     document = read_document(name, data, language)
     settings, selection = options.settings(project), options.selection(project, name)
     findings = check_document(document, settings, selection)
+    unsafe = options.allows_unsafe(project)
+
+    def num_unsafe(findings: Iterable[Finding]) -> int:
+        return sum(f.fix is not None and not f.fix.safe and not unsafe for f in findings)
+
     if not fix:
-        return Outcome(_result(document, findings), 1)
-    fixed_file = fix_document(document, findings, lambda changed: check_document(changed, settings, selection))
-    return Outcome(_result(fixed_file.after, fixed_file.findings), 1, (fixed_file,))
+        return Outcome(_result(document, findings), 1, (), num_unsafe(findings))
+
+    def check_again(changed: Document) -> tuple[Finding, ...]:
+        return check_document(changed, settings, selection)
+
+    fixed_file = fix_document(document, findings, check_again, unsafe=unsafe)
+    result = _result(fixed_file.after, fixed_file.findings)
+    return Outcome(result, 1, (fixed_file,), num_unsafe(fixed_file.findings))
 
 
 def _result(document: Document, findings: Sequence[Finding]) -> tuple[FileResult, ...]:

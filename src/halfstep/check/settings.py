@@ -1,4 +1,4 @@
-"""The settings a text is checked under: the DeepSpeed version and the GPU it is meant for."""
+"""The settings a text is checked under: the versions of libraries and the GPU it is meant for."""
 
 from __future__ import annotations
 
@@ -18,3 +18,4 @@ class Settings:
     deepspeed: tuple[int, ...] | None = None  # the version to judge by; None: report what happens before and after
     gpu: Device | None = None  # the hardware the run is for
     gpu_origin: str = ""  # "--gpu t4", "nvidia-smi"
+    transformers: tuple[int, ...] | None = None  # None: unknown, messages cover both 4 and 5

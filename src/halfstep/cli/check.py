@@ -25,11 +25,21 @@ FORMATS = ("text", "json", "sarif", "github")
     help="Only these rules: codes, prefixes, names or severities, separated by commas.",
 )
 @click.option("--ignore", multiple=True, metavar="RULES", help="All rules except these.")
-@click.option("--fix", is_flag=True, help="Apply the fixes that are mechanical and safe.")
+@click.option("--fix", is_flag=True, help="Apply the fixes that are safe.")
 @click.option("--diff", is_flag=True, help="Show the fixes as a diff without applying them.")
+@click.option(
+    "--unsafe-fixes/--no-unsafe-fixes",
+    default=None,
+    help="With --fix and --diff: include fixes that need review (default: as pyproject.toml sets it, else no).",
+)
 @click.option("--format", "style", default="text", show_default=True, metavar="|".join(FORMATS), help="Output format.")
 @click.option(
     "--deepspeed", metavar="VERSION", help="Check configurations against this version (default: the installed one)."
+)
+@click.option(
+    "--transformers",
+    metavar="VERSION",
+    help="The version of transformers that the scripts run with (default: installed).",
 )
 @click.option(
     "--gpu", metavar="NAME", help="Also report settings that this GPU does not support (auto: query nvidia-smi)."
@@ -41,8 +51,10 @@ def command(
     ignore: tuple[str, ...],
     fix: bool,
     diff: bool,
+    unsafe_fixes: bool | None,
     style: str,
     deepspeed: str | None,
+    transformers: str | None,
     gpu: str | None,
     stdin_filename: str | None,
 ) -> None:
@@ -60,8 +72,10 @@ def command(
     from halfstep.check.session import check_paths, check_stdin
 
     from_stdin = "-" in paths
+    if unsafe_fixes is not None and not (fix or diff):
+        raise click.UsageError("--unsafe-fixes has no effect without --fix or --diff. Add one of them.")
     _check_usage(paths, style, stdin_filename, fix=fix, diff=diff)
-    options = make_options(select, ignore, deepspeed, gpu)
+    options = make_options(select, ignore, deepspeed, gpu, transformers, unsafe_fixes=unsafe_fixes)
     try:
         if from_stdin:
             outcome = check_stdin(_standard_input(), stdin_filename or "stdin.py", options, fix=fix or diff)

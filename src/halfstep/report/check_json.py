@@ -27,7 +27,11 @@ def as_data(finding: Finding, source: Source | None) -> dict[str, Any]:
     """One finding as plain values."""
     fix = None
     if finding.fix is not None:
-        fix = {"title": finding.fix.title, "edits": [_edit(edit, source) for edit in finding.fix.edits]}
+        fix = {
+            "title": finding.fix.title,
+            "safe": finding.fix.safe,
+            "edits": [_edit(edit, source) for edit in finding.fix.edits],
+        }
     return {
         "code": finding.code,
         "name": finding.name,

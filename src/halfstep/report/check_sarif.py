@@ -66,7 +66,9 @@ def _result(finding: Finding, source: Source | None, index: dict[str, int]) -> d
     if finding.fix is not None and source is not None and finding.cell is None:
         replacements = [_replacement(edit, source) for edit in finding.fix.edits]
         change = {"artifactLocation": {"uri": _uri(finding.path)}, "replacements": replacements}
-        result["fixes"] = [{"description": {"text": finding.fix.title}, "artifactChanges": [change]}]
+        properties = {"safe": finding.fix.safe}
+        fix = {"description": {"text": finding.fix.title}, "artifactChanges": [change], "properties": properties}
+        result["fixes"] = [fix]
     return result
 
 

@@ -38,9 +38,18 @@ def summary(outcome: Outcome, *, done: bool = True) -> str:
         count_text(kinds[kind], kind, "advice" if kind == "advice" else "") for kind in SEVERITIES if kinds[kind]
     )
     total = f"{count_text(len(findings), 'finding')}{left} in {count_text(len(outcome.results), 'file')}"
-    fixable = sum(finding.fix is not None for finding in findings)
-    hint = f" {fixable} fixable with --fix (preview with --diff)." if fixable and not outcome.fixed else ""
-    return "\n".join([*lines, f"{files} checked, {total}: {split}.{hint}"])
+    return "\n".join([*lines, f"{files} checked, {total}: {split}.{_fix_hint(outcome)}"])
+
+
+def _fix_hint(outcome: Outcome) -> str:
+    """How many of the remaining findings can be fixed, and with which options."""
+    unsafe = outcome.num_unsafe_fixes
+    fixable = 0 if outcome.fixed else sum(finding.fix is not None for finding in outcome.findings) - unsafe
+    if not unsafe:
+        return f" {fixable} fixable with --fix (preview with --diff)." if fixable else ""
+    if not fixable:
+        return f" {unsafe} fixable with --fix --unsafe-fixes (review the changes with --diff)."
+    return f" {fixable} fixable with --fix (preview with --diff), {unsafe} more with --unsafe-fixes."
 
 
 def place_of(finding: Finding) -> str:

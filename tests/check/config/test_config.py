@@ -2,6 +2,7 @@
 
 import pytest
 
+from halfstep.check import check_path
 from halfstep.check.config.config import Config, case_source, read_configs
 from halfstep.check.config.kind import kind_of
 from halfstep.check.config.yaml_reader import parse_yaml
@@ -174,3 +175,16 @@ def test_a_case_is_read_as_what_it_looks_like():
         "python",
         "yaml",
     ]
+
+
+def test_a_toml_file_is_read_as_a_configuration(tmp_path):
+    """A DeepSpeed configuration in TOML has the findings that it has in JSON, at its own lines."""
+    (tmp_path / "ds.toml").write_text(
+        "train_batch_size = 8\n[fp16]\nenabled = true\n[bf16]\nenabled = true\n[zero_optimization]\nstage = 2\n"
+    )
+    (tmp_path / "ds.json").write_text(
+        '{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'
+    )
+    in_toml, in_json = check_path(tmp_path / "ds.toml"), check_path(tmp_path / "ds.json")
+    assert {f.code for f in in_toml} == {f.code for f in in_json} != set()
+    assert any(f.line > 1 for f in in_toml)

@@ -163,3 +163,15 @@ def test_trailing_commas_are_removed_and_comments_are_not():
         if f.code == "HS260"
     ]
     assert finding.fix is None
+
+
+@pytest.mark.parametrize(
+    ("options", "fixable"), [("**{'fp16': True}", False), ("**dict(fp16=True)", True), ("fp16=True", True)]
+)
+def test_an_unpacked_dictionary_gets_no_edit_for_a_call(options, fixable):
+    """`key=value` is valid in a call and in `dict(...)`, not between the braces of a dictionary."""
+    text = f"from accelerate import Accelerator\n\naccelerator = Accelerator({options})\n"
+    (finding,) = [f for f in findings(text) if f.code == "HS264"]
+    assert (finding.fix is not None) == fixable
+    if fixable:
+        ast.parse(fixed(text, "HS264"))

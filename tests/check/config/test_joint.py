@@ -7,8 +7,9 @@ import pytest
 
 from halfstep.check.config.joint import JointRule, configs_in_script, named_files
 from halfstep.check.files.source import Settings, Source
-from halfstep.check.rules.config.joint import RULES
+from halfstep.check.rules.config import joint, joint_loop
 
+RULES = (*joint.RULES, *joint_loop.RULES)
 LOOP = """import deepspeed
 import torch
 

@@ -166,3 +166,29 @@ def test_changed_options_are_unknown(change):
     text = f"import transformers\noptions = dict(fp16=True)\n{change}args = transformers.TrainingArguments(**options)\n"
     (config,) = read(text)
     assert config.value("fp16") is UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "with pytest.raises(ValueError):\n    TrainingArguments('x', fp16=True)\n",
+        "with self.assertRaises(ValueError):\n    TrainingArguments('x', fp16=True)\n",
+        "options = {'zero_optimization': {'stage': 2}}\nwith pytest.raises(ValueError) as error:\n    deepspeed.initialize(config=options)\n",
+    ],
+)
+def test_what_a_test_expects_to_fail_is_no_configuration(text):
+    """A call inside `pytest.raises` is wrong on purpose, and so is the dictionary it uses."""
+    assert read(f"import deepspeed, pytest\nfrom transformers import TrainingArguments\n{text}") == ()
+
+
+@pytest.mark.parametrize("call", ["accelerate.Accelerator", "lightning.Trainer"])
+def test_options_of_a_dictionary_are_arguments_of_every_tool(call):
+    """`**options` is expanded for Accelerate and Lightning as for the Trainer."""
+    (config,) = read(f"import accelerate, lightning\noptions = dict(precision='fp16')\nx = {call}(**options)\n")
+    assert config.value("precision") == "fp16"
+
+
+def test_a_dictionary_of_llamafactory_arguments_is_a_recipe():
+    """Notebooks write the arguments as a dictionary and dump it."""
+    configs = read("args = dict(stage='sft', finetuning_type='full', template='x', pure_bf16=True)\n")
+    assert [config.kind for config in configs] == ["llamafactory"]

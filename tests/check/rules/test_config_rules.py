@@ -227,3 +227,94 @@ def test_fp8_preset_is_rejected_for_the_engine_only():
     """fp8 is a valid policy that the Engine does not run yet."""
     assert codes("import halfstep\n\nhalfstep.Engine(m, o, precision='fp8')\n") == {"HS286": "error"}
     assert codes("import halfstep\n\nhalfstep.Policy.parse('fp8')\n") == {}
+
+
+@pytest.mark.parametrize(("version", "expected"), [(None, {"HS205"}), ((0, 19, 7), {"HS205"}), ((0, 19, 8), {"HS206"})])
+def test_an_amp_block_with_zero_is_one_error(version, expected):
+    """Where DeepSpeed has no Apex support left, that is the error; before, it is the combination."""
+    severities = codes(BASE | {"amp": {"enabled": True}}, deepspeed=version)
+    assert {code for code in severities if code in {"HS205", "HS206"}} == expected
+    assert severities[expected.pop()] == "error"
+
+
+def test_settings_without_effect_are_advice():
+    """A static loss scale trains, so the dynamic settings next to it are worth a look and no more."""
+    assert codes(BASE | {"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 4}})["HS216"] == "advice"
+
+
+@pytest.mark.parametrize(("value", "advice"), [(0.01, "Remove it; the default is 1."), (12.5, "12")])
+def test_a_fraction_has_no_fix(value, advice):
+    """No integer means what 0.01 means, so its author has to decide."""
+    (finding,) = [f for f in check(json.dumps(BASE | {"fp16": {"min_loss_scale": value}})) if f.code == "HS212"]
+    assert finding.fix is None
+    assert advice in finding.instead
+
+
+@pytest.mark.parametrize(("kind", "fixable"), [("SGD", True), ("RMSprop", True), ("Lamb", False), ("Adafactor", False)])
+def test_the_check_of_optimizers_is_disabled_only_for_elementwise_ones(kind, fixable):
+    """The flag lets SGD train as at stage 0; LAMB and Adafactor would train otherwise, which HS240 reports."""
+    config = BASE | {"optimizer": {"type": kind, "params": {"lr": 0.1}}}
+    (finding,) = [f for f in check(json.dumps(config)) if f.code == "HS242"]
+    assert (finding.fix is not None) == fixable
+    allowed = codes(config | {"zero_allow_untested_optimizer": True})
+    assert ("HS240" in allowed) == (not fixable)
+    assert "HS242" not in allowed
+
+
+@pytest.mark.parametrize("extra", [{}, {"steps_per_print": 10, "gradient_accumulation_steps": "auto", "bf16": {}}])
+def test_a_part_of_a_configuration_may_leave_clipping_to_the_rest(extra):
+    """Without a version, only a complete configuration is reported for its missing clipping."""
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 2}} | extra
+    assert ("HS239" in codes(config)) == bool(extra)
+    assert "HS239" in codes(config, deepspeed=(0, 19, 8))
+    assert "HS239" not in codes(config, deepspeed=(0, 19, 2))
+
+
+def test_accelerate_reads_no_deepspeed_settings_in_its_own_file():
+    """Each ignored block is reported at its key, and nothing is judged as if DeepSpeed read it."""
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: fp16\ndeepspeed_config:\n"
+        "  zero_stage: 0\n  fp16:\n    enabled: true\n    hysteresis: 0\n  optimizer:\n    type: Nadam\n"
+    )
+    assert [(f.code, f.line) for f in check(text)] == [("HS266", 6), ("HS266", 9)]
+
+
+PADDLE = "output_dir: o\nnum_train_epochs: 1\nper_device_train_batch_size: 1\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PADDLE + "bf16: true\nfp16_opt_level: O2\n",
+        PADDLE + "fp16: true\nfp16_opt_level: O2\nrecompute: true\n",
+        PADDLE + "fp16: false\nfp16_opt_level: O2\n",
+        '{"num_train_epochs": 3, "per_device_train_batch_size": 8, "fp16": true, "fp16_opt_level": "O1",'
+        ' "fp16_backend": "auto", "half_precision_backend": "cuda_amp"}',
+    ],
+)
+def test_a_file_without_apex_is_not_reported_for_apex(text):
+    """Defaults that `to_json_string` writes, unused levels and PaddlePaddle's option of the same name are silent."""
+    assert "HS274" not in codes(text)
+
+
+@pytest.mark.parametrize("key", ["half_precision_backend: apex", "fp16_backend: apex", "fp16_opt_level: O3"])
+def test_a_file_with_apex_is_reported(key):
+    """An Apex argument with a value that only Apex reads is reported."""
+    assert codes(f"{PADDLE}fp16: true\n{key}\n")["HS274"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("extra", "reported"),
+    [
+        ("", True),
+        ("use_peft: false\n", True),
+        ("use_peft: true\n", False),
+        ("lora_r: 16\n", False),
+        ("load_in_4bit: true\n", False),
+        ("deepspeed: zero2.json\n", False),
+    ],
+)
+def test_a_file_that_loads_bf16_weights_is_reported_if_it_trains_them(extra, reported):
+    """TRL's files name the dtype of the model next to the trainer's arguments."""
+    text = f"model_name_or_path: a/b\ntorch_dtype: bfloat16\nbf16: true\n{PADDLE}{extra}"
+    assert ("HS277" in codes(text)) == reported

@@ -1,6 +1,6 @@
 """A configuration under check: which tool it is for, its values, and the position of each in the text.
 
-`read_configs` returns the configurations of a JSON or YAML file; `halfstep.check.config.joint` those of a Python script.
+`read_configs` returns the configurations of a JSON, YAML or TOML file; `halfstep.check.config.joint` those of a Python script.
 A file that configures no tool Halfstep knows gives none, and so no findings: a precision checker has nothing to report
 about a package.json. `halfstep.check.config.kind` detects the tool.
 """
@@ -8,10 +8,11 @@ about a package.json. `halfstep.check.config.kind` detects the tool.
 from __future__ import annotations
 
 import functools
+import re
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from halfstep.check.config import kind, yaml_reader
+from halfstep.check.config import kind
 from halfstep.check.config.kind import Kind
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
@@ -20,8 +21,9 @@ from halfstep.errors import SettingError
 from halfstep.precision import json_tree
 from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar, Span
 
-__all__ = ["Config", "Kind", "case_source", "place_of", "read_configs"]
+__all__ = ["Config", "Kind", "case_source", "parse_any", "place_of", "read_configs"]
 
+_TABLE = re.compile(r"\s*\[\[?[\w.-]+\]\]?\s*\n")  # the header of a TOML table
 _MAX_CHARS = 2**18  # configurations are a few kilobytes; a quarter of a megabyte is data, and slow to parse
 
 
@@ -102,23 +104,18 @@ def place_of(span: Span, source: Source) -> Place:
 
 
 def read_configs(source: Source, settings: Settings) -> tuple[Config, ...]:
-    """The configurations in a JSON or YAML file; none if it is some other file.
+    """The configurations in a JSON, YAML or TOML file; none if it is some other file.
 
     A file that is clearly meant as a configuration and cannot be parsed raises `SettingError` with line and column.
     """
     if len(source.text) > _MAX_CHARS or not kind.may_be_config(source.text):
         return ()
     try:
-        if source.language == "json":
-            roots: tuple[Node, ...] = (json_tree.parse_json(source.text, source.path),)
-        elif source.language == "yaml":
-            roots = yaml_reader.parse_yaml(source.text, source.path)
-        else:
-            return ()
+        roots = parse_any(source)
     except SettingError:
         if kind.is_surely_config(source.text):
             raise
-        return ()
+        roots = _parse_template(source)
     return tuple(
         Config(match.kind, match.block, source, settings, strict=match.strict)
         for root in roots
@@ -126,8 +123,32 @@ def read_configs(source: Source, settings: Settings) -> tuple[Config, ...]:
     )
 
 
+def parse_any(source: Source) -> tuple[Node, ...]:
+    """The trees of a file, one per document; `SettingError` with line and column if it cannot be parsed."""
+    if source.language == "json":
+        return (json_tree.parse_json(source.text, source.path),)
+    if source.language == "yaml":
+        from halfstep.check.config import yaml_reader
+
+        return yaml_reader.parse_yaml(source.text, source.path)
+    from halfstep.check.config import toml_reader  # tomllib takes 8 ms to import
+
+    return (toml_reader.parse_toml(source.text, source.path),)
+
+
+def _parse_template(source: Source) -> tuple[Node, ...]:
+    """The trees of a template whose slots are unknown values; none if it is no template, or more than that."""
+    text = kind.fill_template(source.text)
+    try:
+        return parse_any(Source(source.path, text, source.language)) if text != source.text else ()
+    except SettingError:
+        return ()
+
+
 def case_source(text: str) -> Source:
-    """The source of a rule's bad or good case: JSON if it opens with a bracket, Python if it imports, else YAML."""
+    """The source of a rule's bad or good case: TOML, JSON, Python if it imports, else YAML, by how it opens."""
+    if _TABLE.match(text):
+        return Source("train.toml", text, "toml")
     if text.lstrip().startswith(("{", "[", "//")):
         return Source("ds_config.json", text, "json")
     if any(line.startswith(("import ", "from ")) for line in text.splitlines()):

@@ -8,18 +8,23 @@ program. A rule reports only on yes and no. Switches are interpreted as DeepSpee
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from halfstep.check.config.config import Config
+from halfstep.check.config.objects import ObjectConfig
 from halfstep.check.finding import Finding
 from halfstep.check.rule import ConfigRule
 from halfstep.precision.deepspeed_keys import DTYPES
 from halfstep.precision.formats import canonical_name
 from halfstep.precision.node import UNKNOWN, Block, Items, Scalar, Span, walk
 
-__all__ = ["DeepSpeed", "DeepSpeedRule", "version_text"]
+__all__ = ["BY_LAYER", "ONE_BIT", "DeepSpeed", "DeepSpeedRule", "version_text"]
+
+# Optimizers whose step uses norms, means or products over a full parameter, by DeepSpeed's and torch's names.
+BY_LAYER = frozenset({"lamb", "Adafactor", "LBFGS"})
+ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")  # `DeepSpeed.optimizer` of the compressed optimizers
 
 
 def version_text(version: tuple[int, ...]) -> str:
@@ -148,10 +153,15 @@ class DeepSpeed:
 class DeepSpeedRule(ConfigRule):
     """A rule over DeepSpeed configurations."""
 
+    objects: ClassVar[bool] = False  # also applies to an optimizer object that a script passes to DeepSpeed
+
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in `config`, if it is DeepSpeed's."""
         if config.kind == "deepspeed":
             yield from self.inspect(DeepSpeed(config), config)
+        elif self.objects and isinstance(config, ObjectConfig):
+            # The configuration may be another file than the object's, so no edit of it is offered.
+            yield from (replace(finding, fix=None) for finding in self.inspect(DeepSpeed(config), config))
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """The findings in one DeepSpeed configuration."""

@@ -1,7 +1,7 @@
 """Edits of a configuration's text: set a value, rename, remove or add a key, without changing anything else.
 
 Each works on JSON, YAML, a Python dictionary and the arguments of a call. They return None for a layout that cannot be
-edited safely (a key inside an anchor, a block on one line of YAML); the finding then has no fix.
+edited safely (a key inside an anchor, a block on one line of YAML, keys of TOML); the finding then has no fix.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def literal(config: Config, value: object) -> str:
     return json.dumps(value)
 
 
-def replace_value(config: Config, node: Node, value: object, title: str) -> Fix:
+def replace_value(config: Config, node: Node, value: object, title: str, *, safe: bool = True) -> Fix:
     """Replace a value."""
-    return Fix(title, (Edit(node.span.start, node.span.end, literal(config, value)),))
+    return Fix(title, (Edit(node.span.start, node.span.end, literal(config, value)),), safe)
 
 
 def rename(config: Config, entry: Entry, key: str, title: str) -> Fix:
@@ -37,6 +37,8 @@ def rename(config: Config, entry: Entry, key: str, title: str) -> Fix:
 
 def remove(config: Config, block: Block, entry: Entry, title: str) -> Fix | None:
     """Remove a key and its value, with the comma and the line they leave empty."""
+    if config.source.language == "toml":
+        return None
     text = config.source.text
     start, end = entry.span.start, entry.span.end
     if config.source.language == "yaml" and not text.startswith("{", block.span.start):
@@ -68,19 +70,21 @@ def _remove_lines(text: str, block: Block, start: int, end: int, title: str) -> 
     return Fix(title, (Edit(line_start, line_end, ""),))
 
 
-def add(config: Config, block: Block, key: str, value: object, title: str) -> Fix | None:
+def add(config: Config, block: Block, key: str, value: object, title: str, *, safe: bool = True) -> Fix | None:
     """Insert a key before the first one of a block, in the same layout."""
-    if not block.entries:
-        return None
     text = config.source.text
-    first = block.entries[0].key_span.start
+    # Arguments that `**` unpacks are written in a dictionary elsewhere.
+    own = [e for e in block.entries if block.span.start <= e.key_span.start < block.span.end]
+    if not own or config.source.language == "toml" or (block.call and text[own[0].key_span.start] in "\"'"):
+        return None
+    first = own[0].key_span.start
     before = text[block.span.start : first]
     if config.source.language == "yaml" and not text.startswith("{", block.span.start):
         line = text.rfind("\n", 0, first) + 1
         indent = text[line:first]
         if indent.strip():
             return None
-        return Fix(title, (Edit(line, line, f"{indent}{key}: {literal(config, value)}\n"),))
+        return Fix(title, (Edit(line, line, f"{indent}{key}: {literal(config, value)}\n"),), safe)
     gap = before[before.rfind("\n") :] if "\n" in before else " "
     if gap.strip():
         gap = "\n" + re.match(r"[ \t]*", gap[1:]).group()  # type: ignore[union-attr]  # the pattern also matches the empty string
@@ -89,4 +93,4 @@ def add(config: Config, block: Block, key: str, value: object, title: str) -> Fi
     else:
         quote = "'" if text.startswith("'", first) else '"'
         written = f"{quote}{key}{quote}: {literal(config, value)}"
-    return Fix(title, (Edit(first, first, f"{written},{gap}"),))
+    return Fix(title, (Edit(first, first, f"{written},{gap}"),), safe)

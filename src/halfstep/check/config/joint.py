@@ -17,7 +17,8 @@ from pathlib import Path
 
 from halfstep.check.config.config import Config, place_of, read_configs
 from halfstep.check.config.literals import Literals
-from halfstep.check.config.python_reader import find_in_script
+from halfstep.check.config.objects import optimizer_config
+from halfstep.check.config.python_reader import expects_error, find_in_script
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
 from halfstep.check.rule import ConfigRule
@@ -53,7 +54,9 @@ class Use:
     nodes: tuple[ast.AST, ...]
     trainers: tuple[Config, ...]  # TrainingArguments and its relatives
     initialize: ast.Call | None  # deepspeed.initialize, where it is called once and always
-    engine: str = ""  # the variable the engine is assigned to
+    engine: str = (
+        ""  # the variable the engine is assigned to; a model that Accelerate prepares for DeepSpeed is one too
+    )
     optimizer: str = ""  # the variable its optimizer is assigned to
 
     def calls(self, name: str, on: str = "") -> list[ast.Call]:
@@ -100,12 +103,15 @@ def configs_in_script(tree: ast.Module, source: Source, settings: Settings) -> t
 
 def joint_configs(
     tree: ast.Module, source: Source, settings: Settings, configs: tuple[Config, ...]
-) -> Iterator[JointConfig]:
-    """The DeepSpeed configurations a script runs with, each with what the script does; `configs` are those written in it."""
+) -> Iterator[Config]:
+    """The DeepSpeed configurations a script runs with, each with what the script does; `configs` are those written in it.
+
+    One with an optimizer object follows once more, with that object as its `optimizer` block.
+    """
     if not _HINT.search(source.text):
         return
     use = read_use(tree, source, configs)
-    if use.initialize is None and not use.trainers:
+    if use.initialize is None and not use.engine and not use.trainers:
         return
     partners = tuple(_partners(tree, source, settings, configs))
     # A script that takes its configuration from the command line can still misuse the engine.
@@ -114,6 +120,9 @@ def joint_configs(
         yield JointConfig(
             "joint", config.root, config.source, settings, config.origin, config.strict, config.script, use=use
         )
+        if use.initialize is not None:
+            client = optimizer_config(config, use.initialize, use.nodes, use.names, use.literals, source)
+            yield from (client,) if client is not None else ()
 
 
 def named_files(tree: ast.Module, source: Source) -> tuple[str, ...]:
@@ -146,12 +155,39 @@ def read_use(tree: ast.Module, source: Source, configs: tuple[Config, ...]) -> U
     trainers = tuple(config for config in configs if config.kind == "transformers")
     made = [n for n in nodes if isinstance(n, ast.Call) and names.full(n.func) == "deepspeed.initialize"]
     initialize = made[0] if len(made) == 1 and not _is_conditional(made[0], tree) else None
-    engine = optimizer = ""
-    for node in nodes:
-        if isinstance(node, ast.Assign) and node.value is initialize and isinstance(node.targets[0], ast.Tuple):
-            bound = [key_of(item) for item in node.targets[0].elts]
-            engine, optimizer = (*bound, "", "")[:2]
+    engine, optimizer = _bound(nodes, initialize) if initialize is not None else ("", "")
+    if not made:
+        engine = _prepared(nodes, names)
     return Use(source, literals, names, nodes, trainers, initialize, engine, "" if optimizer == "_" else optimizer)
+
+
+def _bound(nodes: tuple[ast.AST, ...], initialize: ast.Call) -> tuple[str, str]:
+    """The variables of the engine and its optimizer: of `engine, optimizer, _, _ = initialize(...)`, or of its [0]."""
+    for node in nodes:
+        if not isinstance(node, ast.Assign):
+            continue
+        value, target = node.value, node.targets[0]
+        if value is initialize and isinstance(target, ast.Tuple | ast.List):
+            bound = [key_of(item) for item in target.elts]
+            return (*bound, "", "")[0], (*bound, "", "")[1]
+        first = isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant) and value.slice.value == 0
+        if first and isinstance(value, ast.Subscript) and value.value is initialize:
+            return key_of(target), ""
+    return "", ""
+
+
+def _prepared(nodes: tuple[ast.AST, ...], names: Names) -> str:
+    """The one model that an Accelerator with a DeepSpeedPlugin prepares; its forward runs in DeepSpeed's engine."""
+    calls = [n for n in nodes if isinstance(n, ast.Call)]
+    accelerators = [c for c in calls if names.full(c.func) == "accelerate.Accelerator"]
+    if len(accelerators) != 1 or not any(
+        k.arg == "deepspeed_plugin" and not isinstance(k.value, ast.Constant | ast.IfExp)
+        for k in accelerators[0].keywords
+    ):
+        return ""
+    prepares = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "prepare"]
+    models = {key_of(a) for c in prepares for a in c.args if re.search(r"(^|[._])(model|net)$", key_of(a))}
+    return models.pop() if len(models) == 1 else ""
 
 
 def _partners(tree: ast.Module, source: Source, settings: Settings, configs: tuple[Config, ...]) -> Iterator[Config]:
@@ -181,7 +217,7 @@ def _read(path: Path) -> Source | None:
 
 
 def _is_conditional(call: ast.Call, tree: ast.Module) -> bool:
-    """Whether a call is inside an `if` other than the test for __main__."""
+    """Whether a call is inside an `if` other than the test for __main__, or where a test expects it to fail."""
     todo: list[tuple[ast.AST, bool]] = [(tree, False)]
     while todo:
         node, under = todo.pop()
@@ -189,6 +225,7 @@ def _is_conditional(call: ast.Call, tree: ast.Module) -> bool:
             return under
         if isinstance(node, ast.If):
             under |= not any(isinstance(n, ast.Constant) and n.value == "__main__" for n in ast.walk(node.test))
+        under |= expects_error(node)
         todo.extend((child, under) for child in ast.iter_child_nodes(node))
     return False
 

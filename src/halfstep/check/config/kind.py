@@ -19,23 +19,28 @@ __all__ = [
     "DEEPSPEED_KEYS",
     "Kind",
     "Match",
+    "fill_template",
     "find_configs",
     "has_own_keys",
     "is_deepspeed",
     "is_surely_config",
     "kind_of",
     "may_be_config",
+    "recipe_of",
 ]
 
-Kind = Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint"]
+Recipe = Literal["axolotl", "llamafactory", "torchtune", "torchtitan"]
+Kind = Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint"] | Recipe
 
 _HINT = re.compile(
-    r"zero_optimization|deepspeed_config|train_batch_size|train_micro_batch_size_per_gpu|fp16|bf16|bfloat16|precision|torch_autocast|\bamp\b"
+    r"zero_optimization|deepspeed_config|train_batch_size|train_micro_batch_size_per_gpu|fp16|bf16|bfloat16|precision|torch_autocast|float8|\bamp\b"
 )
 _SURE = re.compile(
     r"""["']?(?:zero_optimization|train_micro_batch_size_per_gpu)["']?\s*:|^(?:compute_environment|deepspeed_config)\s*:""",
     re.MULTILINE,
 )
+
+_SLOT = re.compile(r"""(?<![\w"'./-])\{\{[^{}\n]*\}\}(?![\w"'./-])""")  # outside quotes: a value by itself
 
 # Keys that only releases before 0.19.8 read, in addition to the tables of halfstep.precision.deepspeed_keys.
 _OLD_KEYS = (
@@ -71,11 +76,26 @@ _TRANSFORMERS = frozenset({
     "output_dir", "overwrite_output_dir", "save_total_limit", "report_to", "gradient_checkpointing", "optim",
     "logging_strategy", "save_strategy", "evaluation_strategy", "eval_strategy", "micro_batch_size", "num_epochs",
 })  # fmt: skip
+# Keys of PaddlePaddle's trainers, whose arguments have the same names (`fp16_opt_level` among them) and other meanings.
+_PADDLE = frozenset({
+    "sharding", "recompute", "recompute_granularity", "recompute_method", "tensor_parallel_degree",
+    "pipeline_parallel_degree", "sharding_parallel_degree", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "amp_master_grad", "amp_custom_black_list", "amp_custom_white_list", "unified_checkpoint", "disable_ckpt_quant",
+})  # fmt: skip
 _TRANSFORMERS_ALONE = ("per_device_train_batch_size", "num_train_epochs")
 _LIGHTNING = frozenset({
     "accelerator", "devices", "max_epochs", "gpus", "strategy", "num_nodes", "gradient_clip_val", "max_steps",
     "accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps", "val_check_interval",
 })  # fmt: skip
+
+# Keys of axolotl's files; a few of them together are no other program's.
+_AXOLOTL = frozenset({
+    "micro_batch_size", "sequence_len", "sample_packing", "num_epochs", "val_set_size", "dataset_prepared_path",
+    "lr_scheduler", "optimizer", "flash_attention", "adapter", "pad_to_sequence_len", "tokenizer_type", "model_type",
+    "load_in_8bit", "load_in_4bit", "train_on_inputs", "saves_per_epoch", "evals_per_epoch", "special_tokens",
+})  # fmt: skip
+_LLAMAFACTORY_STAGES = frozenset({"pt", "sft", "rm", "ppo", "dpo", "kto"})
+_LLAMAFACTORY_TYPES = frozenset({"full", "freeze", "lora", "oft"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,18 +117,65 @@ def is_surely_config(text: str) -> bool:
     return bool(_SURE.search(text)) and "{%" not in text and "{{" not in text
 
 
+def fill_template(text: str) -> str:
+    """The text with `{{ name }}` replaced by a string of the same length that stands for an unknown value.
+
+    A template of Jinja or Helm is then JSON or YAML and can be checked; one with `{% if %}` usually is neither.
+    """
+    return _SLOT.sub(lambda slot: '"${' + "_" * (len(slot.group()) - 5) + '}"', text)
+
+
 def find_configs(root: Node) -> Iterator[Match]:
     """Every configuration in a document, outer ones first."""
     inside: set[int] = set()
     for node in walk(root):
         if not isinstance(node, Block) or id(node) in inside:
             continue
-        kind = kind_of(node)
+        recipe = recipe_of(node)
+        if recipe is not None:
+            yield Match(recipe, node, strict=True)
+        kind = kind_of(node) if recipe in {None, "llamafactory"} else None  # LLaMA-Factory reads TrainingArguments too
         if kind is None:
             continue
         yield Match(kind, node, kind != "deepspeed" or has_own_keys(node))
         if kind == "deepspeed":
             inside.update(id(inner) for inner in walk(node))
+        elif kind == "accelerate" and (plugin := _child(node, "deepspeed_config")):
+            inside.update(id(inner) for inner in walk(plugin))  # these are Accelerate's keys, some with the same names
+
+
+def recipe_of(block: Block) -> Recipe | None:
+    """The training program a mapping is a recipe of, or None."""
+    keys = set(block.keys())
+    if "base_model" in keys and keys & {"datasets", "pretraining_dataset"} and len(keys & _AXOLOTL) >= 4:
+        return "axolotl"
+    if "finetuning_type" in keys and keys & {"stage", "template"}:
+        known = _text(block, "finetuning_type") in _LLAMAFACTORY_TYPES
+        return "llamafactory" if known and _text(block, "stage") in {*_LLAMAFACTORY_STAGES, ""} else None
+    if "dtype" in keys and _text(block, "optimizer", "_component_"):
+        parts = (_text(block, name, "_component_") for name in ("model", "policy_model", "checkpointer", "tokenizer"))
+        return "torchtune" if any(part.startswith("torchtune.") for part in parts) else None
+    training = _child(block, "training")
+    if training is not None and _child(block, "model") is not None and keys & {"job", "parallelism", "metrics"}:
+        return "torchtitan" if set(training.keys()) & {"seq_len", "local_batch_size", "batch_size", "steps"} else None
+    return None
+
+
+def _child(block: Block, key: str) -> Block | None:
+    entry = block.entry(key)
+    return entry.value if entry is not None and isinstance(entry.value, Block) else None
+
+
+def _text(block: Block, *path: str) -> str:
+    """The string at a path, or ""."""
+    for key in path[:-1]:
+        child = _child(block, key)
+        if child is None:
+            return ""
+        block = child
+    entry = block.entry(path[-1])
+    value = entry.value.value if entry is not None and isinstance(entry.value, Scalar) else None
+    return value if isinstance(value, str) else ""
 
 
 def kind_of(block: Block) -> Kind | None:
@@ -120,13 +187,19 @@ def kind_of(block: Block) -> Kind | None:
         return "deepspeed"
     precision = keys & {"fp16", "bf16", "tf32", "fp16_full_eval", "bf16_full_eval", "half_precision_backend"}
     trainer = len(keys & _TRANSFORMERS)
-    if precision and trainer >= 2 and (keys & set(_TRANSFORMERS_ALONE) or trainer >= 4):
+    if precision and trainer >= 2 and (keys & set(_TRANSFORMERS_ALONE) or trainer >= 4) and not keys & _PADDLE:
         return "transformers"
     target = block.entry("_target_")
     is_target = target is not None and isinstance(target.value, Scalar) and "lightning" in str(target.value.value)
-    if "precision" in keys and (is_target or len(keys & _LIGHTNING) >= 3):
+    if "precision" in keys and (is_target or len(keys & _LIGHTNING) >= 3 or _is_litgpt(block)):
         return "lightning"
     return None
+
+
+def _is_litgpt(block: Block) -> bool:
+    """Whether a mapping is a recipe of LitGPT, whose `precision` is that of Fabric."""
+    train = _child(block, "train")
+    return train is not None and {"micro_batch_size", "global_batch_size"} <= set(train.keys())
 
 
 def is_deepspeed(block: Block) -> bool:

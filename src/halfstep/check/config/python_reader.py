@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed
+from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, recipe_of
 from halfstep.check.config.literals import Literals
 from halfstep.check.files.source import Source
 from halfstep.check.script.names import Names, chain, read_names
@@ -21,12 +21,13 @@ from halfstep.check.settings import Settings
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar
 
-__all__ = ["find_in_script"]
+__all__ = ["expects_error", "find_in_script"]
 
 # A script without any of these words contains no configuration and is not searched.
 _HINT = (
     "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
+    "finetuning_type", "micro_batch_size", "torchtune.",
 )  # fmt: skip
 _HARDWARE_HINT = re.compile(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
@@ -45,6 +46,8 @@ _TAKES_DEEPSPEED = {
     "HfDeepSpeedConfig": ("config_file_or_dict",),
     "HfTrainerDeepSpeedConfig": ("config_file_or_dict",),
 }
+# Context managers of tests: what they contain is meant to fail.
+_EXPECTS_ERROR = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 # Words that mean a model's 16-bit weights are not the weights the optimizer trains.
 _NOT_PLAIN = re.compile(
     r"peft|lora|load_in_[48]bit|quantization_config|BitsAndBytes|deepspeed|requires_grad", re.IGNORECASE
@@ -70,7 +73,10 @@ class _Finder:
         self.nodes = list(ast.walk(tree))
         self.names = read_names((n, False) for n in self.nodes if isinstance(n, ast.Import | ast.ImportFrom))
         self.literals = Literals(self.nodes, text, self.names)
-        self.calls = [n for n in self.nodes if isinstance(n, ast.Call)]
+        failing = [inner for n in self.nodes if expects_error(n) for inner in ast.walk(n)]
+        self.failing = {id(node) for node in failing}
+        self.failing_names = {node.id for node in failing if isinstance(node, ast.Name)}
+        self.calls = [n for n in self.nodes if isinstance(n, ast.Call) and id(n) not in self.failing]
         self.subclasses: set[str] = set()
         self.subclasses = {
             n.name for n in self.nodes if isinstance(n, ast.ClassDef) and any(map(self._is_trainer_class, n.bases))
@@ -108,10 +114,15 @@ class _Finder:
         hardware = self.settings.gpu is not None
         nested: set[int] = set()
         for node in self.nodes:
-            if id(node) in nested or not self.literals.is_block(node):
+            if id(node) in nested or id(node) in self.failing or not self.literals.is_block(node):
                 continue
             root = self.literals.node(node)
             name = self.literals.name_of(node)
+            if name and name in self.failing_names:
+                continue
+            recipe = recipe_of(root) if isinstance(root, Block) else None
+            if recipe is not None and isinstance(root, Block) and (changed := self._changed(root, name)) is not None:
+                yield self._config(recipe, changed, "a dictionary")
             origin = by_variable.get(name, "") or by_node.get(id(node), "")
             if isinstance(root, Block) and (is_deepspeed(root) or (origin and root.entries)):
                 nested.update(id(inner) for inner in ast.walk(node))
@@ -175,7 +186,7 @@ class _Finder:
             yield self._positional("halfstep", call, "Policy.parse", precision=call.args[0])
 
     def _keywords(self, kind: Kind, call: ast.Call, origin: str) -> Config:
-        root = self.literals.spread(call) if kind == "transformers" else self.literals.call(call)
+        root = self.literals.spread(call)
         # Rules read no positional arguments of these calls, except Accelerator's.
         positional = bool(call.args) and kind == "accelerate"
         return self._config(kind, replace(root, open=root.open or positional), origin)
@@ -221,6 +232,14 @@ class _Finder:
                     span = self.literals.span(node)
                     entries = (Entry("tf32", span, self.literals.node(node.value)),)
                     yield self._config("torch", Block(span, entries, call=True), full)
+
+
+def expects_error(node: ast.AST) -> bool:
+    """Whether a node is `with pytest.raises(...)` or `with self.assertRaises(...)`."""
+    if not isinstance(node, ast.With):
+        return False
+    calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+    return any(chain(call.func)[-1:] and chain(call.func)[-1] in _EXPECTS_ERROR for call in calls)
 
 
 def _is_false(node: ast.expr | None) -> bool:

@@ -32,6 +32,7 @@ LANGUAGES: dict[str, Language] = {
     ".hjson": "json",
     ".yaml": "yaml",
     ".yml": "yaml",
+    ".toml": "toml",
 }
 
 MAX_BYTES = 2**20  # a training script of 1,000 lines has 40 kB

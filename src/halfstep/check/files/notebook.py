@@ -11,7 +11,6 @@ metadata, spacing and key order stay the same, byte for byte.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.check.files.problems import SyntaxFault, TooDeep
+from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Cell
 from halfstep.check.finding import Edit, Finding, Place
 
@@ -165,7 +165,7 @@ def _python_of(text: str, number: int) -> tuple[str, Fault | None]:
 
 def _parses(text: str) -> Exception | None:
     try:
-        ast.parse(text)
+        parse_python(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return error
     return None

@@ -1,9 +1,9 @@
 """HS0xx: files that cannot be checked, and suppression comments with no effect.
 
 A file that cannot be checked gives one finding, which can be selected, ignored and printed in every format like any
-other. These rules have no `check`: the reader that fails creates the finding. They are advice, because an unchecked
-file is not a precision mistake; a Python 2 script, or syntax newer than this interpreter, may be correct where it runs.
-Only a configuration that does not parse is an error (HS004), because its library rejects it too.
+other. These rules have no `check`: the reader that fails creates the finding. They are errors, as in other linters: a
+file that was not checked must not pass as one without mistakes. A large file in a folder, which is generated code or
+data, is advice, and so is a single cell of a notebook.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CannotRead(Rule):
 
     code = "HS001"
     name = "cannot-read"
-    severity = "advice"
+    severity = "error"
     reason = (
         "A file that cannot be opened was not checked, so a result without findings would be misleading. It was deleted after "
         "it was listed, it is not readable, or it is a device, a socket or a broken link."
@@ -43,10 +43,10 @@ class NotText(Rule):
 
     code = "HS002"
     name = "not-text"
-    severity = "advice"
+    severity = "error"
     reason = (
         "Python reads a source file as UTF-8 unless its first two lines declare another encoding, and fails at the first "
-        "invalid byte; JSON and YAML are UTF-8 too. A zero byte indicates a binary file or UTF-16. The file was not checked."
+        "invalid byte; JSON, YAML and TOML are UTF-8 too. A zero byte indicates a binary file or UTF-16. The file was not checked."
     )
     bad = ()
     good = ()
@@ -58,11 +58,11 @@ class FileTooLarge(Rule):
 
     code = "HS003"
     name = "file-too-large"
-    severity = "advice"
+    severity = "error"
     reason = (
         "Scripts and configurations have kilobytes. A megabyte of Python or JSON is generated code or data, and analysing it "
         "would take as long as a thousand real scripts, so the file was not checked. Notebooks, which include their output, "
-        "have a higher limit."
+        "have a higher limit. In a folder this is advice."
     )
     bad = ()
     good = ()
@@ -70,14 +70,15 @@ class FileTooLarge(Rule):
 
 
 class SyntaxFault(Rule):
-    """The file is not valid Python, JSON or YAML."""
+    """The file is not valid Python, JSON, YAML or TOML."""
 
     code = "HS004"
     name = "syntax-error"
-    severity = "advice"
+    severity = "error"
     reason = (
-        "A file that does not parse was not checked. The location is where the parser failed, which is often just after the "
-        "mistake. In a notebook, the cells that parse are still checked."
+        "A file that does not parse was not checked, so a result without findings would be misleading. The location is where the "
+        "parser failed, which is often just after the mistake. Python newer than the interpreter that runs Halfstep is rewritten "
+        "and checked where possible. In a notebook, the cells that parse are still checked."
     )
     bad = ("import torch\n\nscaler = torch.amp.GradScaler('cuda'\n", "print 'Python 2'\n")
     good = ("import torch\n\nmodel = torch.nn.Linear(2, 2)\n",)
@@ -89,7 +90,7 @@ class TooDeep(Rule):
 
     code = "HS005"
     name = "too-deep"
-    severity = "advice"
+    severity = "error"
     reason = (
         "Python itself rejects expressions nested beyond a few hundred levels, and so does the analysis. Such files are "
         "generated or hostile. The analysis of the file was stopped after a bounded time, so nothing in it was checked."
@@ -104,10 +105,10 @@ class CheckerFailure(Rule):
 
     code = "HS006"
     name = "checker-failure"
-    severity = "advice"
+    severity = "warning"
     reason = (
-        "A rule that crashes on a file is reported here and the other rules continue, so a bug in the checker does not stop a "
-        "build or hide other findings. Please report it with the file, or the smallest part of it that reproduces the crash."
+        "A rule that crashes on a file is reported here and the other rules continue, so a bug in the checker does not "
+        "hide other findings. Please report it with the file, or the smallest part of it that reproduces the crash."
     )
     bad = ()
     good = ()

@@ -65,6 +65,16 @@ class Lines:
         tail = self.text[end : self._line_end(node.end_lineno or node.lineno)].strip()
         return not before.strip(" \t") and (not tail or tail.startswith("#"))
 
+    def alone_before(self, node: ast.stmt) -> bool:
+        """Whether a statement is the first on its line, so that a line can be inserted before it."""
+        return not self.text[self.starts[node.lineno - 1] : self.span(node)[0]].strip(" \t")
+
+    @property
+    def indent_unit(self) -> str:
+        """One level of indentation, as the text has it."""
+        match = re.search(r":[ \t]*(?:#[^\r\n]*)?(?:\r\n|\r|\n)([ \t]+)\S", self.text)
+        return "\t" if match and match.group(1).startswith("\t") else "    "
+
     def before(self, node: ast.stmt, text: str) -> Edit:
         """A new line before a statement that is alone on its lines, with its indentation."""
         start = self.starts[node.lineno - 1]

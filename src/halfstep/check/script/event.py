@@ -10,25 +10,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from halfstep.check.script.guard import Guard, possible
 from halfstep.check.script.outline import Function
 from halfstep.check.script.values import Autocast
 
 __all__ = ["Event", "Guard", "Loop", "Region", "compatible", "is_accumulation"]
 
 
-# Named tuples rather than dataclasses: these are hashed and compared for every pair of events.
-class Guard(NamedTuple):
-    """The text of a condition, and whether it is true."""
-
-    text: str
-    is_true: bool
-
-
+# A named tuple rather than a dataclass: loops are hashed and compared for every pair of events.
 class Loop(NamedTuple):
     """A loop: the copy of the function it is in (one per call that was followed), and its position."""
 
@@ -37,6 +30,7 @@ class Loop(NamedTuple):
     column: int
 
 
+_SETTING = re.compile(r"(<|<=|>|>=) -?\d+$|== 1$")
 _ACCUMULATION = re.compile(
     r"%|accum|micro|sync_grad|last_opt|update_freq|need_update|update_grad|step_now|optimi[sz]e_now|"
     r"(do|should|is|make|take|perform)_(optimi[sz]er_)?step"
@@ -69,6 +63,12 @@ class Event:
     loops: tuple[Loop, ...] = ()
     regions: tuple[Region, ...] = ()
     roots: tuple[ast.AST, ...] = ()  # the calls that led here from the trace's root
+    written: Event | None = None  # the event with the names of its own function; None where they are the same
+
+    @property
+    def local(self) -> Event:
+        """The event with the names that stand on its line, not those of the caller."""
+        return self.written or self
 
     def inside(self, kind: str) -> Region | None:
         """The innermost region of a kind around this event."""
@@ -90,24 +90,10 @@ class Event:
 @lru_cache(maxsize=4096)
 def is_accumulation(guard: Guard) -> bool:
     """Whether a condition looks like the end of an accumulation window, such as `(i + 1) % n == 0`."""
-    return bool(_ACCUMULATION.search(guard.text))
+    # `args.accum < 1` tests a setting, not how far the window is.
+    return bool(_ACCUMULATION.search(guard.text)) and ("%" in guard.text or not _SETTING.search(guard.text))
 
 
 def compatible(a: Event, b: Event) -> bool:
-    """Whether two events can happen in one pass: no condition is both true and false, no variable equals two values."""
-    if not a.guards or not b.guards:
-        return True
-    opposite = {(text, not is_true) for text, is_true in a.guards}
-    if any(guard in opposite for guard in b.guards):
-        return False
-    equal = set(_equalities(a.guards))
-    return not any(left == other and right != value for left, right in _equalities(b.guards) for other, value in equal)
-
-
-def _equalities(guards: tuple[Guard, ...]) -> Iterator[tuple[str, str]]:
-    """The names and literals of the guards `name == literal` that are true."""
-    for text, is_true in guards:
-        if is_true and " == " in text:
-            left, _, right = text.partition(" == ")
-            if right[:1] in "'\"0123456789":
-                yield left, right
+    """Whether two events can happen in one pass: no condition on one contradicts a condition on the other."""
+    return not a.guards or not b.guards or possible(a.guards, b.guards)

@@ -1,23 +1,10 @@
-"""What an expression contains: a gradient, a loss scale, a variable."""
+"""What an expression contains: a loss scale, a variable."""
 
 from __future__ import annotations
 
 import ast
 
-__all__ = ["arms_of", "first_key", "grad_of", "hand_scaled"]
-
-
-def grad_of(node: ast.expr) -> bool:
-    """Whether an expression is `p.grad`, also detached, cloned or as `.data`."""
-    while (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"detach", "float", "clone"}
-    ):
-        node = node.func.value
-    if isinstance(node, ast.Attribute) and node.attr == "data":
-        node = node.value
-    return isinstance(node, ast.Attribute) and node.attr == "grad"
+__all__ = ["arms_of", "first_key", "hand_scaled"]
 
 
 def hand_scaled(node: ast.AST) -> bool:

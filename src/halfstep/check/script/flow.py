@@ -12,6 +12,7 @@ import ast
 import re
 from dataclasses import dataclass
 
+from halfstep.check.script.conditions import Conditions
 from halfstep.check.script.event import Event, Guard, Loop, Region
 from halfstep.check.script.names import key_of
 from halfstep.check.script.outline import Function, Outline
@@ -76,6 +77,7 @@ class _Walk:
         self.outline = outline
         self.recogniser = recogniser
         self.function = function
+        self.tests = Conditions(outline, function)
         self.items: list[Item] = []
         self.scaled: dict[str, _Scaled] = {}  # variables that carry the loss scale
         self.contexts: dict[str, _Context] = {}  # by variable
@@ -90,9 +92,9 @@ class _Walk:
                 if len(guards) > MAX_GUARDS:
                     continue
                 if leaves and not leaves_else:
-                    guards = (*guards, *self.conditions(statement.test, is_true=False))
+                    guards = (*guards, *self.tests.guards(statement.test, is_true=False))
                 elif leaves_else and not leaves:
-                    guards = (*guards, *self.conditions(statement.test, is_true=True))
+                    guards = (*guards, *self.tests.guards(statement.test, is_true=True))
 
     def statement(
         self, node: ast.stmt, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
@@ -102,9 +104,9 @@ class _Walk:
             branch: ast.If = node
             while True:
                 self.expression(branch, guards, loops, regions)
-                self.block(branch.body, (*guards, *self.conditions(branch.test, is_true=True)), loops, regions)
+                self.block(branch.body, (*guards, *self.tests.guards(branch.test, is_true=True)), loops, regions)
                 if len(guards) <= MAX_GUARDS:
-                    guards = (*guards, *self.conditions(branch.test, is_true=False))
+                    guards = (*guards, *self.tests.guards(branch.test, is_true=False))
                 if len(branch.orelse) == 1 and isinstance(branch.orelse[0], ast.If):
                     branch = branch.orelse[0]
                     continue
@@ -154,7 +156,7 @@ class _Walk:
         for call, choices in self.outline.statement_calls.get(node, ()):
             under = guards
             for choice in choices:
-                under = (*under, *self.conditions(choice.test, is_true=choice.is_true))
+                under = (*under, *self.tests.guards(choice.test, is_true=choice.is_true))
             target = self.outline.call_target(call, self.function)
             if target is not None:
                 if target is not self.function:
@@ -196,10 +198,10 @@ class _Walk:
         for name, value in zip(params, call.args, strict=False):
             if isinstance(value, ast.Starred):
                 break
-            arguments[name] = self.window(value) or key_of(value)
+            arguments[name] = self.tests.window(value) or key_of(value)
         for keyword in call.keywords:
             if keyword.arg in params:
-                arguments[keyword.arg] = self.window(keyword.value) or key_of(keyword.value)
+                arguments[keyword.arg] = self.tests.window(keyword.value) or key_of(keyword.value)
         return arguments
 
     def literals(self, call: ast.Call, target: Function) -> dict[str, bool]:
@@ -320,47 +322,6 @@ class _Walk:
         plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
         return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
 
-    def conditions(self, test: ast.expr, *, is_true: bool) -> tuple[Guard, ...]:
-        """The guards that follow from `test` being true (or false)."""
-        if isinstance(test, ast.Compare) and key_of(test.left) == "__name__":
-            return ()  # `if __name__ == "__main__"` does not restrict what the script does
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self.conditions(test.operand, is_true=not is_true)
-        if isinstance(test, ast.BoolOp):
-            if isinstance(test.op, ast.And) == is_true:
-                return tuple(g for value in test.values for g in self.conditions(value, is_true=is_true))
-            return (Guard(text_of(test), is_true),)
-        if isinstance(test, ast.Compare) and len(test.ops) == 1:
-            right, op = test.comparators[0], test.ops[0]
-            if isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool)):
-                same = isinstance(op, (ast.Is, ast.Eq))
-                wanted = same if right.value is True else not same
-                if isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
-                    return self.conditions(test.left, is_true=is_true == wanted)
-            if isinstance(op, ast.NotEq):
-                return (Guard(f"{text_of(test.left)} == {text_of(right)}", not is_true),)
-        return (Guard(self.flag(test), is_true),)
-
-    def flag(self, test: ast.expr) -> str:
-        """A condition's text; a variable that copies another, counts a window or is a scaler created under a flag is replaced."""
-        key = key_of(test)
-        if not key:
-            return text_of(test)
-        bindings = self.outline.lookup(key, self.function)
-        if len(bindings) == 1 and bindings[0].value is not None and bindings[0].index is None:
-            value = bindings[0].value
-            if key_of(value):
-                return key_of(value)
-            if isinstance(value, ast.IfExp) and isinstance(value.orelse, ast.Constant) and value.orelse.value is None:
-                return text_of(value.test)
-        return self.window(test) or key
-
-    def window(self, node: ast.expr) -> str:
-        """The condition `(i + 1) % n == 0` of a variable that counts a window; "" for any other."""
-        bindings = self.outline.lookup(key_of(node), self.function) if key_of(node) else ()
-        value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
-        return text_of(value) if value is not None and _counts(value) else ""
-
 
 def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
     """The first expression of `Net().half().cuda()`, and the format it is cast to."""
@@ -376,13 +337,6 @@ def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
             break
         value = value.func.value
     return value, dtype
-
-
-def _counts(value: ast.expr) -> bool:
-    """Whether a value counts to the end of a window: `(i + 1) % n == 0`, alone or combined with other tests."""
-    return isinstance(value, (ast.Compare, ast.BoolOp)) and any(
-        isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in ast.walk(value)
-    )
 
 
 _CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}

@@ -14,7 +14,9 @@ from typing import ClassVar
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import ScriptRule
-from halfstep.check.script.event import Event, Guard, compatible
+from halfstep.check.script.event import Event, Guard, compatible, is_accumulation
+from halfstep.check.script.names import key_of
+from halfstep.check.script.outline import MAX_BINDINGS
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 from halfstep.check.script.values import Scaler, argument, make_scaler
@@ -27,15 +29,28 @@ __all__ = [
     "exclusive",
     "implied",
     "is_amp",
+    "is_setting",
     "later",
+    "loops_around",
+    "only_settings",
     "scaled_before",
     "scalers_at",
     "switched_off",
+    "together",
     "without_amp",
 ]
 
 STEPS = ("scaler_step", "opt_step", "owned_step")
 _AMP = re.compile(r"amp\b|_amp|amp_|fp16|half|mixed|scaler|precision|float16|16bit", re.IGNORECASE)
+# Conditions that change within a run, whatever they are called after: the end of a window, a test of gradients.
+_VARYING = re.compile(
+    r"last|sync|final|bound|flush|now\b|should|do_|update|step|ready|skip|finite|nan|\binf|is_?inf|idx|index|iter|epoch|"
+    r"batch|count|unscal|\bi\b|done|except@|case@",
+    re.IGNORECASE,
+)
+_NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
+_PURE = {"len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "torch.cuda.is_available("}
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32", re.IGNORECASE)
 
 
@@ -92,6 +107,61 @@ def _aside(event: Event, *others: Event) -> bool:
 def implied(a: Event, b: Event) -> bool:
     """Whether `a` always happens when `b` does: every condition on `a` is also one on `b`."""
     return set(a.guards) <= set(b.guards)
+
+
+def together(script: Script, a: Event, b: Event) -> bool:
+    """Whether two events happen in one pass for some settings: whatever else they depend on, both do."""
+    return compatible(a, b) and only_settings(script, a, b) and only_settings(script, b, a)
+
+
+def only_settings(script: Script, a: Event, b: Event) -> bool:
+    """Whether each condition on `a` that `b` does not have is a setting, or tests if mixed precision is on."""
+    return all(guard in b.guards or is_amp(guard) or is_setting(script, guard, a) for guard in a.guards)
+
+
+def is_setting(script: Script, guard: Guard, event: Event) -> bool:
+    """Whether a condition around an event is the same in every iteration: `args.clip > 0`, not `norm > 10`."""
+    text = guard.text
+    if is_accumulation(guard) or _VARYING.search(re.sub(r"'[^']*'", "''", text)):
+        return False
+    names = _NAME.findall(text)
+    if any(name.endswith("(") and name not in _PURE for name in names):
+        return False
+    keys = {key for name in names if not name.endswith("(") for key in (name, name.partition(".")[0])}
+    return not any(_rebinds(script, key, event) for key in keys)
+
+
+def _rebinds(script: Script, key: str, event: Event) -> bool:
+    """Whether a variable gets a new value in a loop around an event, or in a function that is called once per batch."""
+    spans = [range(loop.lineno, (loop.end_lineno or loop.lineno) + 1) for loop in loops_around(script, event)]
+    places = {event.function.node, *(_function_of(script, root) for root in event.roots)}
+    for binding in script.outline.bindings.get(key, ())[:MAX_BINDINGS]:
+        inside = not spans or any(getattr(binding.node, "lineno", 0) in span for span in spans)
+        if inside and binding.function.node in places and not key_of(binding.value):  # `clip = self.clip` is a copy
+            return True
+    return False
+
+
+def _function_of(script: Script, node: ast.AST) -> ast.AST:
+    """The function around a node, or the module."""
+    parent = script.outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        node, parent = parent, script.outline.parents.get(parent)
+    return parent or node
+
+
+def loops_around(script: Script, event: Event) -> list[ast.For | ast.AsyncFor | ast.While]:
+    """The loops around an event and around the calls that led to it, outermost first, as `event.loops` has them."""
+    nodes: list[ast.For | ast.AsyncFor | ast.While] = []
+    for place in (*event.roots, event.node):
+        above: list[ast.For | ast.AsyncFor | ast.While] = []
+        child, parent = place, script.outline.parents.get(place)
+        while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(parent, _LOOPS) and any(child is statement for statement in parent.body):
+                above.append(parent)
+            child, parent = parent, script.outline.parents.get(parent)
+        nodes += reversed(above)
+    return nodes
 
 
 def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:

@@ -10,10 +10,11 @@ import ast
 import re
 from dataclasses import dataclass
 
-from halfstep.check.script.expressions import first_key, grad_of, hand_scaled
+from halfstep.check.script.expressions import first_key, hand_scaled
 from halfstep.check.script.names import chain, key_of
 from halfstep.check.script.outline import Function, Outline
 from halfstep.check.script.saving import is_setting, looped_objects, passed_objects, restores, saves
+from halfstep.check.script.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.values import DTYPES, argument, make_scaler
 
 __all__ = ["Action", "Recogniser"]
@@ -34,8 +35,11 @@ _OPTIMIZER = re.compile(
     re.IGNORECASE,
 )
 _MODEL = re.compile(
-    r"^(ddp_)?(model|net|network)$|^(?!save|load|build|get_|create|make|init|set|prepare|export).*_model$"
+    r"^(ddp_)?(model|net|network)(_(train|ddp|dp|parallel|without_ddp))?$"
+    r"|^(?!save|load|build|get_|create|make|init|set|prepare|export).*_model$"
 )
+# methods like calling the model
+_FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
@@ -165,6 +169,8 @@ class Recogniser:
         last = name.rsplit(".", 1)[-1] if name else _last(key_of(call.func))
         if last in CLIPS and not (isinstance(call.func, ast.Attribute) and not name):
             return Action("clip", subject=last)
+        if last == "float" and len(call.args) == 1 and key_of(tensor_of(call.args[0])):
+            return Action("item", subject=key_of(tensor_of(call.args[0])))
         if name in BCE or self._is_bce(call.func, function):
             return Action("bce")
         if name in WRAPS:
@@ -173,7 +179,7 @@ class Recogniser:
             return Action("apex_initialize", subject=key_of(argument(call, 0, "models")))
         if name == "torch.autograd.grad":
             return Action("autograd_grad")
-        if last in {"norm", "clamp"} and name.startswith("torch.") and call.args and grad_of(call.args[0]):
+        if reads_gradients(call, name, last):
             return Action("grad_read", subject=last)
         if make_scaler(self.outline, call, function):
             return Action("make_scaler")
@@ -184,6 +190,9 @@ class Recogniser:
             return Action("owned_step", scaler=key)
         if key and _MODEL.search(_last(key)) and call.args and not name:
             return Action("forward", subject=key)
+        owner = key.rpartition(".")[0]
+        if owner and _MODEL.search(_last(owner)) and _FORWARD.search(_last(key)) and call.args and not name:
+            return Action("forward", subject=owner)
         return self._passed_scaler(call, function) or self._checkpoint(call, function)
 
     def _checkpoint(self, call: ast.Call, function: Function) -> Action | None:
@@ -343,7 +352,7 @@ class Recogniser:
         return None
 
     def _on_item(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        key = key_of(receiver)
+        key = key_of(tensor_of(receiver))
         return Action("item", subject=key) if key else None
 
     def _on_get_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:

@@ -17,7 +17,7 @@ _WORDS = (
     "backward", ".step(", "zero_grad", "scal", "Scal", "amp", "autocast", "half", "float16", "fp16", "bf16", "precision",
     "mixed", "clip_grad", "state_dict", "optim", ".grad", "no_grad", "inference_mode", "set_default", "masked_fill",
     "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "dtype", "Trainer", "apex", "Sharded", "virtual",
-    "subdivision", "update_freq",
+    "subdivision", "update_freq", "parameters(", "from_pretrained", "cross_entropy", "requires_grad",
 )  # fmt: skip
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 

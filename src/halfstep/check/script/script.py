@@ -6,6 +6,8 @@
     recognise  calls                        -> scale, backward, unscale, clip, step, update
     flow       statements of one function   -> events under guards, loops and regions
     trace      functions combined           -> what a run does, in order
+    weights    names of one model           -> the dtype of its weights
+    training   optimizers and Trainers      -> which 16-bit weights they update
 
 A text that does not mention mixed precision is not parsed at all, which is the case for most files of a project.
 """
@@ -19,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
 from halfstep.check.script.edits import Lines
@@ -26,6 +29,7 @@ from halfstep.check.script.event import Event
 from halfstep.check.script.modules import classes_under_autocast
 from halfstep.check.script.outline import MAX_BINDINGS, Function, Outline, read_outline
 from halfstep.check.script.trace import Trace, read_traces
+from halfstep.check.script.training import Training
 from halfstep.check.script.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
 from halfstep.check.settings import Settings
 
@@ -61,6 +65,11 @@ class Script:
         """What each root of the script does, in order."""
         acts = self.outline.calls.keys() & _ACTS or "autocast" in self.outline.loads
         return read_traces(self.outline) if self.about and acts else ()
+
+    @cached_property
+    def training(self) -> Training:
+        """The models with 16-bit weights, and what trains them."""
+        return Training(self.outline)
 
     @cached_property
     def lines(self) -> Lines:
@@ -190,7 +199,7 @@ def _mentions(text: str, words: tuple[str, ...], short: tuple[re.Pattern[str], .
 
 
 def read_script(source: Source, settings: Settings, words: tuple[str, ...] = ()) -> Script:
-    """Read a script's facts; SyntaxError if this version of Python cannot parse it.
+    """Read a script's facts; SyntaxError if it cannot be parsed.
 
     `words` are those that single rules declare; a script that mentions one is read as well.
     """
@@ -198,7 +207,7 @@ def read_script(source: Source, settings: Settings, words: tuple[str, ...] = ())
     ruled = _mentions(text, (*_RULED, *words), _RULED_SHORT)
     if not ruled and not _mentions(text, _MENTIONED, _MENTIONED_SHORT):
         return Script(source, settings, ast.Module([], []), about=False)
-    tree = ast.parse(text, filename=source.path)
+    tree = parse_python(text, source.path)
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
     if not ruled:
         return Script(source, settings, tree)

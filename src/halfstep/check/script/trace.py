@@ -89,6 +89,7 @@ class _Follow:
                         loops=inner_loops,
                         regions=inner_regions,
                         roots=roots,
+                        written=item if renamed else None,
                     )
                 )
             elif item.target not in path and len(path) < MAX_DEPTH:

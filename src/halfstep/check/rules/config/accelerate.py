@@ -8,6 +8,7 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.edits import literal, replace_value
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import ConfigRule, Rule
+from halfstep.precision.node import Block
 
 __all__ = ["RULES"]
 
@@ -18,6 +19,10 @@ _CORRECTIONS = {
 }  # fmt: skip
 _DEEPSPEED = "https://huggingface.co/docs/accelerate/usage_guides/deepspeed"
 _ACCELERATOR = "https://huggingface.co/docs/accelerate/package_reference/accelerator"
+_DEEPSPEED_BLOCKS = frozenset({
+    "fp16", "bf16", "bfloat16", "torch_autocast", "data_types", "zero_optimization", "optimizer", "scheduler",
+    "activation_checkpointing",
+})  # fmt: skip
 # Settings that accelerate 1.15 rejects next to a DeepSpeed file (DeepSpeedPlugin._deepspeed_config_checks).
 _SET_BY_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
@@ -172,7 +177,8 @@ class RemovedFp16Argument(ConfigRule):
         fix = None
         value = config.value("fp16")
         mode = '"no"' if value is False else '"fp16"'
-        if isinstance(value, bool) and "mixed_precision" not in config.root:
+        is_keyword = config.source.text[entry.key_span.start] not in "\"'"  # not a key that `**` unpacks
+        if isinstance(value, bool) and "mixed_precision" not in config.root and is_keyword:
             edit = Edit(entry.span.start, entry.span.end, f"mixed_precision={mode}")
             fix = Fix("Replace with mixed_precision", (edit,))
         message = "`Accelerator` no longer accepts `fp16`; the call raises a TypeError."
@@ -218,10 +224,45 @@ class AccelerateOffloadIgnored(ConfigRule):
             )
 
 
+class DeepSpeedBlockIgnored(ConfigRule):
+    """`deepspeed_config` contains DeepSpeed's own settings, which Accelerate does not pass on."""
+
+    code = "HS266"
+    name = "accelerate-deepspeed-block-ignored"
+    severity = "warning"
+    reason = (
+        "`deepspeed_config` in an Accelerate file has Accelerate's keys (`zero_stage`, `gradient_clipping`, the offload "
+        "devices). Blocks of a DeepSpeed file, such as `fp16` with the loss scale, `bf16`, `zero_optimization` or "
+        "`optimizer`, are not read there: Accelerate builds the DeepSpeed configuration from its own keys, with the "
+        "default loss scale, and logs nothing."
+    )
+    bad = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
+        "  fp16:\n    enabled: true\n    initial_scale_power: 12\nmixed_precision: fp16\nnum_processes: 8\n",
+    )
+    good = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
+        "mixed_precision: fp16\nnum_processes: 8\n",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n"
+        "  deepspeed_config_file: ds_config.json\nnum_processes: 8\n",
+    )
+    references = (_DEEPSPEED, "measured: source code of accelerate 1.15, utils/launch.py")
+
+    def check(self, config: Config) -> Iterator[Finding]:
+        """Report each block of a DeepSpeed file."""
+        block = config.block("deepspeed_config") if config.kind == "accelerate" and not config.root.call else None
+        for entry in block.entries if block else ():
+            if entry.key in _DEEPSPEED_BLOCKS and isinstance(entry.value, Block):
+                message = f"Accelerate does not read `{entry.key}` in `deepspeed_config`; its settings have no effect."
+                instead = "Move it to a DeepSpeed file and name that in `deepspeed_config_file`."
+                yield self.finding(config.where(entry.key_span), message, instead=instead)
+
+
 RULES: tuple[type[Rule], ...] = (
     UnknownMixedPrecision,
     DeepSpeedFileConflict,
     Fp16OnCpu,
     RemovedFp16Argument,
     AccelerateOffloadIgnored,
+    DeepSpeedBlockIgnored,
 )

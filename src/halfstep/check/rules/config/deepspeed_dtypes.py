@@ -97,7 +97,7 @@ class Fp16ReductionUnscaled(DeepSpeedRule):
                 config,
                 ("data_types", "grad_accum_dtype"),
                 "`grad_accum_dtype` is fp16, but bf16 gradients are not scaled and can underflow or overflow in fp16.",
-                instead='Set `"grad_accum_dtype": "fp32"`.',
+                instead=f'Set `"grad_accum_dtype": "fp32"`{_reduced_alike(config)}.',
             )
 
 
@@ -159,7 +159,7 @@ class AccumulationFormatWithoutZero(DeepSpeedRule):
                 ("data_types", "grad_accum_dtype"),
                 f"`grad_accum_dtype` is {accum_dtype} but the weights are {deepspeed.weights}; without ZeRO, "
                 "DeepSpeed raises NotImplementedError.",
-                instead='Set `"zero_optimization": {"stage": 1}`.',
+                instead=f'Set `"zero_optimization": {{"stage": 1}}`{_reduced_alike(config)}.',
             )
 
 
@@ -221,12 +221,13 @@ class AccumulationIn16Bits(DeepSpeedRule):
         steps = config.number("gradient_accumulation_steps")
         unset = config.value("data_types", "grad_accum_dtype") is None
         if deepspeed.weights in {"bf16", "fp16"} and steps is not None and steps >= 4 and unset:
+            advice = f'Add `"data_types": {{"grad_accum_dtype": "fp32"}}`{_reduced_alike(config)}.'
             yield self.at(
                 config,
                 ("gradient_accumulation_steps",),
                 f"Gradients of {steps:g} micro-batches are accumulated in {deepspeed.weights}, which loses small "
                 "contributions.",
-                instead='Add `"data_types": {"grad_accum_dtype": "fp32"}` (requires ZeRO).',
+                instead=advice if deepspeed.stage else f"{advice} Both need ZeRO stage 1 or above.",
             )
 
 
@@ -353,6 +354,11 @@ class SequenceParallelReduction(DeepSpeedRule):
             )
             instead = "Set `seq_parallel_communication_data_type`."
             yield self.at(config, ("communication_data_type",), message, instead=instead)
+
+
+def _reduced_alike(config: Config) -> str:
+    """The rest of advice to accumulate in fp32: sums that are reduced in 16 bits lose what they gained."""
+    return "" if config.entry("communication_data_type") else ' and `"communication_data_type": "fp32"`'
 
 
 RULES: tuple[type[Rule], ...] = (

@@ -23,6 +23,8 @@ from halfstep.precision.node import Block, Entry, Scalar
 __all__ = ["RULES"]
 
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
+# Keys of libraries that wrap deepspeed.initialize and read the same file.
+_EXTENSIONS = {"msamp": "https://azure.github.io/MS-AMP/docs/user-tutorial/usage/"}
 _REMOVALS = "https://github.com/deepspeedai/DeepSpeed/issues/8489"
 
 
@@ -171,13 +173,17 @@ class IgnoredKey(DeepSpeedRule):
         "suppress this finding."
     )
     bad = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "disable_fused_adam": true}',)
-    good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',)
-    references = (_DOCS,)
+    good = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "msamp": {"enabled": true, "opt_level": "O3"}}',
+    )
+    references = (_DOCS, _EXTENSIONS["msamp"])
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report unknown keys that are not close to a known one."""
         for entry in config.root.entries if config.strict else ():
             known = entry.key in DEEPSPEED_KEYS or entry.key in PARENT_BLOCK or entry.key in REMOVED
+            known |= entry.key in _EXTENSIONS
             if not known and _intended_key(entry.key) is None and not _is_comment(entry.key):
                 message = f"DeepSpeed ignores the unknown key `{entry.key}`."
                 instead = "Remove it, unless your own code reads it."
@@ -276,7 +282,7 @@ class RenamedKey(DeepSpeedRule):
 
 def _intended_key(key: str) -> str | None:
     """The top-level key that a misspelled one stands for; None if `key` is valid or close to no valid key."""
-    if key in DEEPSPEED_KEYS or key in PARENT_BLOCK or _is_comment(key):
+    if key in DEEPSPEED_KEYS or key in PARENT_BLOCK or key in _EXTENSIONS or _is_comment(key):
         return None
     close = nearest(key.replace("-", "_"), DEEPSPEED_KEYS)
     if close is None:

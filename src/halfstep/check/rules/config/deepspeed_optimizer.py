@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule, version_text
+from halfstep.check.config.deepspeed_facts import BY_LAYER, ONE_BIT, DeepSpeed, DeepSpeedRule, version_text
 from halfstep.check.config.edits import add, remove
 from halfstep.check.finding import Finding, Fix
 from halfstep.check.rule import Rule
@@ -17,9 +17,8 @@ __all__ = ["RULES"]
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _OPTIMIZER_DOCS = _DOCS + "#optimizer-parameters"
 _REMOVALS = "https://github.com/deepspeedai/DeepSpeed/issues/8489"
-_ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 # Names that DeepSpeed recognizes itself, in any case.
-_BUILT_IN = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd", *_ONE_BIT)
+_BUILT_IN = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd", *ONE_BIT)
 # Class names in torch.optim, case-sensitive: DeepSpeed looks them up with getattr.
 _TORCH = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
@@ -94,12 +93,13 @@ class UntestedOptimizer(DeepSpeedRule):
 
     code = "HS242"
     name = "untested-optimizer"
+    objects = True
     severity = "error"
     reason = (
         "ZeRO compares the exact optimizer class with a list: torch's Adam, AdamW and Adagrad, and DeepSpeed's Adam, "
         "Adagrad, Lion and Muon. Any other optimizer, including SGD and LAMB, raises 'You are using an untested ZeRO "
-        "Optimizer' unless `zero_allow_untested_optimizer` is true. Optimizers that need the norm of a full layer, "
-        "such as LAMB, see only a shard of it."
+        "Optimizer' unless `zero_allow_untested_optimizer` is true. That is safe for an optimizer that treats every "
+        "element alone, such as SGD, and wrong for one that needs a full layer, such as LAMB (HS240)."
     )
     bad = (
         '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n'
@@ -107,6 +107,8 @@ class UntestedOptimizer(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}',
         "import deepspeed\n\nds_config = {\n    'train_batch_size': 8,\n    'zero_optimization': {'stage': 2},\n"
         "    'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}},\n}\n",
+        "import deepspeed\nimport torch\n\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\nengine, *_ = deepspeed.initialize(\n"
+        "    model=net, optimizer=opt, config={'train_batch_size': 8, 'zero_optimization': {'stage': 2}}\n)\n",
     )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": true,\n'
@@ -124,20 +126,24 @@ class UntestedOptimizer(DeepSpeedRule):
         if (
             not known
             or name in _TESTED_WITH_ZERO
-            or name in _ONE_BIT
+            or name in ONE_BIT
             or not deepspeed.stage
             or allowed not in {None, False}
         ):
             return
         fix = None
-        if allowed is None and config.entry("zero_allow_untested_optimizer") is None:
+        by_layer = kind in BY_LAYER or name in BY_LAYER
+        if allowed is None and config.entry("zero_allow_untested_optimizer") is None and not by_layer:
             title = "Add zero_allow_untested_optimizer"
-            fix = add(config, config.root, "zero_allow_untested_optimizer", True, title)
+            # The flag says that the user knows what ZeRO does with this optimizer.
+            fix = add(config, config.root, "zero_allow_untested_optimizer", True, title, safe=False)
         yield self.at(
             config,
             ("optimizer", "type"),
             f"{kind} is not in ZeRO's list of tested optimizers; DeepSpeed raises an error at stage {deepspeed.stage}.",
-            instead='Add `"zero_allow_untested_optimizer": true`, or use AdamW.',
+            instead=f'Use `"type": "AdamW"`; {kind} needs whole layers, and ZeRO passes it shards.'
+            if by_layer
+            else 'Add `"zero_allow_untested_optimizer": true`, or use AdamW.',
             fix=fix,
         )
 
@@ -186,11 +192,13 @@ class OneBitWithZero(DeepSpeedRule):
 
     code = "HS244"
     name = "one-bit-with-zero"
+    objects = True
     severity = "error"
     reason = (
         "1-bit Adam, 0/1 Adam and 1-bit LAMB compress full momentum tensors between ranks, while ZeRO gives each rank "
         "a shard of them. DeepSpeed fails an assertion at stage 1 and above (up to 0.19.6; later releases have "
-        "removed these optimizers)."
+        "removed these optimizers). Stage 0 runs them, with fp16 only up to 0.18.2: later releases do not scale the "
+        "fp16 loss there (HS208)."
     )
     bad = (
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1},\n'
@@ -201,10 +209,10 @@ class OneBitWithZero(DeepSpeedRule):
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report stage 1 and above."""
-        if deepspeed.optimizer in _ONE_BIT and deepspeed.stage:
+        if deepspeed.optimizer in ONE_BIT and deepspeed.stage:
             kind = config.value("optimizer", "type")
             message = f"{kind} is not compatible with ZeRO stage {deepspeed.stage}; DeepSpeed raises an AssertionError."
-            yield self.at(config, ("optimizer", "type"), message, instead="Use stage 0, or AdamW with ZeRO.")
+            yield self.at(config, ("optimizer", "type"), message, instead='Use `"type": "AdamW"`, which ZeRO supports.')
 
 
 class OneBitOutsideFp16(DeepSpeedRule):
@@ -212,11 +220,12 @@ class OneBitOutsideFp16(DeepSpeedRule):
 
     code = "HS245"
     name = "one-bit-outside-fp16"
+    objects = True
     severity = "warning"
     reason = (
         "DeepSpeed itself warns that 'the convergence of 1-bit Adam is only verified under FP16', and likewise for "
         "0/1 Adam and 1-bit LAMB. In fp32 the first batch is also lost, because the first call to `step` only "
-        "allocates the buffers."
+        "allocates the buffers. The last release that scales the fp16 loss for them is 0.18.2 (HS208)."
     )
     bad = (
         '{"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4}}}',
@@ -231,7 +240,7 @@ class OneBitOutsideFp16(DeepSpeedRule):
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report a mode that is known and is not fp16."""
         if (
-            deepspeed.optimizer not in _ONE_BIT
+            deepspeed.optimizer not in ONE_BIT
             or deepspeed.stage
             or deepspeed.fp16 is not False
             or deepspeed.since(0, 19, 7)
@@ -240,7 +249,8 @@ class OneBitOutsideFp16(DeepSpeedRule):
         kind = config.value("optimizer", "type")
         mode = f"trains in {deepspeed.weights}" if deepspeed.weights else "does not enable fp16"
         message = f"{kind} was verified to converge in fp16 only, but this configuration {mode}."
-        yield self.at(config, ("optimizer", "type"), message, instead="Enable fp16, or use AdamW.")
+        instead = 'Use `"type": "AdamW"`, or fp16 with DeepSpeed 0.18.2 or earlier.'
+        yield self.at(config, ("optimizer", "type"), message, instead=instead)
 
 
 class OneBitRemoved(DeepSpeedRule):
@@ -248,11 +258,13 @@ class OneBitRemoved(DeepSpeedRule):
 
     code = "HS246"
     name = "one-bit-removed"
+    objects = True
     severity = "warning"
     reason = (
         "DeepSpeed 0.19.7 (September 2026) removed OneBitAdam, ZeroOneAdam and OneBitLamb, and 0.19.8 removed their "
         "communication backends. These types now raise 'AssertionError: OneBitAdam is not a supported DeepSpeed "
-        "Optimizer'. Releases up to 0.19.6 run them at stage 0."
+        "Optimizer'. Releases up to 0.19.6 run them at stage 0, but fp16 needs 0.18.2 or earlier: from 0.18.3 on the "
+        "fp16 loss is not scaled without ZeRO (HS208)."
     )
     bad = (
         '{"train_batch_size": 8, "fp16": {"enabled": true},\n'
@@ -266,7 +278,7 @@ class OneBitRemoved(DeepSpeedRule):
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report the type, unless HS244 already does."""
         removed = deepspeed.since(0, 19, 7)
-        if deepspeed.optimizer not in _ONE_BIT or deepspeed.stage or removed is False:
+        if deepspeed.optimizer not in ONE_BIT or deepspeed.stage or removed is False:
             return
         kind = config.value("optimizer", "type")
         version = config.settings.deepspeed
@@ -275,7 +287,8 @@ class OneBitRemoved(DeepSpeedRule):
             if removed and version
             else f"DeepSpeed 0.19.7 removed {kind}; the last release with it is 0.19.6."
         )
-        instead = "Use AdamW, or stay on DeepSpeed 0.19.6."
+        last = "0.18.2, the last one that scales the fp16 loss without ZeRO" if deepspeed.fp16 else "0.19.6"
+        instead = f'Use `"type": "AdamW"`, or DeepSpeed {last}.'
         yield self.at(config, ("optimizer", "type"), message, instead=instead, severity="error" if removed else None)
 
 
@@ -303,7 +316,7 @@ class OneBitBackend(DeepSpeedRule):
         path = ("optimizer", "params", "comm_backend_name")
         value = config.value(*path)
         if (
-            deepspeed.optimizer in _ONE_BIT
+            deepspeed.optimizer in ONE_BIT
             and isinstance(value, str)
             and value not in {"nccl", "mpi", "hccl", "compressed"}
         ):

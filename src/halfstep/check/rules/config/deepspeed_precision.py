@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
+from halfstep.check.config.deepspeed_facts import ONE_BIT, DeepSpeed, DeepSpeedRule
 from halfstep.check.config.edits import remove
 from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding
@@ -178,8 +178,8 @@ class AmpWithZero(DeepSpeedRule):
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Report amp together with ZeRO, fp16 or bf16."""
-        if not deepspeed.amp:
+        """Report amp together with ZeRO, fp16 or bf16; from 0.19.8 on HS206 reports every amp block."""
+        if not deepspeed.amp or deepspeed.since(0, 19, 8):
             return
         conflicts = [f"ZeRO stage {deepspeed.stage}"] if deepspeed.stage else []
         conflicts += ["fp16"] if deepspeed.fp16 else []
@@ -220,7 +220,7 @@ class AmpRemoved(DeepSpeedRule):
         entry = config.entry("amp")
         conflicts = deepspeed.amp and (deepspeed.stage or deepspeed.fp16 or deepspeed.bf16)
         removed = deepspeed.since(0, 19, 8)
-        if entry is None or conflicts or removed is False:
+        if entry is None or (conflicts and not removed) or removed is False:
             return
         disabled = deepspeed.amp is False
         even = ", even when it is disabled" if disabled else ""
@@ -301,12 +301,15 @@ class Fp16WithoutZero(DeepSpeedRule):
         if deepspeed.fp16 and deepspeed.stage == 0 and only_fp16 and broken is not False:
             versions = "" if broken else " 0.18.3 and later (0.18.2 and earlier are correct)"
             verbs = ("does", "divides") if broken else ("do", "divide")
+            one_bit = deepspeed.optimizer in ONE_BIT  # these cannot run with ZeRO
             yield self.at(
                 config,
                 ("fp16", "enabled"),
                 f"Without ZeRO, DeepSpeed{versions} {verbs[0]} not scale the fp16 loss but {verbs[1]} the gradients "
                 "by the loss scale.",
-                instead='Set `"zero_optimization": {"stage": 1}`, or use bf16.',
+                instead='Use `"type": "AdamW"` with ZeRO stage 1, or DeepSpeed 0.18.2.'
+                if one_bit
+                else 'Set `"zero_optimization": {"stage": 1}`, or use bf16.',
                 severity="error" if broken else None,
             )
 

@@ -60,7 +60,8 @@ class InvalidLossScale(DeepSpeedRule):
             fix = None
             entry = config.entry("fp16", "loss_scale")
             if entry and (scale == "dynamic" or number == -1):
-                fix = replace_value(config, entry.value, 0, "Replace with 0 (dynamic)")
+                # "dynamic" is the word for 0; -1 may as well be a typing mistake for a static scale of 1.
+                fix = replace_value(config, entry.value, 0, "Replace with 0 (dynamic)", safe=scale == "dynamic")
             yield self.at(config, ("fp16", "loss_scale"), message, instead='Set `"loss_scale": 0`.', fix=fix)
         if not deepspeed.fp16 or not deepspeed.is_dynamic:
             return
@@ -98,13 +99,11 @@ class FractionalScaleSetting(DeepSpeedRule):
             value = config.number("fp16", key)
             if value is None or not math.isfinite(value) or value == int(value):
                 continue
-            entry = config.entry("fp16", key)
-            rounded = max(1, round(value))
-            fix = (
-                replace_value(config, entry.value, rounded, f"Replace with {rounded}") if entry and value < 1 else None
-            )
             message = f"`fp16.{key}` is {value:g}, but DeepSpeed requires an integer and raises a validation error."
-            yield self.at(config, ("fp16", key), message, instead=f'Set `"{key}": {rounded}`.', fix=fix)
+            instead = (
+                f'Set `"{key}": {round(value)}`.' if value >= 1 else f"Remove it; the default is {_DEFAULTS[key]}."
+            )
+            yield self.at(config, ("fp16", key), message, instead=instead)
 
 
 class HysteresisBelowOne(DeepSpeedRule):
@@ -225,11 +224,11 @@ class IdleDynamicSettings(DeepSpeedRule):
 
     code = "HS216"
     name = "idle-dynamic-settings"
-    severity = "warning"
+    severity = "advice"
     reason = (
         "Any `loss_scale` other than 0 is static; DeepSpeed then ignores `initial_scale_power`, `loss_scale_window`, "
-        "`hysteresis` and `min_loss_scale`. A static scale never adapts: once scaled gradients overflow, every step "
-        "is skipped."
+        "`hysteresis` and `min_loss_scale`. The run is not wrong, but a static scale never adapts: once scaled "
+        "gradients overflow, every step is skipped."
     )
     bad = (
         '{"zero_optimization": {"stage": 2},\n "fp16": {"enabled": true, "loss_scale": 128, "initial_scale_power": 12}}',
@@ -242,7 +241,7 @@ class IdleDynamicSettings(DeepSpeedRule):
     references = (_DOCS,)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Report dynamic keys with a static scale; keys at their defaults are advice only."""
+        """Report dynamic keys with a static scale, those that differ from their defaults if there are any."""
         if deepspeed.is_dynamic is not False or not deepspeed.fp16:
             return
         ignored = [key for key in _DEFAULTS if config.entry("fp16", key) is not None]
@@ -255,7 +254,6 @@ class IdleDynamicSettings(DeepSpeedRule):
                 f"{', '.join(f'`{key}`' for key in keys)} {'has' if len(keys) == 1 else 'have'} no effect, because "
                 f"`fp16.loss_scale` is {config.value('fp16', 'loss_scale')} (static).",
                 instead='Set `"loss_scale": 0` for a dynamic scale, or remove the other settings.',
-                severity=None if changed else "advice",
             )
 
 

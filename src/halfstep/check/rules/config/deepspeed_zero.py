@@ -15,6 +15,8 @@ __all__ = ["RULES"]
 
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _ZERO = _DOCS + "#zero-optimizations-for-fp16-training"
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_COMPLETE = 5  # top-level keys of a file that is a whole configuration
 
 
 class PrescaledGradients(DeepSpeedRule):
@@ -275,25 +277,36 @@ class ClippingByDefault(DeepSpeedRule):
     severity = "advice"
     reason = (
         "Up to 0.19.2 gradients were not clipped by default; since 0.19.3 the default `gradient_clipping` is 1.0. The "
-        "same file trains differently after an upgrade, and nothing is logged."
+        "same file trains differently after an upgrade, and nothing is logged. Hugging Face's Trainer passes its "
+        '`max_grad_norm` on only to a file with `"gradient_clipping": "auto"`.'
     )
-    bad = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',)
+    bad = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
+        '{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
+        ' "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}',
+    )
     good = (
-        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_clipping": 0.0}',
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
+        '{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
+        ' "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}',
     )
     references = (_DOCS + "#gradient-clipping", "https://github.com/deepspeedai/DeepSpeed/pull/8068")
     settings = Settings(deepspeed=(0, 19, 8))
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Report a complete native configuration without the key."""
-        native = config.strict and not deepspeed.has_auto and not config.may_hold("gradient_clipping")
-        # Nearly every file omits the key, so this is reported only if the DeepSpeed version is known.
-        if native and config.entry("gradient_clipping") is None and deepspeed.since(0, 19, 3):
+        """Report a complete configuration without the key."""
+        if not config.strict or config.entry("gradient_clipping") or config.may_hold("gradient_clipping"):
+            return
+        changed = deepspeed.since(0, 19, 3)
+        # A short file is often a part that a program completes; it is reported only for a known release.
+        complete = len(config.root.entries) >= _COMPLETE and any(key in config.root for key in _BATCH_KEYS)
+        if changed or (changed is None and complete):
             message = (
                 "`gradient_clipping` is not set; the default is 1.0 since DeepSpeed 0.19.3 and was 0.0 (no clipping) "
                 "before."
             )
-            instead = 'Set `"gradient_clipping": 1.0`, or 0.0 to disable clipping.'
+            value = '"auto"' if deepspeed.has_auto else "1.0"
+            instead = f'Set `"gradient_clipping": {value}`, or 0.0 to disable clipping.'
             yield self.at(config, (), message, instead=instead)
 
 

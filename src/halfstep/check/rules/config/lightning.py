@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.edits import replace_value
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import ConfigRule, Rule
+from halfstep.precision.node import UNKNOWN
 
 __all__ = ["RULES"]
 
@@ -23,6 +25,8 @@ _CORRECTIONS = {
     "16_mixed": "16-mixed", "fp16-mixed": "16-mixed", "bfloat16": "bf16-mixed", "bf16_mixed": "bf16-mixed",
     "bf-16": "bf16-mixed", "fp32": "32-true", "float32": "32-true", "float": "32-true", "32-bit": "32-true",
 }  # fmt: skip
+_ADAPTER = re.compile(r"^(?:lora_|adapter|quantize)")  # LitGPT's keys
+_TRAINS = frozenset({"train", "max_epochs", "min_epochs", "max_steps", "gradient_clip_val", "accumulate_grad_batches"})
 _OLD_NAMES = {"16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -123,23 +127,33 @@ class PureHalf(LightningRule):
     bad = (
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true')\ntrainer.fit(model)\n",
         "from lightning.fabric import Fabric\n\nfabric = Fabric(precision='16-true')\nfabric.backward(loss)\n",
+        "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 9\n  precision: bf16-true\n",
+        "checkpoint_dir: x\nprecision: bf16-true\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
     )
     good = (
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\ntrainer.fit(model)\n",
+        "import lightning as L\n\ntrainer = L.Trainer(precision='bf16-true', strategy='deepspeed_stage_2')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true')\ntrainer.predict(model)\n",
+        "checkpoint_dir: x\nprecision: bf16-true\nlora_r: 8\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
     )
     references = (_TRUE, "https://arxiv.org/abs/1710.03740")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """Report 16-true in a script that trains; bf16-true is advice only."""
+        """Report both modes where the script or the file trains; advice where that is not certain."""
         value = self.precision(config)
         entry = config.entry("precision")
         if entry is None or value not in {"16-true", "bf16-true"}:
             return
         if config.root.call and not config.script & {".fit()", ".backward()"}:
             return
-        certain = value == "16-true" and config.root.call
-        severity: Severity | None = None if certain else "advice"
+        strategy = config.entry("strategy")
+        text = config.source.text[strategy.value.span.start : strategy.value.span.end].casefold() if strategy else ""
+        adapter = any(_ADAPTER.search(e.key) and config.value(e.key) is not None for e in config.root.entries)
+        if "deepspeed" in text or adapter:
+            return  # DeepSpeed keeps fp32 master weights, and an adapter's own weights start near 0
+        unknown = config.value("strategy") is UNKNOWN and not re.search("auto|ddp|fsdp|single", text)
+        trains = config.root.call or bool(set(config.root.keys()) & _TRAINS)
+        severity: Severity | None = None if trains and not unknown else "advice"
         message = f"precision {value!r} trains 16-bit weights without an fp32 master copy; small updates are lost."
         instead = f"Use {value.split('-')[0] + '-mixed'!r}."
         yield self.finding(config.where(entry), message, instead=instead, severity=severity)
@@ -183,7 +197,10 @@ class OldPrecisionName(LightningRule):
         "Lightning 2 reads 16 and bf16 as 16-mixed and bf16-mixed and warns at every start that they are discouraged, "
         "because they do not specify whether the weights are 16-bit."
     )
-    bad = ("import lightning as L\n\ntrainer = L.Trainer(precision=16)\n",)
+    bad = (
+        "import lightning as L\n\ntrainer = L.Trainer(precision=16)\n",
+        "_target_: lightning.Trainer\naccelerator: gpu\ndevices: 1\nmax_epochs: 10\nprecision: 16\n",
+    )
     good = ("import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\n",)
     references = (_UPGRADE,)
 
@@ -191,7 +208,9 @@ class OldPrecisionName(LightningRule):
         """Report old names if Lightning is certainly version 2: the package named lightning."""
         value = self.precision(config)
         entry = config.entry("precision")
-        if entry and value in _OLD_NAMES and "lightning" in config.script and config.value("accelerator") != "cpu":
+        target = config.value("_target_")  # Hydra's name of the class
+        is_new = "lightning" in config.script or (isinstance(target, str) and target.startswith("lightning."))
+        if entry and value in _OLD_NAMES and is_new:
             new = _OLD_NAMES[value]
             fix = replace_value(config, entry.value, new, f"Replace with {new}")
             message = f"precision {value} is Lightning's old name for {new!r}."

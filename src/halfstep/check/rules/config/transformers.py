@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
+from halfstep.check.config.recipes import loaded_in_bf16
 from halfstep.check.finding import Finding
 from halfstep.check.rule import ConfigRule, Rule
 
@@ -84,80 +85,38 @@ class TrainerFp16OnCpu(TrainerRule):
             yield self.finding(config.where(entry), message, instead="Use bf16, or neither.")
 
 
-class Fp16WeightsWithFp16(TrainerRule):
-    """The model is loaded in fp16 and trained with `fp16=True`, which requires fp32 weights."""
+class Bf16WeightsConfigured(TrainerRule):
+    """A file of training arguments loads the model in bf16 and trains all of its weights."""
 
-    code = "HS273"
-    name = "fp16-weights-with-fp16"
-    severity = "error"
-    reason = (
-        "`fp16=True` is autocast over fp32 weights with a GradScaler. Weights loaded with `torch_dtype=float16` have "
-        "fp16 gradients, and the first step raises 'Attempting to unscale FP16 gradients'. There is no fp32 master "
-        "copy either: with fp16's 11 significant bits, an update below 1/4096 of a weight has no effect."
-    )
-    bad = (
-        "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
-        "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.float16)\n"
-        "args = TrainingArguments('out', fp16=True)\nTrainer(model=model, args=args).train()\n",
-    )
-    good = (
-        "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
-        "model = AutoModelForCausalLM.from_pretrained('gpt2')\n"
-        "args = TrainingArguments('out', fp16=True)\nTrainer(model=model, args=args).train()\n",
-        "import torch\nfrom peft import LoraConfig, get_peft_model\n"
-        "from transformers import AutoModelForCausalLM, TrainingArguments\n\n"
-        "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.float16)\n"
-        "model = get_peft_model(model, LoraConfig())\nargs = TrainingArguments('out', fp16=True)\n",
-    )
-    references = (
-        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/945",
-        "https://huggingface.co/docs/peft/developer_guides/troubleshooting",
-    )
-
-    def inspect(self, config: Config) -> Iterator[Finding]:
-        """Report the flag in a script whose only model has fp16 weights."""
-        entry = config.entry("fp16")
-        if entry and config.value("fp16") is True and config.root.call and "fp16 weights" in config.script:
-            yield self.finding(
-                config.where(entry),
-                "The model is loaded in fp16, but `fp16=True` requires fp32 weights; the first step raises "
-                "'Attempting to unscale FP16 gradients'.",
-                instead="Load the model without `torch_dtype`; `fp16=True` runs the computation in fp16.",
-            )
-
-
-class Bf16WeightsTrained(TrainerRule):
-    """The model is loaded in bf16 and trained without an fp32 copy of its weights."""
-
-    code = "HS277"
-    name = "bf16-weights-trained"
+    code = "HS278"
+    name = "bf16-weights-configured"
     severity = "advice"
     reason = (
-        "`bf16=True` is autocast: the weights keep the dtype they were loaded in. bf16 has 8 significant bits, so an "
-        "update below 1/512 of a weight has no effect: at a learning rate of 1e-5 that is most updates. It halves the "
-        "memory for weights, which may be intended; loaded in fp32, the same flag trains fp32 weights."
+        "`bf16: true` is autocast: the weights keep the dtype they were loaded in. bf16 has 8 significant bits, so an "
+        "update below 1/512 of a weight has no effect: at a learning rate of 1e-5 that is most updates. DeepSpeed, or FSDP "
+        "with mixed precision, keep an fp32 copy; a single GPU and DDP do not."
     )
     bad = (
-        "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
-        "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.bfloat16)\n"
-        "args = TrainingArguments('out', bf16=True)\nTrainer(model=model, args=args).train()\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
     )
     good = (
-        "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
-        "model = AutoModelForCausalLM.from_pretrained('gpt2')\n"
-        "args = TrainingArguments('out', bf16=True)\nTrainer(model=model, args=args).train()\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: float32\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nuse_peft: true\nbf16: true\nper_device_train_batch_size: 2\n"
+        "learning_rate: 1.0e-4\n",
     )
     references = (_DOCS, "https://arxiv.org/abs/2010.06192")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """Report the flag in a script whose only model has bf16 weights."""
-        entry = config.entry("bf16")
-        if entry and config.value("bf16") is True and config.root.call and "bf16 weights" in config.script:
+        """Report the dtype in a file of arguments."""
+        entry = config.entry("torch_dtype") or config.entry("dtype")
+        if entry and loaded_in_bf16(config):
             message = (
-                "The model is loaded in bf16 and `bf16=True` keeps it there; updates below 1/512 of a weight are lost."
+                f"`{entry.key}` loads the model in bf16; unless the launcher adds DeepSpeed or FSDP, the weights are "
+                "trained in bf16 and updates below 1/512 of a weight are lost."
             )
-            instead = "Load the model in fp32, or use an optimizer with fp32 master weights."
-            yield self.finding(config.where(entry), message, instead=instead)
+            yield self.finding(
+                config.where(entry), message, instead=f"Set `{entry.key}: float32`; `bf16: true` computes in bf16."
+            )
 
 
 class ApexArguments(TrainerRule):
@@ -175,8 +134,14 @@ class ApexArguments(TrainerRule):
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True, fp16_opt_level='O2')\n",
         "from transformers import TrainingArguments\n\n"
         "args = TrainingArguments('out', fp16=True, half_precision_backend='apex')\n",
+        "output_dir: out\nnum_train_epochs: 3\nper_device_train_batch_size: 8\nfp16: true\nfp16_opt_level: O2\n",
     )
-    good = ("from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True)\n",)
+    good = (
+        "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True)\n",
+        "output_dir: out\nnum_train_epochs: 3\nper_device_train_batch_size: 8\nfp16: true\nfp16_opt_level: O1\n"
+        "half_precision_backend: auto\nfp16_backend: auto\n",
+        "output_dir: out\nnum_train_epochs: 3\nper_device_train_batch_size: 8\nfp16: true\nfp16_opt_level: O2\nsharding: stage2\n",
+    )
     references = (_APEX, _DOCS, "measured: transformers 5.22 has none of the three arguments")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
@@ -186,7 +151,10 @@ class ApexArguments(TrainerRule):
             value = config.value(key)
             if entry is None or value is None:
                 continue
-            apex = value == "apex" or key == "fp16_opt_level"
+            apex = value == "apex" or (key == "fp16_opt_level" and value != "O1")
+            if not config.root.call and not (apex and config.value("fp16") is True):
+                continue  # files often list every argument with its default
+            apex |= key == "fp16_opt_level"
             message = f"`{key}` configures Apex AMP, which no longer exists; Transformers 5 raises a TypeError for it."
             used = apex and config.value("fp16") is not False
             yield self.finding(config.where(entry), message, instead="Remove it.", severity=None if used else "advice")
@@ -250,8 +218,7 @@ class NanFilter(TrainerRule):
 RULES: tuple[type[Rule], ...] = (
     Fp16AndBf16,
     TrainerFp16OnCpu,
-    Fp16WeightsWithFp16,
-    Bf16WeightsTrained,
+    Bf16WeightsConfigured,
     ApexArguments,
     FlagAsText,
     NanFilter,

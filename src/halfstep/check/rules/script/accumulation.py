@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.event import Event
+from halfstep.check.script.names import key_of
 from halfstep.check.script.order import STEPS, TraceRule, earlier, later
+from halfstep.check.script.outline import MAX_BINDINGS
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import text_of
+from halfstep.check.script.values import constant, text_of
+from halfstep.check.script.window import ACCUMULATION, Window, accumulated_over
 
 __all__ = ["RULES"]
 
@@ -28,34 +32,30 @@ for i, (x, y) in enumerate(loader):
         scaler.update()
 {end}"""
 _RIGHT = _LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
-_WINDOW = re.compile(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
-_STEPS = re.compile(
-    r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq", re.IGNORECASE
-)
+# What a schedule divides, not a loss: `len(loader) / accumulation_steps` counts optimizer steps.
+_COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|steps|epochs|batches|total", re.IGNORECASE)
+_LOSS = re.compile(r"loss|err|grad|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
+_LOSS_FUNCTION = re.compile(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
 # Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
 _RESCALES = re.compile(r"(scale|div|mul|average|normali[sz]e)\w*_grad|grad\w*_(scale|div|mul)|^_foreach_(div|mul)_$")
 
 
-def _window(script: Script, event: Event) -> str:
-    """The window length in the step's condition: `accumulation_steps` in `(i + 1) % accumulation_steps == 0`."""
-    for text, _ in event.accumulating:
-        bound = script.outline.bindings.get(text, ())  # a flag that a caller computes and passes
-        value = bound[0].value if len(bound) == 1 and bound[0].index is None else None
-        match = _WINDOW.search(text) or _WINDOW.search(text_of(value))
-        if match:
-            return match.group(1)
-    return ""
+def _names(node: ast.AST) -> set[str]:
+    parts = list(ast.walk(node))
+    return {n.id for n in parts if isinstance(n, ast.Name)} | {n.attr for n in parts if isinstance(n, ast.Attribute)}
 
 
-def _step_of(script: Script, trace: Trace, index: int) -> Event | None:
-    """The step that ends the accumulation window of a backward that runs in every iteration of a loop."""
-    event = trace[index]
-    following = next(later(trace, index, *STEPS), None)
-    if following is None or event.accumulating:
-        return None
-    step = trace[following]
-    return step if step.loops == event.loops and step.kind != "owned_step" and _window(script, step) else None
+def _divisions(script: Script) -> Iterator[tuple[str, str]]:
+    """Every division in a script, as the texts of the divisor and of what is divided."""
+    for node in script.outline.parents:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            yield text_of(node.right), text_of(node.left)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            yield text_of(node.value), text_of(node.target)
+    for name in ("div", "div_", "mul_", "mul", "true_divide"):
+        for call, _ in script.outline.calls.get(name, ()):
+            yield from ((text_of(argument), "loss") for argument in call.args)
 
 
 def _divides_gradients(script: Script) -> bool:
@@ -89,33 +89,66 @@ class LossNotDivided(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward in every iteration, a step in every n-th, and no division by n anywhere."""
         event = trace[index]
-        step = _step_of(script, trace, index)
-        if step is None or event.kind != "backward":
+        window = accumulated_over(script, trace, index)
+        if window is None:
             return None
-        window = _window(script, step)
-        last = window.rsplit(".", 1)[-1]
-        if last in {"0", "1"} or self._nominal(script, last):
+        length = window.length
+        last = length.rsplit(".", 1)[-1]
+        if last in {"0", "1"} or self._nominal(script, last) or not self._cleared_after(trace, event, window):
             return None
         if any(e.kind == "backward" and e.loops == event.loops and e.function is event.function for e in trace[:index]):
             return None  # reported at the first backward
-        cleared = [e for e in trace if e.kind == "zero_grad" and e.loops == event.loops]
-        if not cleared or not all(e.accumulating for e in cleared):
+        if self._divided(script, last) or self._weighted(script, event) or _divides_gradients(script):
             return None
-        outline = script.outline
-        if any(last in re.split(r"\W+", text) for text in outline.divisors) or "sum" in outline.strings:
-            return None
-        if any(_STEPS.search(text) for text in outline.divisors) or self._weighted(script, event):
-            return None
-        calls = (c for name in ("div", "div_", "mul_", "true_divide") for c, _ in outline.calls.get(name, ()))
-        if any(last in re.split(r"\W+", text_of(argument)) for c in calls for argument in c.args):
-            return None
-        if _divides_gradients(script):
+        if self._summed(script, trace, event):
             return None
         return self.finding(
             script.where(event.node),
-            f"the step runs every `{window}` micro-batches, but the loss is not divided by `{window}`: gradients are too large by that factor",
-            instead=f"loss = loss / {window}",
+            f"the step runs every `{length}` micro-batches, but the loss is not divided by `{length}`: gradients are too large by that factor",
+            instead=f"loss = loss / {length}",
         )
+
+    @staticmethod
+    def _cleared_after(trace: Trace, event: Event, window: Window) -> bool:
+        """Whether gradients are cleared once per window, and not on every micro-batch."""
+        cleared = [e for e in trace if e.kind == "zero_grad" and e.loops[: len(window.step.loops)] == window.step.loops]
+        if window.step.loops != event.loops:
+            return bool(cleared) and all(e.loops != event.loops for e in cleared)
+        cleared = [e for e in cleared if e.loops == event.loops]
+        return bool(cleared) and all(any(g not in event.guards for g in e.accumulating) for e in cleared)
+
+    @staticmethod
+    def _divided(script: Script, last: str) -> bool:
+        """Whether anything but a number of steps is divided by the number of micro-batches."""
+        for divisor, divided in _divisions(script):
+            if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not (
+                _COUNTS.search(divided) and not _LOSS.search(divided)
+            ):
+                return True
+        return False
+
+    def _summed(self, script: Script, trace: Trace, event: Event) -> bool:
+        """Whether the loss is a sum over the batch, whose gradients add up to those of the sum over the window."""
+        near = {e.function for e in trace}
+        used = self._behind(script, event)
+        for call, function in (site for sites in script.outline.calls.values() for site in sites):
+            if any(k.arg == "reduction" and constant(k.value) == "sum" for k in call.keywords):
+                statement = script.statement(call)
+                target = key_of(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+                if _LOSS_FUNCTION.search(function.name) or (
+                    target.rsplit(".", 1)[-1] in used if target else function in near
+                ):
+                    return True
+        return False
+
+    @staticmethod
+    def _behind(script: Script, event: Event) -> set[str]:
+        """The names from which the loss of a backward is computed, directly or through two assignments."""
+        names = _names(event.node)
+        for _ in range(2):
+            bound = [b for name in names - {"self"} for b in script.outline.lookup(name, event.function)[:MAX_BINDINGS]]
+            names |= {name for b in bound if b.value is not None for name in _names(b.value)}
+        return names
 
     @staticmethod
     def _nominal(script: Script, window: str) -> bool:
@@ -159,16 +192,16 @@ class ClearedEveryMicroBatch(TraceRule):
         back = next(later(trace, index, "backward"), None)
         if back is None or event.guards != trace[back].guards or event.loops != trace[back].loops:
             return None
-        step = _step_of(script, trace, back)
-        if step is None or event.accumulating or (event.optimizer and event.optimizer != step.optimizer):
+        window = accumulated_over(script, trace, back)
+        if window is None or (event.optimizer and event.optimizer != window.step.optimizer):
             return None
-        if not _STEPS.search(_window(script, step)) or any(
+        if not ACCUMULATION.search(f"{window.length} {window.ends}") or any(
             trace[i].loops == event.loops for i in earlier(trace, index, *STEPS, "backward")
         ):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.optimizer}.zero_grad()` runs on every micro-batch, but the step runs only when `{step.accumulating[0][0]}`: "
+            f"`{event.local.optimizer}.zero_grad()` runs on every micro-batch, but the step of line {window.line} runs only when {window.ends}: "
             "the earlier gradients are discarded",
             instead="call zero_grad() right after the step",
         )

@@ -11,7 +11,7 @@ from halfstep.check.script.choices import default_of
 from halfstep.check.script.event import Event, compatible
 from halfstep.check.script.expressions import arms_of
 from halfstep.check.script.names import key_of
-from halfstep.check.script.order import STEPS, TraceRule, later
+from halfstep.check.script.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 from halfstep.check.script.values import DTYPES, Autocast, argument, constant, text_of
@@ -77,8 +77,9 @@ class BackwardInsideAutocast(TraceRule):
 
     @staticmethod
     def _discards_gradients(script: Script, trace: Trace, index: int) -> bool:
-        """Whether the gradients are cleared without a step, as in a warm-up or a batch-size search."""
-        following = next(later(trace, index, "zero_grad", "handed", *STEPS), None)
+        """Whether the gradients are cleared on every path without a step, as in a warm-up or a batch-size search."""
+        events = later(trace, index, "zero_grad", "handed", *STEPS)
+        following = next((i for i in events if trace[i].kind != "zero_grad" or implied(trace[i], trace[index])), None)
         if following is None or trace[following].kind != "zero_grad":
             return False
         first, last = trace[index].node, trace[following].node

@@ -1,4 +1,4 @@
-"""HS160-HS162, HS166: trained weights that are cast to 16 bits explicitly."""
+"""HS160-HS162: trained weights in float16, and a 16-bit default dtype."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.script.masters import is_exercise, is_stepped, remedy, subject, when
 from halfstep.check.script.event import Event, compatible
+from halfstep.check.script.formats import SIXTEEN_BIT, formats_of
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import implied, is_amp, switched_off, without_amp
 from halfstep.check.script.outline import Function
 from halfstep.check.script.script import Script
-from halfstep.check.script.values import DTYPES, argument, constant, dtypes_of
+from halfstep.check.script.training import Trained
+from halfstep.check.script.values import argument, constant, text_of
+from halfstep.check.script.weights import conditions_of
 
 __all__ = ["RULES"]
 
@@ -40,13 +44,9 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
-_MASTERS = re.compile(
-    r"master|FP16_Optimizer|FP16Optimizer|amp_C|Kahan|StochasticRound|optimi|AnyPrecision", re.IGNORECASE
-)
 _LOADS = re.compile(
     r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$"
 )
-_ADAPTERS = ("peft", "bitsandbytes", "unsloth", "loralib")
 
 
 def _casts(script: Script, dtype: str, kind: str) -> Iterator[Event]:
@@ -109,9 +109,14 @@ def _trained(script: Script, cast: Event, optimizers: list[Event]) -> bool:
     return cast.subject == "model" and bool(_LOADS.search(cast.function.name)) and not cast.guards
 
 
-def _names_masters(name: str) -> bool:
-    """Whether a name refers to float32 master weights, or to an optimizer that keeps them."""
-    return bool(_MASTERS.search(name)) and ("optimizer" not in name.lower() or "16" in name)
+def _scaler_steps(script: Script, tie: Trained) -> bool:
+    """Whether an active scaler steps the optimizer of a tie whenever its weights are cast."""
+    statement = script.statement(tie.by)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {key_of(t).rsplit(".", 1)[-1] for t in targets}
+    conditions = set(conditions_of(script.outline, tie.cast.node))
+    steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
+    return any(conditions <= set(e.guards) and not switched_off(script, e) for e in steps)
 
 
 class HalfModelWithScaler(ScriptRule):
@@ -138,12 +143,22 @@ class HalfModelWithScaler(ScriptRule):
         """float16 casts of trained models in scripts whose scaler steps their optimizer."""
         if any("Sharded" in s.api for s in script.scalers):
             return
+        reported: set[ast.AST] = set()
         for event in _casts(script, "float16", "scaler_step"):
+            reported.add(event.node)
             yield self.finding(
                 script.where(event.node),
                 f"`{event.subject}` is cast to float16, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
                 instead=f"keep `{event.subject}` in float32 and let autocast cast",
             )
+        for tie in script.training.by_optimizers:
+            cast = tie.cast
+            if cast.formats == {"float16"} and cast.node not in reported and _scaler_steps(script, tie):
+                yield self.finding(
+                    script.where(cast.node),
+                    f"{when(script, cast)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                    instead=f"{remedy(script, cast)} and let autocast cast",
+                )
 
 
 class HalfWeightsPlainOptimizer(ScriptRule):
@@ -171,18 +186,30 @@ class HalfWeightsPlainOptimizer(ScriptRule):
         """float16 casts of trained models in scripts that step a torch optimizer directly."""
         if script.scalers or script.has("scaler_step", "owned_backward", "owned_step", "apex_initialize"):
             return
-        if any(map(_names_masters, script.outline.loads)):
+        if script.training.has_masters:
             return
         backs = list(script.events("backward"))
         if not backs or any(b.scaled != "no" for b in backs):
             return
+        reported: set[ast.AST] = set()
         for event in _casts(script, "float16", "opt_step"):
+            reported.add(event.node)
             flags = " and ".join(f"`{text}`" for text, value in event.guards if value and is_amp((text, value)))
             yield self.finding(
                 script.where(event.node),
                 f"{f'when {flags}, ' if flags else ''}`{event.subject}` is trained in float16 without float32 master weights or a loss scale: small updates are lost",
                 instead=f"keep `{event.subject}` in float32 and train under autocast with a GradScaler, or under bfloat16 autocast",
             )
+        for tie in () if is_exercise(script) else script.training.by_optimizers:
+            cast = tie.cast
+            if cast.low == {"float16"} and cast.node not in reported and is_stepped(script, tie):
+                yield self.finding(
+                    script.where(cast.node),
+                    f"{when(script, cast)}{subject(cast)} is trained in float16 by `{text_of(tie.by.func)}` (line {tie.by.lineno}) without float32 "
+                    "master weights or a loss scale: small updates are lost",
+                    instead=f"{remedy(script, cast)} and train under autocast with a GradScaler, or under bfloat16 autocast",
+                    severity=None if cast.is_certain else "advice",
+                )
 
 
 class DefaultDtypeHalf(ScriptRule):
@@ -205,91 +232,58 @@ class DefaultDtypeHalf(ScriptRule):
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Calls that set a 16-bit default, in scripts that train."""
-        if not script.has("backward"):
+        """Calls that set a 16-bit default, in scripts that train what is created under it."""
+        if not script.has("backward", "owned_backward") or is_exercise(script):
             return
-        names = script.outline.names
-        for call, _ in (
-            *script.outline.calls.get("set_default_dtype", ()),
-            *script.outline.calls.get("set_default_tensor_type", ()),
-        ):
-            value = argument(call, 0, "d") or argument(call, 0, "t")
-            full = names.full(value) if value is not None else ""
-            text = full or str(constant(value))
-            if DTYPES.get(full) == "float16" or text.endswith(".HalfTensor"):
-                yield self.finding(
-                    script.where(call),
-                    "every tensor created after this line is float16, including the trained weights",
-                    instead="keep the default dtype at float32 and use autocast",
-                )
-
-
-class HalfLoadWithFp16Training(ScriptRule):
-    """A model is loaded in float16 and trained by a Trainer with fp16=True."""
-
-    code = "HS166"
-    name = "half-load-with-fp16-training"
-    severity = "error"
-    reason = (
-        "`fp16=True` means float32 weights with float16 autocast and a scaler. With float16 weights the first step raises "
-        "ValueError: Attempting to unscale FP16 gradients."
-    )
-    bad = (
-        "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
-        "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.float16)\n"
-        "args = TrainingArguments(output_dir='out', fp16=True)\ntrainer = Trainer(model=model, args=args)\ntrainer.train()\n",
-    )
-    good = (
-        "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
-        "model = AutoModelForCausalLM.from_pretrained('gpt2')\n"
-        "args = TrainingArguments(output_dir='out', fp16=True)\ntrainer = Trainer(model=model, args=args)\ntrainer.train()\n",
-    )
-    references = (
-        "https://github.com/huggingface/transformers/issues/23165",
-        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/945",
-    )
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """float16 loads that are passed to a Trainer with fp16=True."""
         outline = script.outline
-        if outline.names.uses(*_ADAPTERS) or "deepspeed" in outline.loads:
-            return
-        enabled = [
-            call
-            for name, pairs in outline.calls.items()
-            if name.endswith("TrainingArguments")
-            for call, _ in pairs
-            if constant(argument(call, None, "fp16")) is True and argument(call, None, "deepspeed") is None
+        defaults = [
+            (call, function, low)
+            for name in ("set_default_dtype", "set_default_tensor_type")
+            for call, function in outline.calls.get(name, ())
+            for low in _default_formats(script, call, function)
         ]
-        trained = [
-            (key_of(argument(call, 0, "model")), function)
-            for name, pairs in outline.calls.items()
-            if name.endswith("Trainer")
-            for call, function in pairs
-        ]
-        for key, function in trained if enabled else ():
-            for value in outline.values(key, function) if key else ():
-                if isinstance(value, ast.Call) and _half_load(script, value, function):
-                    yield self.finding(
-                        script.where(value),
-                        f"`{key}` is loaded in float16 and trained with fp16=True: the scaler raises ValueError for float16 gradients",
-                        instead="load the model in float32, or use bf16=True",
-                    )
+        for call, function, low in defaults:
+            if not low & SIXTEEN_BIT or not _trains_under_default(script, call, function, defaults):
+                continue
+            name = " or ".join(sorted(low & SIXTEEN_BIT))
+            yield self.finding(
+                script.where(call),
+                f"every tensor created after this line is {name}, including the trained weights, which have no float32 master copy",
+                instead="keep the default dtype at float32 and use autocast",
+                severity=None if low <= SIXTEEN_BIT else "advice",
+            )
 
 
-def _half_load(script: Script, call: ast.Call, function: Function) -> bool:
-    """Whether a call loads an unquantized model in float16."""
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "from_pretrained":
+def _default_formats(script: Script, call: ast.Call, function: Function) -> Iterator[frozenset[str]]:
+    value = argument(call, 0, "d") or argument(call, 0, "t")
+    full = script.outline.names.full(value) if value is not None else ""
+    if (full or str(constant(value))).endswith(("HalfTensor", "BFloat16Tensor")):
+        yield frozenset({"bfloat16" if "BFloat" in (full or str(constant(value))) else "float16"})
+    else:
+        yield formats_of(script.outline, value, function)
+
+
+def _trains_under_default(
+    script: Script, call: ast.Call, function: Function, defaults: list[tuple[ast.Call, Function, frozenset[str]]]
+) -> bool:
+    """Whether trained weights are created under a default dtype: until it is reset, or in the whole script."""
+    training = script.training
+    if training.has_masters or training.has_adapters:
         return False
-    if any(k.arg in {"quantization_config", "load_in_8bit", "load_in_4bit"} for k in call.keywords):
-        return False
-    dtype = argument(call, None, "torch_dtype") or argument(call, None, "dtype")
-    return dtype is not None and dtypes_of(script.outline, dtype, function) == {"float16"}
+    resets = [c.lineno for c, f, low in defaults if f is function and c.lineno > call.lineno and not low & SIXTEEN_BIT]
+    if not resets:
+        return True
+    for optimizer, scope in training.optimizers:
+        params = argument(optimizer, 0, "params")
+        for owner, inner in training.owners(params, scope) if params is not None else ():
+            for creation in training.model(owner, inner).creations:
+                if creation.function is function and call.lineno < creation.node.lineno < resets[0]:
+                    return True
+    return False
 
 
 RULES: tuple[type[Rule], ...] = (
     HalfModelWithScaler,
     HalfWeightsPlainOptimizer,
     DefaultDtypeHalf,
-    HalfLoadWithFp16Training,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import Rule, ScriptRule
@@ -12,7 +12,6 @@ from halfstep.check.rules.script.scaler import ScalerWithBf16
 from halfstep.check.script.event import Event
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import switched_off, without_amp
-from halfstep.check.script.outline import Function
 from halfstep.check.script.recognise import Recogniser
 from halfstep.check.script.saving import is_setting, passed_objects, saves
 from halfstep.check.script.script import Script
@@ -43,7 +42,7 @@ _SAVES = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|En
 _HOLDS = re.compile(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$")
 _TRAINS = re.compile(r"train|fit|epoch|step|loop", re.IGNORECASE)
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
-_LOAD = '    scaler.load_state_dict(checkpoint["scaler"])\n'
+_LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
 _SAVE = ', "scaler": scaler.state_dict()'
 
 
@@ -237,40 +236,45 @@ def _stored(script: Script, assign: ast.Assign) -> ast.AST | None:
     return None
 
 
-def _visible(scaler: Scaler, function: Function) -> bool:
-    if "." in scaler.key:
-        return scaler.key.startswith("self.") and function.cls == scaler.function.cls and bool(function.cls)
-    if scaler.key in function.params:
-        return True
-    scope: Function | None = function
-    while scope is not None:
-        if scope is scaler.function:
-            return True
-        scope = scope.parent
-    return False
-
-
 def _fix(script: Script, scalers: list[Scaler]) -> Fix | None:
     """Save and restore the scaler next to the optimizer, in all places at once; None if one of them is not simple."""
     scaler = scalers[0]
     # A scaler that may be None has no state to save.
-    if len(scalers) != 1 or script.outline.parents.get(scaler.node) is not scaler.parent:
-        return None
-    if any(isinstance(v, ast.Constant) for v in script.outline.values(scaler.key, scaler.function)):
+    if len(scalers) != 1 or not scaler.key or script.outline.parents.get(scaler.node) is not scaler.parent:
         return None
     names: dict[str, str] = {}
-    edits: list[Edit | None] = [_save_edit(script, e, scaler, names) for e in _once(script.events("save_optimizer"))]
-    edits += [_load_edit(script, e, scaler, names) for e in _once(script.events("load_optimizer"))]
+    # Of several optimizers in one dictionary or one function, the first carries the scaler with it.
+    saves = _first_of(_once(script.events("save_optimizer")), lambda e: script.outline.parents.get(e.node))
+    edits: list[Edit | None] = [_save_edit(script, e, scaler, names) for e in saves]
+    loads = [e for e in _once(script.events("load_optimizer")) if _loaded_key(e) in names or len(saves) == 1]
+    edits += [_load_edit(script, e, scaler, names) for e in _first_of(loads, lambda e: e.function)]
+    if not loads:
+        return None
     complete = [edit for edit in edits if edit is not None]
     if len(complete) != len(edits):
         return None
     return Fix(f"save and restore {scaler.key} with the optimizer", tuple(sorted(complete)))
 
 
+def _first_of(events: list[Event], group: Callable[[Event], object]) -> list[Event]:
+    """The first event of each group."""
+    first: dict[object, Event] = {}
+    for event in sorted(events, key=lambda e: (getattr(e.node, "lineno", 0), getattr(e.node, "col_offset", 0))):
+        first.setdefault(group(event), event)
+    return list(first.values())
+
+
+def _loaded_key(event: Event) -> object:
+    """The key of a checkpoint that `optimizer.load_state_dict(checkpoint[key])` reads."""
+    call = event.node
+    source = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    return constant(source.slice) if isinstance(source, ast.Subscript) else None
+
+
 def _save_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, str]) -> Edit | None:
     """Add the scaler's entry after the optimizer's; `names` maps the optimizer's key to the scaler's."""
     entry = script.outline.parents.get(event.node)
-    if not isinstance(entry, ast.Dict) or not _visible(scaler, event.function):
+    if not isinstance(entry, ast.Dict):
         return None
     key = next((k for k, v in zip(entry.keys, entry.values, strict=True) if v is event.node), None)
     value = constant(key)
@@ -299,14 +303,15 @@ def _load_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, st
         return None
     value = constant(source.slice)
     checkpoint = key_of(source.value)
-    if not isinstance(value, str) or value not in names or not checkpoint or not _visible(scaler, event.function):
+    if not isinstance(value, str) or value not in names or not checkpoint:
         return None
     if not script.lines.alone(statement):
         return None
     # A disabled scaler saves an empty state, which an enabled one rejects.
     name = names[value]
     return script.lines.after(
-        statement, f"if {checkpoint}.get({name}):\n    {scaler.key}.load_state_dict({checkpoint}[{name}])"
+        statement,
+        f"if {checkpoint}.get({name}):\n{script.lines.indent_unit}{scaler.key}.load_state_dict({checkpoint}[{name}])",
     )
 
 

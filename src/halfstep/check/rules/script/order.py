@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 
-from halfstep.check.finding import Finding, Fix
+from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.event import Event
+from halfstep.check.script.gradients import measures_only, skipped_unscale, unscaled_between
+from halfstep.check.script.loop_fixes import scale_fix, unscale_fix, update_fix
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import (
     STEPS,
@@ -16,6 +18,7 @@ from halfstep.check.script.order import (
     exclusive,
     implied,
     later,
+    only_settings,
     scaled_before,
     switched_off,
     without_amp,
@@ -64,12 +67,6 @@ def _created_here(script: Script, key: str) -> bool:
     return bool(script.scalers_named(key))
 
 
-def _alone(script: Script, event: Event) -> ast.stmt | None:
-    """The event's statement, if a line can be inserted before or after it."""
-    statement = script.statement(event.node)
-    return statement if isinstance(statement, (ast.Expr, ast.Assign)) and script.lines.alone(statement) else None
-
-
 class MissingUpdate(TraceRule):
     """scaler.step is never followed by scaler.update."""
 
@@ -102,18 +99,12 @@ class MissingUpdate(TraceRule):
             return None  # the same scaler under another name, perhaps
         if not self._is_complete(script, trace, event):
             return None  # the caller may update
-        statement = _alone(script, event)
-        last = not any(trace[i].scaler == event.scaler for i in later(trace, index, "scaler_step"))
-        fix = None
-        if statement is not None and last:
-            title = f"call {event.scaler}.update() after the step"
-            fix = Fix(title, (script.lines.after(statement, f"{event.scaler}.update()"),))
         return self.finding(
             script.where(event.node),
             f"`{event.scaler}.step` is never followed by `{event.scaler}.update()`: the second step raises RuntimeError, "
             "and the scale never adapts",
             instead=f"call {event.scaler}.update() once, after the last step of the iteration",
-            fix=fix,
+            fix=update_fix(script, trace, index),
         )
 
     @staticmethod
@@ -174,20 +165,11 @@ class UnscaledBackward(TraceRule):
         others = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
         if any(set(e.guards) ^ set(event.guards) for e in others) or exclusive(trace, event, "scaler_step"):
             return None  # scaled in another branch
-        fix = None
-        receiver = (
-            event.node.func.value
-            if isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute)
-            else None
-        )
-        if receiver is not None and step.function is event.function:
-            edit = script.lines.replace(receiver, f"{step.scaler}.scale({script.lines.source(receiver)})")
-            fix = Fix(f"scale the loss with {step.scaler} before backward", (edit,))
         return self.finding(
             script.where(event.node),
             f"`{event.subject or 'the loss'}` is not scaled, but `{step.scaler}.step` divides its gradients by the scale",
             instead=f"{step.scaler}.scale({event.subject or 'loss'}).backward()",
-            fix=fix,
+            fix=scale_fix(script, event, step),
         )
 
 
@@ -198,8 +180,8 @@ class StepBypassesScaler(TraceRule):
     name = "step-bypasses-scaler"
     severity = "error"
     reason = (
-        "After `scaler.scale(loss).backward()` gradients are up to 65536 times too large and may contain inf. "
-        "`optimizer.step()` applies them as they are: an SGD step is 65536 times too long, Adam normalizes the scale away but "
+        "After `scaler.scale(loss).backward()` gradients are multiplied by the scale, which starts at 65536, and may contain inf. "
+        "`optimizer.step()` applies them as they are: an SGD step is too long by that factor, Adam normalizes the scale away but "
         "its eps becomes meaningless, and a single inf turns weights into NaN. `scaler.step(optimizer)` unscales the "
         "gradients and skips the step if any is inf or NaN."
     )
@@ -236,7 +218,7 @@ class StepBypassesScaler(TraceRule):
         if any(e.kind == "unscale" for e in mine) and len(event.guards) > len(trace[start].guards):
             return None  # unscaled and checked by hand
         scaler = trace[start].scaler
-        if any(e.kind == "scaler_step" and (implied(e, event) or implied(event, e)) for e in mine):
+        if any(e.kind == "scaler_step" and (implied(event, e) or only_settings(script, e, event)) for e in mine):
             message = f"`{event.optimizer}.step()` repeats the step of `{scaler}.step` on the same gradients"
             return self.finding(script.where(call), message, instead=f"remove {event.optimizer}.step()")
         if any(e.kind == "scaler_step" for e in mine):
@@ -264,8 +246,8 @@ class ClipBeforeUnscale(TraceRule):
     name = "clip-before-unscale"
     severity = "error"
     reason = (
-        "Scaled gradients are up to 65536 times too large, so clipping to a norm of 1 shrinks them about 65536 times more than "
-        "intended: steps become tiny and the loss plateaus without an error. Call `scaler.unscale_(optimizer)` first; "
+        "Scaled gradients are too large by the scale, which starts at 65536, so clipping to a norm of 1 shrinks them by that factor more "
+        "than intended: steps become tiny and the loss plateaus without an error. Call `scaler.unscale_(optimizer)` first; "
         "`scaler.step` then does not unscale again."
     )
     bad = (
@@ -292,24 +274,19 @@ class ClipBeforeUnscale(TraceRule):
         start = scaled_before(trace, index)
         if start is None or switched_off(script, trace[start]):
             return None
-        if between(trace, start, index, "unscale", *STEPS):
-            return None
+        if unscaled_between(script, trace, start, index) or measures_only(event.node):
+            return None  # HS110 reports a norm that is only measured
+        unless = skipped_unscale(script, trace, start, index)
         scaler = trace[start].scaler
         following = next((i for i in later(trace, index, "scaler_step") if trace[i].scaler == scaler), None)
         optimizer = trace[following].optimizer if following is not None else ""
-        statement = _alone(script, event)
-        fix = None
-        if statement is not None and optimizer and following is not None:
-            step = trace[following]
-            same_block = step.function is event.function and step.loops == event.loops
-            if same_block and set(step.accumulating) <= set(event.guards):
-                edit = script.lines.before(statement, f"{scaler}.unscale_({optimizer})")
-                fix = Fix(f"unscale the gradients of {optimizer} before clipping", (edit,))
         return self.finding(
             script.where(event.node),
-            f"`{event.subject}` clips gradients that are still multiplied by the scale of `{scaler}`",
+            f"`{event.subject}` clips gradients that are still multiplied by the scale of `{scaler}`"
+            + (f", unless `{unless}`" if unless else ""),
             instead=f"call {scaler}.unscale_({optimizer or 'optimizer'}) before clipping",
-            fix=fix,
+            fix=unscale_fix(script, trace, start, index),
+            severity="warning" if unless else None,
         )
 
 
@@ -336,7 +313,7 @@ class ClipAfterStep(TraceRule):
         if before is None or trace[before].kind not in {"scaler_step", "opt_step"}:
             return None
         step = trace[before]
-        if step.loops != event.loops or not implied(step, event) or not event.loops:
+        if step.loops != event.loops or not only_settings(script, step, event) or not event.loops:
             return None
         if any(trace[i].loops == event.loops for i in later(trace, index, "backward", *STEPS)):
             return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.order import TraceRule, earlier, implied, later
+from halfstep.check.script.order import TraceRule, earlier, implied, later, together
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 
@@ -75,15 +77,18 @@ class SchedulerIgnoresSkips(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scheduler step in the same iteration as scaler.step, in a script that never reads the scale."""
         event = trace[index]
-        step = next(earlier(trace, index, "scaler_step", "opt_step"), None)
-        if step is None or trace[step].kind != "scaler_step" or trace[step].loops != event.loops or not event.loops:
+        if isinstance(event.node, ast.Call) and (event.node.args or event.node.keywords):
+            return None  # stepped with a metric, as ReduceLROnPlateau is, or set to an epoch
+        steps = [trace[i] for i in earlier(trace, index, "scaler_step") if trace[i].loops == event.loops]
+        steps = [e for e in steps if e.function is event.function or event.loops]
+        steps = [e for e in steps if implied(e, event) or together(script, e, event)]
+        if not steps or script.has("get_scale") or "_scale" in script.outline.loads:
             return None
-        if script.has("get_scale") or not implied(trace[step], event) or "_scale" in script.outline.loads:
-            return None
+        scaler, scheduler = steps[0].scaler, event.local.subject
         return self.finding(
             script.where(event.node),
-            f"`{event.subject}.step()` also runs when `{trace[step].scaler}` skips the optimizer step",
-            instead=f"call {event.subject}.step() only if {trace[step].scaler}.get_scale() did not decrease",
+            f"`{scheduler}.step()` also runs when `{scaler}` skips the optimizer step",
+            instead=f"call {scheduler}.step() only if {scaler}.get_scale() did not decrease",
         )
 
 

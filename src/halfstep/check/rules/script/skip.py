@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
@@ -31,6 +31,21 @@ for x, y in loader:
         {skip}
     scaler.step(optimizer)
     scaler.update()
+"""
+_FLAG = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    skip = not torch.isfinite(norm)
+    if not skip:
+        scaler.step(optimizer)
+{update}
 """
 _METHODS = """\
 import torch
@@ -61,6 +76,7 @@ class Trainer:
 """
 MAX_TESTS = 20  # that are inspected after one `unscale_`; only generated code has more
 _FINITE = re.compile(r"finite|is_?nan|is_?inf|has_(nan|inf)", re.IGNORECASE)
+_NORM = re.compile(r"grad_?norm|total_norm|^norm$|gnorm", re.IGNORECASE)
 _STEP = re.compile(r"step|batch|iter", re.IGNORECASE)  # names of functions that run one iteration
 _LOGS = re.compile(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
 _NAMED: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}
@@ -82,11 +98,13 @@ class SkipWithoutUpdate(TraceRule):
         _LOOP.format(skip="continue"),
         _LOOP.format(skip="optimizer.zero_grad()\n        continue"),
         _METHODS.format(skip="return None"),
+        _FLAG.format(update="        scaler.update()"),
     )
     good = (
         _LOOP.format(skip="scaler.update()\n        continue"),
         _LOOP.format(skip="skipped += 1"),
         _METHODS.format(skip="self.scaler.update()\n            return None"),
+        _FLAG.format(update="    scaler.update()"),
     )
     references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.unscale_",)
     kinds = ("unscale",)
@@ -107,6 +125,14 @@ class SkipWithoutUpdate(TraceRule):
                     script.where(event.node),
                     f"line {skip.body[-1].lineno} skips `{event.scaler}.update()` after this `unscale_`: the next `unscale_` raises RuntimeError",
                     instead=f"call {event.scaler}.update() before line {skip.body[-1].lineno}, or let {event.scaler}.step skip",
+                )
+            test = _find_branch(script, event, depth, updates)
+            if test is not None:
+                return self.finding(
+                    script.where(event.node),
+                    f"`{event.local.scaler}.update()` runs in only one branch of the test at line {test.lineno}: after a skipped "
+                    "step the next `unscale_` raises RuntimeError",
+                    instead=f"call {event.local.scaler}.update() in every iteration, after that test",
                 )
         return None
 
@@ -150,6 +176,37 @@ def _find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
     return None
 
 
+def _find_branch(script: Script, event: Event, depth: int, updates: list[Event]) -> ast.If | None:
+    """The test of the gradients, in one function, whose one branch contains every update and whose other continues."""
+    start = _place(script, event, depth)
+    above = list(_above(script, start))
+    in_loop = any(isinstance(parent, _LOOPS) for parent in above)
+    if any(u.kind == "handed" or u.roots[:depth] != event.roots[:depth] for u in updates):
+        return None
+    if not in_loop and not _is_repeated(script, event, depth, above[-1] if above else None):
+        return None
+    branches = [_branches(script, _place(script, u, depth), above) for u in updates]
+    common = [pair for pair in branches[0] if all(pair in other for other in branches[1:])]
+    for test, is_body in common:
+        other = test.orelse if is_body else test.body
+        leaves = bool(other) and isinstance(other[-1], (ast.Raise, ast.Break, ast.Return))
+        if test.lineno > start.lineno and not leaves and _tests_gradients(script, test, above[-1]):
+            return test if not _touches(script, other, event) else None
+    return None
+
+
+def _branches(script: Script, node: ast.AST, above: list[ast.AST]) -> list[tuple[ast.If, bool]]:
+    """The tests around a statement, each with whether it is in the body, up to a block that contains `above` as well."""
+    tests = []
+    for parent in _above(script, node):
+        if parent in above:
+            break
+        if isinstance(parent, ast.If):
+            tests.append((parent, any(node is s for s in parent.body)))
+        node = parent
+    return tests
+
+
 def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
     """The ancestors of a statement, innermost first, up to its function or the module."""
     parent = script.outline.parents.get(node)
@@ -184,15 +241,30 @@ def _stops(script: Script, call: ast.stmt) -> bool:
 
 def _is_skip(script: Script, test: ast.If, event: Event, function: ast.AST) -> bool:
     """Whether a branch is for non-finite gradients or losses and does not touch the scaler."""
+    return _tests_gradients(script, test, function) and not _touches(script, [test.test, *test.body], event)
+
+
+def _tests_gradients(script: Script, test: ast.If, function: ast.AST) -> bool:
+    """Whether a condition is about non-finite values, or compares the norm of the gradients with a threshold."""
     tested = [*_names(test.test), *(str(n.value) for n in ast.walk(test.test) if isinstance(n, ast.Constant))]
     assigned = [name for value in _values(script, test, function) for name in _names(value)]
-    if not any(map(_FINITE.search, (*tested, *assigned))) or any(is_amp((name, True)) for name in tested):
+    if any(is_amp((name, True)) for name in tested):
         return False
+    compared = [name for part in ast.walk(test.test) if _is_threshold(part) for name in _names(part)]
+    return any(map(_FINITE.search, (*tested, *assigned))) or any(map(_NORM.search, compared))
+
+
+def _is_threshold(node: ast.AST) -> bool:
+    return isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE))
+
+
+def _touches(script: Script, parts: Sequence[ast.AST], event: Event) -> bool:
+    """Whether a branch uses the scaler, or may through a method that this file does not define."""
     scaler = event.scaler.rsplit(".", 1)[-1]
-    if any(name == scaler or "update" in name for part in (test.test, *test.body) for name in _names(part)):
-        return False
-    calls = [node for part in (test.test, *test.body) for node in ast.walk(part) if isinstance(node, ast.Call)]
-    return not any(_is_elsewhere(script, call, event) for call in calls)
+    if any(name == scaler or "update" in name for part in parts for name in _names(part)):
+        return True
+    calls = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)]
+    return any(_is_elsewhere(script, call, event) for call in calls)
 
 
 def _names(node: ast.AST) -> list[str]:

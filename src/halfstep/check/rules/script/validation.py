@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.order import TraceRule
+from halfstep.check.script.event import Event, compatible
+from halfstep.check.script.names import key_of
+from halfstep.check.script.order import TraceRule, without_amp
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 
@@ -33,7 +35,7 @@ class ScalerInValidation(TraceRule):
     name = "scaler-in-validation"
     severity = "warning"
     reason = (
-        "Scaling only protects gradients. Without them the validation loss is up to 65536 times too large, and what is logged, "
+        "Scaling only protects gradients. Without them the validation loss is multiplied by the scale, which starts at 65536, and what is logged, "
         "averaged or used for early stopping changes whenever the scale changes."
     )
     bad = (_TRAIN + "with torch.no_grad():\n    val_loss = scaler.scale(loss_fn(model(x), y))\n",)
@@ -53,7 +55,7 @@ class ScalerInValidation(TraceRule):
             return None  # a function for training and validation that distinguishes the two
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.scale` is called where no gradients are computed: the loss is up to 65536 times too large",
+            f"`{event.local.scaler}.scale` is called where no gradients are computed: the loss is multiplied by the scale",
             instead="use the loss without scaling",
         )
 
@@ -77,17 +79,31 @@ class EvaluationWithoutAutocast(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """The first forward without gradients outside any autocast region, in scripts that train inside one."""
-        trains = any(e.autocast() and not e.inside("no_grad") for e in script.events("forward"))
-        if not trains or not script.has("backward"):
+        forwards = list(script.events("forward"))
+        trained = [e for e in forwards if e.autocast() and not e.inside("no_grad")]
+        if not trained or not script.has("backward"):
             return
-        for event in script.events("forward"):
-            if event.inside("no_grad") and not any(r.kind in {"autocast", "owned", "other"} for r in event.regions):
+        for event in forwards:
+            if event.inside("no_grad") is None or any(r.kind in {"autocast", "owned", "other"} for r in event.regions):
+                continue
+            if without_amp(event) or any(e.autocast() and not compatible(e, event) for e in forwards):
+                continue  # the branch without mixed precision
+            if any(_is_same(script, event, e) for e in trained):
                 yield self.finding(
                     script.where(event.node),
-                    f"`{event.subject}` runs in float32 here, but under autocast in training",
+                    f"`{event.local.subject}` runs in float32 here, but under autocast in training",
                     instead='with torch.no_grad(), torch.autocast("cuda", ...):',
                 )
                 return
+
+
+def _is_same(script: Script, a: Event, b: Event) -> bool:
+    """Whether two forwards may be of one model: the `self.model` of two unrelated classes are two models."""
+    if not (a.subject.startswith("self.") and b.subject.startswith("self.")):
+        return True
+    one, other = a.function.cls, b.function.cls
+    bases = {cls: {key_of(base) for base in script.outline.bases.get(cls, ())} for cls in (one, other)}
+    return one == other or one in bases[other] or other in bases[one]
 
 
 RULES: tuple[type[Rule], ...] = (ScalerInValidation, EvaluationWithoutAutocast)

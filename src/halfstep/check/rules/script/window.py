@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import re
-
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.event import Event
+from halfstep.check.script.gradients import measures_only, skipped_unscale, unscaled_between
 from halfstep.check.script.order import (
-    STEPS,
     TraceRule,
     between,
     earlier,
     implied,
     is_amp,
     later,
+    only_settings,
     scaled_before,
+    switched_off,
+    together,
     without_amp,
 )
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import text_of
+from halfstep.check.script.window import window_of
 
 __all__ = ["RULES"]
 
-_FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _START = """\
 import torch
@@ -56,31 +55,6 @@ for x, y in loader:
     scaler.step(opt_d)
     scaler.update()
 """
-
-
-def _guarded_step(script: Script, trace: Trace, event: Event) -> Event | None:
-    """The step in this event's loop that waits for the end of the window, if the event does not wait."""
-    if event.accumulating:
-        return None
-    steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == event.scaler and e.loops == event.loops]
-    waiting = [e for e in steps if _waits(script, e) and _same_guards(event, e)]
-    return waiting[0] if waiting and len(waiting) == len(steps) else None
-
-
-def _waits(script: Script, step: Event) -> bool:
-    """Whether a step waits for the end of a window: by a count, or by a flag in a method called once per batch."""
-    if step.loops:
-        return any("%" in text for text, _ in step.accumulating)
-    for text, _ in step.accumulating:
-        values = script.outline.values(text, step.function) if text.replace(".", "").isidentifier() else []
-        if not any(_FINITE.search(text_of(value)) for value in values):
-            return True
-    return False
-
-
-def _same_guards(event: Event, step: Event) -> bool:
-    """Whether the event always runs when the step does, apart from conditions on mixed precision itself."""
-    return {g for g in event.guards if not is_amp(g)} <= set(step.guards)
 
 
 class DoubleUnscale(TraceRule):
@@ -115,13 +89,17 @@ class DoubleUnscale(TraceRule):
                     continue
                 return None
             if before.optimizer == event.optimizer and before.scaler == event.scaler and before.loops == event.loops:
-                if not implied(before, event) or before.node is event.node:
+                if before.node is event.node or not only_settings(script, before, event):
                     return None
                 state = "already unscaled" if before.kind == "unscale" else "already used by step()"
+                extra = next((g for g in before.guards if g not in event.guards and not is_amp(g)), None)
+                when = f" if {'' if extra.is_true else 'not '}`{extra.text}`" if extra else ""
+                optimizer = event.local.optimizer
                 return self.finding(
                     script.where(event.node),
-                    f"the gradients of `{event.optimizer}` were {state} since the last update(): this raises RuntimeError",
-                    instead=f"call {event.scaler}.unscale_({event.optimizer}) once, between backward and step",
+                    f"the gradients of `{optimizer}` were {state} since the last update(){when}: this raises RuntimeError",
+                    instead=f"call {event.local.scaler}.unscale_({optimizer}) once, between backward and step",
+                    severity="warning" if extra else None,
                 )
         return None
 
@@ -134,7 +112,7 @@ class UnscaleEveryMicroBatch(TraceRule):
     severity = "error"
     reason = (
         "`unscale_` may be called once between two updates, so it raises RuntimeError on the second micro-batch. If `update()` "
-        "also runs each time, unscaled gradients are added to scaled ones that are 65536 times larger."
+        "also runs each time, unscaled gradients are added to scaled ones that are larger by the scale, which starts at 65536."
     )
     bad = (
         _START
@@ -148,13 +126,14 @@ class UnscaleEveryMicroBatch(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An unscale_ in every iteration of a loop that does not step in every iteration."""
         event = trace[index]
-        step = _guarded_step(script, trace, event)
-        if step is None:
+        window = window_of(script, trace, index)
+        if window is None or without_amp(event):
             return None
+        scaler = event.local.scaler
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.unscale_` runs on every micro-batch, but `{event.scaler}.step` runs only when `{step.accumulating[0][0]}`: "
-            "the second call raises RuntimeError",
+            f"`{scaler}.unscale_` runs on every micro-batch, but the step of line {window.line} runs only when "
+            f"{window.ends}: the second call raises RuntimeError",
             instead="move unscale_ (and clipping) into the condition of the step",
         )
 
@@ -180,14 +159,16 @@ class UpdateEveryMicroBatch(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An update in every iteration of a loop that does not step in every iteration."""
         event = trace[index]
-        step = _guarded_step(script, trace, event)
+        window = window_of(script, trace, index)
+        if window is None or without_amp(event):
+            return None
         unscales = [e for e in trace if e.kind == "unscale" and e.loops == event.loops]
-        if step is None or not all(e.accumulating for e in unscales):
+        if not all(any(g not in event.guards for g in e.accumulating) for e in unscales):
             return None  # an unscale_ each time records an inf check; HS106 reports it
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.update()` runs on every micro-batch, but `{event.scaler}.step` runs only when "
-            f"`{step.accumulating[0][0]}`: update() without a step raises AssertionError",
+            f"`{event.local.scaler}.update()` runs on every micro-batch, but the step of line {window.line} runs only when "
+            f"{window.ends}: update() without a step raises AssertionError",
             instead="move update() into the condition of the step",
         )
 
@@ -235,7 +216,7 @@ class UpdateBeforeStep(TraceRule):
         used = between(trace, backs[-1], index, "scaler_step", "unscale", "update")
         if any(e.optimizer == step.optimizer and e.kind == "scaler_step" for e in used) or without_amp(step):
             return None
-        if not implied(event, step) and not implied(step, event):
+        if not (implied(event, step) or implied(step, event) or together(script, event, step)):
             return None
         return self.finding(
             script.where(event.node),
@@ -252,12 +233,16 @@ class ScaledGradientsRead(TraceRule):
     name = "scaled-gradients-read"
     severity = "warning"
     reason = (
-        "Between the scaled backward and `unscale_` every `.grad` is up to 65536 times too large: a logged norm is wrong by that "
-        "factor and jumps whenever the scale changes, and a clamp cuts off nearly everything."
+        "Between the scaled backward and `unscale_` every `.grad` is multiplied by the scale, which starts at 65536: a norm that is "
+        "logged or compared with a threshold is wrong by that factor and jumps whenever the scale changes, and a clamp cuts off "
+        "nearly everything."
     )
     bad = (
         _START.replace(" / accumulate", "")
         + "    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n    scaler.step(optimizer)\n    scaler.update()\n",
+        _START.replace(" / accumulate", "")
+        + "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n    log(norm)\n    scaler.step(optimizer)\n"
+        + "    scaler.update()\n",
     )
     good = (
         _START.replace(" / accumulate", "")
@@ -268,19 +253,26 @@ class ScaledGradientsRead(TraceRule):
         f"{_DOCS}#working-with-unscaled-gradients",
         "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
     )
-    kinds = ("grad_read",)
+    kinds = ("grad_read", "clip")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A gradient read after a scaled backward without unscale_ in between."""
+        """A gradient read or a norm measured after a scaled backward without unscale_ in between."""
         event = trace[index]
+        if without_amp(event) or (event.kind == "clip" and not measures_only(event.node)):
+            return None
         start = scaled_before(trace, index)
-        if start is None or without_amp(event) or between(trace, start, index, "unscale", *STEPS):
+        if start is None or switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
             return None
         if not any(trace[i].scaler == trace[start].scaler for i in later(trace, index, "scaler_step")):
             return None
+        unless = skipped_unscale(script, trace, start, index)
+        read = (
+            f"the norm of `{event.subject}` is measured" if event.subject.endswith(("norm", "_")) else "`.grad` is read"
+        )
         return self.finding(
             script.where(event.node),
-            f"`.grad` is read while still multiplied by the scale of `{trace[start].scaler}`",
+            f"{read} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
+            + (f", unless `{unless}`" if unless else ""),
             instead=f"call {trace[start].scaler}.unscale_(optimizer) first",
         )
 
@@ -316,7 +308,7 @@ class ScaledLossLogged(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.subject}` is the scaled loss here, so its value is up to 65536 times too large",
+            f"`{event.local.subject}` is the scaled loss here: its value is multiplied by the scale, which starts at 65536",
             instead="assign the scaled loss to a separate name, or call scaler.scale(loss).backward() directly",
         )
 

@@ -1,0 +1,56 @@
+"""Recipes: the configuration files of fine-tuning and pre-training programs, detected by their content.
+
+axolotl, LLaMA-Factory, torchtune and torchtitan each load the model in the format that their file names, and most of
+them then train the weights in that format. The functions here answer what rules ask of such a file. Each was read from
+the program's own source: which keys decide the weights' format, and what else adds fp32 master weights.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from halfstep.check.config.config import Config
+from halfstep.precision.node import UNKNOWN, Block, Items
+
+__all__ = ["axolotl_fsdp", "is_absent", "loaded_in_bf16", "trains_all_weights"]
+
+# Optimizers that update the weights they get and keep no other copy of them, with neither stochastic rounding nor Kahan
+# summation, by the names of transformers and axolotl.
+PLAIN_OPTIMIZERS = frozenset({
+    "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit",
+    "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "lion_8bit", "lion_32bit", "paged_lion_8bit",
+    "paged_lion_32bit", "ademamix", "ademamix_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "muon",
+})  # fmt: skip
+# Keys that mean an adapter, quantized weights, or an engine with fp32 master weights.
+_NOT_PLAIN = re.compile(r"lora|peft|adapter|load_in_|quantiz|bnb_|deepspeed|fsdp", re.IGNORECASE)
+
+
+def is_absent(config: Config, *path: str) -> bool:
+    """Whether a key is certainly not set: missing, null, false or an empty string."""
+    entry = config.entry(*path)
+    if entry is not None and isinstance(entry.value, Block | Items):
+        return False
+    value = config.value(*path)
+    return value is not UNKNOWN and value in (None, False, "")
+
+
+def trains_all_weights(config: Config) -> bool:
+    """Whether an axolotl file trains the model's own weights: no adapter, and nothing quantized."""
+    return all(is_absent(config, key) for key in ("adapter", "load_in_8bit", "load_in_4bit", "gptq", "relora"))
+
+
+def axolotl_fsdp(config: Config) -> Literal[0, 1, 2]:
+    """The FSDP version of an axolotl file; 0 without FSDP. Version 2 has to be named."""
+    if is_absent(config, "fsdp") and is_absent(config, "fsdp_config"):
+        return 0
+    version = config.number("fsdp_version") or config.number("fsdp_config", "fsdp_version")
+    return 2 if version == 2 else 1
+
+
+def loaded_in_bf16(config: Config) -> bool:
+    """Whether a file of trainer arguments (TRL's format) loads a model in bf16 and trains all its weights."""
+    named = any(config.entry(key) for key in ("model_name_or_path", "model_id", "model_name"))
+    dtype = config.value("torch_dtype") or config.value("dtype")
+    plain = all(is_absent(config, entry.key) for entry in config.root.entries if _NOT_PLAIN.search(entry.key))
+    return named and not config.root.call and plain and dtype in {"bfloat16", "torch.bfloat16", "bf16"}

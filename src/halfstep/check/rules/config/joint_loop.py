@@ -1,0 +1,236 @@
+"""Rules for training loops around DeepSpeed's engine, with the configuration it runs with, if that is known."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.config.config import Config
+from halfstep.check.config.deepspeed_facts import DeepSpeed
+from halfstep.check.config.joint import JointRule, Use, uses_name
+from halfstep.check.finding import Finding, Severity
+from halfstep.check.rule import Rule
+from halfstep.check.rules.config.joint import BF16, FP16, LOOP, script_with
+from halfstep.check.script.names import key_of
+
+__all__ = ["RULES"]
+
+_TRAINING = "https://www.deepspeed.ai/getting-started/"
+_RIGHT = "    engine.backward(loss)\n    engine.step()\n"
+_UNKNOWN = (
+    "import deepspeed\n\nengine, optimizer, _, _ = deepspeed.initialize(args=args, model=model)\n"
+    "for x, y in loader:\n    loss = loss_fn(engine(x), y)\n"
+)
+_CLIPPED = _RIGHT.replace("    engine.s", "    torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)\n    engine.s")
+
+
+class ClipsBehindEngine(JointRule):
+    """The script clips gradients that DeepSpeed stores scaled or sharded."""
+
+    code = "HS291"
+    name = "clips-behind-engine"
+    severity = "warning"
+    reason = (
+        "Between `engine.backward` and `engine.step` DeepSpeed manages the gradients: in fp16 they are still "
+        "multiplied by the loss scale (65536 initially), and with ZeRO the parameters' `.grad` is empty or partial. "
+        "Clipping at 1.0 there has no effect, or clips the true gradient at 1/65536. `engine.step` clips the unscaled "
+        "global norm at `gradient_clipping`."
+    )
+    bad = (script_with(FP16, 2, _CLIPPED),)
+    good = (script_with(FP16 + "    'gradient_clipping': 1.0,\n", 2, _RIGHT),)
+    references = ("https://www.deepspeed.ai/docs/config-json/#gradient-clipping", _TRAINING)
+
+    def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
+        """Report clipping calls on the engine's parameters; without a known configuration, as advice."""
+        deepspeed = DeepSpeed(config)
+        undecided = deepspeed.fp16 is None and deepspeed.stage is None
+        if use.initialize is None or not use.engine or not (deepspeed.fp16 or deepspeed.stage or undecided):
+            return
+        state = "still scaled" if deepspeed.fp16 else f"sharded (ZeRO stage {deepspeed.stage})"
+        state = "scaled in fp16 and sharded with ZeRO" if undecided else state
+        # The model that was passed to the engine has the same parameters.
+        owners = [use.engine, key_of(next((k.value for k in use.initialize.keywords if k.arg == "model"), None))]
+        for node in use.nodes:
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            if not any(name and uses_name(node.args[0], name) for name in owners):
+                continue
+            if use.names.full(node.func).startswith("torch.nn.utils.clip_grad_"):
+                yield self.finding(
+                    use.where(node),
+                    f"The gradients of `{use.engine}` are {state} here; this call does not clip at the requested norm.",
+                    instead='Remove it and set `"gradient_clipping"` in the configuration.',
+                    severity="advice" if undecided else None,
+                )
+
+
+class ScalerWithEngine(JointRule):
+    """The script scales the loss before passing it to DeepSpeed's engine."""
+
+    code = "HS292"
+    name = "scaler-with-engine"
+    severity = "error"
+    reason = (
+        "`engine.backward` multiplies the loss by DeepSpeed's loss scale, and `engine.step` divides by that scale "
+        "only. If a GradScaler has already scaled the loss, every gradient is 65536 times too large."
+    )
+    bad = (script_with(FP16, 2, "    engine.backward(scaler.scale(loss))\n    engine.step()\n"),)
+    good = (script_with(FP16, 2, _RIGHT),)
+    references = (_TRAINING,)
+
+    def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
+        """Report `engine.backward(scaler.scale(loss))`."""
+        for call in use.calls("backward", use.engine) if use.initialize is not None and use.engine else ():
+            loss = call.args[0] if call.args else None
+            if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and loss.func.attr == "scale":
+                # engine.scale(loss) is DeepSpeed's API for a manual backward pass.
+                if uses_name(loss.func, use.engine):
+                    continue
+                message = "Both a GradScaler and DeepSpeed scale the loss, but DeepSpeed divides by its own scale only."
+                yield self.finding(use.where(call), message, instead=f"Use `{use.engine}.backward(loss)`.")
+
+
+class AutocastAroundEngine(JointRule):
+    """The script runs the engine under autocast, which DeepSpeed disables inside the engine."""
+
+    code = "HS293"
+    name = "autocast-around-engine"
+    severity = "warning"
+    reason = (
+        "Current DeepSpeed runs the model under its own `torch_autocast` setting. If that is not enabled, it disables "
+        "an outer autocast and warns once, so the model runs in the configured mode: in fp32 if no 16-bit mode is "
+        "enabled."
+    )
+    bad = (
+        script_with(
+            "",
+            2,
+            _RIGHT,
+            loop=LOOP.replace(
+                "    loss = loss_fn(engine(x), y)\n",
+                "    with torch.autocast('cuda', dtype=torch.bfloat16):\n        loss = loss_fn(engine(x), y)\n",
+            ),
+        ),
+    )
+    good = (
+        script_with("    'torch_autocast': {'enabled': True, 'dtype': 'bfloat16'},\n", 2, _RIGHT),
+        script_with(BF16, 2, _RIGHT),
+    )
+    references = (
+        "https://www.deepspeed.ai/docs/config-json/",
+        "measured: source code of DeepSpeed 0.19.8, torch_autocast.py",
+    )
+
+    def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
+        """Report an enabled autocast whose body calls the engine."""
+        deepspeed = DeepSpeed(config)
+        decided = deepspeed.autocast is False and deepspeed.weights is not None
+        if not use.engine or not (decided or not config.root.entries):
+            return
+        for node in use.nodes:
+            if not isinstance(node, ast.With):
+                continue
+            casts = [i.context_expr for i in node.items if isinstance(i.context_expr, ast.Call)]
+            names = [use.names.full(c.func) for c in casts]
+            inside = any(isinstance(n, ast.Call) and key_of(n.func) == use.engine for n in ast.walk(node))
+            if inside and any(n in {"torch.amp.autocast", "torch.cuda.amp.autocast"} for n in names):
+                mode = deepspeed.weights
+                severity: Severity | None = None if mode == "fp32" else "advice"
+                effect = f"which runs in {mode}" if mode else "unless its configuration enables `torch_autocast`"
+                message = f"DeepSpeed disables this autocast inside `{use.engine}`, {effect}."
+                instead = 'Add `"torch_autocast": {"enabled": true, "dtype": "bfloat16"}` to the configuration.'
+                yield self.finding(use.where(casts[0]), message, instead=instead, severity=severity)
+
+
+class BareBackward(JointRule):
+    """The script calls `loss.backward()` although the engine has to scale the loss and reduce the gradients."""
+
+    code = "HS294"
+    name = "bare-backward"
+    severity = "error"
+    reason = (
+        "In fp16 `engine.backward` multiplies the loss by the scale and `engine.step` divides by it. A plain "
+        "`loss.backward()` raises an error with ZeRO and a dynamic scale; with a static scale the gradients are "
+        "1/scale of the true ones (measured: 1/128 with scale 128). Up to DeepSpeed 0.18.2 it also leaves the "
+        "gradients of each rank as they are, so the ranks train different models. Later releases support it with ZeRO "
+        "in bf16 and fp32, and raise RuntimeError at stage 0."
+    )
+    bad = (
+        script_with(FP16, 2, "    loss.backward()\n    engine.step()\n"),
+        script_with(BF16, 0, "    loss.backward()\n    engine.step()\n"),
+        _UNKNOWN + "    loss.backward()\n    engine.step()\n",
+    )
+    good = (
+        script_with(FP16, 2, _RIGHT),
+        script_with(BF16, 0, _RIGHT),
+        _UNKNOWN + _RIGHT,
+    )
+    references = (
+        _TRAINING,
+        "https://github.com/deepspeedai/DeepSpeed/issues/329",
+        "https://github.com/deepspeedai/DeepSpeed/pull/7665",
+        "measured: DeepSpeed 0.19.8, static and dynamic scale",
+    )
+
+    def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
+        """Report loss.backward() where the engine runs the forward and steps, and never runs backward."""
+        if use.initialize is None or not use.engine or use.calls("backward", use.engine):
+            return
+        steps = use.calls("step", use.engine) or (use.calls("step", use.optimizer) if use.optimizer else [])
+        forwards = any(isinstance(n, ast.Call) and key_of(n.func) == use.engine for n in use.nodes)
+        if not steps or not (forwards or use.calls("step", use.engine)):
+            return
+        effect, severity = self._effect(DeepSpeed(config), use.engine)
+        for call in use.calls("backward") if effect else ():
+            loss = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            if not call.args and loss and (loss.isidentifier() or "loss" in loss.lower()):
+                instead = f"Use `{use.engine}.backward({loss})`."
+                yield self.finding(use.where(call), effect, instead=instead, severity=severity)
+
+    @staticmethod
+    def _effect(deepspeed: DeepSpeed, engine: str) -> tuple[str, Severity | None]:
+        """What goes wrong under a configuration; "" if this release supports the call there."""
+        old = "up to DeepSpeed 0.18.2 the gradients are not averaged over the ranks"
+        if deepspeed.fp16:
+            return f"The loss is not scaled here, but `{engine}.step()` divides by the loss scale.", None
+        if deepspeed.stage == 0:
+            return f"At stage 0 DeepSpeed raises RuntimeError here; {old}.", None
+        if deepspeed.fp16 is None:
+            return f"In fp16 the loss is not scaled here, and {old}.", "warning"
+        return ("" if deepspeed.since(0, 18, 3) else f"This bypasses `{engine}`: {old}.", "advice")
+
+
+class OptimizerInsteadOfEngine(JointRule):
+    """The script steps DeepSpeed's optimizer instead of the engine."""
+
+    code = "HS295"
+    name = "optimizer-instead-of-engine"
+    severity = "warning"
+    reason = (
+        "`engine.step` counts micro-batches, reduces and clips gradients, steps the optimizer and the scheduler, and "
+        "zeroes the gradients. `optimizer.step` alone updates the weights on every micro-batch, regardless of "
+        "`gradient_accumulation_steps`."
+    )
+    bad = (script_with(BF16, 2, "    engine.backward(loss)\n    optimizer.step()\n"),)
+    good = (script_with(BF16, 2, _RIGHT),)
+    references = (_TRAINING,)
+
+    def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
+        """Report optimizer.step() without engine.step()."""
+        if use.initialize is None or not use.engine or not use.optimizer or use.calls("step", use.engine):
+            return
+        forwards = any(isinstance(n, ast.Call) and key_of(n.func) == use.engine for n in use.nodes)
+        if not forwards and not use.calls("backward", use.engine):
+            return
+        for call in use.calls("step", use.optimizer):
+            message = f"`{use.optimizer}.step()` bypasses the engine's gradient accumulation, clipping and scheduler."
+            yield self.finding(use.where(call), message, instead=f"Use `{use.engine}.step()`.")
+
+
+RULES: tuple[type[Rule], ...] = (
+    ClipsBehindEngine,
+    ScalerWithEngine,
+    AutocastAroundEngine,
+    BareBackward,
+    OptimizerInsteadOfEngine,
+)

@@ -1,0 +1,79 @@
+"""Which tool a file configures is decided by its content."""
+
+import pytest
+
+from halfstep.check.config.config import read_configs
+from halfstep.check.config.kind import fill_template
+from halfstep.check.files.source import Settings, Source
+from halfstep.precision.node import UNKNOWN
+
+AXOLOTL = "base_model: a/b\ndatasets:\n  - path: c\nsequence_len: 512\nmicro_batch_size: 1\nnum_epochs: 1\nbf16: auto\nadapter: lora\n"
+FACTORY = "stage: sft\nfinetuning_type: lora\ntemplate: qwen3\nnum_train_epochs: 1\nper_device_train_batch_size: 1\nbf16: true\n"
+TUNE = "model:\n  _component_: torchtune.models.x.y\noptimizer:\n  _component_: torch.optim.AdamW\ndtype: bf16\n"
+TITAN = '[job]\nname = "x"\n[model]\nname = "llama3"\n[training]\nseq_len = 8\ndtype = "bfloat16"\n'
+
+
+def kinds(text, language="yaml"):
+    return [config.kind for config in read_configs(Source(f"x.{language}", text, language), Settings())]
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "expected"),
+    [
+        (AXOLOTL, "yaml", ["axolotl"]),
+        (FACTORY, "yaml", ["llamafactory", "transformers"]),
+        (TUNE, "yaml", ["torchtune"]),
+        (TITAN, "toml", ["torchtitan"]),
+    ],
+)
+def test_a_recipe_is_recognised_by_its_content(text, language, expected):
+    """The keys decide, not the name; LLaMA-Factory's arguments are TrainingArguments too, axolotl's are not."""
+    assert kinds(text, language) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("base_model: a/b\nmerge_method: slerp\ndtype: bfloat16\nmodels:\n  - model: c\n", "yaml"),
+        ("finetuning_type: bf16\ntemplate: x\n", "yaml"),
+        ("model:\n  name: x\noptimizer:\n  name: adamw\ndtype: bf16\n", "yaml"),
+        ("model:\n  _component_: mine.model\noptimizer:\n  _component_: mine.adam\ndtype: bf16\n", "yaml"),
+        ("training:\n  dtype: bfloat16\n  steps: 5\nmodel: x\n", "yaml"),
+        ('[tool.x]\nprecision = "bf16"\n[model]\nname = "y"\n', "toml"),
+        ("services:\n  app:\n    image: x\n    environment:\n      PRECISION: bf16\n", "yaml"),
+    ],
+)
+def test_other_files_are_no_recipes(text, language):
+    """Files of other programs with some of the same words give no configuration."""
+    assert kinds(text, language) == []
+
+
+def test_the_deepspeed_part_of_an_accelerate_file_is_not_a_deepspeed_file():
+    """Its keys are Accelerate's, even where it has a block called fp16."""
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: fp16\ndeepspeed_config:\n"
+        "  gradient_clipping: 1.0\n  fp16:\n    enabled: true\n"
+    )
+    assert kinds(text) == ["accelerate"]
+
+
+def test_a_template_with_slots_is_checked_and_its_slots_are_unknown():
+    """`{{ x }}` as a value is unknown; everything around it keeps its value and its position."""
+    text = '{"train_batch_size": {{ batch }}, "zero_optimization": {"stage": {{ stage }}}, "fp16": {"enabled": true}}'
+    (config,) = read_configs(Source("x.json", text, "json"), Settings())
+    assert config.value("train_batch_size") is UNKNOWN
+    assert config.value("zero_optimization", "stage") is UNKNOWN
+    assert config.value("fp16", "enabled") is True
+    assert text[config.entry("fp16").key_span.start :].startswith('"fp16"')
+
+
+@pytest.mark.parametrize("text", ["{{x}}", "a: {{ x }}", "[{{ x }}, {{ y }}]"])
+def test_filling_a_template_keeps_every_position(text):
+    """The filled text is as long as the template."""
+    assert len(fill_template(text)) == len(text)
+
+
+@pytest.mark.parametrize("text", ['"{{ x }}"', "'{{ x }}'", "a-{{ x }}", "{{ x }}/b", "{{"])
+def test_a_slot_inside_a_string_is_left_alone(text):
+    """A quoted slot is already a string, and part of a word is not a value."""
+    assert fill_template(text) == text

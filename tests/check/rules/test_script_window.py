@@ -1,0 +1,106 @@
+"""Accumulation windows in the forms that scripts write them: which lines run on every micro-batch."""
+
+import pytest
+
+from check_scripts import codes
+
+HEAD = "import torch\nscaler = torch.amp.GradScaler('cuda')\n"
+
+
+def loop(*lines, head="", count="accum", loss="loss_fn(model(x), y) / accum"):
+    """A loop over batches whose step runs once per window; `lines` are between backward and step."""
+    text = HEAD + head + "for i, (x, y) in enumerate(loader):\n    with torch.autocast('cuda', dtype=torch.float16):\n"
+    text += f"        loss = {loss}\n    scaler.scale(loss).backward()\n" + "".join(f"    {line}\n" for line in lines)
+    text += f"    if (i + 1) % {count} == 0:\n        scaler.step(optimizer)\n        scaler.update()\n"
+    return text + "        optimizer.zero_grad()\n"
+
+
+def nested(inner="", after="", loss="loss_fn(model(x), y) / accum", count="accum"):
+    """A loop over the micro-batches of one step, and the step after it."""
+    text = HEAD + "for step in range(steps):\n    optimizer.zero_grad()\n" + f"    for micro in range({count}):\n"
+    text += f"        with torch.autocast('cuda', dtype=torch.float16):\n            loss = {loss}\n"
+    text += "        scaler.scale(loss).backward()\n" + inner
+    return text + "    scaler.unscale_(optimizer)\n" * (not inner) + "    scaler.step(optimizer)\n" + after
+
+
+UPDATE = "    scaler.update()\n"
+CLIP = "scaler.unscale_(optimizer); torch.nn.utils.clip_grad_norm_(model.parameters(), clip)"
+SWIN = """\
+import torch
+
+class NativeScaler:
+    def __init__(self):
+        self._scaler = torch.cuda.amp.GradScaler()
+
+    def __call__(self, loss, optimizer, clip_grad=None, parameters=None, update_grad=True):
+        self._scaler.scale(loss).backward()
+        if clip_grad is not None:
+            self._scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, clip_grad)
+        if update_grad:
+            self._scaler.step(optimizer)
+            self._scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (loop(f"if clip: {CLIP}"), "HS106"),
+        (loop(f"if args.clip is not None: {CLIP}"), "HS106"),
+        (loop(f"if args.clip > 0: {CLIP}"), "HS106"),
+        (loop(CLIP, head="if accum < 1: raise ValueError(accum)\n"), "HS106"),
+        (loop(CLIP, head="if batch_size % accum != 0: raise ValueError(accum)\n"), "HS106"),
+        (loop("clip = args.clip", f"if clip: {CLIP}"), "HS106"),
+        (nested(f"        {CLIP}\n", UPDATE), "HS106"),
+        (nested(f"        if clip: {CLIP}\n", UPDATE), "HS106"),
+        (SWIN, "HS106"),
+        (loop("scaler.update()").replace("        scaler.update()\n", ""), "HS107"),
+        (
+            loop("scaler.update()", head="if accum < 1: raise ValueError(accum)\n").replace(
+                "        scaler.update()\n", ""
+            ),
+            "HS107",
+        ),
+        (nested("        scaler.update()\n"), "HS107"),
+        (loop(loss="loss_fn(model(x), y)"), "HS180"),
+        (loop(loss="loss_fn(model(x), y)", head="if accum < 1: raise ValueError(accum)\n"), "HS180"),
+        (loop(loss="loss_fn(model(x), y)", head="count = sum(sizes); frame = table.agg('sum')\n"), "HS180"),
+        (loop(loss="loss_fn(model(x), y)", head="steps = len(loader) / accum\n"), "HS180"),
+        (loop(loss="loss_fn(model(x), y)", head="def test(a, b):\n    return total(a, b, reduction='sum')\n"), "HS180"),
+        (nested(loss="loss_fn(model(x), y)", after=UPDATE), "HS180"),
+        (nested("        optimizer.zero_grad()\n", UPDATE), ""),  # cleared after the last backward as well: no gradient
+        (
+            nested(after=UPDATE).replace("        with", "        optimizer.zero_grad()\n        with"),
+            "HS181",
+        ),
+    ],
+)
+def test_lines_that_run_on_every_micro_batch_are_reported(text, code):
+    """A flag around the line, a check of the settings far above and an inner loop do not hide the mistake."""
+    reported = {c.partition(":")[0] for c in codes(text)} & {"HS106", "HS107", "HS180", "HS181"}
+    assert reported == ({code} if code else set())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        loop(),
+        loop(f"if (i + 1) % accum == 0: {CLIP}"),
+        loop(f"if sync: {CLIP}"),  # perhaps the end of the window
+        loop("due = i in ends", f"if due: {CLIP}"),
+        loop(head="if accum < 1: raise ValueError(accum)\n"),
+        nested(after=UPDATE),
+        nested(f"        if micro == accum - 1: {CLIP}\n", UPDATE),
+        loop(loss="loss_fn(model(x), y, reduction='sum')"),
+        HEAD + "criterion = torch.nn.CrossEntropyLoss(reduction='sum')\n" + loop(loss="criterion(model(x), y)"),
+        SWIN.replace("clip_grad is not None", "update_grad and clip_grad is not None"),
+        HEAD
+        + "for x, y in loader:\n    scaler.scale(loss_fn(model(x), y)).backward()\n    for opt in optimizers:\n"
+        + "        scaler.unscale_(opt)\n    for opt in optimizers:\n        scaler.step(opt)\n    scaler.update()\n"
+        + "    model.zero_grad()\n",
+    ],
+)
+def test_correct_windows_are_silent(text):
+    """What runs once per window, under the window's own condition or another that may be it, is correct."""
+    assert not {c.partition(":")[0] for c in codes(text)} & {"HS105", "HS106", "HS107", "HS180", "HS181"}
