@@ -2,8 +2,10 @@
 
     names      imports and aliases          -> torch.cuda.amp.autocast
     outline    functions, assignments       -> what `scaler` may be
-    values     expressions                  -> an autocast region and its dtype
+    choices    expressions                  -> every dtype, device or string that one may be
+    values     calls                        -> an autocast region and its dtype, a scaler
     recognise  calls                        -> scale, backward, unscale, clip, step, update
+    saving     calls                        -> the objects whose state a checkpoint contains
     flow       statements of one function   -> events under guards, loops and regions
     trace      functions combined           -> what a run does, in order
     weights    names of one model           -> the dtype of its weights

@@ -178,14 +178,12 @@ class AutocastDevice(ScriptRule):
     def _is_device(script: Script, device: ast.expr, region: Autocast) -> bool:
         key = key_of(device)
         function = next((f for c, f in script.outline.library_calls.get(region.api, ()) if c is region.node), None)
-        if not key or function is None or key in function.params or ("." in key and not key.startswith("self.")):
+        # An attribute that this file does not assign belongs to a base class.
+        if not key or function is None or key in function.params or ("." in key and key not in script.outline.bindings):
             return isinstance(device, ast.Call) and script.outline.names.full(device.func) == "torch.device"
-        if "." in key and key not in script.outline.bindings:
-            return False  # an attribute of a base class
         values = [arm for value in script.outline.values(key, function) for arm in arms_of(value)]
-        return bool(values) and all(
-            isinstance(v, ast.Call) and script.outline.names.full(v.func) == "torch.device" for v in values
-        )
+        calls = [v for v in values if isinstance(v, ast.Call) and script.outline.names.full(v.func) == "torch.device"]
+        return bool(values) and len(calls) == len(values)
 
 
 class AutocastArgumentOrder(ScriptRule):

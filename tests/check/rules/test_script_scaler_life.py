@@ -1,0 +1,124 @@
+"""HS121, HS132, HS133, HS142, HS172 and HS173: where scalers, states and options come from."""
+
+import pytest
+
+from check_scripts import codes, findings
+
+LOOP = """\
+for x in loader:
+    scaler.scale(model(x)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+CREATE = "scaler = torch.amp.GradScaler('cuda')\n"
+
+
+def inside(function, text):
+    return f"def {function}:\n" + "".join(f"    {line}\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import torch\n" + LOOP + CREATE, 3),
+        ("import torch\n" + inside("main()", "scaler.load_state_dict(torch.load(p))\n" + CREATE + LOOP), 3),
+        ("import torch\n" + inside("train()", LOOP) + "train()\n" + CREATE, 4),
+    ],
+)
+def test_use_before_creation(text, line):
+    """A module, a function and a function that is called too early use a scaler that does not exist yet."""
+    assert [(f.code, f.line) for f in findings(text, "HS132")] == [("HS132", line)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\n" + inside("train()", LOOP) + CREATE + "train()\n",
+        "import torch\n" + inside("train(scaler)", LOOP + CREATE),
+        "import torch\n" + inside("train()", LOOP) + inside("main()", CREATE + "train()\n"),
+        "import torch\nscaler = None\n" + LOOP + CREATE,
+        "import torch\nfor epoch in range(9):\n    if epoch:\n        scaler.update()\n    " + CREATE,
+        "import torch\nclass T(Base):\n    def __init__(self):\n        self.load()\n        self.scaler = torch.amp.GradScaler('cuda')\n"
+        "    def load(self):\n        self.scaler.load_state_dict(s)\n",
+        "import torch\ntry:\n    pass\nexcept E:\n    scaler.update()\n" + CREATE + LOOP,
+    ],
+)
+def test_scaler_that_may_exist_is_silent(text):
+    """No finding if a caller, a parameter, an earlier iteration or a base class may have created the scaler."""
+    assert findings(text, "HS132") == []
+
+
+SAVED = "import torch\n" + CREATE + "{load}" + LOOP + "torch.save({{'o': optimizer.state_dict(){more}}}, 'x')\n"
+
+
+@pytest.mark.parametrize(
+    ("load", "severity"),
+    [
+        ("s = torch.load('x')\nscaler.load_state_dict(s['scaler'])\n", "error"),
+        ("s = torch.load('x')\nif 'scaler' in s:\n    scaler.load_state_dict(s['scaler'])\n", "warning"),
+        ("s = torch.load('x')\nscaler.load_state_dict(s.get('scaler', {}))\n", "warning"),
+    ],
+)
+def test_state_that_no_checkpoint_has(load, severity):
+    """Restoring a scaler from a key that is never written raises, or is silently skipped if the key is tested for."""
+    (finding,) = findings(SAVED.format(load=load, more=""), "HS172")
+    assert finding.severity == severity
+    assert findings(SAVED.format(load=load, more=", 'scaler': scaler.state_dict()"), "HS172") == []
+    assert findings(SAVED.format(load=load, more=", **extra"), "HS172") == []
+
+
+@pytest.mark.parametrize("level", ["opt_level='O0'", "opt_level='O2', loss_scale=128.0"])
+def test_apex_without_a_dynamic_scale_has_no_state(level):
+    """O0 and a fixed loss scale have nothing to restore."""
+    text = (
+        "import torch\nfrom apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, {})\n"
+        "optimizer.load_state_dict(torch.load('x')['o'])\nfor x in loader:\n"
+        "    with amp.scale_loss(model(x), optimizer) as loss:\n        loss.backward()\n    optimizer.step()\n"
+        "torch.save({{'o': optimizer.state_dict()}}, 'x')\n"
+    )
+    assert findings(text.format(level), "HS173") == []
+    assert [f.line for f in findings(text.format("opt_level='O2'"), "HS173")] == [9]
+
+
+@pytest.mark.parametrize("name", ["--fp16", "--use-amp", "--mixed_precision", "--bf16", "--fp16_run", "--half"])
+def test_bool_option_of_a_precision(name):
+    """An option for a precision with type=bool is found, in a function as well."""
+    text = f"import argparse\ndef parse(parser):\n    parser.add_argument('{name}', type=bool, default=True)\n"
+    assert codes(text) == ["HS133:3"]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["'--sample', type=bool", "'--fp16', type=str2bool", "'--fp16', type=int", "'--ramp', type=bool"]
+)
+def test_other_options_are_silent(arguments):
+    """Other options and other types give no finding."""
+    assert codes(f"import argparse\n# type=bool\nparser.add_argument({arguments})\n") == []
+
+
+@pytest.mark.parametrize("guard", ["device != 'cpu'", "device == 'cuda'", "torch.cuda.is_available()"])
+def test_scaler_recreated_under_a_device_guard(guard):
+    """A guard that is the same in every epoch does not make the creation happen once."""
+    text = (
+        f"import torch\ndef train(loader, model, optimizer, epoch, device):\n    if {guard}:\n        {CREATE}"
+        + inside("x", LOOP)[7:]
+    )
+    assert [f.code for f in findings(text, "HS121")] == ["HS121"]
+    assert findings(text.replace(guard, "epoch == 0"), "HS121") == []
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "torch.device('cuda')",
+        "torch.device('cuda' if gpu else 'cpu')",
+        "torch.device('cuda') if gpu else torch.device('cpu')",
+    ],
+)
+def test_torch_device_of_the_object_is_not_a_device_type(device):
+    """`self.device` that is always a torch.device raises in autocast; its type does not."""
+    text = (
+        f"import torch\nclass T:\n    def __init__(self):\n        self.device = {device}\n        self.scaler = None\n"
+        "    def run(self, x):\n        with torch.autocast(device_type=self.device):\n            return self.model(x)\n"
+    )
+    assert codes(text) == ["HS142:7"]
+    assert codes(text.replace("=self.device)", "=self.device.type)")) == []
