@@ -46,6 +46,17 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
         ' "fp16": {"enabled": true}, "gradient_clipping": 1.0}',
     )
     good = (
+        "{\n"
+        '  "gradient_clipping": 1.0,\n'
+        '  "train_batch_size": 8,\n'
+        '  "zero_optimization": {"stage": 1},\n'
+        '  "optimizer": {\n'
+        '    "type": "AdamW",\n'
+        '    "params": {\n'
+        '      "lr": 1e-4\n'
+        "    }\n"
+        "  }\n"
+        "}\n",
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0,\n'
         ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
     )
@@ -111,6 +122,12 @@ class UntestedOptimizer(DeepSpeedRule):
         "    model=net, optimizer=opt, config={'train_batch_size': 8, 'zero_optimization': {'stage': 2}}\n)\n",
     )
     good = (
+        "{\n"
+        '  "zero_allow_untested_optimizer": true,\n'
+        '  "train_batch_size": 8,\n'
+        '  "zero_optimization": {"stage": 2},\n'
+        '  "optimizer": {"type": "SGD", "params": {"lr": 0.1}}\n'
+        "}\n",
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": true,\n'
         ' "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
@@ -204,7 +221,11 @@ class OneBitWithZero(DeepSpeedRule):
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1},\n'
         ' "optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4, "freeze_step": 23000}}}',
     )
-    good = ('{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',)
+    good = (
+        '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1},\n'
+        ' "optimizer": {"type": "Adam", "params": {"lr": 4e-4}}}',
+        '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',
+    )
     references = ("https://github.com/deepspeedai/DeepSpeed/issues/5046", _REMOVALS)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
