@@ -86,7 +86,8 @@ def test_deepspeed_accepts_each_fixed_configuration():
         if source_of_case(rule, rule.bad[i]).language == "json"
     ]
     cases = [(rule, i, data) for rule, i, text in texts if (data := data_of(text)) is not None]
-    configs = [{"train_batch_size": 8, **data} for _, _, data in cases]
+    plain = [{key: value for key, value in data.items() if value != "auto"} for _, _, data in cases]
+    configs = [{"train_batch_size": 8, **data} for data in plain]
     result = subprocess.run(
         [sys.executable, "-c", ACCEPTS], input=json.dumps(configs), capture_output=True, text=True, check=True
     )
