@@ -84,7 +84,13 @@ class Odd(WordRule):
     code, name, word, cure, safe = "HS908", "odd-word", "ODD", "EVEN", False
 
 
-TOYS = (Bad, Hmm, Crash, Breaks, Worse, Chain, Link, Odd)
+class Soon(WordRule):
+    """SOON is in preview."""
+
+    code, name, word, preview = "HS909", "soon-word", "SOON", True
+
+
+TOYS = (Bad, Hmm, Crash, Breaks, Worse, Chain, Link, Odd, Soon)
 
 
 def use_toys(monkeypatch):
@@ -95,4 +101,5 @@ def use_toys(monkeypatch):
 
     monkeypatch.setattr(registry, "rules_of", rules_of)
     monkeypatch.setattr(runner, "rules_of", rules_of)
+    monkeypatch.setattr(runner, "words_of_rules", lambda _group: tuple(rule.word for rule in TOYS))
     monkeypatch.setattr(runner, "with_usable_fix", lambda finding, source: finding)  # the words are not variables

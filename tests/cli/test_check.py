@@ -27,6 +27,7 @@ def folder(tmp_path, monkeypatch):
     """Toy rules, and a current folder with one file."""
     use_toys(monkeypatch)
     find_project.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".xdg"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text(SCRIPT)
     return tmp_path
@@ -224,12 +225,32 @@ def test_the_work_of_a_tree_grows_with_its_files(tmp_path):
 
 
 def test_the_hook_is_one_that_pre_commit_takes():
-    """It runs the command, on scripts, notebooks and files named like configurations."""
+    """It runs the command on scripts, notebooks and every file that may be a configuration."""
     (hook,) = yaml.safe_load((Path(__file__).parents[2] / ".pre-commit-hooks.yaml").read_text())
     assert {"id", "name", "entry", "language"} <= set(hook)
-    assert hook["entry"] == "halfstep check"
-    assert all(re.search(hook["files"], name) for name in ("a/train.py", "n.ipynb", "c/ds_config.json", "zero3.json"))
-    assert not any(re.search(hook["files"], name) for name in ("package.json", "data/labels.json", "mkdocs.yml"))
+    assert hook["entry"] == "halfstep check --force-exclude"
+    names = ("a/train.py", "n.ipynb", "c/ds_config.json", "zero3.jsonc", "recipes/8B.yaml", "train.toml")
+    assert all(re.search(hook["files"], name) for name in names)
+    assert not any(re.search(hook["files"], name) for name in ("README.md", "a.pyc", "data.jsonl", "train.sh"))
+
+
+def test_the_hook_skips_files_by_their_content(tmp_path):
+    """A commit with a manifest, a template and data of no interest passes; a configuration with a mistake does not."""
+    (hook,) = yaml.safe_load((Path(__file__).parents[2] / ".pre-commit-hooks.yaml").read_text())
+    files = {
+        "package.json": '{"name": "x", ',
+        "chart.yaml": "{{- if .Values.fp16 }}\na: [\n",
+        "labels.json": '[{"precision": 0.5}]',
+        "Cargo.toml": "[package]\n",
+        "tsconfig.jsonc": "{ // options\n}",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    options = hook["entry"].split()[2:]
+    assert halfstep(*options, "--no-cache", *files, cwd=tmp_path).returncode == 0
+    text = '{"fp16": {"enabled": true}, "bf16": {"enabled": true}, "zero_optimization": {"stage": 2}}'
+    (tmp_path / "any name.jsonc").write_text(text)
+    assert halfstep(*options, "--no-cache", *files, "any name.jsonc", cwd=tmp_path).returncode == 3
 
 
 def test_an_interrupt_ends_it_with_130(tmp_path):

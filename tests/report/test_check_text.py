@@ -1,12 +1,14 @@
 """Findings as text."""
 
+import pytest
+
 from halfstep.check.files.document import read_document
 from halfstep.check.files.source import Cell, Source
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.fixing import Fixed
 from halfstep.check.runner import FileResult
 from halfstep.check.session import Outcome
-from halfstep.report.check_text import as_text
+from halfstep.report.check_text import as_concise, as_text
 
 SOURCE = Source("a.py", "x = 1\n\tclip(model)\n", "python")
 
@@ -24,11 +26,11 @@ def outcome(*findings, source=SOURCE, **fields):
 
 
 def test_a_finding_is_place_line_caret_and_advice():
-    """The complete layout of a finding, with tabs under tabs."""
+    """The complete layout of a finding, with tabs as four columns."""
     assert as_text(outcome(finding())) == (
         "a.py:2:2: HS104 [error] It is clipped.\n"
-        "   2 | \tclip(model)\n"
-        "     | \t^^^^^^^^^^^\n"
+        "   2 |     clip(model)\n"
+        "     |     ^^^^^^^^^^^\n"
         "   = instead: unscale first\n"
         "\n"
         "3 files checked, 1 finding in 1 file: 1 error."
@@ -94,3 +96,45 @@ def test_fixed_files_are_listed_with_their_result():
     text = as_text(outcome(fixed=(done, failed)))
     assert "a.py: fixed 1 finding\n" in text
     assert "a.py: not changed, it is read-only\n" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "columns"),
+    [
+        ("abc = ", 6),
+        ("\u65e5\u672c = ", 7),
+        ("\U0001f600; ", 4),
+        ("e\u0301; ", 3),
+        ("\t", 4),
+        ("a\t\u65e5\t", 8),
+        ("\uff21;", 3),
+    ],
+)
+def test_carets_stand_under_the_text_after_wide_characters(before, columns):
+    """East Asian characters and emoji have two columns of a terminal, combining marks none, and tabs are expanded."""
+    source = Source("a.py", f"{before}HERE\n", "python")
+    start = len(before) + 1
+    text = as_text(outcome(finding(line=1, column=start, end_line=1, end_column=start + 4), source=source))
+    line, carets = text.split("\n")[1:3]
+    assert carets == "     | " + " " * columns + "^^^^"
+    assert line.endswith("HERE")
+    assert "\t" not in line
+
+
+def test_carets_are_as_wide_as_the_text_they_mark():
+    """A finding over wide characters has two carets for each."""
+    source = Source("a.py", "f('\u65e5\u672c')\n", "python")
+    text = as_text(outcome(finding(line=1, column=1, end_line=1, end_column=8), source=source))
+    assert text.split("\n")[2] == "     | " + "^" * 9
+
+
+def test_concise_is_one_line_for_each_finding():
+    """Place, code, severity and message; then the summary."""
+    lines = as_concise(outcome(finding(), finding(line=1))).split("\n")
+    assert lines[0] == "a.py:2:2: HS104 [error] It is clipped."
+    assert len(lines) == 3
+
+
+def test_findings_of_the_baseline_are_counted():
+    """The summary has how many were left out."""
+    assert as_text(outcome(num_known=2)) == "3 files checked, no findings (2 in the baseline)."

@@ -32,7 +32,7 @@ def check_case(rule: type[Rule], text: str) -> tuple[Finding, ...]:
     """Every finding in a case."""
     source = source_of_case(rule, text)
     document = read_document(source.path, text.encode(), source.language)
-    return check_document(document, settings_of_case(rule), Selection())
+    return check_document(document, settings_of_case(rule), Selection(preview=rule.preview))
 
 
 def is_fixable(rule: type[Rule]) -> bool:

@@ -19,7 +19,7 @@ the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104
 
        class ClipBeforeUnscale(TraceRule):
            "Gradients are clipped while still multiplied by the loss scale."    # the title, one sentence
-           code = "HS104"                       # HS1xx scripts, HS2xx configurations, HS3xx hardware; never reused
+           code = "HS104"                       # HS1xx scripts, HS2xx configurations, HS3xx hardware, HS5xx recipes; never reused
            name = "clip-before-unscale"         # names the fault, not the fix
            severity = "error"                   # error: training is wrong; warning: probably; advice: could be better
            reason = "..."                       # a paragraph: what happens in training, with numbers
@@ -27,6 +27,7 @@ the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104
            good = ("...",)                      # their correct forms, which have no finding at all
            references = ("https://...",)        # public incidents, documentation, or how the reason was measured
            settings = Settings(...)             # optional: the GPU or DeepSpeed version that the cases are checked with
+           preview = True                       # optional: not stable yet, so it runs only with --preview
            words = ("set_detect_anomaly",)      # optional: names that this rule alone looks for; scripts are read by words
            kinds = ("clip",)                    # of a TraceRule only: the events that it judges
 
@@ -63,6 +64,7 @@ class Rule:
     good: ClassVar[tuple[str, ...]]
     references: ClassVar[tuple[str, ...]]
     settings: ClassVar[Settings] = Settings()
+    preview: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = ()  # a script or function that contains one is read; see `script.relevant`
 
     @classmethod

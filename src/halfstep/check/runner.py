@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.check.files.document import Document, read_document, size_limit, too_large
+from halfstep.check.files.document import Document, located_source, read_document, size_limit, too_large
 from halfstep.check.files.problems import CannotRead, CheckerFailure, SyntaxFault, TooDeep
 from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
@@ -28,6 +28,7 @@ from halfstep.check.settings import Settings
 from halfstep.check.suppress import suppress
 from halfstep.check.walk import Target
 from halfstep.errors import SettingError
+from halfstep.hardware.advisory import WORDS as AFFECTED_WORDS
 
 __all__ = ["FileResult", "check_document", "check_target", "read_target", "with_usable_fix"]
 
@@ -59,7 +60,7 @@ def check_target(target: Target, options: Options) -> FileResult:
     document = read_target(target)
     selection = options.selection(target.project, target.path)
     findings = check_document(document, options.settings(target.project), selection, named=target.named)
-    return FileResult(target.path, findings, document.source if findings else None)
+    return FileResult(target.path, findings, located_source(document) if findings else None)
 
 
 def read_target(target: Target) -> Document:
@@ -108,7 +109,9 @@ def check_document(
         warnings.simplefilter("ignore")  # the parser warns about a script's "\d"
         findings = list(document.notes)
         try:
-            findings.extend(_findings(source, settings, named=named))  # keeps those before a failure
+            findings.extend(
+                _findings(source, settings, named=named, preview=selection.preview)
+            )  # keeps those before a failure
         except (RecursionError, MemoryError):
             findings.append(too_deep(source))
         except Exception as error:
@@ -117,14 +120,14 @@ def check_document(
     return tuple(sorted(dict.fromkeys(reported), key=lambda finding: finding.sort_key))
 
 
-def _findings(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
+def _findings(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:
     if source.language in {"python", "notebook"}:
-        yield from _in_script(source, settings, named=named)
+        yield from _in_script(source, settings, named=named, preview=preview)
     else:
-        yield from _in_config(source, settings, named=named)
+        yield from _in_config(source, settings, named=named, preview=preview)
 
 
-def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
+def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:
     from halfstep.check.script.raising import lines_that_raise
     from halfstep.check.script.script import read_script
 
@@ -142,8 +145,11 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
             Place(source.path), f"Python cannot parse this file: {error}. The file was not checked."
         )
         return
-    raising = lines_that_raise(tree, source.text) if source.language == "python" else []
-    for finding in _apply("script", ScriptRule, script, source, settings):
+    # A script that is not about precision has no facts; on most projects these are nine files of ten.
+    applies = script.about or settings.gpu is not None
+    in_script = tuple(_apply("script", ScriptRule, script, source, settings, preview=preview)) if applies else ()
+    raising = lines_that_raise(tree, source.text) if in_script and source.language == "python" else []
+    for finding in in_script:
         if not any(finding.line in lines for lines in raising):
             yield finding
     if configures:
@@ -154,14 +160,14 @@ def _in_script(source: Source, settings: Settings, *, named: bool) -> Iterator[F
                 message = f"The script contains more than {MAX_CONFIGS} configurations; only the first {MAX_CONFIGS} were checked."
                 yield TooDeep.finding(Place(source.path), message, severity="warning")
                 return
-            yield from _apply("config", ConfigRule, config, source, settings)
+            yield from _apply("config", ConfigRule, config, source, settings, preview=preview)
 
 
 def _mentions(source: Source, words: tuple[str, ...]) -> bool:
     return any(word in source.text for word in words)  # several times faster than one pattern of alternatives
 
 
-def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[Finding]:
+def _in_config(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:
     from halfstep.check.config.config import parse_any, read_configs
 
     try:
@@ -180,17 +186,19 @@ def _in_config(source: Source, settings: Settings, *, named: bool) -> Iterator[F
         yield SyntaxFault.finding(Place(source.path, line, column), message)
         return
     for config in configs:
-        yield from _apply("config", ConfigRule, config, source, settings)
+        yield from _apply("config", ConfigRule, config, source, settings, preview=preview)
 
 
 def _apply(
-    group: Group, kind: type[ScriptRule | ConfigRule], facts: Any, source: Source, settings: Settings
+    group: Group, kind: type[ScriptRule | ConfigRule], facts: Any, source: Source, settings: Settings, *, preview: bool
 ) -> Iterator[Finding]:
     rules: Iterable[type[Rule]] = rules_of(group)
     if settings.gpu is not None:
         rules = (*rules, *rules_of("hardware"))
+    if (settings.pins or settings.look_up) and _mentions(source, AFFECTED_WORDS):
+        rules = (*rules, *rules_of("advisories"))
     for rule in rules:
-        if issubclass(rule, kind):
+        if issubclass(rule, kind) and (preview or not rule.preview):
             yield from _run(rule, facts, source)
 
 

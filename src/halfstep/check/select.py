@@ -28,6 +28,7 @@ class Selection:
 
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    preview: bool = False  # whether rules run that are not stable yet
 
     def wants(self, finding: Finding) -> bool:
         """Whether to report this finding."""
@@ -36,7 +37,7 @@ class Selection:
 
     def without(self, selectors: Iterable[str]) -> Selection:
         """The same selection with more selectors ignored."""
-        return Selection(self.select, (*self.ignore, *selectors))
+        return Selection(self.select, (*self.ignore, *selectors), self.preview)
 
 
 def matches(selector: str, finding: Finding) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.check.files.document import Document, language_of, read_document
+from halfstep.check.cache import Cache
+from halfstep.check.files.document import Document, language_of, located_source, read_document
 from halfstep.check.finding import Finding
 from halfstep.check.fixing import Fixed, fix_document, write_back
-from halfstep.check.options import Options, make_options
+from halfstep.check.options import Options, check_preview, make_options
 from halfstep.check.parallel import check_targets
 from halfstep.check.project import find_project
 from halfstep.check.runner import FileResult, check_document, read_target
@@ -28,6 +29,7 @@ class Outcome:
     num_files: int
     fixed: tuple[Fixed, ...] = ()
     num_unsafe_fixes: int = 0  # of the findings, those whose fix is applied only with --unsafe-fixes
+    num_known: int = 0  # findings that the baseline has, which are not among the results
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -43,15 +45,17 @@ def check_path(
     deepspeed: str | None = None,
     gpu: str | None = None,
     transformers: str | None = None,
+    versions: Mapping[str, str] | None = None,
 ) -> tuple[Finding, ...]:
     """The precision mistakes in one or more files and folders; no checked code is imported, run or changed.
 
     `select` and `ignore` accept codes (`"HS104"`), prefixes (`"HS1"`), names and severities. `deepspeed` is the DeepSpeed
-    version that configurations are checked for, `transformers` the version that scripts run with, `gpu` the hardware. The project's pyproject.toml applies as it does for
+    version that configurations are checked for, `transformers` the version that scripts run with, `gpu` the hardware, `versions` those of other libraries. The project's pyproject.toml applies as it does for
     `halfstep check`.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    options = make_options(_words(select), _words(ignore), deepspeed, gpu, transformers)
+    pairs = tuple(f"{name}={version}" for name, version in (versions or {}).items())
+    options = make_options(_words(select), _words(ignore), deepspeed, gpu, transformers, pairs)
     return check_paths(paths, options).findings
 
 
@@ -66,11 +70,13 @@ def check_paths(
     fix: bool = False,
     write: bool = False,
     limit: bool = False,
+    cache: Cache | None = None,
 ) -> Outcome:
     """Check files and folders; with `fix`, compute the fixes, and with `write`, write them to the files."""
-    targets = find_files(paths)
+    targets = find_files(paths, gitignore=options.respect_gitignore, force_exclude=options.force_exclude)
+    check_preview(options, {target.project for target in targets})
     by_path = {target.path: target for target in targets}
-    results = [result for result in check_targets(targets, options, limit=limit) if result.findings]
+    results = [result for result in _check(targets, options, cache, limit=limit) if result.findings]
     if not fix:
         return Outcome(tuple(results), len(targets), (), _num_unsafe(results, by_path, options))
     fixed = []
@@ -79,7 +85,7 @@ def check_paths(
             fixed_file = _fix(by_path[result.path], result, options, write=write)
             fixed.append(fixed_file)
             if not fixed_file.problem:
-                results[index] = FileResult(result.path, fixed_file.findings, fixed_file.after.source)
+                results[index] = FileResult(result.path, fixed_file.findings, located_source(fixed_file.after))
     num_unsafe = _num_unsafe(results, by_path, options)
     results = [r for r in results if r.findings]
     return Outcome(tuple(results), len(targets), tuple(f for f in fixed if f.applied), num_unsafe)
@@ -89,6 +95,19 @@ def _num_unsafe(results: Iterable[FileResult], targets: dict[str, Target], optio
     """How many findings have a fix that these options and the projects do not allow."""
     fixes = [(f.fix, targets[result.path].project) for result in results for f in result.findings if f.fix is not None]
     return sum(not fix.safe and not options.allows_unsafe(project) for fix, project in fixes)
+
+
+def _check(targets: Sequence[Target], options: Options, cache: Cache | None, *, limit: bool) -> Iterable[FileResult]:
+    """The results of all files in order, those of unchanged files from the cache."""
+    if cache is None:
+        return check_targets(targets, options, limit=limit)
+    results = {target.path: cache.find(target) for target in targets}
+    misses = [target for target in targets if results[target.path] is None]
+    for result in check_targets(misses, options, limit=limit):
+        cache.store(result)
+        results[result.path] = result
+    cache.save()
+    return [result for result in results.values() if result is not None]
 
 
 def _fix(target: Target, result: FileResult, options: Options, *, write: bool) -> Fixed:
@@ -115,6 +134,7 @@ def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) 
             f"Unknown file type {name!r}. Pass a --stdin-filename that ends in .py, .ipynb, .json, .yaml, .yml or .toml."
         )
     project = find_project(Path(name).absolute().parent)
+    check_preview(options, (project,))
     document = read_document(name, data, language)
     settings, selection = options.settings(project), options.selection(project, name)
     findings = check_document(document, settings, selection)
@@ -135,4 +155,4 @@ def check_stdin(data: bytes, name: str, options: Options, *, fix: bool = False) 
 
 
 def _result(document: Document, findings: Sequence[Finding]) -> tuple[FileResult, ...]:
-    return (FileResult(document.source.path, tuple(findings), document.source),) if findings else ()
+    return (FileResult(document.source.path, tuple(findings), located_source(document)),) if findings else ()

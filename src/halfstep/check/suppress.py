@@ -5,7 +5,9 @@
     # halfstep: ignore-file[HS1] anywhere in the file, applies to all of it
 
 The brackets contain selectors, as in `--ignore`; without brackets, all findings of the line are suppressed. JSON comments
-start with `//`, `#` or `/*`, YAML comments with `#`. A comment applies to the first and the last line of a finding.
+start with `//`, `#` or `/*`, YAML and TOML comments with `#`. A comment applies to findings that start or end on its line. On
+the first or last line of a statement that is written over several lines, it applies to all of them, and inside one to the
+findings around it, because formatters move comments.
 """
 
 from __future__ import annotations
@@ -13,18 +15,26 @@ from __future__ import annotations
 import io
 import re
 import tokenize
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from halfstep.check.files.problems import UnknownSuppression, UnusedSuppression
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding
+from halfstep.check.registry import find_rule
 from halfstep.check.select import Selection, is_known, matches, nearest_rule
 
 __all__ = ["Suppression", "find_suppressions", "suppress"]
 
 _WORDS = re.compile(r"halfstep:[ \t]*ignore(-file)?(?![\w-])[ \t]*(?:\[([^\]\n]{0,500})\])?", re.IGNORECASE)
-_CONFIG_COMMENT = re.compile(r"(?:#|//|/\*).{0,200}?(?=halfstep:)", re.IGNORECASE)
+_STRINGS = r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\""""
+# Strings are matched first, so that a comment sign inside one does not count.
+_CONFIG_COMMENTS = {
+    "json": re.compile(rf"(?P<comment>//[^\n]*|\#[^\n]*|/\*[^\n]*)|{_STRINGS}"),
+    "yaml": re.compile(rf"(?:(?<=\s)|^)(?P<comment>\#[^\n]*)|(?<=[\s\[{{,:])(?:{_STRINGS})", re.MULTILINE),
+    "toml": re.compile(rf"(?P<comment>\#[^\n]*)|\"\"\"[\s\S]*?\"\"\"|'''[\s\S]*?'''|{_STRINGS}"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,11 +45,23 @@ class Suppression:
     column: int
     lines: frozenset[int] = field(default_factory=frozenset)  # empty: the entire file
     selectors: tuple[str, ...] = ()  # empty: everything
+    statement: _Statement | None = None  # of several lines, which the comment is inside of
 
     def suppresses(self, finding: Finding, first_line: int, last_line: int) -> bool:
         """Whether it applies to this finding, which covers these lines of the text."""
         here = not self.lines or not self.lines.isdisjoint((first_line, last_line))
+        if not here and self.statement is not None:
+            inside = self.statement.first <= first_line and last_line <= self.statement.last
+            here = inside and first_line <= self.line <= last_line
         return here and (not self.selectors or any(matches(selector, finding) for selector in self.selectors))
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """The first and last line of a statement, without the body of a compound one."""
+
+    first: int
+    last: int
 
 
 def find_suppressions(source: Source) -> tuple[Suppression, ...]:
@@ -50,7 +72,9 @@ def find_suppressions(source: Source) -> tuple[Suppression, ...]:
     marker = "#" if source.language in {"python", "notebook"} else ("#", "//", "/*")
     suppressions = []
     following = _next_code(lines, marker)
-    for comment in _comments(source):
+    comments, statements = _read_comments(source)
+    by_line = {line: s for s in statements for line in range(s.first, s.last + 1)}
+    for comment in comments:
         words = _WORDS.search(comment.text)
         if words is None:
             continue
@@ -58,10 +82,20 @@ def find_suppressions(source: Source) -> tuple[Suppression, ...]:
         line = comment.line
         selectors = tuple(_selector(word) for word in (inside or "").replace(",", " ").split())
         covers = {line}
-        if lines[line - 1].lstrip().startswith(marker):
+        if lines[line - 1].lstrip().startswith(marker) and _same_cell(source, line, following[line - 1]):
             covers.add(following[line - 1])
-        suppressions.append(Suppression(line, comment.column, frozenset() if on_file else frozenset(covers), selectors))
+        for covered in tuple(covers):
+            statement = by_line.get(covered)
+            if statement is not None and covered in {statement.first, statement.last}:
+                covers.update(range(statement.first, statement.last + 1))
+        area = frozenset() if on_file else frozenset(covers)
+        suppressions.append(Suppression(line, comment.column, area, selectors, by_line.get(line)))
     return tuple(suppressions)
+
+
+def _same_cell(source: Source, line: int, other: int) -> bool:
+    """Whether two lines are in the same cell; a comment at the end of a cell does not apply to the next one."""
+    return source.cell_line(line).cell == source.cell_line(other).cell
 
 
 def _selector(word: str) -> str:
@@ -89,20 +123,31 @@ class _Comment:
     text: str
 
 
-def _comments(source: Source) -> Iterator[_Comment]:
-    """Every comment; in Python, comment characters inside strings do not count."""
-    if source.language in {"python", "notebook"}:
-        try:
-            for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-                if token.type == tokenize.COMMENT:
-                    yield _Comment(token.start[0], token.start[1] + 1, token.string)
-        except (tokenize.TokenError, SyntaxError):
-            return
-        return
-    for number, line in enumerate(source.text.split("\n"), 1):
-        match = _CONFIG_COMMENT.search(line)
-        if match:
-            yield _Comment(number, match.start() + 1, line[match.start() :])
+def _read_comments(source: Source) -> tuple[list[_Comment], list[_Statement]]:
+    """Every comment that is not inside a string, and every statement over several lines."""
+    comments: list[_Comment] = []
+    statements: list[_Statement] = []
+    if source.language not in {"python", "notebook"}:
+        starts = [0, *(match.end() for match in re.finditer("\n", source.text))]
+        for match in _CONFIG_COMMENTS[source.language].finditer(source.text):
+            if match["comment"] is not None:
+                number = bisect_right(starts, match.start())
+                comments.append(_Comment(number, match.start() - starts[number - 1] + 1, match["comment"]))
+        return comments, statements
+    first = 0
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+            if token.type == tokenize.COMMENT:
+                comments.append(_Comment(token.start[0], token.start[1] + 1, token.string))
+            elif token.type == tokenize.NEWLINE:
+                if first and token.start[0] > first:
+                    statements.append(_Statement(first, token.start[0]))
+                first = 0
+            elif token.type not in {tokenize.NL, tokenize.INDENT, tokenize.DEDENT} and not first:
+                first = token.start[0]
+    except (tokenize.TokenError, SyntaxError):
+        pass  # comments up to there count
+    return comments, statements
 
 
 def suppress(
@@ -152,4 +197,6 @@ def _could_apply(comment: Suppression, selection: Selection, *, has_gpu: bool) -
     """Whether the rules that the comment names were run at all."""
     if selection.select or selection.ignore:
         return False  # some rules did not run; a comment for one of those is not unused
+    if not selection.preview and any(rule.preview for word in comment.selectors if (rule := find_rule(word))):
+        return False
     return has_gpu or not any(word.startswith("HS3") for word in comment.selectors)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from halfstep.check.files.source import Source
+from halfstep.check.files.source import FilePlace, Source
 from halfstep.check.finding import Edit, Finding
 from halfstep.check.session import Outcome
 
-__all__ = ["as_data", "as_json", "edit_place"]
+__all__ = ["as_data", "as_json", "edit_place", "region_of"]
 
 
 def as_json(outcome: Outcome) -> str:
@@ -46,6 +47,23 @@ def as_data(finding: Finding, source: Source | None) -> dict[str, Any]:
         "instead": finding.instead,
         "fix": fix,
     }
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a file that a finding is about, in lines and columns of the file itself."""
+
+    start: FilePlace
+    end: FilePlace | None
+
+
+def region_of(finding: Finding, source: Source | None) -> Region:
+    """The region of a finding in its file; for a notebook, in the JSON of the cell."""
+    source = source or Source(finding.path, "", "python")
+    start = source.in_file(finding.cell, finding.line, finding.column)
+    if finding.end_line is None or finding.end_column is None:
+        return Region(start, None)
+    return Region(start, source.in_file(finding.cell, finding.end_line, finding.end_column))
 
 
 def _edit(edit: Edit, source: Source | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Findings as SARIF 2.1.0, the format of code-scanning services.
 
-Advice is a "note". A finding in a notebook names its cell as a logical location and has no region, because its line counts
-inside the cell and the file's own lines are JSON.
+Advice is a "note". The region of a finding in a notebook is that of the cell's line in the JSON of the file; the cell and the
+line inside it are a logical location.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfstep.check.finding import Edit, Finding
 from halfstep.check.registry import all_rules
 from halfstep.check.rule import Rule
 from halfstep.check.session import Outcome
-from halfstep.report.check_json import edit_place
+from halfstep.report.check_json import edit_place, region_of
 
 __all__ = ["as_sarif"]
 
@@ -61,7 +61,7 @@ def _result(finding: Finding, source: Source | None, index: dict[str, int]) -> d
         "ruleIndex": index[finding.code],
         "level": _LEVELS[finding.severity],
         "message": {"text": text},
-        "locations": [_location(finding)],
+        "locations": [_location(finding, source)],
     }
     if finding.fix is not None and source is not None and finding.cell is None:
         replacements = [_replacement(edit, source) for edit in finding.fix.edits]
@@ -72,17 +72,16 @@ def _result(finding: Finding, source: Source | None, index: dict[str, int]) -> d
     return result
 
 
-def _location(finding: Finding) -> dict[str, Any]:
-    physical: dict[str, Any] = {"artifactLocation": {"uri": _uri(finding.path)}}
-    if finding.cell is not None:
-        name = f"cell {finding.cell}, line {finding.line}"
-        return {"physicalLocation": physical, "logicalLocations": [{"name": name, "kind": "module"}]}
-    physical["region"] = {"startLine": finding.line, "startColumn": finding.column}
-    if finding.end_line is not None:
-        physical["region"]["endLine"] = finding.end_line
-    if finding.end_column is not None:
-        physical["region"]["endColumn"] = finding.end_column
-    return {"physicalLocation": physical}
+def _location(finding: Finding, source: Source | None) -> dict[str, Any]:
+    region = region_of(finding, source)
+    values = {"startLine": region.start.line, "startColumn": region.start.column}
+    if region.end is not None:
+        values |= {"endLine": region.end.line, "endColumn": region.end.column}
+    physical = {"artifactLocation": {"uri": _uri(finding.path)}, "region": values}
+    if finding.cell is None:
+        return {"physicalLocation": physical}
+    name = f"cell {finding.cell}, line {finding.line}"
+    return {"physicalLocation": physical, "logicalLocations": [{"name": name, "kind": "module"}]}
 
 
 def _replacement(edit: Edit, source: Source) -> dict[str, Any]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
 
 from halfstep.check.files.source import Source
 from halfstep.check.finding import SEVERITIES, Finding
 from halfstep.check.session import Outcome
 from halfstep.hardware.units import count_text
 
-__all__ = ["as_text", "place_of", "summary"]
+__all__ = ["as_concise", "as_text", "place_of", "summary"]
 
 _COLOURS = {"error": "31", "warning": "33", "advice": "36"}
+_NO_WIDTH = "\u200d\ufe0e\ufe0f"  # joiner and variation selectors of emoji
 _WIDTH = 160  # of a source line; longer ones are cropped around the finding
 
 
@@ -20,6 +20,12 @@ def as_text(outcome: Outcome, *, colour: bool = False) -> str:
     """All findings and the summary."""
     parts = [_block(finding, result.source, colour=colour) for result in outcome.results for finding in result.findings]
     return "\n".join([*parts, summary(outcome)])
+
+
+def as_concise(outcome: Outcome) -> str:
+    """One line for each finding, and the summary."""
+    lines = [f"{place_of(f)}: {f.code} [{f.severity}] {_clean(f.message)}" for f in outcome.findings]
+    return "\n".join([*lines, summary(outcome)])
 
 
 def summary(outcome: Outcome, *, done: bool = True) -> str:
@@ -31,13 +37,14 @@ def summary(outcome: Outcome, *, done: bool = True) -> str:
         lines.append(f"{_clean(fixed.path)}: " + (f"not changed, {fixed.problem}" if fixed.problem else change))
     files = count_text(outcome.num_files, "file")
     left = " left" if outcome.fixed else ""
+    known = f" ({outcome.num_known} in the baseline)" if outcome.num_known else ""
     if not findings:
-        return "\n".join([*lines, f"{files} checked, no findings{left}."])
+        return "\n".join([*lines, f"{files} checked, no findings{left}{known}."])
     kinds = Counter(finding.severity for finding in findings)
     split = ", ".join(
         count_text(kinds[kind], kind, "advice" if kind == "advice" else "") for kind in SEVERITIES if kinds[kind]
     )
-    total = f"{count_text(len(findings), 'finding')}{left} in {count_text(len(outcome.results), 'file')}"
+    total = f"{count_text(len(findings), 'finding')}{left} in {count_text(len(outcome.results), 'file')}{known}"
     return "\n".join([*lines, f"{files} checked, {total}: {split}.{_fix_hint(outcome)}"])
 
 
@@ -71,7 +78,7 @@ def _block(finding: Finding, source: Source | None, *, colour: bool) -> str:
 
 def _excerpt(finding: Finding, source: Source | None, *, colour: bool) -> list[str]:
     """The line with carets under the finding; empty if the file could not be read."""
-    text = source_line(finding, source)
+    text = source.line_of(finding.cell, finding.line) if source is not None else None
     about_file = (finding.line, finding.column, finding.end_column) == (1, 1, None)
     if text is None or not text.strip() or about_file:
         return []
@@ -82,29 +89,35 @@ def _excerpt(finding: Finding, source: Source | None, *, colour: bool) -> list[s
     elif finding.end_column is None:
         end = start + 1
     crop = max(0, start - _WIDTH // 2) if len(text) > _WIDTH else 0
-    line = _clean(text[crop : crop + _WIDTH], keep="\t")
-    blank = "".join("\t" if char == "\t" else " " for char in line[: start - crop])
-    carets = "^" * max(1, min(end, crop + _WIDTH) - start)
+    before, marked = text[crop:start], text[start : max(start, min(end, crop + _WIDTH))]
+    line = _expand(text[crop : crop + _WIDTH])
+    carets = "^" * max(1, _width(_expand(before + marked)) - _width(_expand(before)))
     number = str(finding.line)
     return [
         f"{number:>4} | {line}",
-        f"     | {blank}{_paint(carets, _COLOURS[finding.severity], colour=colour)}",
+        f"     | {' ' * _width(_expand(before))}{_paint(carets, _COLOURS[finding.severity], colour=colour)}",
     ]
 
 
-def source_line(finding: Finding, source: Source | None) -> str | None:
-    """The text of a finding's line, or None."""
-    if source is None:
-        return None
-    first = next((cell.first_line for cell in source.cells if cell.number == finding.cell), 1)
-    lines = _lines(source.text)
-    index = finding.line + first - 2
-    return lines[index] if 0 <= index < len(lines) else None
+def _expand(text: str) -> str:
+    """The text as printed: tabs as blanks up to the next multiple of 4 columns, and no control characters."""
+    parts: list[str] = []
+    width = 0
+    for char in text:
+        shown = " " * (4 - width % 4) if char == "\t" else _clean(char)
+        parts.append(shown)
+        width += _width(shown)
+    return "".join(parts)
 
 
-@lru_cache(maxsize=4)
-def _lines(text: str) -> list[str]:
-    return text.split("\n")
+def _width(text: str) -> int:
+    """The number of columns of a terminal: East Asian characters and emoji have two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    wide = sum(east_asian_width(char) in {"W", "F"} for char in text)
+    return len(text) + wide - sum(combining(char) != 0 or char in _NO_WIDTH for char in text)
 
 
 def _clean(text: str, keep: str = "") -> str:

@@ -23,6 +23,11 @@ _GROUPS = {
         "DeepSpeed, Accelerate, Transformers, Lightning and Halfstep settings, in files and in scripts.",
     ),
     "HS3": ("Hardware", "Settings that the GPU does not support. Active only when a GPU is named with `--gpu`."),
+    "HS4": (
+        "Libraries",
+        "Known defects of the versions that are installed, pinned or named with `--with`. [advisories.md](advisories.md) lists them.",
+    ),
+    "HS5": ("Recipes", "Files of axolotl, LLaMA-Factory, torchtune and torchtitan, recognised by their content."),
 }
 _MAX_CASE = 4000  # characters; the longer cases are stress tests, not examples
 
@@ -53,7 +58,8 @@ def render_rule(rule: type[Rule]) -> str:
     """The page of one rule: its reason, an incorrect and a correct example, and its references."""
     option = "`--fix`" if is_safely_fixable(rule) else "`--fix --unsafe-fixes`"
     fixable = f", fixable with {option}" if is_fixable(rule) else ""
-    parts = [f"# {rule.code} {rule.name}", f"**{rule.title()}** ({rule.severity}{fixable})"]
+    preview = ", in preview" if rule.preview else ""
+    parts = [f"# {rule.code} {rule.name}", f"**{rule.title()}** ({rule.severity}{preview}{fixable})"]
     parts += ["## Why is this bad?", rule.reason]
     for heading, cases in (("## Example", rule.bad), ("## Use instead", rule.good)):
         if cases and len(cases[0]) < _MAX_CASE:
@@ -75,7 +81,8 @@ def _row(rule: type[Rule], *, link: bool) -> str:
     code = f"[{rule.code}]({rule.code}.md)" if link else rule.code
     fixable = "yes" if is_safely_fixable(rule) else "unsafe" if is_fixable(rule) else ""
     title = rule.title().replace("|", "\\|")
-    return f"| {code} | {rule.name} | {rule.severity} | {fixable} | {title} |"
+    severity = f"{rule.severity} (preview)" if rule.preview else rule.severity
+    return f"| {code} | {rule.name} | {severity} | {fixable} | {title} |"
 
 
 def _link(reference: str) -> str:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.check.config.config import Config, place_of, read_configs
-from halfstep.check.config.literals import Literals
+from halfstep.check.config.literals import Literals, literals_of
 from halfstep.check.config.objects import optimizer_config
 from halfstep.check.config.python_reader import expects_error, find_in_script
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
 from halfstep.check.rule import ConfigRule
+from halfstep.check.script.children import all_nodes
 from halfstep.check.script.names import Names, chain, key_of, read_names
 from halfstep.check.settings import Settings
 from halfstep.errors import SettingError
@@ -128,7 +129,7 @@ def joint_configs(
 def named_files(tree: ast.Module, source: Source) -> tuple[str, ...]:
     """The configuration files a script names that exist, next to the script or in the working directory."""
     paths: dict[str, None] = {}
-    for node in ast.walk(tree):
+    for node in all_nodes(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CONFIG_FILE.match(node.value):
             for folder in (Path(source.path).parent, Path()):
                 path = folder / node.value
@@ -149,9 +150,9 @@ def _is_file(path: Path) -> bool:
 
 def read_use(tree: ast.Module, source: Source, configs: tuple[Config, ...]) -> Use:
     """What a script does with DeepSpeed."""
-    nodes = tuple(ast.walk(tree))
+    nodes = all_nodes(tree)
     names = read_names((n, False) for n in nodes if isinstance(n, ast.Import | ast.ImportFrom))
-    literals = Literals(list(nodes), source.text, names)
+    literals = literals_of(tree, source.text, names)
     trainers = tuple(config for config in configs if config.kind == "transformers")
     made = [n for n in nodes if isinstance(n, ast.Call) and names.full(n.func) == "deepspeed.initialize"]
     initialize = made[0] if len(made) == 1 and not _is_conditional(made[0], tree) else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from halfstep.check.script.children import all_nodes
 from halfstep.check.script.names import Names, chain
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span
 
-__all__ = ["Literals"]
+__all__ = ["Literals", "literals_of"]
 
 _CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem", "merge"})
 _MAX_DEPTH = 50
@@ -19,7 +20,7 @@ Path = tuple[str, ...]
 class Literals:
     """Reads expressions of one script; a name bound once to a constant is that constant."""
 
-    def __init__(self, nodes: list[ast.AST], text: str, names: Names) -> None:
+    def __init__(self, nodes: Sequence[ast.AST], text: str, names: Names) -> None:
         self.names = names
         self.text = text
         self.lines = text.split("\n")
@@ -170,6 +171,16 @@ class Literals:
             value = self._scalar(node.operand)
             return -value if isinstance(value, int | float) and not isinstance(value, bool) else UNKNOWN
         return UNKNOWN
+
+
+_last: list[tuple[ast.Module, Literals]] = []
+
+
+def literals_of(tree: ast.Module, text: str, names: Names) -> Literals:
+    """The literals of a script; two readers ask for the same one, so the last is remembered."""
+    if not _last or _last[0][0] is not tree:
+        _last[:] = [(tree, Literals(all_nodes(tree), text, names))]
+    return _last[0][1]
 
 
 def _subscript(target: ast.expr) -> tuple[str, Path | None]:

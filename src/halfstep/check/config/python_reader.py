@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, recipe_of
-from halfstep.check.config.literals import Literals
+from halfstep.check.config.literals import literals_of
 from halfstep.check.files.source import Source
+from halfstep.check.script.children import all_nodes
 from halfstep.check.script.names import Names, chain, read_names
 from halfstep.check.settings import Settings
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
@@ -27,7 +28,7 @@ __all__ = ["expects_error", "find_in_script"]
 _HINT = (
     "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
-    "finetuning_type", "micro_batch_size", "torchtune.",
+    "finetuning_type",
 )  # fmt: skip
 _HARDWARE_HINT = re.compile(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
@@ -70,9 +71,9 @@ class _Finder:
         text = source.text
         self.source = source
         self.settings = settings
-        self.nodes = list(ast.walk(tree))
+        self.nodes = all_nodes(tree)
         self.names = read_names((n, False) for n in self.nodes if isinstance(n, ast.Import | ast.ImportFrom))
-        self.literals = Literals(self.nodes, text, self.names)
+        self.literals = literals_of(tree, text, self.names)
         failing = [inner for n in self.nodes if expects_error(n) for inner in ast.walk(n)]
         self.failing = {id(node) for node in failing}
         self.failing_names = {node.id for node in failing if isinstance(node, ast.Name)}
@@ -120,9 +121,11 @@ class _Finder:
             name = self.literals.name_of(node)
             if name and name in self.failing_names:
                 continue
-            recipe = recipe_of(root) if isinstance(root, Block) else None
-            if recipe is not None and isinstance(root, Block) and (changed := self._changed(root, name)) is not None:
-                yield self._config(recipe, changed, "a dictionary")
+            # The other programs take their recipe as a file; a dictionary with their keys is a fixture of a test.
+            if isinstance(root, Block) and recipe_of(root) == "llamafactory":
+                changed = self._changed(root, name)
+                if changed is not None:
+                    yield self._config("llamafactory", changed, "a dictionary")
             origin = by_variable.get(name, "") or by_node.get(id(node), "")
             if isinstance(root, Block) and (is_deepspeed(root) or (origin and root.entries)):
                 nested.update(id(inner) for inner in ast.walk(node))

@@ -14,14 +14,14 @@ import codecs
 import re
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfstep.check.files.notebook import Notebook, read_notebook
 from halfstep.check.files.problems import FileTooLarge, NotText, SyntaxFault
 from halfstep.check.files.source import Language, Source
 from halfstep.check.finding import Edit, Finding, Place
 
-__all__ = ["LANGUAGES", "Document", "apply_edits", "language_of", "read_document", "size_limit"]
+__all__ = ["LANGUAGES", "Document", "apply_edits", "language_of", "located_source", "read_document", "size_limit"]
 
 LANGUAGES: dict[str, Language] = {
     ".py": "python",
@@ -99,6 +99,13 @@ def read_document(path: str, data: bytes, language: Language) -> Document:
         return _notebook(path, data, raw)
     text = raw.replace("\r\n", "\n").replace("\r", "\n") if "\r" in raw else raw
     return Document(Source(path, text, language), data, raw, encoding)
+
+
+def located_source(document: Document) -> Source:
+    """The text with the places in the file of every line, for reports."""
+    if document.notebook is None:
+        return document.source
+    return replace(document.source, cells=document.notebook.origins(document.raw))
 
 
 def too_large(path: str, limit: int) -> Finding:

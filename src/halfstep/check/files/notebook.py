@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from halfstep.check.files.problems import SyntaxFault, TooDeep
 from halfstep.check.files.python import parse_python
-from halfstep.check.files.source import Cell
+from halfstep.check.files.source import Cell, Origin
 from halfstep.check.finding import Edit, Finding, Place
 
 __all__ = ["Fault", "Notebook", "read_notebook"]
@@ -30,6 +31,8 @@ _PYTHON_MAGICS = frozenset({"time", "timeit", "capture", "prun", "python", "pyth
 _AUTOMAGIC = r"(?:pip3?|conda|mamba|cd|ls|mkdir|rm|cp|mv|cat|pwd)\s+[^=(.\s]"
 _MAGIC = re.compile(rf"[ \t]*(?:%\w|!|\?|{_AUTOMAGIC}|[\w.]+\s*=\s*(?:!|%\w)|[\w.]+\?\??[ \t]*$)")
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}:,]')
+# A line inside a JSON string, with the escaped line break that ends it.
+_WRITTEN_LINE = re.compile(r"(?:\\(?!n|u000[aA]).|[^\\])*(?:\\(?:n|u000[aA])|$)", re.DOTALL)
 _UNPRINTABLE = re.compile("[\ud800-\udfff\r]")
 
 
@@ -74,6 +77,14 @@ class Notebook:
         for index in sorted(edits_by_cell, reverse=True):  # from the end, so that earlier positions stay valid
             raw = _rewrite(raw, self.parts[index], edits_by_cell[index])
         return raw
+
+    def origins(self, raw: str) -> tuple[Cell, ...]:
+        """The cells, each with the places of its lines in the JSON."""
+        breaks = [match.end() for match in re.finditer("\n", raw)]
+        return tuple(
+            replace(cell, origins=tuple(_origins(raw, part.pieces, breaks)))
+            for cell, part in zip(self.cells, self.parts, strict=True)
+        )
 
     def _place(self, edit: Edit) -> tuple[int, Edit] | None:
         """The index of the cell an edit belongs to, and the edit in characters of that cell."""
@@ -225,6 +236,21 @@ def _source_places(raw: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:
                 pieces = []  # a duplicate key: the last one counts, as it does for json
         elif stack[:1] == ["cells"] and stack[2:3] == ["source"] and len(stack) <= 4:
             pieces.append(match.span())
+
+
+def _origins(raw: str, pieces: tuple[tuple[int, int], ...], breaks: list[int]) -> Iterator[Origin]:
+    """The place of each line of a cell, whose source is written in these string literals."""
+    at_start = True  # a line that continues in the next literal keeps the place where it starts
+    for start, end in pieces:
+        for match in _WRITTEN_LINE.finditer(raw, start + 1, end - 1):
+            line = match.group()
+            if not line:
+                continue
+            if at_start:
+                number = bisect_right(breaks, match.start())
+                first = breaks[number - 1] if number else 0
+                yield Origin(number + 1, match.start() - first + 1, line)
+            at_start = line.endswith("\\n") or line.lower().endswith("\\u000a")
 
 
 def _rewrite(raw: str, part: CellText, edits: list[Edit]) -> str:

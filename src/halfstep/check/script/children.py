@@ -1,13 +1,16 @@
-"""The children of a syntax node that are worth visiting, several times faster than ast.iter_child_nodes."""
+"""The nodes of a syntax tree that are worth visiting, several times faster than the functions of ast."""
 
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 
-__all__ = ["children_of"]
+__all__ = ["all_nodes", "children_of"]
 
 # Fields without nodes that rules look at, such as contexts and operators.
 _SKIP = {"ctx", "op", "ops", "type_comment", "names", "level", "returns", "annotation", "type_params", "kind"}
+_NO_NODES = {"ctx", "op", "ops", "type_comment", "level", "kind", "id", "attr", "arg", "module", "n", "s"}
+_ALL_FIELDS: dict[type, tuple[str, ...]] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
@@ -21,7 +24,28 @@ def children_of(node: ast.AST) -> list[ast.AST]:
     for name in fields:
         value = getattr(node, name, None)
         if isinstance(value, list):
-            children.extend(v for v in value if isinstance(v, ast.AST))
+            children += [v for v in value if isinstance(v, ast.AST)]
         elif isinstance(value, ast.AST):
             children.append(value)
     return children
+
+
+@lru_cache(maxsize=1)
+def all_nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Every node of a script except contexts and operators, outer ones first, as ast.walk orders them.
+
+    Readers of configurations and several rules look at all of them, so the last script's are remembered.
+    """
+    nodes = [tree]
+    for node in nodes:  # grows
+        kind = type(node)
+        fields = _ALL_FIELDS.get(kind)
+        if fields is None:
+            fields = _ALL_FIELDS[kind] = tuple(f for f in kind._fields if f not in _NO_NODES)
+        for name in fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                nodes += [v for v in value if isinstance(v, ast.AST)]
+            elif isinstance(value, ast.AST):
+                nodes.append(value)
+    return tuple(nodes)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 
+from halfstep.check.script.children import all_nodes
+
 __all__ = ["lines_that_raise"]
 
 _EXPECT = {"raises", "assertRaises", "assertRaisesRegex", "assertRaisesRegexp"}
@@ -18,7 +20,7 @@ def lines_that_raise(tree: ast.Module, text: str) -> list[range]:
         return []
     return [
         range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        for node in ast.walk(tree)
+        for node in all_nodes(tree)
         if isinstance(node, (ast.With, ast.AsyncWith)) and any(map(_expects, node.items))
     ]
 

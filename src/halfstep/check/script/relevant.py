@@ -10,15 +10,18 @@ from __future__ import annotations
 import ast
 import bisect
 import re
+from itertools import accumulate
 
 __all__ = ["relevant_functions"]
 
 _WORDS = (
-    "backward", ".step(", "zero_grad", "scal", "Scal", "amp", "autocast", "half", "float16", "fp16", "bf16", "precision",
+    "backward", ".step(", "zero_grad", "scale", "Scale", "scalar", "autocast", "half", "float16", "fp16", "bf16", "precision",
     "mixed", "clip_grad", "state_dict", "optim", ".grad", "no_grad", "inference_mode", "set_default", "masked_fill",
     "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "dtype", "Trainer", "apex", "Sharded", "virtual",
     "subdivision", "update_freq", "parameters(", "from_pretrained", "cross_entropy", "requires_grad",
 )  # fmt: skip
+# `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
+_AMP = re.compile(r"amp(?<![A-Za-z]amp)")
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
 _BREAK = re.compile(r"\r\n|\r|\n")
@@ -31,9 +34,10 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
 
     `words` are those that single rules declare, in addition to the common ones.
     """
-    starts = [0, *(m.end() for m in _BREAK.finditer(text))]
+    starts = _line_starts(text)
     losses = _LOSSES if "BCELoss" in text or "binary_cross" in text else ()
-    hits = _lines_with(text, starts, (*_WORDS, *losses, *words))
+    amp = {bisect.bisect_right(starts, match.start()) for match in _AMP.finditer(text)}
+    hits = sorted(amp.union(_lines_with(text, starts, (*_WORDS, *losses, *words))))
     functions = _definitions(tree)
     relevant = {f for f in functions if _any_between(hits, _first_line(f), f.end_lineno or f.lineno)}
     remaining = [f for f in functions if f not in relevant]
@@ -45,6 +49,12 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
         relevant = relevant | added
         remaining = [f for f in remaining if f not in added]
     return set(relevant)
+
+
+def _line_starts(text: str) -> list[int]:
+    if "\r" in text:
+        return [0, *(m.end() for m in _BREAK.finditer(text))]
+    return [0, *accumulate(len(line) + 1 for line in text.split("\n")[:-1])]
 
 
 def _lines_with(text: str, starts: list[int], words: tuple[str, ...]) -> list[int]:

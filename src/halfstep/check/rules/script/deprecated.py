@@ -39,7 +39,7 @@ class DeprecatedAmp(ScriptRule):
 
     code = "HS190"
     name = "deprecated-amp"
-    severity = "warning"
+    severity = "advice"
     reason = (
         "Since PyTorch 2.4 `torch.cuda.amp.autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` (and their torch.cpu.amp versions) "
         "emit a FutureWarning on every use; `torch.amp` provides them for every device. The arguments moved: "

@@ -1,0 +1,83 @@
+"""HS113: clipping that mixed precision leaves out."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.event import Event, compatible
+from halfstep.check.script.gradients import measures_only
+from halfstep.check.script.order import TraceRule, switched_off, without_amp
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+
+__all__ = ["RULES"]
+
+_CLIPS = re.compile(r"clip", re.IGNORECASE)
+_BRANCHES = """\
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16, enabled=use_amp):
+        loss = loss_fn(model(x), y)
+    if use_amp:
+        scaler.scale(loss).backward()
+{amp}        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+"""
+_CURE = "        scaler.unscale_(optimizer)\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+
+
+class ClipOnlyWithoutAmp(TraceRule):
+    """Gradients are clipped only in the branch without mixed precision."""
+
+    code = "HS113"
+    name = "clip-only-without-amp"
+    severity = "warning"
+    reason = (
+        "The limit on the gradient norm is part of the optimizer's settings, and only the float32 branch applies it: with mixed "
+        "precision the same command trains with another effective step, and a spike that would have been clipped changes the "
+        "weights. The setting is ignored without a message."
+    )
+    bad = (_BRANCHES.format(amp=""),)
+    good = (_BRANCHES.format(amp=_CURE),)
+    references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",)
+    kinds = ("scaler_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A scaler's step without a clip, next to a branch for float32 that clips."""
+        step = trace[index]
+        if switched_off(script, step):
+            return None
+        clips = [e for e in trace if e.kind == "clip" and not measures_only(e.node) and e.loops[:1] == step.loops[:1]]
+        skipped = [e for e in clips if e.function is step.function and without_amp(e) and not compatible(e, step)]
+        if not skipped or any(compatible(e, step) for e in clips) or _clips_otherwise(script, clips):
+            return None
+        # Without the contrary of a condition on the clip, the branch may be about something else.
+        clip = skipped[0]
+        if not any((text, not is_true) in step.guards for text, is_true in clip.guards):
+            return None
+        line = script.where(clip.node).line
+        return self.finding(
+            script.where(step.node),
+            f"`{step.local.scaler}.step` uses gradients that are not clipped: `{clip.subject}` (line {line}) runs only without "
+            "mixed precision",
+            instead=f"call {step.local.scaler}.unscale_({step.local.optimizer or 'optimizer'}), then {clip.subject}, before this step",
+        )
+
+
+def _clips_otherwise(script: Script, clips: list[Event]) -> bool:
+    """Whether the script has a call that may clip and is not among the recognised ones, such as a function of its own."""
+    recognised = {e.node for e in clips}
+    sites = [site for name, calls in script.outline.calls.items() if _CLIPS.search(name) for site in calls]
+    return any(site.call not in recognised and isinstance(site.call, ast.Call) for site in sites)
+
+
+RULES: tuple[type[Rule], ...] = (ClipOnlyWithoutAmp,)

@@ -1,0 +1,170 @@
+"""HS134 and HS135: a scaler without a region, and weights that change inside one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.names import key_of
+from halfstep.check.script.order import TraceRule, switched_off
+from halfstep.check.script.script import Script
+from halfstep.check.script.trace import Trace
+from halfstep.check.script.values import autocasts_of
+
+__all__ = ["RULES"]
+
+# Anything that may compute in 16 bits without the word "autocast" in this file.
+_SIXTEEN = re.compile(
+    r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
+)
+_LIBRARIES = ("torchvision.models", "timm.", "transformers.", "torch.nn.", "segmentation_models_pytorch.")
+_CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
+_LOOP = """\
+import torch
+model = torch.nn.Linear(8, 2).cuda()
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+{forward}    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+_CRITIC = """\
+import torch
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = critic(x).mean()
+{clamp}        score = critic(generator(z)).mean()
+    (loss - score).backward()
+"""
+
+
+class ScalerWithoutAutocast(TraceRule):
+    """The loss is scaled, but nothing computes in 16 bits."""
+
+    code = "HS134"
+    name = "scaler-without-autocast"
+    severity = "warning"
+    reason = (
+        "A GradScaler prepares for the small range of float16 gradients; it does not change the dtype of any computation. Without "
+        "an autocast region the model runs in float32 at the usual speed and memory, and the scaler adds a pass over the "
+        "gradients and skipped steps. Usually the region was forgotten."
+    )
+    bad = (_LOOP.format(forward="    loss = loss_fn(model(x), y)\n"),)
+    good = (
+        _LOOP.format(
+            forward='    with torch.autocast("cuda", dtype=torch.float16):\n        loss = loss_fn(model(x), y)\n'
+        ),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#typical-mixed-precision-training",)
+    kinds = ("backward",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A scaled backward in a file without any region, of a model that opens none itself."""
+        event = trace[index]
+        if (
+            event.scaled != "yes"
+            or not event.scaler
+            or switched_off(script, event)
+            or _SIXTEEN.search(script.source.text)
+        ):
+            return None
+        scalers = script.scalers_named(event.scaler)
+        forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
+        if not scalers or any(s.enabled == "no" for s in scalers) or not forwards:
+            return None
+        if not all(self._is_plain(script, e.subject, e.function) for e in forwards):
+            return None  # a model of another file may open a region in its forward
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.scaler}` scales the loss, but no autocast region is opened in this file: everything runs in float32",
+            instead="compute the model and the loss inside torch.autocast, or remove the scaler",
+        )
+
+    @staticmethod
+    def _is_plain(script: Script, key: str, function: object) -> bool:
+        """Whether a model is of a class of this file, or of a library whose models open no region."""
+        values = script.outline.values(key, function)  # type: ignore[arg-type]
+        calls = [v for v in values if isinstance(v, ast.Call)]
+        if not calls or len(calls) != len(values):
+            return False
+        for call in calls:
+            inner: ast.expr = call
+            while (
+                isinstance(inner, ast.Call)
+                and isinstance(inner.func, ast.Attribute)
+                and isinstance(inner.func.value, ast.Call)
+            ):
+                inner = inner.func.value  # Net().cuda()
+            full = script.outline.names.full(inner.func) if isinstance(inner, ast.Call) else ""
+            name = key_of(inner.func) if isinstance(inner, ast.Call) else ""
+            if name not in script.outline.classes and not full.startswith(_LIBRARIES):
+                return False
+        return True
+
+
+class WeightsChangedInsideAutocast(ScriptRule):
+    """Weights are changed inside an autocast region that has already cast them."""
+
+    code = "HS135"
+    name = "weights-changed-inside-autocast"
+    severity = "warning"
+    reason = (
+        "Autocast casts each float32 weight that requires a gradient once and keeps the 16-bit copy until the region ends. A "
+        "clamp, copy or other change of the weights inside the region does not reach the copies: the forward passes that follow "
+        "in the region use the old weights."
+    )
+    bad = (_CRITIC.format(clamp="        for p in critic.parameters():\n            p.data.clamp_(-0.01, 0.01)\n"),)
+    good = (_CRITIC.format(clamp=""),)
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.autocast",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """An in-place change of a parameter between two calls of its model, in one region."""
+        for name in sorted(_CHANGES & script.outline.calls.keys()):
+            for call, function in script.outline.calls[name]:
+                owner = _parameter_owner(script, call)
+                region = self._region(script, call, function) if owner else None
+                if region is None or not isinstance(call.func, ast.Attribute):
+                    continue
+                uses = [n.lineno for n in ast.walk(region) if isinstance(n, ast.Call) and key_of(n.func) == owner]
+                if any(line < call.lineno for line in uses) and any(line > call.lineno for line in uses):
+                    yield self.finding(
+                        script.where(call),
+                        f"`{name}` changes the weights of `{owner}` inside the autocast region opened at line {region.lineno}: "
+                        "the 16-bit copies that autocast keeps are the old ones",
+                        instead="end the region before the weights change",
+                    )
+
+    @staticmethod
+    def _region(script: Script, call: ast.Call, function: object) -> ast.With | None:
+        """The autocast block around a call, in its function."""
+        node: ast.AST | None = call
+        while node is not None and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(node, ast.With):
+                contexts = [item.context_expr for item in node.items]
+                if any(a.enabled != "no" for c in contexts for a in autocasts_of(script.outline, c, function)):  # type: ignore[arg-type]
+                    return node
+            node = script.outline.parents.get(node)
+        return None
+
+
+def _parameter_owner(script: Script, call: ast.Call) -> str:
+    """The model in `for p in model.parameters(): p.data.clamp_()`, or in `model.weight.data.copy_()`; "" for anything else."""
+    receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+    if not isinstance(receiver, ast.Attribute) or receiver.attr != "data":
+        return ""
+    key = key_of(receiver.value)
+    node = script.outline.parents.get(call)
+    while node is not None:
+        if isinstance(node, ast.For) and key_of(node.target) == key and isinstance(node.iter, ast.Call):
+            func = node.iter.func
+            is_parameters = isinstance(func, ast.Attribute) and func.attr == "parameters"
+            return key_of(func.value) if is_parameters and isinstance(func, ast.Attribute) else ""
+        node = script.outline.parents.get(node)
+    return key.split(".")[0] if key.count(".") == 1 and key.endswith((".weight", ".bias")) else ""
+
+
+RULES: tuple[type[Rule], ...] = (ScalerWithoutAutocast, WeightsChangedInsideAutocast)
