@@ -46,22 +46,10 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
         ' "fp16": {"enabled": true}, "gradient_clipping": 1.0}',
     )
     good = (
-        "{\n"
-        '  "gradient_clipping": 1.0,\n'
-        '  "train_batch_size": 8,\n'
-        '  "zero_optimization": {"stage": 1},\n'
-        '  "optimizer": {\n'
-        '    "type": "AdamW",\n'
-        '    "params": {\n'
-        '      "lr": 1e-4\n'
-        "    }\n"
-        "  }\n"
-        "}\n",
-        '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0,\n'
-        ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
+        '{\n  "gradient_clipping": 1.0,\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 1},\n  "optimizer": {\n'
+        '    "type": "AdamW",\n    "params": {\n      "lr": 1e-4\n    }\n  }\n}\n',
     )
     references = (
-        _DOCS + "#gradient-clipping",
         "https://github.com/deepspeedai/DeepSpeed/pull/742",
         "measured: DeepSpeed 0.19.6 and 0.19.8 raise ValueError",
     )
@@ -94,9 +82,11 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
         if config.entry("gradient_clipping") is not None:
             return Fix("Remove max_grad_norm, since gradient_clipping is set", removal.edits)
         addition = add(config, config.root, "gradient_clipping", entry.value.value, "")
-        if addition is None or not isinstance(entry.value.value, int | float):
-            return None
-        return Fix("Replace max_grad_norm with gradient_clipping", (*addition.edits, *removal.edits))
+        return (
+            None
+            if addition is None or not isinstance(entry.value.value, int | float)
+            else Fix("Replace max_grad_norm with gradient_clipping", (*addition.edits, *removal.edits))
+        )
 
 
 class UntestedOptimizer(DeepSpeedRule):
@@ -122,15 +112,8 @@ class UntestedOptimizer(DeepSpeedRule):
         "    model=net, optimizer=opt, config={'train_batch_size': 8, 'zero_optimization': {'stage': 2}}\n)\n",
     )
     good = (
-        "{\n"
-        '  "zero_allow_untested_optimizer": true,\n'
-        '  "train_batch_size": 8,\n'
-        '  "zero_optimization": {"stage": 2},\n'
-        '  "optimizer": {"type": "SGD", "params": {"lr": 0.1}}\n'
-        "}\n",
-        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": true,\n'
-        ' "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}',
-        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
+        '{\n  "zero_allow_untested_optimizer": true,\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n'
+        '  "optimizer": {"type": "SGD", "params": {"lr": 0.1}}\n}\n',
     )
     references = (_DOCS + "#zero-optimizations-for-fp16-training", "measured: DeepSpeed 0.19.8, assertion")
 
@@ -151,9 +134,9 @@ class UntestedOptimizer(DeepSpeedRule):
         fix = None
         by_layer = kind in BY_LAYER or name in BY_LAYER
         if allowed is None and config.entry("zero_allow_untested_optimizer") is None and not by_layer:
-            title = "Add zero_allow_untested_optimizer"
-            # The flag says that the user knows what ZeRO does with this optimizer.
-            fix = add(config, config.root, "zero_allow_untested_optimizer", True, title, safe=False)
+            # Unsafe: the flag means that the user knows what ZeRO does with this optimizer.
+            key = "zero_allow_untested_optimizer"
+            fix = add(config, config.root, key, True, f"Add {key}", safe=False)
         yield self.at(
             config,
             ("optimizer", "type"),

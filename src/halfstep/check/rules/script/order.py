@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 
 from halfstep.check.finding import Finding
+from halfstep.check.fixes.loops import scale_fix, unscale_fix, update_fix
 from halfstep.check.rule import Rule
 from halfstep.check.script.event import Event
 from halfstep.check.script.gradients import measures_only, skipped_unscale, unscaled_between
-from halfstep.check.script.loop_fixes import scale_fix, unscale_fix, update_fix
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import (
     STEPS,

@@ -91,7 +91,6 @@ class ScalerWithBf16(ScriptRule):
         _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
         _RIGHT,
         _PLAIN.format(dtype="bfloat16"),
-        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
         _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))', dtype="bfloat16"),
     )
     references = (
@@ -314,7 +313,7 @@ class Fp16WithoutScaler(TraceRule):
         "        out = model(x)\n        loss = criterion(out, y)\n    loss.backward()\n    optimizer.step()\n",
         _ITEM.format(dtype="float16"),
     )
-    good = (_PLAIN.format(dtype="bfloat16"), _RIGHT, _PLAIN.format(dtype="bfloat16"), _ITEM.format(dtype="bfloat16"))
+    good = (_PLAIN.format(dtype="bfloat16"), _RIGHT, _ITEM.format(dtype="bfloat16"))
     references = (f"{_AMP}#gradient-scaling", "https://arxiv.org/abs/1710.03740")
     kinds = ("backward",)
 

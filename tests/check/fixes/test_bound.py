@@ -3,7 +3,7 @@
 import pytest
 
 from halfstep.check.finding import Edit
-from halfstep.check.script.bound import missing_names
+from halfstep.check.fixes.bound import missing_names
 
 
 def missing(text, inserted="scaler.update()"):

@@ -3,7 +3,7 @@
 import pytest
 
 from check_scripts import codes, script
-from halfstep.check.script.owners import clipped_models, optimized_models, share
+from halfstep.check.fixes.owners import clipped_models, optimized_models, share
 
 TWO = """\
 import torch

@@ -11,10 +11,10 @@ import ast
 from collections.abc import Sequence
 
 from halfstep.check.finding import Edit, Fix
+from halfstep.check.fixes.owners import clipped_models, is_of_another, optimized_models, share
 from halfstep.check.script.event import Event, is_accumulation
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import is_amp, later
-from halfstep.check.script.owners import clipped_models, is_of_another, optimized_models, share
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 from halfstep.check.script.values import argument, text_of
