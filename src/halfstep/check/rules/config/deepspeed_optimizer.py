@@ -61,8 +61,7 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
         if entry is None or deepspeed.optimizer is None:
             return
         value = config.number(*path)
-        value_text = f"{value:g}" if value is not None else "..."
-        is_set = config.entry("gradient_clipping") is not None
+        value_text, is_set = f"{value:g}" if value is not None else "...", config.entry("gradient_clipping") is not None
         instead = f'Set `"gradient_clipping": {value_text}` at the top level.'
         yield self.at(
             config,
@@ -82,11 +81,9 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
         if config.entry("gradient_clipping") is not None:
             return Fix("Remove max_grad_norm, since gradient_clipping is set", removal.edits)
         addition = add(config, config.root, "gradient_clipping", entry.value.value, "")
-        return (
-            None
-            if addition is None or not isinstance(entry.value.value, int | float)
-            else Fix("Replace max_grad_norm with gradient_clipping", (*addition.edits, *removal.edits))
-        )
+        if addition is None or not isinstance(entry.value.value, int | float):
+            return None
+        return Fix("Replace max_grad_norm with gradient_clipping", (*addition.edits, *removal.edits))
 
 
 class UntestedOptimizer(DeepSpeedRule):
