@@ -97,7 +97,7 @@ def unscale_fix(script: Script, trace: Trace, start: int, index: int) -> Fix | N
     if guard:
         if not script.lines.alone_before(statement):
             return None
-        written = f"if {guard}:\n{script.lines.indent_unit}{written}"
+        written = f"if {guard}:\n{script.lines.indent_unit(statement)}{written}"
     title = f"unscale the gradients of {optimizer} before clipping"
     return Fix(title, (_line_before(script, statement, written),))
 
