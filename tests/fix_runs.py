@@ -114,4 +114,4 @@ def same_with_and_without_scaling(text):
     """Whether a script trains the same weights with an active and with a disabled scaler."""
     scaled, plain = weights(text), weights(text, scaling=False)
     assert len(scaled) == len(plain) > 0
-    return all(torch.allclose(a, b, rtol=2e-2, atol=1e-4) for a, b in zip(scaled, plain, strict=True))
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(scaled, plain, strict=True))

@@ -9,6 +9,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = [(torch.randn(8, 4), torch.randn(8, 3)) for _ in range(4)]
 loss_fn = nn.MSELoss()
 clip_grad_norm_ = nn.utils.clip_grad_norm_
+with torch.autocast("cuda", dtype=torch.float16):
+    model(torch.zeros(1, 4))
 """
 GAN = """\
 import itertools
@@ -32,6 +34,8 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scaler = torch.amp.GradScaler("cuda")
         self.data = [(torch.randn(8, 4), torch.randn(8, 3)) for _ in range(4)]
+        with torch.autocast("cuda", dtype=torch.float16):
+            self.model(torch.zeros(1, 4))
 """
 
 # (name, the codes that --fix cures, the script)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from halfstep.check.config.config import case_source
 from halfstep.check.files.document import read_document
 from halfstep.check.files.source import Source
-from halfstep.check.finding import Finding
+from halfstep.check.finding import Finding, Fix
 from halfstep.check.registry import rules_of
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.runner import check_document
 from halfstep.check.select import Selection
 from halfstep.check.settings import Settings
 
-__all__ = ["check_case", "is_fixable", "settings_of_case", "source_of_case"]
+__all__ = ["check_case", "is_fixable", "is_safely_fixable", "settings_of_case", "source_of_case"]
 
 
 def source_of_case(rule: type[Rule], text: str) -> Source:
@@ -37,4 +37,13 @@ def check_case(rule: type[Rule], text: str) -> tuple[Finding, ...]:
 
 def is_fixable(rule: type[Rule]) -> bool:
     """Whether any of the rule's bad cases comes with a fix."""
-    return any(f.fix is not None for text in rule.bad for f in check_case(rule, text) if f.code == rule.code)
+    return bool(_fixes(rule))
+
+
+def is_safely_fixable(rule: type[Rule]) -> bool:
+    """Whether any of those fixes is safe; the others need --unsafe-fixes."""
+    return any(fix.safe for fix in _fixes(rule))
+
+
+def _fixes(rule: type[Rule]) -> list[Fix]:
+    return [f.fix for text in rule.bad for f in check_case(rule, text) if f.code == rule.code and f.fix is not None]

@@ -4,7 +4,7 @@ A fix is a few edits of the text. Fixes that do not overlap are applied together
 repeats until nothing more can be fixed. Every round is verified on the changed file: it is read again from its bytes, it
 parses, each fixed finding is gone rather than moved or reworded, and no error or warning is new. A round that fails is
 repeated one fix at a time, and fixes that fail alone are skipped. Bytes that are not edited do not change. That an inserted
-line only uses names with a value is verified before a fix is offered at all (`halfstep.check.script.bound`).
+line only uses names with a value is verified before a fix is offered at all (`halfstep.check.fixes.bound`).
 """
 
 from __future__ import annotations

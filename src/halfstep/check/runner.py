@@ -221,7 +221,7 @@ def with_usable_fix(finding: Finding, source: Source) -> Finding:
     """The finding without its fix, if the fix would insert a name that may have no value there."""
     if finding.fix is None or source.language not in {"python", "notebook"}:
         return finding
-    from halfstep.check.script.bound import missing_names
+    from halfstep.check.fixes.bound import missing_names
 
     try:
         usable = not missing_names(source.text, finding.fix.edits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from halfstep.check.cases import is_fixable, source_of_case
+from halfstep.check.cases import is_fixable, is_safely_fixable, source_of_case
 from halfstep.check.registry import all_rules
 from halfstep.check.rule import Rule
 
@@ -56,7 +56,8 @@ def render_index(*, link: bool = False) -> str:
 
 def render_rule(rule: type[Rule]) -> str:
     """The page of one rule: its reason, an incorrect and a correct example, and its references."""
-    fixable = ", fixable with `--fix`" if is_fixable(rule) else ""
+    option = "`--fix`" if is_safely_fixable(rule) else "`--fix --unsafe-fixes`"
+    fixable = f", fixable with {option}" if is_fixable(rule) else ""
     preview = ", in preview" if rule.preview else ""
     parts = [f"# {rule.code} {rule.name}", f"**{rule.title()}** ({rule.severity}{preview}{fixable})"]
     parts += ["## Why is this bad?", rule.reason]
@@ -78,7 +79,7 @@ def write_pages(directory: Path) -> None:
 
 def _row(rule: type[Rule], *, link: bool) -> str:
     code = f"[{rule.code}]({rule.code}.md)" if link else rule.code
-    fixable = "yes" if is_fixable(rule) else ""
+    fixable = "yes" if is_safely_fixable(rule) else "unsafe" if is_fixable(rule) else ""
     title = rule.title().replace("|", "\\|")
     severity = f"{rule.severity} (preview)" if rule.preview else rule.severity
     return f"| {code} | {rule.name} | {severity} | {fixable} | {title} |"

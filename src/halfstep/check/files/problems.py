@@ -81,7 +81,7 @@ class SyntaxFault(Rule):
         "and checked where possible. In a notebook, the cells that parse are still checked."
     )
     bad = ("import torch\n\nscaler = torch.amp.GradScaler('cuda'\n", "print 'Python 2'\n")
-    good = ("import torch\n\nmodel = torch.nn.Linear(2, 2)\n",)
+    good = ("import torch\n\nscaler = torch.amp.GradScaler('cuda')\n",)
     references = ("https://docs.python.org/3/reference/grammar.html", "https://www.rfc-editor.org/rfc/rfc8259")
 
 

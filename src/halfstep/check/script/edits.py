@@ -69,11 +69,12 @@ class Lines:
         """Whether a statement is the first on its line, so that a line can be inserted before it."""
         return not self.text[self.starts[node.lineno - 1] : self.span(node)[0]].strip(" \t")
 
-    @property
-    def indent_unit(self) -> str:
-        """One level of indentation, as the text has it."""
+    def indent_unit(self, node: ast.stmt) -> str:
+        """One more level of indentation for a statement: a tab where its line has tabs, or the first block of the text."""
+        indent = self.text[self.starts[node.lineno - 1] : self.span(node)[0]]
         match = re.search(r":[ \t]*(?:#[^\r\n]*)?(?:\r\n|\r|\n)([ \t]+)\S", self.text)
-        return "\t" if match and match.group(1).startswith("\t") else "    "
+        first = indent or (match.group(1) if match else "")
+        return "\t" if first.startswith("\t") else "    "
 
     def before(self, node: ast.stmt, text: str) -> Edit:
         """A new line before a statement that is alone on its lines, with its indentation."""

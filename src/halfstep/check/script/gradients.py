@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.fixes.owners import is_of_another
 from halfstep.check.script.event import Event, Guard, compatible
 from halfstep.check.script.order import STEPS, between, is_amp, is_setting
-from halfstep.check.script.owners import is_of_another
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 from halfstep.check.script.values import argument, constant, text_of

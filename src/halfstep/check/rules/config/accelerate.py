@@ -47,6 +47,7 @@ class UnknownMixedPrecision(ConfigRule):
         "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision=True)\n",
     )
     good = (
+        'compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: "fp16"\nnum_processes: 8\n',
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: no\nnum_processes: 8\n",
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\n",
         "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision=args.mixed_precision)\n",
@@ -166,7 +167,10 @@ class RemovedFp16Argument(ConfigRule):
         "removed: the call raises a TypeError for an unexpected keyword argument."
     )
     bad = ("from accelerate import Accelerator\n\naccelerator = Accelerator(fp16=True)\n",)
-    good = ("from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='fp16')\n",)
+    good = (
+        'from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision="fp16")\n',
+        "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='fp16')\n",
+    )
     references = (_ACCELERATOR, "measured: accelerate 1.15 raises TypeError")
 
     def check(self, config: Config) -> Iterator[Finding]:

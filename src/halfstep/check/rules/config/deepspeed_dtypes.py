@@ -115,6 +115,7 @@ class Fp32GradientsIn16Bits(DeepSpeedRule):
     )
     bad = ('{"zero_optimization": {"stage": 1}, "train_batch_size": 8, "data_types": {"grad_accum_dtype": "bf16"}}',)
     good = (
+        '{"zero_optimization": {"stage": 1}, "train_batch_size": 8, "data_types": {"grad_accum_dtype": "fp32"}}',
         '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}',
     )
     references = (_DOCS + "#data-type-options", _MATRIX)
@@ -283,6 +284,7 @@ class SixteenBitMasters(DeepSpeedRule):
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true, "bf16_optimizer_states": true}}',
     )
     good = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "bf16": {"enabled": true}}',
         '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},\n'
         ' "fp16": {"enabled": true, "fp16_master_weights_and_grads": true}}',
         '{"zero_optimization": {"stage": 2},\n'

@@ -101,7 +101,10 @@ class MisspeltKey(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "fp_16": {"enabled": true}}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "gradient_accumulation_step": 4}',
     )
-    good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',)
+    good = (
+        '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n  "gradient_clipping": 1.0\n}',
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',
+    )
     references = (_DOCS, "measured: DeepSpeed 0.19.8 accepts gradient_cliping and ignores it")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
@@ -205,7 +208,10 @@ class RemovedKey(DeepSpeedRule):
         '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n  "curriculum_learning": {"enabled": true}\n}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 8}}',
     )
-    good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',)
+    good = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',
+    )
     references = (_REMOVALS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig raises DeepSpeedConfigError for each")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
@@ -245,7 +251,10 @@ class RenamedKey(DeepSpeedRule):
         '{"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": true}}',
         '{"zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {"device": "cpu"}}}',
     )
-    good = ('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": true}}',)
+    good = (
+        '{\n  "zero_optimization": {"stage": 2},\n  "bf16": {"enabled": true}\n}',
+        '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": true}}',
+    )
     references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:

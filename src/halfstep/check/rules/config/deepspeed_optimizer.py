@@ -46,11 +46,10 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
         ' "fp16": {"enabled": true}, "gradient_clipping": 1.0}',
     )
     good = (
-        '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0,\n'
-        ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
+        '{\n  "gradient_clipping": 1.0,\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 1},\n  "optimizer": {\n'
+        '    "type": "AdamW",\n    "params": {\n      "lr": 1e-4\n    }\n  }\n}\n',
     )
     references = (
-        _DOCS + "#gradient-clipping",
         "https://github.com/deepspeedai/DeepSpeed/pull/742",
         "measured: DeepSpeed 0.19.6 and 0.19.8 raise ValueError",
     )
@@ -62,8 +61,7 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
         if entry is None or deepspeed.optimizer is None:
             return
         value = config.number(*path)
-        value_text = f"{value:g}" if value is not None else "..."
-        is_set = config.entry("gradient_clipping") is not None
+        value_text, is_set = f"{value:g}" if value is not None else "...", config.entry("gradient_clipping") is not None
         instead = f'Set `"gradient_clipping": {value_text}` at the top level.'
         yield self.at(
             config,
@@ -111,9 +109,8 @@ class UntestedOptimizer(DeepSpeedRule):
         "    model=net, optimizer=opt, config={'train_batch_size': 8, 'zero_optimization': {'stage': 2}}\n)\n",
     )
     good = (
-        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": true,\n'
-        ' "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}',
-        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}',
+        '{\n  "zero_allow_untested_optimizer": true,\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 2},\n'
+        '  "optimizer": {"type": "SGD", "params": {"lr": 0.1}}\n}\n',
     )
     references = (_DOCS + "#zero-optimizations-for-fp16-training", "measured: DeepSpeed 0.19.8, assertion")
 
@@ -134,9 +131,9 @@ class UntestedOptimizer(DeepSpeedRule):
         fix = None
         by_layer = kind in BY_LAYER or name in BY_LAYER
         if allowed is None and config.entry("zero_allow_untested_optimizer") is None and not by_layer:
-            title = "Add zero_allow_untested_optimizer"
-            # The flag says that the user knows what ZeRO does with this optimizer.
-            fix = add(config, config.root, "zero_allow_untested_optimizer", True, title, safe=False)
+            # Unsafe: the flag means that the user knows what ZeRO does with this optimizer.
+            key = "zero_allow_untested_optimizer"
+            fix = add(config, config.root, key, True, f"Add {key}", safe=False)
         yield self.at(
             config,
             ("optimizer", "type"),
@@ -204,7 +201,11 @@ class OneBitWithZero(DeepSpeedRule):
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1},\n'
         ' "optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4, "freeze_step": 23000}}}',
     )
-    good = ('{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',)
+    good = (
+        '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1},\n'
+        ' "optimizer": {"type": "Adam", "params": {"lr": 4e-4}}}',
+        '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',
+    )
     references = ("https://github.com/deepspeedai/DeepSpeed/issues/5046", _REMOVALS)
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:

@@ -35,6 +35,7 @@ class TwoModes(DeepSpeedRule):
         "    'bf16': {'enabled': True},\n}\nengine = deepspeed.initialize(model=model, config=ds_config)\n",
     )
     good = (
+        '{"train_batch_size": 8, "fp16": {"enabled": false}, "bf16": {"enabled": true}}',
         '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": false}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
         '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}',
     )
@@ -72,6 +73,7 @@ class AutocastWithFp16Mode(DeepSpeedRule):
         ' "torch_autocast": {"enabled": true, "dtype": "float16"}}',
     )
     good = (
+        '{"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0, "fp16": {"enabled": true}}',
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true}}',
         '{"zero_optimization": {"stage": 1}, "torch_autocast": {"enabled": true, "dtype": "bfloat16"}}',
     )
@@ -208,7 +210,10 @@ class AmpRemoved(DeepSpeedRule):
         '{"train_batch_size": 8, "amp": {"enabled": true, "opt_level": "O2"}}',
         '{\n  "train_batch_size": 8,\n  "amp": {\n    "enabled": false\n  },\n  "zero_optimization": {"stage": 1}\n}',
     )
-    good = ('{"train_batch_size": 8, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}',)
+    good = (
+        '{"train_batch_size": 8, "bf16": {"enabled": true}}',
+        '{"train_batch_size": 8, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}',
+    )
     references = (
         _REMOVALS,
         "https://github.com/NVIDIA/apex/pull/1896",
@@ -249,7 +254,10 @@ class Fp16InputCast(DeepSpeedRule):
     bad = (
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": false, "auto_cast": true}, "bf16": {"enabled": true}}',
     )
-    good = ('{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "auto_cast": true}}',)
+    good = (
+        '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": false}, "bf16": {"enabled": true}}',
+        '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "auto_cast": true}}',
+    )
     references = (
         _CONFIG_DOCS + "#fp16-training-options",
         "measured: DeepSpeed 0.19.8 raises in the first forward pass",
@@ -285,6 +293,7 @@ class Fp16WithoutZero(DeepSpeedRule):
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": false}',
     )
     good = (
+        '{"train_batch_size": 8, "fp16": {"enabled": true}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}',
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": true}',
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": "${STAGE}"}}',

@@ -45,6 +45,7 @@ class InvalidLossScale(DeepSpeedRule):
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale": true}}',
     )
     good = (
+        '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale": 0}}',
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": true, "loss_scale": 0, "min_loss_scale": 1}}',
         '{"zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", "loss_scale": "auto"}}',
     )

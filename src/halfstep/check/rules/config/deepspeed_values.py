@@ -81,6 +81,7 @@ class QuotedNumber(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}',
     )
     good = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}',
         '{"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}',
     )

@@ -34,6 +34,7 @@ class PrescaledGradients(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "gradient_predivide_factor": 8.0}',
     )
     good = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "prescale_gradients": false}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "prescale_gradients": false}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_scatter": false}, "prescale_gradients": true}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "prescale_gradients": true}',
@@ -214,6 +215,7 @@ class StageOutOfRange(DeepSpeedRule):
         '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "zero_optimization": 2}',
     )
     good = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3}}',
         '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "zero_optimization": true}',
     )

@@ -68,6 +68,7 @@ class UnknownPrecision(LightningRule):
         "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 9\n  precision: fp16\n",
     )
     good = (
+        'import lightning as L\n\ntrainer = L.Trainer(precision="16-mixed")\n',
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\n",
         "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 9\n  precision: bf16-mixed\n",
         "from transformers import Trainer\n\ntrainer = Trainer(model, precision='fp16')\n",
@@ -175,7 +176,10 @@ class RemovedTrainerArgument(LightningRule):
         "from pytorch_lightning import Trainer\n\ntrainer = Trainer(precision=16, amp_backend='apex', amp_level='O2')\n",
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(precision=16, amp_backend='native')\n",
     )
-    good = ("from pytorch_lightning import Trainer\n\ntrainer = Trainer(precision='16-mixed')\n",)
+    good = (
+        "from pytorch_lightning import Trainer\n\ntrainer = Trainer(precision=16)\n",
+        "from pytorch_lightning import Trainer\n\ntrainer = Trainer(precision='16-mixed')\n",
+    )
     references = (_UPGRADE, "measured: lightning 2.6.6 has neither argument")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
@@ -202,7 +206,10 @@ class OldPrecisionName(LightningRule):
         "import lightning as L\n\ntrainer = L.Trainer(precision=16)\n",
         "_target_: lightning.Trainer\naccelerator: gpu\ndevices: 1\nmax_epochs: 10\nprecision: 16\n",
     )
-    good = ("import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\n",)
+    good = (
+        'import lightning as L\n\ntrainer = L.Trainer(precision="16-mixed")\n',
+        "import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\n",
+    )
     references = (_UPGRADE,)
 
     def inspect(self, config: Config) -> Iterator[Finding]:

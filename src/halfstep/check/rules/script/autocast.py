@@ -59,7 +59,7 @@ class BackwardInsideAutocast(TraceRule):
         "    with autocast(enabled=args.amp):\n        loss = model(x).mean()\n        scaler.scale(loss).backward()\n"
         "    scaler.step(optimizer)\n    scaler.update()\n",
     )
-    good = (_RIGHT, _BF16)
+    good = (_BF16, _RIGHT)
     references = (f"{_AMP}#torch.autocast", "https://github.com/pytorch/pytorch/pull/175241")
     kinds = ("backward",)
 
@@ -106,7 +106,7 @@ class StepInsideAutocast(TraceRule):
         "import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    for x in loader:\n        loss = model(x)\n"
         "        loss.backward()\n        optimizer.step()\n        optimizer.zero_grad()\n",
     )
-    good = (_RIGHT, _BF16)
+    good = (_BF16, _RIGHT)
     references = ("https://github.com/X-GenGroup/Flow-Factory/pull/186", f"{_AMP}#torch.autocast")
     kinds = ("scaler_step", "opt_step")
 
@@ -148,8 +148,8 @@ class AutocastDevice(ScriptRule):
         "import torch\nwith torch.amp.autocast(enabled=True):\n    y = model(x)\n",
     )
     good = (
+        "import torch\nfrom torch.amp import autocast\nwith autocast('cuda'):\n    y = model(x)\n",
         "import torch\ndevice = torch.device('cuda')\nwith torch.autocast(device.type, dtype=torch.float16):\n    y = model(x)\n",
-        "import torch\nwith torch.autocast(device_type=device, dtype=torch.float16):\n    y = model(x)\n",
     )
     references = (f"{_AMP}#torch.autocast",)
 
@@ -202,7 +202,7 @@ class AutocastArgumentOrder(ScriptRule):
         "import torch\nwith torch.autocast('cuda', True):\n    y = model(x)\n",
         "import torch\nwith torch.cuda.amp.autocast(device_type='cuda'):\n    y = model(x)\n",
     )
-    good = ("import torch\nwith torch.autocast('cuda', torch.bfloat16, True):\n    y = model(x)\n",)
+    good = ("import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    y = model(x)\n",)
     references = (f"{_AMP}#torch.autocast",)
 
     def check(self, script: Script) -> Iterator[Finding]:
@@ -238,8 +238,7 @@ class NestedAutocastDtypes(TraceRule):
         "    with torch.autocast('cuda', dtype=torch.float16):\n        y = encoder(h)\n",
     )
     good = (
-        "import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    h = encoder(x)\n"
-        "    with torch.autocast('cuda', enabled=False):\n        y = head(h.float())\n",
+        "import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    h = encoder(x)\n    y = encoder(h)\n",
     )
     references = (f"{_AMP}#torch.autocast",)
     kinds = ("enter_autocast",)

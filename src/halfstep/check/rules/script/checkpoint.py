@@ -311,7 +311,7 @@ def _load_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, st
     name = names[value]
     return script.lines.after(
         statement,
-        f"if {checkpoint}.get({name}):\n{script.lines.indent_unit}{scaler.key}.load_state_dict({checkpoint}[{name}])",
+        f"if {checkpoint}.get({name}):\n{script.lines.indent_unit(statement)}{scaler.key}.load_state_dict({checkpoint}[{name}])",
     )
 
 

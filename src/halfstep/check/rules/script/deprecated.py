@@ -59,6 +59,7 @@ class DeprecatedAmp(ScriptRule):
         "import torch\n@torch.cuda.amp.autocast()\ndef forward(x):\n    return x\n",
     )
     good = (
+        'import torch\nwith torch.amp.autocast("cuda", enabled=use_amp, dtype=torch.bfloat16):\n    y = model(x)\n',
         "import torch\nwith torch.amp.autocast('cuda', dtype=torch.bfloat16, enabled=use_amp):\n    y = model(x)\n",
         "try:\n    from torch.amp import GradScaler\nexcept ImportError:\n    from torch.cuda.amp import GradScaler\nscaler = GradScaler()\nprint(scaler)\n",
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 
 from halfstep.check.finding import Finding
+from halfstep.check.fixes.loops import scale_fix, unscale_fix, update_fix
 from halfstep.check.rule import Rule
 from halfstep.check.script.event import Event
 from halfstep.check.script.gradients import measures_only, skipped_unscale, unscaled_between
-from halfstep.check.script.loop_fixes import scale_fix, unscale_fix, update_fix
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import (
     STEPS,
@@ -47,6 +47,7 @@ _RIGHT = (
     scaler.update()
 """
 )
+_PLAIN = _START + "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
 _ACCUMULATING = """\
 import torch
 scaler = torch.amp.GradScaler("cuda")
@@ -84,7 +85,7 @@ class MissingUpdate(TraceRule):
         "    def train(self):\n        for x in self.loader:\n            loss = self.model(x)\n"
         "            self.scaler.scale(loss).backward()\n            self.scaler.step(self.optimizer)\n",
     )
-    good = (_RIGHT, _ACCUMULATING)
+    good = (_PLAIN, _RIGHT, _ACCUMULATING)
     references = (_DOCS, "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler")
     kinds = ("scaler_step",)
 
@@ -136,6 +137,7 @@ class UnscaledBackward(TraceRule):
         _START + "    scaler.scale(loss)\n    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
     )
     good = (
+        _PLAIN,
         _RIGHT,
         "import torch\nscaler = torch.amp.GradScaler('cuda', enabled=use_amp)\nfor x in loader:\n    loss = model(x)\n"
         "    if use_amp:\n        scaler.scale(loss).backward()\n    else:\n        loss.backward()\n"
@@ -191,6 +193,7 @@ class StepBypassesScaler(TraceRule):
         + "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    optimizer.step()\n    scaler.update()\n",
     )
     good = (
+        _PLAIN,
         _RIGHT,
         "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n"
         "    if use_amp:\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
@@ -255,7 +258,7 @@ class ClipBeforeUnscale(TraceRule):
         + "    scaler.scale(loss).backward()\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
         + "    scaler.step(optimizer)\n    scaler.update()\n",
         "import torch\nfrom torch.cuda.amp import GradScaler\nscaler = GradScaler()\ndef update(loss):\n"
-        "    scaler.scale(loss).backward()\n    if clip > 0:\n        torch.nn.utils.clip_grad_value_(net.parameters(), clip)\n"
+        "    optimizer.zero_grad()\n    scaler.scale(loss).backward()\n    if clip > 0:\n        torch.nn.utils.clip_grad_value_(net.parameters(), clip)\n"
         "    scaler.step(optimizer)\n    scaler.update()\nfor x in loader:\n    update(net(x))\n",
     )
     good = (_RIGHT, _ACCUMULATING)

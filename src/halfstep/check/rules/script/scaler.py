@@ -88,9 +88,9 @@ class ScalerWithBf16(ScriptRule):
         _LOOP.format(scaler="scaler = torch.cuda.amp.GradScaler()", dtype="bfloat16"),
     )
     good = (
+        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
         _RIGHT,
         _PLAIN.format(dtype="bfloat16"),
-        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
         _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))', dtype="bfloat16"),
     )
     references = (
@@ -272,10 +272,13 @@ class ScalerUnused(ScriptRule):
         "the optimizer and be updated."
     )
     bad = (
+        _PLAIN.format(dtype="bfloat16").replace(
+            "import torch\n", 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+        ),
         "import torch\nfrom torch.cuda.amp import GradScaler, autocast\nscaler = GradScaler()\nfor x in loader:\n"
         "    with autocast(dtype=torch.bfloat16):\n        loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
     )
-    good = (_RIGHT,)
+    good = (_PLAIN.format(dtype="bfloat16"), _RIGHT)
     references = (f"{_AMP}#gradient-scaling",)
 
     def check(self, script: Script) -> Iterator[Finding]:
@@ -310,7 +313,7 @@ class Fp16WithoutScaler(TraceRule):
         "        out = model(x)\n        loss = criterion(out, y)\n    loss.backward()\n    optimizer.step()\n",
         _ITEM.format(dtype="float16"),
     )
-    good = (_RIGHT, _PLAIN.format(dtype="bfloat16"), _ITEM.format(dtype="bfloat16"))
+    good = (_PLAIN.format(dtype="bfloat16"), _RIGHT, _ITEM.format(dtype="bfloat16"))
     references = (f"{_AMP}#gradient-scaling", "https://arxiv.org/abs/1710.03740")
     kinds = ("backward",)
 

@@ -63,6 +63,7 @@ class ScalerArguments(ScriptRule):
         "import torch\nscaler = torch.amp.GradScaler('cuda', growth_factor=1.0)\n",
     )
     good = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\n",
         "import torch\nscaler = torch.amp.GradScaler('cuda', init_scale=2**10)\n",
         "import torch\nscaler = torch.amp.GradScaler('cuda', 2.0**10, 2.0, 0.5, 1000)\n",
     )
@@ -109,7 +110,11 @@ class ScalerStepClosure(TraceRule):
     )
     bad = ("import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(model(x)).backward()\n"
            "    scaler.step(optimizer, closure=closure)\n    scaler.update()\n",)  # fmt: skip
-    good = (_TRAIN,)
+    good = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(model(x)).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n",
+        _TRAIN,
+    )
     references = (f"{_AMP}#torch.amp.GradScaler.step",)
     kinds = ("scaler_step",)
 

@@ -33,7 +33,10 @@ class SchedulerBeforeStep(TraceRule):
     severity = "advice"
     reason = "The first learning rate of the schedule is skipped. PyTorch warns: Detected call of `lr_scheduler.step()` before `optimizer.step()`."
     bad = (_TRAIN.replace("    scaler.step", "    scheduler.step()\n    scaler.step"),)
-    good = (_TRAIN,)
+    good = (
+        _TRAIN + "    scheduler.step()\n",
+        _TRAIN,
+    )
     references = ("https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",)
     kinds = ("sched_step",)
 

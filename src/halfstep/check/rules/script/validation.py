@@ -40,6 +40,7 @@ class ScalerInValidation(TraceRule):
     )
     bad = (_TRAIN + "with torch.no_grad():\n    val_loss = scaler.scale(loss_fn(model(x), y))\n",)
     good = (
+        _TRAIN + "with torch.no_grad():\n    val_loss = loss_fn(model(x), y)\n",
         _TRAIN
         + 'with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):\n    val_loss = loss_fn(model(x), y)\n',
     )

@@ -77,7 +77,12 @@ class DoubleUnscale(TraceRule):
         _START.replace(" / accumulate", "")
         + "    scaler.step(optimizer)\n    scaler.unscale_(optimizer)\n    scaler.update()\n",
     )
-    good = (_RIGHT, _TWO)
+    good = (
+        _START.replace(" / accumulate", "")
+        + "    scaler.unscale_(optimizer)\n    log(model)\n    scaler.step(optimizer)\n    scaler.update()\n",
+        _RIGHT,
+        _TWO,
+    )
     references = (_DOCS, "https://github.com/huggingface/accelerate/issues/641")
     kinds = ("unscale",)
 
@@ -158,7 +163,11 @@ class UpdateEveryMicroBatch(TraceRule):
         _START
         + "    if (i + 1) % accumulate == 0:\n        scaler.step(optimizer)\n        optimizer.zero_grad()\n    scaler.update()\n",
     )
-    good = (_RIGHT,)
+    good = (
+        _START
+        + "    if (i + 1) % accumulate == 0:\n        scaler.step(optimizer)\n        optimizer.zero_grad()\n        scaler.update()\n",
+        _RIGHT,
+    )
     references = (f"{_DOCS}#gradient-accumulation",)
     kinds = ("update",)
 
@@ -198,6 +207,7 @@ class UpdateBeforeStep(TraceRule):
         "    for optimizer in optimizers:\n        scaler.step(optimizer)\n        scaler.update()\n",
     )
     good = (
+        _START.replace(" / accumulate", "") + "    scaler.step(optimizer)\n    scaler.update()\n",
         _TWO,
         "import torch\nscaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(loss_d).backward()\n"
         "    scaler.step(opt_d)\n    scaler.update()\n    scaler.scale(loss_g).backward()\n    scaler.step(opt_g)\n    scaler.update()\n",

@@ -11,10 +11,10 @@ import ast
 from collections.abc import Sequence
 
 from halfstep.check.finding import Edit, Fix
+from halfstep.check.fixes.owners import clipped_models, is_of_another, optimized_models, share
 from halfstep.check.script.event import Event, is_accumulation
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import is_amp, later
-from halfstep.check.script.owners import clipped_models, is_of_another, optimized_models, share
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
 from halfstep.check.script.values import argument, text_of
@@ -97,7 +97,7 @@ def unscale_fix(script: Script, trace: Trace, start: int, index: int) -> Fix | N
     if guard:
         if not script.lines.alone_before(statement):
             return None
-        written = f"if {guard}:\n{script.lines.indent_unit}{written}"
+        written = f"if {guard}:\n{script.lines.indent_unit(statement)}{written}"
     title = f"unscale the gradients of {optimizer} before clipping"
     return Fix(title, (_line_before(script, statement, written),))
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from halfstep.check.finding import Edit
-from halfstep.check.script.certain import (
+from halfstep.check.fixes.certain import (
     assigned_names,
     assumptions,
     certain_after,
