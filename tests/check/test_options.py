@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from halfstep.check import options as module
 from halfstep.check.finding import Finding
 from halfstep.check.options import Options, find_device, make_options, parse_version
+from halfstep.check.pins import installed_pins
 from halfstep.check.project import PerFileIgnore, Project
 from halfstep.errors import SettingError
 from halfstep.hardware import probe as hardware
@@ -38,14 +38,14 @@ def test_the_installed_deepspeed_is_used_unless_another_is_named(tmp_path, monke
     """The flag takes precedence over the project, the project over the installed version; nothing is imported."""
     (tmp_path / "deepspeed-0.15.1.dist-info").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "gone")])
-    module.installed_versions.cache_clear()
+    installed_pins.cache_clear()
     assert Options().settings(Project()).deepspeed == (0, 15, 1)
     assert Options().settings(Project(deepspeed="0.12.0")).deepspeed == (0, 12, 0)
     assert Options(deepspeed="0.19.8").settings(Project(deepspeed="0.12.0")).deepspeed == (0, 19, 8)
     monkeypatch.setattr(sys, "path", [])
-    module.installed_versions.cache_clear()
+    installed_pins.cache_clear()
     assert Options().settings(Project()).deepspeed is None
-    module.installed_versions.cache_clear()
+    installed_pins.cache_clear()
     assert "deepspeed" not in sys.modules
 
 
@@ -53,11 +53,11 @@ def test_the_transformers_version_is_named_or_installed(tmp_path, monkeypatch):
     """The flag takes precedence over the project, the project over the installed version; text is rejected."""
     (tmp_path / "transformers-4.57.1.dist-info").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    module.installed_versions.cache_clear()
+    installed_pins.cache_clear()
     assert Options().settings(Project()).transformers == (4, 57, 1)
     assert Options().settings(Project(transformers="5.0.0")).transformers == (5, 0, 0)
     assert Options(transformers="5.22.2", gpu="t4").settings(Project(transformers="4.40.0")).transformers == (5, 22, 2)
-    module.installed_versions.cache_clear()
+    installed_pins.cache_clear()
     with pytest.raises(SettingError, match=r"not a version of transformers. Write it like 5\.22\.2"):
         make_options((), (), None, None, "newest")
 

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from halfstep.cli import cli, main
 from halfstep.cli import probe as probe_command
+from halfstep.hardware.advisories import Environment
 from halfstep.hardware.measure import Measured
 from halfstep.hardware.probe import find_gpu, from_cpu
 from halfstep.precision.choice import choose
@@ -117,3 +118,14 @@ def test_the_command_runs_as_a_program():
     data = json.loads(done.stdout)
     assert data["hardware"]["support"]["fp32"]["support"] == "native"
     assert data["choice"]["reasons"]
+
+
+def test_known_defects_of_this_installation_are_listed(monkeypatch):
+    """torch 2.11 with cuDNN 9.19 on an H200 has one, in the text and in the JSON; a named GPU has none."""
+    monkeypatch.setattr(probe_command, "probe", lambda: find_gpu("H200"))
+    environment = Environment({"torch": "2.11.0", "cudnn": "9.19.0"}, "sm90", "cuda")
+    monkeypatch.setattr(probe_command, "this_environment", lambda _hardware: environment)
+    assert "HSA-001" in run().output
+    advisories = json.loads(run("--json").output)["advisories"]
+    assert "https://github.com/pytorch/pytorch/issues/196678" in advisories[0]["threads"]
+    assert "HSA-" not in run("--gpu", "H200").output

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from halfstep.check.pins import Pin, installed_pins, parse_pin
 from halfstep.check.project import Project
 from halfstep.check.registry import find_rule
 from halfstep.check.select import Selection, parse_selectors, path_matches
@@ -36,6 +35,7 @@ class Options:
     preview: bool | None = None
     respect_gitignore: bool | None = None
     force_exclude: bool = False  # treat named files like those of a folder
+    pins: tuple[Pin, ...] = ()  # of `--with`
 
     def allows_unsafe(self, project: Project) -> bool:
         """Whether `--fix` and `--diff` also apply fixes that need review."""
@@ -43,13 +43,26 @@ class Options:
 
     def settings(self, project: Project) -> Settings:
         """What rules may know beyond the text."""
-        deepspeed = version_of("deepspeed", self.deepspeed or project.deepspeed)
-        transformers = version_of("transformers", self.transformers or project.transformers)
+        pins = self._pins(project)
+        named = {pin.package: pin.version for pin in reversed(pins)}
+        deepspeed = version_of("deepspeed", named.get("deepspeed"))
+        transformers = version_of("transformers", named.get("transformers"))
         gpu = self.gpu or project.gpu
         if not gpu:
-            return Settings(deepspeed, transformers=transformers)
+            return Settings(deepspeed, transformers=transformers, pins=pins, look_up=True)
         origin = "nvidia-smi" if gpu == "auto" else f"--gpu {gpu}" if self.gpu else f"gpu = {gpu!r} in pyproject.toml"
-        return Settings(deepspeed, find_device(gpu), origin, transformers)
+        return Settings(deepspeed, find_device(gpu), origin, transformers, pins, look_up=True)
+
+    def _pins(self, project: Project) -> tuple[Pin, ...]:
+        """The versions that the user named, the command line first."""
+        flags = (("deepspeed", self.deepspeed), ("transformers", self.transformers))
+        keys = (("deepspeed", project.deepspeed), ("transformers", project.transformers))
+        return (
+            *(Pin(name, version, f"--{name}") for name, version in flags if version),
+            *self.pins,
+            *(Pin(name, version, "pyproject.toml") for name, version in keys if version),
+            *project.pins,
+        )
 
     def selection(self, project: Project, path: str) -> Selection:
         """Which findings in the file at `path` to report.
@@ -85,6 +98,7 @@ def make_options(
     deepspeed: str | None,
     gpu: str | None,
     transformers: str | None = None,
+    versions: tuple[str, ...] = (),
     *,
     unsafe_fixes: bool | None = None,
 ) -> Options:
@@ -95,8 +109,9 @@ def make_options(
         parse_version(transformers, "transformers")
     if gpu is not None and gpu != "auto":
         find_device(gpu)
+    pins = tuple(parse_pin(text, "--with") for text in versions)
     chosen, ignored = parse_selectors(select, "--select"), parse_selectors(ignore, "--ignore")
-    return Options(chosen, ignored, deepspeed, gpu, transformers, unsafe_fixes)
+    return Options(chosen, ignored, deepspeed, gpu, transformers, unsafe_fixes, pins=pins)
 
 
 _EXAMPLES = {"deepspeed": ("DeepSpeed", "0.19.8"), "transformers": ("transformers", "5.22.2")}
@@ -116,23 +131,9 @@ def version_of(package: str, text: str | None) -> tuple[int, ...] | None:
     return parse_version(text, package) if text else installed_versions().get(package)
 
 
-@cache
 def installed_versions() -> dict[str, tuple[int, ...]]:
-    """The libraries installed alongside Halfstep, from the names of their dist-info folders; nothing is imported.
-
-    importlib.metadata finds them as well, but takes several times as long (61 ms instead of 10 on a busy machine).
-    """
-    versions: dict[str, tuple[int, ...]] = {}
-    for folder in sys.path:
-        try:
-            names = [entry.name for entry in os.scandir(folder or ".")]
-        except OSError:
-            continue
-        for name in names:
-            match = re.fullmatch(r"(deepspeed|transformers)-(.+)\.dist-info", name)
-            if match:
-                versions.setdefault(match[1], parse_version(match[2], match[1]))
-    return versions
+    """DeepSpeed and Transformers as installed alongside Halfstep; nothing is imported."""
+    return {p.package: parse_version(p.version, p.package) for p in installed_pins() if p.package in _EXAMPLES}
 
 
 @cache

@@ -12,6 +12,9 @@
     transformers = "5.22.2"
     unsafe-fixes = true
 
+    [tool.halfstep.check.with]
+    torch = "2.11.0"
+
     [tool.halfstep.check.per-file-ignores]
     "tests/*" = ["HS104"]
 
@@ -20,11 +23,12 @@ The first file upwards that has the table is used; the search ends at the root o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from halfstep.check.pins import Pin, parse_pin
 from halfstep.check.select import parse_selectors
 from halfstep.errors import SettingError, unknown
 
@@ -32,7 +36,7 @@ __all__ = ["PerFileIgnore", "Project", "find_project"]
 
 _KEYS = (
     "select", "ignore", "per-file-ignores", "exclude", "respect-gitignore", "preview", "baseline", "deepspeed", "gpu",
-    "transformers", "unsafe-fixes",
+    "transformers", "unsafe-fixes", "with",
 )  # fmt: skip
 
 
@@ -60,6 +64,7 @@ class Project:
     preview: bool = False
     baseline: str | None = None  # relative to `root`
     unsafe_fixes: bool = False
+    pins: tuple[Pin, ...] = ()  # the versions of its libraries, from the table "with"
 
 
 @cache
@@ -121,6 +126,17 @@ def _read(table: dict[str, Any], file: Path) -> Project:
         _flag(table, "preview", where, default=False),
         _text(table, "baseline", where),
         _flag(table, "unsafe-fixes", where, default=False),
+        _pins(table, where),
+    )
+
+
+def _pins(table: dict[str, Any], where: str) -> tuple[Pin, ...]:
+    versions = table.get("with", {})
+    if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
+        raise SettingError(f'{where}: with is {versions!r}; write a table such as torch = "2.11.0".')
+    return tuple(
+        replace(parse_pin(f"{name}={version}", f"{where}, with"), origin="pyproject.toml")
+        for name, version in versions.items()
     )
 
 

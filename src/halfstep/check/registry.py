@@ -15,13 +15,14 @@ from halfstep.check.rule import Rule
 
 __all__ = ["GROUPS", "Group", "all_rules", "find_rule", "modules_of", "rules_of", "words_of_rules"]
 
-Group = Literal["files", "script", "config", "hardware"]
+Group = Literal["files", "script", "config", "hardware", "advisories"]
 
 GROUPS: dict[Group, str] = {
     "files": "halfstep.check.files.problems",
     "script": "halfstep.check.rules.script",
     "config": "halfstep.check.rules.config",
     "hardware": "halfstep.check.rules.hardware",
+    "advisories": "halfstep.check.rules.advisories",
 }
 
 

@@ -28,6 +28,7 @@ from halfstep.check.settings import Settings
 from halfstep.check.suppress import suppress
 from halfstep.check.walk import Target
 from halfstep.errors import SettingError
+from halfstep.hardware.advisory import WORDS as AFFECTED_WORDS
 
 __all__ = ["FileResult", "check_document", "check_target", "read_target", "with_usable_fix"]
 
@@ -194,6 +195,8 @@ def _apply(
     rules: Iterable[type[Rule]] = rules_of(group)
     if settings.gpu is not None:
         rules = (*rules, *rules_of("hardware"))
+    if (settings.pins or settings.look_up) and _mentions(source, AFFECTED_WORDS):
+        rules = (*rules, *rules_of("advisories"))
     for rule in rules:
         if issubclass(rule, kind) and (preview or not rule.preview):
             yield from _run(rule, facts, source)

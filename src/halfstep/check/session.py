@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,15 +48,17 @@ def check_path(
     deepspeed: str | None = None,
     gpu: str | None = None,
     transformers: str | None = None,
+    versions: Mapping[str, str] | None = None,
 ) -> tuple[Finding, ...]:
     """The precision mistakes in one or more files and folders; no checked code is imported, run or changed.
 
     `select` and `ignore` accept codes (`"HS104"`), prefixes (`"HS1"`), names and severities. `deepspeed` is the DeepSpeed
-    version that configurations are checked for, `transformers` the version that scripts run with, `gpu` the hardware. The project's pyproject.toml applies as it does for
+    version that configurations are checked for, `transformers` the version that scripts run with, `gpu` the hardware, `versions` those of other libraries. The project's pyproject.toml applies as it does for
     `halfstep check`.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    options = make_options(_words(select), _words(ignore), deepspeed, gpu, transformers)
+    pairs = tuple(f"{name}={version}" for name, version in (versions or {}).items())
+    options = make_options(_words(select), _words(ignore), deepspeed, gpu, transformers, pairs)
     return check_paths(paths, options).findings
 
 

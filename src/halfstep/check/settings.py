@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from halfstep.check.pins import Pin
     from halfstep.hardware.devices import Device  # 7 ms of a start that may take 300
 
 __all__ = ["Settings"]
@@ -19,3 +20,5 @@ class Settings:
     gpu: Device | None = None  # the hardware the run is for
     gpu_origin: str = ""  # "--gpu t4", "nvidia-smi"
     transformers: tuple[int, ...] | None = None  # None: unknown, messages cover both 4 and 5
+    pins: tuple[Pin, ...] = ()  # versions that the user named
+    look_up: bool = False  # whether versions that the project pins or that are installed count as well

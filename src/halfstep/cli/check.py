@@ -59,6 +59,13 @@ FORMATS = ("text", "concise", "json", "sarif", "github", "gitlab", "junit")
 @click.option(
     "--gpu", metavar="NAME", help="Also report settings that this GPU does not support (auto: query nvidia-smi)."
 )
+@click.option(
+    "--with",
+    "versions",
+    multiple=True,
+    metavar="NAME=VERSION",
+    help="Also report known defects of this version of a library, e.g. torch=2.11 (default: pinned or installed ones).",
+)
 @click.option("--stdin-filename", metavar="NAME", help="File name for standard input (-); default: stdin.py.")
 def command(
     paths: tuple[str, ...],
@@ -81,6 +88,7 @@ def command(
     deepspeed: str | None,
     transformers: str | None,
     gpu: str | None,
+    versions: tuple[str, ...],
     stdin_filename: str | None,
 ) -> None:
     """Find precision mistakes in scripts, notebooks and configurations, without running them.
@@ -135,7 +143,7 @@ def command(
         click.echo(rules_as_json() if style == "json" else rules_as_text())
         return
     options = replace(
-        make_options(select, ignore, deepspeed, gpu, transformers, unsafe_fixes=unsafe_fixes),
+        make_options(select, ignore, deepspeed, gpu, transformers, versions, unsafe_fixes=unsafe_fixes),
         preview=preview,
         respect_gitignore=respect_gitignore,
         force_exclude=force_exclude,

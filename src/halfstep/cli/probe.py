@@ -9,6 +9,8 @@ import sys
 
 import click
 
+from halfstep.hardware.advisories import advisories_for
+from halfstep.hardware.installed import this_environment
 from halfstep.hardware.measure import Measured, confirm, measure_matmuls
 from halfstep.hardware.probe import find_gpu, probe
 from halfstep.precision.choice import choose
@@ -24,7 +26,7 @@ __all__ = ["command"]
 def command(gpu: str | None, measure: bool, as_json: bool) -> None:
     """Show which formats this machine (or a named GPU) runs natively and which precision to use.
 
-    Every format that is not chosen is listed with the reason.
+    Every format that is not chosen is listed with the reason, and so are known defects of the installed libraries.
 
     \b
     halfstep probe
@@ -42,10 +44,12 @@ def command(gpu: str | None, measure: bool, as_json: bool) -> None:
     if measure:
         measured = measure_matmuls()
         statements = confirm(hardware, measured)
+    # A GPU that is not here runs with libraries that are not here.
+    advisories = advisories_for(this_environment(hardware)) if gpu is None else ()
     if as_json:
-        click.echo(json.dumps(as_data(hardware, choice, measured, statements), indent=2))
+        click.echo(json.dumps(as_data(hardware, choice, measured, statements, advisories), indent=2))
         return
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else 100
     colour = terminal and not os.environ.get("NO_COLOR")
-    click.echo(as_text(hardware, choice, measured, statements, colour=colour, width=width))
+    click.echo(as_text(hardware, choice, measured, statements, advisories, colour=colour, width=width))

@@ -169,7 +169,7 @@ def _apple(name: str, label: str, bf16: Fact) -> Architecture:
         "Apple",
         "mps",
         Facts(tf32=Fact("none", "no TF32 units"), bf16=bf16, fp16=fp16, fp8=_NO_FP8),
-        ("torch's fused optimizers ignore the loss scale on MPS: with fp16 there, use fused=False.",),
+        ("torch's fused optimizers ignore the loss scale on MPS before torch 2.13: with fp16 there, use fused=False.",),
     )
 
 

@@ -130,9 +130,7 @@ def _against(name: str, chosen: str, hardware: Hardware) -> str:
 
 
 _WORDS = {"native": "native", "slow": "slow", "emulated": "emulated", "none": "not available"}
-_MPS_FP16 = (
-    " And torch's fused optimizers ignore the loss scale on MPS, so it needs fused=False. To try it: --precision fp16."
-)
+_MPS_FP16 = " And torch's fused optimizers ignore the loss scale on MPS before torch 2.13, so it needs fused=False there. To try it: --precision fp16."
 
 
 def _how(name: str, hardware: Hardware) -> str:

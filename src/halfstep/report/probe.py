@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from halfstep.hardware.advisory import Advisory
 from halfstep.hardware.devices import FORMAT_NAMES
 from halfstep.hardware.measure import Measured
 from halfstep.hardware.probe import Hardware
@@ -18,7 +19,11 @@ WIDTH = 100
 
 
 def as_data(
-    hardware: Hardware, choice: Choice, measured: Sequence[Measured] = (), statements: Sequence[str] = ()
+    hardware: Hardware,
+    choice: Choice,
+    measured: Sequence[Measured] = (),
+    statements: Sequence[str] = (),
+    advisories: Sequence[Advisory] = (),
 ) -> dict[str, Any]:
     """The report as values that JSON can represent."""
     return {
@@ -51,6 +56,17 @@ def as_data(
             for m in measured
         ],
         "statements": list(statements),
+        "advisories": [
+            {
+                "id": a.id,
+                "affected": [str(affected) for affected in a.affected],
+                "features": list(a.features),
+                "consequence": a.consequence,
+                "remedy": a.remedy,
+                "threads": list(a.threads),
+            }
+            for a in advisories
+        ],
     }
 
 
@@ -59,6 +75,7 @@ def as_text(
     choice: Choice,
     measured: Sequence[Measured] = (),
     statements: Sequence[str] = (),
+    advisories: Sequence[Advisory] = (),
     *,
     colour: bool = False,
     width: int = WIDTH,
@@ -104,6 +121,14 @@ def as_text(
         console.print(speeds)
         for statement in statements:
             write(statement, 2)
+    if advisories:
+        write("")
+        write("Known defects of this installation:", style="bold")
+        defects = table("advisory", "affected", "if a program uses")
+        for a in advisories:
+            defects.add_row(a.id, str(a.affected[0]), Text(a.usage.replace("`", "")))
+        console.print(defects)
+        write("docs/advisories.md has the consequence, the remedy and the thread of each.", 2)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

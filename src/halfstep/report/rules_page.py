@@ -23,6 +23,11 @@ _GROUPS = {
         "DeepSpeed, Accelerate, Transformers, Lightning and Halfstep settings, in files and in scripts.",
     ),
     "HS3": ("Hardware", "Settings that the GPU does not support. Active only when a GPU is named with `--gpu`."),
+    "HS4": (
+        "Libraries",
+        "Known defects of the versions that are installed, pinned or named with `--with`. [advisories.md](advisories.md) lists them.",
+    ),
+    "HS5": ("Recipes", "Files of axolotl, LLaMA-Factory, torchtune and torchtitan, recognised by their content."),
 }
 _MAX_CASE = 4000  # characters; the longer cases are stress tests, not examples
 

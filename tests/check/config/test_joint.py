@@ -129,3 +129,63 @@ def test_a_custom_backward_with_the_engines_scale_is_right():
 def test_every_rule_is_a_joint_one():
     """Every rule of the module derives from JointRule."""
     assert all(issubclass(rule, JointRule) for rule in RULES)
+
+
+BARE = """import deepspeed
+
+{engine} = deepspeed.initialize(model=model, config={config}){first}
+for x in loader:
+    loss = engine(x)
+    loss.backward()
+    {step}
+"""
+
+
+def bare(config, engine="engine, optimizer, _, _", first="", step="engine.step()", deepspeed=None):
+    text = BARE.format(config=config, engine=engine, first=first, step=step)
+    configs = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings(deepspeed=deepspeed))
+    return [(f.code, f.severity) for config in configs for rule in RULES for f in rule().check(config)]
+
+
+def test_a_bare_backward_is_judged_without_a_configuration():
+    """Unknown precision is a warning; stage 0 raises; ZeRO in bf16 is wrong in old releases only."""
+    zero = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    assert bare("args.config") == [("HS294", "warning")]
+    assert bare(PLAIN) == [("HS294", "error")]
+    assert bare(zero) == [("HS294", "advice")]
+    assert bare(zero, deepspeed=(0, 18, 2)) == [("HS294", "advice")]
+    assert bare(zero, deepspeed=(0, 18, 3)) == []
+
+
+def test_an_engine_taken_from_the_result_by_index_is_recognized():
+    """deepspeed.initialize(...)[0] is the engine."""
+    assert bare("args.config", engine="engine", first="[0]") == [("HS294", "warning")]
+
+
+def test_an_engine_that_only_runs_the_forward_is_reported_for_both_calls():
+    """loss.backward() and optimizer.step() around an engine bypass it twice."""
+    assert bare("args.config", step="optimizer.step()") == [("HS294", "warning"), ("HS295", "warning")]
+
+
+AUTOCAST = """import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+
+accelerator = Accelerator(deepspeed_plugin={plugin})
+model, optimizer = accelerator.prepare(model, optimizer)
+with torch.autocast("cuda"):
+    loss = model(x)
+"""
+
+
+def test_a_model_prepared_for_deepspeed_is_an_engine():
+    """Autocast around a model that Accelerate runs in DeepSpeed's engine is disabled inside it."""
+    (finding,) = check(AUTOCAST.format(plugin="DeepSpeedPlugin(zero_stage=2)"))
+    assert (finding.code, finding.severity) == ("HS293", "advice")
+    assert check(AUTOCAST.format(plugin="None")) == []
+
+
+def test_clipping_the_model_that_the_engine_has_is_the_same():
+    """The parameters of the model passed to deepspeed.initialize are the engine's."""
+    text = LOOP.format(config=FP16).replace("engine.parameters()", "model.parameters()")
+    assert [f.code for f in check(text)] == ["HS291"]
+    assert check(text.replace("model.parameters()", "other.parameters()")) == []

@@ -264,10 +264,15 @@ def test_the_check_of_optimizers_is_disabled_only_for_elementwise_ones(kind, fix
 @pytest.mark.parametrize("extra", [{}, {"steps_per_print": 10, "gradient_accumulation_steps": "auto", "bf16": {}}])
 def test_a_part_of_a_configuration_may_leave_clipping_to_the_rest(extra):
     """Without a version, only a complete configuration is reported for its missing clipping."""
-    config = {"train_batch_size": 8, "zero_optimization": {"stage": 2}} | extra
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True}} | extra
     assert ("HS239" in codes(config)) == bool(extra)
     assert "HS239" in codes(config, deepspeed=(0, 19, 8))
     assert "HS239" not in codes(config, deepspeed=(0, 19, 2))
+
+
+def test_a_file_that_trains_nothing_needs_no_clipping():
+    """A ZeRO file for inference has neither an optimizer nor a precision mode."""
+    assert "HS239" not in codes({"train_batch_size": 1, "zero_optimization": {"stage": 3}}, deepspeed=(0, 19, 8))
 
 
 def test_accelerate_reads_no_deepspeed_settings_in_its_own_file():
@@ -317,4 +322,4 @@ def test_a_file_with_apex_is_reported(key):
 def test_a_file_that_loads_bf16_weights_is_reported_if_it_trains_them(extra, reported):
     """TRL's files name the dtype of the model next to the trainer's arguments."""
     text = f"model_name_or_path: a/b\ntorch_dtype: bfloat16\nbf16: true\n{PADDLE}{extra}"
-    assert ("HS277" in codes(text)) == reported
+    assert ("HS278" in codes(text)) == reported

@@ -132,7 +132,13 @@ def test_each_rule_has_cases(rule):
 def test_codes_and_names_are_unique_and_codes_match_the_group():
     """No two rules share a code or a name, and the first digit of a code is that of its group."""
     assert len({rule.code for rule in RULES}) == len({rule.name for rule in RULES}) == len(RULES)
-    for group, first in (("files", "HS0"), ("script", "HS1"), ("config", "HS2"), ("hardware", "HS3")):
+    for group, first in (
+        ("files", "HS0"),
+        ("script", "HS1"),
+        ("config", "HS2"),
+        ("hardware", "HS3"),
+        ("advisories", "HS4"),
+    ):
         # HS277 reads a script, and is about TrainingArguments like its neighbours; HS5xx are recipes of other trainers.
         codes = {rule.code[:3] for rule in rules_of(group) if rule.code != "HS277"}
         assert codes <= ({first, "HS5"} if group == "config" else {first})

@@ -1,8 +1,8 @@
-"""HS123: a loss that leaves a float16 region as an item, an attribute or part of an expression."""
+"""HS120 and HS123: losses that leave a region in any form, and dtypes that the text leaves open."""
 
 import pytest
 
-from check_scripts import codes
+from check_scripts import codes, findings
 
 LOOP = """\
 import torch
@@ -49,3 +49,110 @@ def test_loss_is_traced_into_the_region(forward, backward):
 def test_other_losses_are_silent(forward, backward):
     """A loss that is scaled, or not computed in the region, gives no finding."""
     assert codes(LOOP.format(dtype="float16", forward=forward, backward=backward)) == []
+
+
+CHOICE = """\
+import argparse
+import torch
+from contextlib import nullcontext
+{before}
+for x, y in loader:
+    optimizer.zero_grad()
+    with {context}:
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+TABLE = '{"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}'
+PARSER = 'parser = argparse.ArgumentParser()\nparser.add_argument("--dtype", {option})\nargs = parser.parse_args()'
+FLOAT16_ARMS = [
+    ("dtype = torch.bfloat16 if ok else torch.float16", 'torch.autocast("cuda", dtype=dtype)', "`dtype` is float16"),
+    ("if ok:\n    dtype = torch.bfloat16\nelse:\n    dtype = torch.half", 'torch.autocast("cuda", dtype=dtype)', "`dtype`"),
+    (f"ptdtype = {TABLE}[dtype]", "torch.autocast('cuda', dtype=ptdtype)", "`ptdtype` is float16"),
+    (f"ctx = nullcontext() if cpu else torch.autocast('cuda', dtype={TABLE}[args.dtype])", "ctx", "is float16"),
+    (f"TABLE = {TABLE}", "torch.autocast('cuda', dtype=TABLE.get(name, torch.float32))", "is float16"),
+    (PARSER.format(option='default="float16"'), "torch.autocast('cuda', dtype=getattr(torch, args.dtype))", "is float16"),
+    ("def pick(n):\n    if n:\n        return torch.bfloat16\n    return torch.float16", "torch.autocast('cuda', dtype=pick(n))", "`pick(n)`"),
+    ("", "torch.autocast(device_type=x.device.type)", "on CUDA"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "context", "condition"), FLOAT16_ARMS)
+def test_float16_arm_without_scaler(before, context, condition):
+    """A dtype that may be float16 needs a scaler for that case; the message states when, and the severity is milder."""
+    (finding,) = findings(CHOICE.format(before=before, context=context), "HS123")
+    assert condition in finding.message
+    assert finding.severity == "warning"
+
+
+@pytest.mark.parametrize(
+    ("before", "context"),
+    [
+        ('device = "cuda" if torch.cuda.is_available() else "cpu"', "torch.autocast(device)"),
+        ('device = torch.device("cuda" if torch.cuda.is_available() else "cpu")', "torch.autocast(device_type=device.type)"),
+        ('device = torch.device(f"cuda:{rank}" if gpu else "cpu")', "torch.amp.autocast(device.type)"),
+    ],
+)  # fmt: skip
+def test_default_dtype_on_the_device_that_is_available(before, context):
+    """Without a dtype the region is float16 on CUDA: training there without a scaler is an error."""
+    (finding,) = findings(CHOICE.format(before=before, context=context), "HS123")
+    assert (finding.severity, "on CUDA" in finding.message) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("before", "context"),
+    [
+        (f'dtype = "bfloat16"\nptdtype = {TABLE}[dtype]', "torch.autocast('cuda', dtype=ptdtype)"),
+        (PARSER.format(option='choices=["bfloat16", "float32"]'), f"torch.autocast('cuda', dtype={TABLE}[args.dtype])"),
+        ("dtype = torch.bfloat16 if ok else torch.float32", "torch.autocast('cuda', dtype=dtype)"),
+        ("dtype = torch.bfloat16 if ok else torch.float16", "torch.autocast('cuda', dtype=dtype, enabled=dtype == torch.bfloat16)"),
+        ('device = "cpu"', "torch.autocast(device)"),
+        ("def run(dtype):\n    pass", "torch.autocast('cuda', dtype=dtype)"),
+    ],
+)  # fmt: skip
+def test_arms_without_float16_are_silent(before, context):
+    """No finding where the text leaves no float16, or a condition excludes it."""
+    assert findings(CHOICE.format(before=before, context=context), "HS123") == []
+
+
+BOTH = """\
+import torch
+dtype = torch.bfloat16 if ok else torch.float16
+{scaler}
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=dtype{enabled}):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("scaler", "enabled"),
+    [
+        ('scaler = torch.amp.GradScaler("cuda")', ""),
+        ('scaler = torch.amp.GradScaler("cuda", enabled=args.fp16_run)', ", enabled=args.fp16_run"),
+        ('scaler = torch.amp.GradScaler("cuda", enabled=args.amp)', ""),
+    ],
+)
+def test_scaler_that_stays_enabled_in_the_bfloat16_arm(scaler, enabled):
+    """A scaler that does not depend on the dtype is also enabled for bfloat16."""
+    (finding,) = findings(BOTH.format(scaler=scaler, enabled=enabled), "HS120")
+    assert "when `dtype` (line 6) is bfloat16" in finding.message
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        'scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)',
+        'use_amp = dtype == torch.float16\nscaler = torch.amp.GradScaler("cuda", enabled=use_amp)',
+        'scaler = torch.amp.GradScaler("cuda", enabled=use_scaler)',
+        'scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None',
+        'use = dtype == torch.float16\nif use:\n    scaler = torch.amp.GradScaler("cuda")\nelse:\n    scaler = Null()',
+    ],
+)
+def test_scaler_that_follows_the_dtype_is_silent(scaler):
+    """A scaler that is enabled for float16 only, or by a flag that may mean so, gives no finding."""
+    assert findings(BOTH.format(scaler=scaler, enabled=""), "HS120") == []

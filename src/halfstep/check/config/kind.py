@@ -81,6 +81,7 @@ _PADDLE = frozenset({
     "sharding", "recompute", "recompute_granularity", "recompute_method", "tensor_parallel_degree",
     "pipeline_parallel_degree", "sharding_parallel_degree", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "amp_master_grad", "amp_custom_black_list", "amp_custom_white_list", "unified_checkpoint", "disable_ckpt_quant",
+    "continue_training", "eval_with_do_generation", "use_fused_rms_norm", "zero_padding",
 })  # fmt: skip
 _TRANSFORMERS_ALONE = ("per_device_train_batch_size", "num_train_epochs")
 _LIGHTNING = frozenset({

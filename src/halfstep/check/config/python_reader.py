@@ -28,7 +28,7 @@ __all__ = ["expects_error", "find_in_script"]
 _HINT = (
     "deepspeed", "DeepSpeed", "zero_optimization", "train_micro_batch", "TrainingArguments", "SFTConfig", "POConfig",
     "KTOConfig", "BCOConfig", "RewardConfig", "RLOOConfig", "GKDConfig", "PRMConfig", "lightning", "Accelerator", "Policy.parse",
-    "finetuning_type", "micro_batch_size", "torchtune.",
+    "finetuning_type",
 )  # fmt: skip
 _HARDWARE_HINT = re.compile(r"autocast|bfloat16|float16|tf32|matmul_precision|flash_attention")
 _TRAINER_PACKAGES = frozenset({"transformers", "trl", "sentence_transformers", "unsloth", "optimum", "adapters"})
@@ -121,9 +121,11 @@ class _Finder:
             name = self.literals.name_of(node)
             if name and name in self.failing_names:
                 continue
-            recipe = recipe_of(root) if isinstance(root, Block) else None
-            if recipe is not None and isinstance(root, Block) and (changed := self._changed(root, name)) is not None:
-                yield self._config(recipe, changed, "a dictionary")
+            # The other programs take their recipe as a file; a dictionary with their keys is a fixture of a test.
+            if isinstance(root, Block) and recipe_of(root) == "llamafactory":
+                changed = self._changed(root, name)
+                if changed is not None:
+                    yield self._config("llamafactory", changed, "a dictionary")
             origin = by_variable.get(name, "") or by_node.get(id(node), "")
             if isinstance(root, Block) and (is_deepspeed(root) or (origin and root.entries)):
                 nested.update(id(inner) for inner in ast.walk(node))

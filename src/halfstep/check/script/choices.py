@@ -90,8 +90,8 @@ def _either(
     values = outline.values(key, function)
     # Callers outside the file may pass anything for a parameter.
     outside = _NOTHING if key in function.params else frozenset()
-    default = _default(function, key) if key in function.params else None
-    if default is not None:
+    default = default_of(function, key) if key in function.params else None
+    if default is not None and constant(default) is not None:
         values = [*values, default]
     if not values:
         return None
@@ -100,7 +100,7 @@ def _either(
     return outside.union(*(read(outline, v, function, depth - 1) for v in values if v is not node))
 
 
-def _default(function: Function, name: str) -> ast.expr | None:
+def default_of(function: Function, name: str) -> ast.expr | None:
     """The default of a parameter."""
     if isinstance(function.node, ast.Module):
         return None
@@ -108,8 +108,7 @@ def _default(function: Function, name: str) -> ast.expr | None:
     plain = [*a.posonlyargs, *a.args]
     defaults = dict(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
     defaults |= {p.arg: d for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None}
-    value = defaults.get(name)
-    return None if constant(value) is None else value
+    return defaults.get(name)
 
 
 def strings_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 5) -> Choices:

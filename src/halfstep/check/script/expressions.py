@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-__all__ = ["first_key", "hand_scaled"]
+__all__ = ["arms_of", "first_key", "hand_scaled"]
 
 
 def hand_scaled(node: ast.AST) -> bool:
@@ -28,3 +28,8 @@ def first_key(node: ast.AST) -> str:
     parts = list(ast.walk(node))
     called = [part.func for part in parts if isinstance(part, ast.Call)]
     return next((part.id for part in parts if isinstance(part, ast.Name) and part not in called), "")
+
+
+def arms_of(node: ast.expr) -> list[ast.expr]:
+    """Every value that `a if x else b` may be; the expression itself if it is no choice."""
+    return [*arms_of(node.body), *arms_of(node.orelse)] if isinstance(node, ast.IfExp) else [node]

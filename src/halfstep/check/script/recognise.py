@@ -104,6 +104,9 @@ class Recogniser:
                 else:
                     kinds.add(self._created(option, function))
         kinds.discard("")
+        if kinds == {"factory"} and name in self._scalers_by_use and name not in self.outline.calls:
+            return "scaler"
+        kinds = {"wrapper" if kind == "factory" else kind for kind in kinds}
         for kind in ("scaler", "scheduler", "optimizer", "wrapper"):
             if kind in kinds and (kind != "wrapper" or name in self._scalers_by_use or "scaler" in name.lower()):
                 return kind
@@ -142,7 +145,10 @@ class Recogniser:
         if name.startswith("torch.optim") or _OPTIM_CLASS.search(last) or "optim" in last.lower():
             return "optimizer"
         if "scaler" in last.lower():
-            return "wrapper" if "standard" not in last.lower() and "minmax" not in last.lower() else "other"
+            if "standard" in last.lower() or "minmax" in last.lower():
+                return "other"
+            # A function that returns a scaler (`build_scaler(cfg)`) or another GradScaler class; other classes differ.
+            return "factory" if last.islower() or last.endswith("GradScaler") else "wrapper"
         return "unknown"
 
     def action_of(self, call: ast.Call, function: Function) -> Action | None:
@@ -181,7 +187,7 @@ class Recogniser:
             return Action("make_optimizer", subject=self._owners_of(argument(call, 0, "params"), function))
         key = key_of(call.func)
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
-            return Action("owned_step")
+            return Action("owned_step", scaler=key)
         if key and _MODEL.search(_last(key)) and call.args and not name:
             return Action("forward", subject=key)
         owner = key.rpartition(".")[0]

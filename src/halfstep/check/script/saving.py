@@ -21,7 +21,7 @@ _SAVES = re.compile(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?
                     r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
 
 _SETTING = re.compile(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settings|options)(\.|$)|(^|\.)opts?$|"
-                      r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$", re.IGNORECASE)  # fmt: skip
+                      r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$|state(_dict)?s?$", re.IGNORECASE)  # fmt: skip
 
 
 def saves(name: str) -> bool:

@@ -44,6 +44,7 @@ _ASIDE = re.compile(
     r"eval|infer|test|sampl|generat|export|deploy|save|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug"
 )
 _OWNS_TRAINING = ("deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo")
+_PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
 _GROUPS = re.compile(r"param|group|decay|layer", re.IGNORECASE)
 _TRAINER_ARGUMENTS = re.compile(
     r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM)Config$"
@@ -93,7 +94,7 @@ class Training:
     def has_masters(self) -> bool:
         """Whether the script mentions float32 master weights, or an engine that keeps them."""
         outline = self.outline
-        if any(map(_MASTERS.search, (*outline.loads, *outline.bindings))) or "DeepSpeedPlugin" in outline.calls:
+        if any(map(_MASTERS.search, (*outline.loads, *outline.bindings))) or outline.calls.keys() & _PLUGINS:
             return True
         return outline.names.uses(*_OWNS_TRAINING)
 

@@ -26,6 +26,8 @@ from halfstep.check.script.outline import Function, Outline
 
 __all__ = [
     "DTYPES",
+    "MAX_VALUES",
+    "UNKNOWN",
     "Autocast",
     "Scaler",
     "argument",

@@ -98,6 +98,9 @@ class Lineage:
     places: dict[tuple[str, Function | str], Function] = field(default_factory=dict)
     casts: list[Cast] = field(default_factory=list)
     creations: list[Creation] = field(default_factory=list)  # calls of classes and functions of other files
+    copied: dict[tuple[str, Function | str], ast.Call] = field(
+        default_factory=dict
+    )  # names that deepcopy was called on
     is_adapted: bool = False  # quantized, or wrapped with an adapter
 
     def has(self, key: str, function: Function) -> bool:
@@ -132,6 +135,9 @@ def trace_model(outline: Outline, node: ast.expr, function: Function, casts: tup
         pending += _flow(lineage, value, scope, index, name)
     visited = {c.node for c in lineage.casts}
     for call, scope, key, formats in casts:
+        copy = lineage.copied.get(place_of(outline, key, scope))
+        if copy is not None and call.lineno > copy.lineno:
+            continue  # the copy was made before
         if call not in visited and lineage.has(key, scope):
             lineage.casts.append(Cast(call, scope, key, formats, "cast"))
     return lineage
@@ -173,6 +179,8 @@ def _flow_of_call(
     elif isinstance(func, ast.Attribute) and last in _SAME_MODEL and key_of(func) not in outline.names.table:
         yield func.value, function, index, name
     elif last in _WRAPPERS and len(call.args) > (index or 0):
+        if last == "deepcopy" and key_of(call.args[0]):
+            lineage.copied[place_of(outline, key_of(call.args[0]), function)] = call
         yield call.args[index or 0], function, None, name
     elif last in _WRAPPERS and call.keywords:
         yield from ((k.value, function, None, name) for k in call.keywords if k.arg in {"model", "module"})

@@ -1,4 +1,4 @@
-# HS131:9 A GradScaler is used alongside Fabric in float16.
+# HS131:5 A GradScaler is used alongside Fabric in float16.
 import torch
 from lightning.fabric import Fabric
 fabric = Fabric(devices=1, precision="16-mixed")

@@ -17,6 +17,7 @@ class LayerwiseOptimizerSharded(DeepSpeedRule):
 
     code = "HS240"
     name = "layerwise-optimizer-sharded"
+    objects = True
     severity = "warning"
     reason = (
         "`zero_allow_untested_optimizer` disables ZeRO's check of the optimizer, not what the check is for: ZeRO "

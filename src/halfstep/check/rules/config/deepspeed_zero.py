@@ -298,9 +298,10 @@ class ClippingByDefault(DeepSpeedRule):
         if not config.strict or config.entry("gradient_clipping") or config.may_hold("gradient_clipping"):
             return
         changed = deepspeed.since(0, 19, 3)
+        trains = any(key in config.root for key in ("optimizer", "fp16", "torch_autocast", deepspeed.bf16_name))
         # A short file is often a part that a program completes; it is reported only for a known release.
         complete = len(config.root.entries) >= _COMPLETE and any(key in config.root for key in _BATCH_KEYS)
-        if changed or (changed is None and complete):
+        if (changed and trains) or (changed is None and complete):
             message = (
                 "`gradient_clipping` is not set; the default is 1.0 since DeepSpeed 0.19.3 and was 0.0 (no clipping) "
                 "before."

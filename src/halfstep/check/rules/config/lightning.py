@@ -153,7 +153,8 @@ class PureHalf(LightningRule):
             return  # DeepSpeed keeps fp32 master weights, and an adapter's own weights start near 0
         unknown = config.value("strategy") is UNKNOWN and not re.search("auto|ddp|fsdp|single", text)
         trains = config.root.call or bool(set(config.root.keys()) & _TRAINS)
-        severity: Severity | None = None if trains and not unknown else "advice"
+        mild = unknown or not trains or (config.root.call and "lora" in config.source.text.casefold())
+        severity: Severity | None = "advice" if mild else None
         message = f"precision {value!r} trains 16-bit weights without an fp32 master copy; small updates are lost."
         instead = f"Use {value.split('-')[0] + '-mixed'!r}."
         yield self.finding(config.where(entry), message, instead=instead, severity=severity)

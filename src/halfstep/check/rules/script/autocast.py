@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.choices import default_of
 from halfstep.check.script.event import Event, compatible
+from halfstep.check.script.expressions import arms_of
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import STEPS, TraceRule, implied, later
 from halfstep.check.script.script import Script
@@ -177,9 +179,11 @@ class AutocastDevice(ScriptRule):
     def _is_device(script: Script, device: ast.expr, region: Autocast) -> bool:
         key = key_of(device)
         function = next((f for c, f in script.outline.library_calls.get(region.api, ()) if c is region.node), None)
-        if not key or "." in key or function is None or key in function.params:
+        if not key or function is None or key in function.params or ("." in key and not key.startswith("self.")):
             return isinstance(device, ast.Call) and script.outline.names.full(device.func) == "torch.device"
-        values = script.outline.values(key, function)
+        if "." in key and key not in script.outline.bindings:
+            return False  # an attribute of a base class
+        values = [arm for value in script.outline.values(key, function) for arm in arms_of(value)]
         return bool(values) and all(
             isinstance(v, ast.Call) and script.outline.names.full(v.func) == "torch.device" for v in values
         )
@@ -302,8 +306,8 @@ class BceUnderAutocast(TraceRule):
     name = "bce-under-autocast"
     severity = "error"
     reason = (
-        "`binary_cross_entropy` and `BCELoss` raise RuntimeError under CUDA autocast: a float16 sigmoid is exactly 1 above about "
-        "8.3 and exactly 0 below about -17, and the gradient would be infinite. On the CPU the code runs, so tests without a GPU pass."
+        "`binary_cross_entropy` and `BCELoss` raise RuntimeError under CUDA autocast: a float16 sigmoid is exactly 1 from 8.32 on "
+        "and exactly 0 from -17.35 down, and the gradient would be infinite. On the CPU the code runs, so tests without a GPU pass."
     )
     bad = (
         "import torch\nimport torch.nn as nn\ncriterion = nn.BCELoss()\nwith torch.autocast('cuda'):\n    loss = criterion(model(x), y)\n",
@@ -341,11 +345,7 @@ def _off_by_default(script: Script, region: Autocast) -> bool:
     """Whether a region is enabled by a parameter whose default is False and that no call in this file sets."""
     for call, function in script.outline.library_calls.get(region.api, ()):
         if call is region.node and region.enabled in function.params and not isinstance(function.node, ast.Module):
-            a = function.node.args
-            plain = [*a.posonlyargs, *a.args]
-            defaults = dict(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
-            defaults |= {p.arg: d for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None}
-            return constant(defaults.get(region.enabled)) is False and not any(
+            return constant(default_of(function, region.enabled)) is False and not any(
                 k.arg == region.enabled for calls in script.outline.calls.values() for c, _ in calls for k in c.keywords
             )
     return False

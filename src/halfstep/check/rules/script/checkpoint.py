@@ -40,6 +40,7 @@ if resume:
 _SAVES = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
 # Calls whose keywords are the parts of a checkpoint: save(optimizer=...), state.update(...), TrainState(...).
 _HOLDS = re.compile(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$")
+_TRAINS = re.compile(r"train|fit|epoch|step|loop", re.IGNORECASE)
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 _LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
 _SAVE = ', "scaler": scaler.state_dict()'
@@ -54,14 +55,21 @@ def _used(script: Script) -> list[Scaler]:
 
 
 def _stepping(script: Script) -> list[Event]:
-    """The steps of scalers that may be enabled and that float16 needs, wherever these are created."""
+    """The steps of scalers that may be enabled and that float16 needs, also those that a training function of another file does."""
     idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
-    steps = _once(script.events("scaler_step", "owned_step"))
+    events = _once(script.events("scaler_step", "owned_step"))
+    events += [
+        e for e in _once(script.events("handed")) if _TRAINS.search(_callee(e)) and script.scalers_named(e.scaler)
+    ]
     return [
         e
-        for e in steps
+        for e in events
         if e.scaler and e.scaler.rsplit(".", 1)[-1] not in idle and not switched_off(script, e) and not without_amp(e)
     ]
+
+
+def _callee(event: Event) -> str:
+    return text_of(event.node.func).rsplit(".", 1)[-1] if isinstance(event.node, ast.Call) else ""
 
 
 def _once(events: Iterator[Event]) -> list[Event]:
@@ -70,8 +78,7 @@ def _once(events: Iterator[Event]) -> list[Event]:
 
 def _saved_elsewhere(script: Script) -> bool:
     """Whether a scaler is passed to something that saves or restores it."""
-    calls = [e.node for e in script.events("handed") if isinstance(e.node, ast.Call)]
-    return any(_SAVES.search(text_of(call.func)) for call in calls)
+    return any(_SAVES.search(text_of(e.node.func)) for e in script.events("handed") if isinstance(e.node, ast.Call))
 
 
 class ScalerNotSaved(ScriptRule):
@@ -106,7 +113,7 @@ class ScalerNotSaved(ScriptRule):
         if not steps or script.has("save_scaler") or _saved_elsewhere(script) or _names_scaler(script):
             return
         scalers = _used(script)
-        for event in (*_once(script.events("save_optimizer")), *_spread_saves(script)):
+        for event in (*_once(script.events("save_optimizer")), *_spread(script, "save")):
             near = _near_steps(script, event, steps)
             restored = _restored(script, event)
             if _entry(script, event.node) is None or not near or restored == "weights only":
@@ -126,7 +133,7 @@ class ScalerNotSaved(ScriptRule):
 
 def _restored(script: Script, event: Event) -> str:
     """Whether saved optimizer states are restored: yes, weights only, or unknown where nothing in the file loads one."""
-    if script.has("load_optimizer"):
+    if script.has("load_optimizer") or any(True for _ in _spread(script, "load", "restore", "resume")):
         return "yes"
     calls = script.outline.calls
     if "load_state_dict" in calls or any(
@@ -155,10 +162,10 @@ def _names_scaler(script: Script) -> bool:
     return False
 
 
-def _spread_saves(script: Script) -> Iterator[Event]:
-    """Calls of a function of this file that saves whatever objects it receives: `save(path, **objects)`."""
+def _spread(script: Script, *verbs: str) -> Iterator[Event]:
+    """Calls of a function of this file that saves or restores whatever objects it receives: `save(path, **objects)`."""
     recogniser = Recogniser(script.outline)
-    names = [name for name in script.outline.calls if saves(name)]
+    names = [name for name in script.outline.calls if any(verb in name for verb in verbs)]
     for call, function in (site for name in names for site in script.outline.calls[name]):
         target = script.outline.call_target(call, function)
         if target is None or isinstance(target.node, ast.Module):
@@ -173,7 +180,8 @@ def _spread_saves(script: Script) -> Iterator[Event]:
 
 def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]:
     """The steps connected to a save; all of them, if it is in a helper that nothing in this file calls."""
-    near = [e for e in script.near(event, "scaler_step", "owned_step") if any(e.node is s.node for s in steps)]
+    kinds = ("scaler_step", "owned_step", "handed")
+    near = [e for e in script.near(event, *kinds) if any(e.node is s.node for s in steps)]
     helper = saves(event.function.name) and not event.function.cls and not script.outline.calls.get(event.function.name)
     return near or (steps if helper else [])
 
@@ -210,6 +218,21 @@ def _entry(script: Script, node: ast.AST) -> ast.AST | None:
         return parent
     if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Subscript):
         return parent
+    return _stored(script, parent) if isinstance(parent, ast.Assign) else None
+
+
+def _stored(script: Script, assign: ast.Assign) -> ast.AST | None:
+    """The dictionary or save call into which the same function puts an assigned state."""
+    scope: ast.AST = assign
+    while not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+        scope = script.outline.parents[scope]
+    key = key_of(assign.targets[0])
+    for part in ast.walk(scope):
+        values = part.values if isinstance(part, ast.Dict) else []
+        if isinstance(part, ast.Call) and saves(text_of(part.func).rsplit(".", 1)[-1]):
+            values = part.args
+        if key and any(key_of(value) == key for value in values):
+            return part
     return None
 
 

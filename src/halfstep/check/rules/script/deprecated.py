@@ -39,7 +39,7 @@ class DeprecatedAmp(ScriptRule):
 
     code = "HS190"
     name = "deprecated-amp"
-    severity = "warning"
+    severity = "advice"
     reason = (
         "Since PyTorch 2.4 `torch.cuda.amp.autocast`, `GradScaler`, `custom_fwd` and `custom_bwd` (and their torch.cpu.amp versions) "
         "emit a FutureWarning on every use; `torch.amp` provides them for every device. The arguments moved: "
@@ -210,13 +210,15 @@ def _import_fix(script: Script, imported: Imported, uses: list[_Use]) -> Fix | N
             return None
         change = lines.replace(imported.alias, f"torch.amp as {imported.alias.asname}")
     elif statement.module == "torch.cuda" and len(statement.names) == 1:
-        at = lines.text.index("torch.cuda", lines.span(statement)[0])
+        at = lines.text.find("torch.cuda", *lines.span(statement))
         change = Edit(at, at + len("torch.cuda"), "torch")
     elif statement.module in {"torch.cuda.amp", "torch.cpu.amp"}:
-        at = lines.text.index(statement.module, lines.span(statement)[0])
+        at = lines.text.find(statement.module, *lines.span(statement))
         change = Edit(at, at + len(statement.module), "torch.amp")
     else:
         return None
+    if change.start < 0:
+        return None  # written with spaces or on two lines
     edits = [change]
     locals_ = {alias.asname or alias.name for alias in statement.names}
     module = statement.module if isinstance(statement, ast.ImportFrom) else ""
@@ -226,9 +228,9 @@ def _import_fix(script: Script, imported: Imported, uses: list[_Use]) -> Fix | N
     if module and module.endswith(".amp") and any(f"{module}.{a.name}" not in _OLD for a in statement.names):
         return None
     mine = [u for u in uses if chain(u.name)[0] in locals_]
-    # Other attributes of the module may not exist in torch.amp.
-    reads = sum(script.outline.loads[name] for name in locals_)
-    if not (module or "").endswith(".amp") and reads != len(mine):
+    # A use that is not changed (`ctx = autocast`) would call the new name with the old arguments, and other attributes of
+    # the module may not exist in torch.amp.
+    if _other_uses(script, locals_, mine):
         return None
     for use in mine:
         use_edits = _use_edits(script, use, "")
@@ -236,6 +238,26 @@ def _import_fix(script: Script, imported: Imported, uses: list[_Use]) -> Fix | N
             return None
         edits += use_edits
     return Fix("import from torch.amp and pass the device", tuple(sorted(edits)))
+
+
+def _other_uses(script: Script, names: set[str], mine: list[_Use]) -> bool:
+    """Whether imported names are assigned, exported, or read other than by these uses, in types and in isinstance."""
+    changed = {id(use.name) for use in mine}
+    harmless: set[int] = set()
+    for node in ast.walk(script.tree):
+        hints = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            hints += node.args[1:]
+        harmless |= {id(part) for hint in hints if hint is not None for part in ast.walk(hint)}
+        if isinstance(node, ast.Name) and node.id in names and id(node) not in changed | harmless:
+            parent = script.outline.parents.get(node)
+            if not (isinstance(parent, ast.Attribute) and id(parent) in changed):
+                return True
+        if isinstance(node, ast.arg) and node.arg in names:
+            return True
+        if isinstance(node, ast.Constant) and node.value in names:
+            return True  # in __all__
+    return False
 
 
 RULES: tuple[type[Rule], ...] = (DeprecatedAmp,)

@@ -67,10 +67,12 @@ class EmaInSixteenBits(ScriptRule):
         """Averages of 16-bit models: classes of libraries and of this file, and updates in a loop."""
         if is_exercise(script):
             return
+        reported: set[ast.AST] = set()
         for call, owner, scope, text in (*_averages(script), *_updates(script)):
             cast = _low_copy(script, owner, scope, call)
-            if cast is None:
+            if cast is None or call in reported:
                 continue
+            reported.add(call)
             formats = " or ".join(sorted(cast.low))
             place = f" (line {cast.node.lineno})"
             yield self.finding(
@@ -105,6 +107,12 @@ def _averages(script: Script) -> Iterator[Average]:
         model = call.args[0] if call.args else argument(call, None, "model") or argument(call, None, "parameters")
         for owner, scope in _owners(script, model, function):
             yield Average(call, owner, scope, f"the average of `{text_of(owner)}`")
+        statement = script.statement(call)
+        if isinstance(statement, ast.Assign) and statement.value is call and key_of(statement.targets[0]):
+            average = statement.targets[0]
+            for cast in script.training.model(average, function).casts:
+                if cast.form == "cast" and cast.low:
+                    yield Average(cast.node, average, function, f"the average `{text_of(average)}`")
 
 
 def _chooses_dtype(script: Script, name: str) -> bool:

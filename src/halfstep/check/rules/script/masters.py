@@ -40,10 +40,10 @@ Trainer(model=model, args=args, train_dataset=data).train()
 _QWEN = "Qwen/Qwen3-0.6B"
 _MASTER = 'use an optimizer with master weights, such as halfstep.optim.AdamW(..., master="split")'
 _TESTS = re.compile(r"(^|/)(tests?|testing|bench\w*)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
-# Checkpoints that are stored in 16 bits, and those that are stored in float32.
+# Checkpoints that are stored in 16 bits; others, such as gpt2, OLMo and gemma-2-2b, are stored in float32.
 _LOW_CHECKPOINTS = re.compile(
-    r"llama-?[234]|llama3|qwen|mi[sx]tral|gemma|phi-?[1-4]|deepseek|olmo|smollm|internlm|glm-?4|granite|falcon|tinyllama|"
-    r"codellama|starcoder2|zephyr|vicuna|ministral|gpt-oss|stablelm-2|yi-1\.5|exaone|nemotron|minicpm|kimi|lfm2|cohere|command-r",
+    r"llama-?[234]|qwen|mi[sx]tral|ministral|gemma-?3|gemma-\d+b|gemma-2-\d+b-it|phi-?[1-4]|deepseek|smollm[23]|internlm[23]|glm-?4|"
+    r"granite-[34]|falcon-\d+b|codellama|zephyr|vicuna|gpt-oss|yi-1\.5|nemotron|minicpm|lfm2|command-r",
     re.IGNORECASE,
 )
 _LANGUAGE_MODEL = re.compile(r"ForCausalLM|ForImageTextToText|ForVision2Seq|ForMultimodalLM|ForConditionalGeneration")
@@ -212,8 +212,8 @@ class CheckpointDtypeTrained(ScriptRule):
             how = 'dtype="auto"' if cast.form == "load" else "no dtype"
             yield self.finding(
                 script.where(cast.node),
-                f"{before}{subject(cast)} is loaded with {how} and so has its checkpoint's dtype, {which}, and is trained without float32 "
-                "master weights: updates below 1/512 of a weight are lost",
+                f"{when(script, cast)}{before}{subject(cast)} is loaded with {how} and so has its checkpoint's dtype, {which}, and is trained "
+                "without float32 master weights (unless launched with DeepSpeed or FSDP): updates below 1/512 of a weight are lost",
                 instead=f"{remedy(script, cast)} (bf16=True still computes in bfloat16), or {_MASTER}",
                 severity=None if stored else "advice",
             )

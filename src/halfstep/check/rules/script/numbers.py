@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
@@ -50,7 +51,13 @@ class MaskOverflowsHalf(ScriptRule):
         "The largest float16 value is 65504. Under autocast the scores of a matmul are float16, and `masked_fill` with -1e9 raises RuntimeError: "
         "value cannot be converted to type c10::Half without overflow."
     )
-    bad = (_ATTENTION.format(value="-1e9"),)
+    bad = (
+        _ATTENTION.format(value="-1e9"),
+        _ATTENTION.format(value="float('-1e20')"),
+        _ATTENTION.format(value="-1e10").replace(
+            "return torch.matmul(scores.softmax(-1), v)", "scores = torch.softmax(scores, -1)"
+        ),
+    )
     good = (
         _ATTENTION.format(value="torch.finfo(scores.dtype).min"),
         _ATTENTION.format(value="float('-inf')"),
@@ -61,32 +68,48 @@ class MaskOverflowsHalf(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Fill values beyond 65504 for scores that come from a matmul, in scripts that run in float16."""
         regions = [a for a in script.autocasts if a.enabled != "no"]
-        if not regions or any(a.dtype != "float16" for a in regions):
+        if not any("float16" in a.dtypes for a in regions):
             return
+        certain = all(a.dtype == "float16" for a in regions)
         for name in ("masked_fill", "masked_fill_"):
             for call, function in script.outline.calls.get(name, ()):
-                value = constant(argument(call, 1, "value"))
-                if isinstance(value, (int, float)) and abs(value) > 65504 and abs(value) != float("inf"):
+                number = _number(argument(call, 1, "value"))
+                if number is not None and 65504 < abs(number) < float("inf"):
                     receiver = call.func.value if isinstance(call.func, ast.Attribute) else call
-                    if _from_matmul(script, receiver, function):
+                    if _from_matmul(script, receiver, function, call.lineno):
                         yield self.finding(
                             script.where(call),
-                            f"{value:g} is outside the range of float16 (maximum 65504): this raises RuntimeError under autocast",
-                            instead="torch.finfo(scores.dtype).min",
+                            f"{number:g} is outside the range of float16 (maximum 65504): this raises RuntimeError under float16 autocast",
+                            instead=f"torch.finfo({key_of(receiver) or 'scores'}.dtype).min",
+                            severity=None if certain else "advice",
                         )
 
 
-def _from_matmul(script: Script, node: ast.expr, function: Function) -> bool:
-    """Whether scores are a matrix product that is never cast back to float32."""
+def _number(node: ast.expr | None) -> float | None:
+    """A number, also written as `float("-1e20")`."""
+    if isinstance(node, ast.Call) and key_of(node.func) == "float" and len(node.args) == 1:
+        node = node.args[0]
+    value = constant(node)
+    try:
+        return float(value) if isinstance(value, (int, float, str)) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _from_matmul(script: Script, node: ast.expr, function: Function, line: int) -> bool:
+    """Whether scores are a matrix product that is not cast to float32 before a line."""
     options = [node]
     key = key_of(node)
     if key:
         options = [
-            b.value for b in script.outline.lookup(key, function) if b.function is function and b.value is not None
+            b.value
+            for b in script.outline.lookup(key, function)
+            if b.function is function and b.value is not None and b.node.lineno < line  # type: ignore[attr-defined]
         ]
     text = " ".join(ast.unparse(option) for option in options)
     products = ("matmul(", "bmm(", "einsum(", "baddbmm(", " @ ")
-    return any(p in text for p in products) and "float" not in text and "softmax" not in text
+    cast = re.search(r"\.float\(|float32|softmax", text)
+    return any(p in text for p in products) and cast is None
 
 
 class EpsUnderflowsHalf(ScriptRule):

@@ -1,27 +1,23 @@
-"""HS186, HS189, HS198, HS199: gradients and optimizers in loops that a framework owns."""
+"""HS186, HS189: gradients that a framework scales, clipped by the script."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 from halfstep.check.finding import Finding, Severity
-from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rule import Rule
 from halfstep.check.script.engines import (
     ACCELERATE,
     Engine,
     engine_at,
-    engines_of,
     last_name,
     loop_class,
-    prepared_for,
 )
-from halfstep.check.script.event import Event
 from halfstep.check.script.names import key_of
-from halfstep.check.script.order import TraceRule, earlier
+from halfstep.check.script.order import TraceRule, earlier, later
 from halfstep.check.script.script import Script
 from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import argument, constant, dtypes_of, text_of
+from halfstep.check.script.values import argument, constant, text_of
 
 __all__ = ["RULES"]
 
@@ -30,7 +26,7 @@ import torch
 from accelerate import Accelerator
 
 accelerator = Accelerator({options})
-{before}model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for x, y in loader:
     optimizer.zero_grad()
     loss = loss_fn(model(x), y)
@@ -82,37 +78,19 @@ for x, y in loader:
         optimizer.step()
         optimizer.zero_grad()
 """
-_OWN_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
-_UNPREPARED = """\
-import torch
+_WINDOW = """\
 from accelerate import Accelerator
 
 accelerator = Accelerator(mixed_precision="fp16")
-optimizer = torch.optim.AdamW(model.parameters())
-{prepare}
-for x, y in loader:
-    optimizer.zero_grad()
-    loss = loss_fn(model(x), y)
-    accelerator.backward(loss)
-    optimizer.step()
-"""
-_HALF = """\
-import torch
-from accelerate import Accelerator
-from transformers import AutoModelForCausalLM
-
-accelerator = Accelerator(mixed_precision="fp16")
-model = AutoModelForCausalLM.from_pretrained("gpt2"{dtype})
-optimizer = torch.optim.AdamW(model.parameters())
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for batch in loader:
-    optimizer.zero_grad()
-    loss = model(**batch).loss
-    accelerator.backward(loss)
-    optimizer.step()
+for i, (x, y) in enumerate(loader):
+    accelerator.backward(loss_fn(model(x), y) / 4)
+{outside}    if (i + 1) % 4 == 0:
+{inside}        optimizer.step()
+        optimizer.zero_grad()
 """
+_OWN_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
 _DOCS = "https://huggingface.co/docs/accelerate/package_reference/accelerator#accelerate.Accelerator.clip_grad_norm_"
-_ADAPTERS = ("peft", "bitsandbytes", "unsloth", "loralib")
 
 
 def _backward_engine(script: Script, trace: Trace, index: int) -> Engine | None:
@@ -136,15 +114,15 @@ class ClipBehindFramework(TraceRule):
         "`on_before_optimizer_step`; both torch's call and `self.clip_gradients` come too early in `training_step`."
     )
     bad = (
-        _ACCELERATE.format(options='mixed_precision="fp16"', before="", clip=f"    {_CLIP.format('model')}\n"),
-        _ACCELERATE.format(options="", before="", clip=f"    {_CLIP.format('model')}\n"),
+        _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_CLIP.format('model')}\n"),
+        _ACCELERATE.format(options="", clip=f"    {_CLIP.format('model')}\n"),
         _FABRIC.format(clip=_CLIP.format("model")),
         _MANUAL.format(clip=f"        {_CLIP.format('self')}\n", hook=""),
         _MANUAL.format(clip="        self.clip_gradients(optimizer, gradient_clip_val=1.0)\n", hook=""),
     )
     good = (
-        _ACCELERATE.format(options='mixed_precision="fp16"', before="", clip=f"    {_OWN_CLIP}\n"),
-        _ACCELERATE.format(options="", before="", clip=f"    {_OWN_CLIP}\n"),
+        _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_OWN_CLIP}\n"),
+        _ACCELERATE.format(options="", clip=f"    {_OWN_CLIP}\n"),
         _FABRIC.format(clip="fabric.clip_gradients(model, optimizer, max_norm=1.0)"),
         _MANUAL.format(clip="", hook=_HOOK),
     )
@@ -219,13 +197,16 @@ class ClipEveryMicroBatch(TraceRule):
     name = "clip-every-micro-batch"
     severity = "warning"
     reason = (
-        "Inside `accelerator.accumulate` every micro-batch runs the body, and only the optimizer's step waits for the last one. "
+        "Every micro-batch of a window runs the body of `accelerator.accumulate`; only the optimizer's step waits for the last one. "
         "`accelerator.clip_grad_norm_` unscales first, so in fp16 its second call raises 'unscale_() has already been called on this "
         "optimizer since the last update()'; in other precisions it clips incomplete sums, which gives early micro-batches more weight. "
         "Guard it with `if accelerator.sync_gradients`."
     )
-    bad = (_ACCUMULATE.format(clip=f"        {_OWN_CLIP}"),)
-    good = (_ACCUMULATE.format(clip=f"        if accelerator.sync_gradients:\n            {_OWN_CLIP}"),)
+    bad = (_ACCUMULATE.format(clip=f"        {_OWN_CLIP}"), _WINDOW.format(outside=f"    {_OWN_CLIP}\n", inside=""))
+    good = (
+        _ACCUMULATE.format(clip=f"        if accelerator.sync_gradients:\n            {_OWN_CLIP}"),
+        _WINDOW.format(outside="", inside=f"        {_OWN_CLIP}\n"),
+    )
     references = ("https://github.com/huggingface/accelerate/issues/641", _DOCS)
     words = ("Accelerator",)
     kinds = ("owned_clip",)
@@ -237,15 +218,22 @@ class ClipEveryMicroBatch(TraceRule):
         if not isinstance(func, ast.Attribute) or not func.attr.startswith("clip_grad_"):
             return None
         engine = engine_at(script, key_of(func.value))
-        inside = any(".accumulate(" in text_of(region.node) for region in event.regions)
-        if engine is None or engine.library != ACCELERATE or not inside:
+        if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed":
             return None
-        if event.accumulating or any("sync" in text for text, _ in event.guards) or engine.plugin == "deepspeed":
+        if event.accumulating or any("sync" in text for text, _ in event.guards):
             return None
-        steps = constant(engine.steps) if engine.steps is not None else None
-        if steps in {None, 1}:
-            return None  # without accumulation every micro-batch is the last one
-        condition = "" if isinstance(steps, int) else f"if `{text_of(engine.steps)}` is above 1, "
+        if any(".accumulate(" in text_of(region.node) for region in event.regions):
+            steps = constant(engine.steps) if engine.steps is not None else None
+            if steps in {None, 1}:
+                return None  # without accumulation every micro-batch is the last one
+            condition = "" if isinstance(steps, int) else f"if `{text_of(engine.steps)}` is above 1, "
+            window = f"`{engine.key}.accumulate`"
+        else:
+            step = next(later(trace, index, "opt_step"), None)
+            if step is None or not trace[step].accumulating or trace[step].loops != event.loops or not event.loops:
+                return None
+            condition = ""
+            window = f"the window at whose end `{trace[step].optimizer}` steps"
         effect = "raises in fp16 and clips incomplete sums otherwise"
         severity: Severity = "warning"
         if engine.precision == "fp16":
@@ -254,137 +242,10 @@ class ClipEveryMicroBatch(TraceRule):
             effect, severity = "clips incomplete sums", "advice" if condition else "warning"
         return self.finding(
             script.where(event.node),
-            f"{condition}this clips on every micro-batch inside `accumulate`, which {effect}",
-            instead=f"if {engine.key}.sync_gradients: {engine.key}.{func.attr}(...)",
+            f"{condition}this clips on every micro-batch of {window}, which {effect}",
+            instead=f"call `{engine.key}.{func.attr}` only where the optimizer steps, or under `{engine.key}.sync_gradients`",
             severity=severity,
         )
 
 
-class OptimizerNotPrepared(TraceRule):
-    """An optimizer steps without the framework that scaled the gradients."""
-
-    code = "HS198"
-    name = "optimizer-not-prepared"
-    severity = "warning"
-    reason = (
-        "`accelerator.backward` and `fabric.backward` scale the loss in fp16; only an optimizer that went through `prepare` or `setup` "
-        "unscales the gradients and skips the step when they overflow. A plain optimizer applies gradients that are 65536 times too "
-        "large, infinite ones included. Plain Adam hides the factor in its ratio but not the overflow. With DeepSpeed or FSDP the plain "
-        "optimizer has parameters that are not trained."
-    )
-    bad = (_UNPREPARED.format(prepare="model, loader = accelerator.prepare(model, loader)"),)
-    good = (_UNPREPARED.format(prepare="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),)
-    references = ("https://huggingface.co/docs/accelerate/basic_tutorials/migration",)
-    words = ("Accelerator", "Fabric(")
-    kinds = ("opt_step",)
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A step of an optimizer that this script creates and does not prepare."""
-        event = trace[index]
-        engine = _backward_engine(script, trace, index)
-        if engine is None or not engine.is_created or engine.precision not in {"fp16", "?"} or engine.plugin:
-            return None
-        prepared = prepared_for(script, engine.library, event)
-        if not prepared.is_complete or not prepared.names or last_name(event.optimizer) in prepared.names:
-            return None
-        values = script.outline.values(event.optimizer, event.function)
-        made = [v for v in values if isinstance(v, ast.Call) and _is_torch_optimizer(script, v)]
-        if not made or len(made) != len(values):
-            return None
-        call = "prepare" if engine.library == ACCELERATE else "setup"
-        state = "" if engine.precision == "fp16" else "in fp16 "
-        return self.finding(
-            script.where(event.node),
-            f"`{event.optimizer}` is not passed to `{engine.key}.{call}`: {state}it steps with gradients that are still scaled",
-            instead=f"pass `{event.optimizer}` to `{engine.key}.{call}`",
-            severity="error" if engine.precision == "fp16" else None,
-        )
-
-
-def _is_torch_optimizer(script: Script, call: ast.Call) -> bool:
-    full = script.outline.names.full(call.func)
-    return full.startswith("torch.optim.") and "lr_scheduler" not in full
-
-
-class HalfWeightsInFramework(ScriptRule):
-    """float16 weights are trained by a framework that scales the loss."""
-
-    code = "HS199"
-    name = "half-weights-in-framework"
-    severity = "error"
-    reason = (
-        "mixed_precision='fp16' of Accelerate and precision='16-mixed' of Fabric mean float32 weights under float16 autocast with a "
-        "GradScaler. float16 weights have float16 gradients, and the first clip or step raises ValueError: Attempting to unscale FP16 "
-        "gradients."
-    )
-    bad = (
-        _HALF.format(dtype=", torch_dtype=torch.float16"),
-        _ACCELERATE.format(
-            options='mixed_precision="fp16"',
-            before="model = Net().half()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
-            clip="",
-        ),
-    )
-    good = (
-        _HALF.format(dtype=""),
-        _ACCELERATE.format(
-            options='mixed_precision="fp16"',
-            before="model = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
-            clip="",
-        ),
-    )
-    references = (
-        "https://github.com/huggingface/accelerate/issues/1778",
-        "https://github.com/huggingface/diffusers/issues/1246",
-    )
-    words = ("Accelerator", "Fabric(")
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """float16 models whose parameters a prepared optimizer trains in fp16."""
-        # `_unscale_grads_` is what scripts replace to let the scaler accept float16 gradients.
-        patched = "_unscale_grads_" in script.source.text or "patch_accelerator" in script.source.text
-        if patched or script.outline.names.uses(*_ADAPTERS) or "requires_grad_" in script.outline.calls:
-            return
-        engines = [e for e in engines_of(script) if e.precision == "fp16" and not e.plugin]
-        if not engines or len(engines) != len(engines_of(script)):
-            return
-        trained = {
-            name
-            for event in script.events("make_optimizer")
-            for name in event.subject.split("|")
-            if any(last_name(name) in prepared_for(script, engine.library, event).names for engine in engines)
-        }
-        reported: set[ast.AST] = set()
-        for model, node in _half_models(script):
-            if model in trained and node not in reported:
-                reported.add(node)
-                yield self.finding(
-                    script.where(node),
-                    f"`{model}` has float16 weights, so the scaler of `{engines[0].key}` raises ValueError: Attempting "
-                    "to unscale FP16 gradients",
-                    instead=f"keep `{model}` in float32; `{engines[0].key}` runs it under autocast",
-                )
-
-
-def _half_models(script: Script) -> Iterator[tuple[str, ast.AST]]:
-    """The variables that are cast to float16, or loaded in it, before any training loop."""
-    casts = [e for e in script.events("cast") if not e.loops and not e.guards and not e.inside("no_grad")]
-    undone = {e.subject for e in script.events("cast") if e.scaled == "float32"}
-    first = min((_line(e) for e in script.events("owned_backward", "backward")), default=0)
-    yield from (
-        (e.subject, e.node) for e in casts if e.scaled == "float16" and e.subject not in undone and _line(e) < first
-    )
-    for key, bindings in script.outline.bindings.items():
-        for b in bindings:
-            loads = isinstance(b.value, ast.Call) and last_name(text_of(b.value.func)) == "from_pretrained"
-            if loads and isinstance(b.value, ast.Call) and len(bindings) <= 2 and key not in undone:
-                dtype = argument(b.value, None, "torch_dtype") or argument(b.value, None, "dtype")
-                if dtype is not None and dtypes_of(script.outline, dtype, b.function) == {"float16"}:
-                    yield key, b.value
-
-
-def _line(event: Event) -> int:
-    return getattr(event.node, "lineno", 0)
-
-
-RULES: tuple[type[Rule], ...] = (ClipBehindFramework, ClipEveryMicroBatch, OptimizerNotPrepared, HalfWeightsInFramework)
+RULES: tuple[type[Rule], ...] = (ClipBehindFramework, ClipEveryMicroBatch)

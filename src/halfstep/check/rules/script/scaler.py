@@ -55,6 +55,7 @@ for batch in loader:
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
 _SCALE = 'use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16'
 _FULL_PRECISION = re.compile(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
+_SWITCH = re.compile(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -128,9 +129,14 @@ class ScalerWithBf16(ScriptRule):
             if scaler.key.rsplit(".", 1)[-1] not in stepped or creation is None or _format_tests(script, creation):
                 continue
             values = script.outline.values(scaler.key, scaler.function)
-            if len(values) != 1 or not (scaler.enabled == "yes" or all(a.enabled == scaler.enabled for a in either)):
-                continue  # replaced by None or another scaler, or switched by a flag of its own
-            yield scaler, either[0]
+            flags = script.outline.values(scaler.enabled, scaler.function) if scaler.enabled.isidentifier() else []
+            # A flag for mixed precision as a whole says nothing about the dtype.
+            amp = _SWITCH.search(scaler.enabled) and not any(
+                _FORMAT.search(text_of(f)) for f in (*flags, *scaler.node.keywords)
+            )
+            together = scaler.enabled == "yes" or all(a.enabled == scaler.enabled for a in either)
+            if len(values) == 1 and (together or amp):  # else replaced by None, or switched by a flag of its own
+                yield scaler, either[0]
 
     @classmethod
     def idle(cls, script: Script) -> Iterator[Scaler]:
@@ -247,8 +253,12 @@ class ScalerInLoop(TraceRule):
     @staticmethod
     def _first_time(event: Event, key: str) -> bool:
         last = key.rsplit(".", 1)[-1]
-        once = ("first", "init", " == ", last)  # a guard that is true in one iteration only
-        return any(word in text for word in once for text, _ in event.guards)
+        # A guard that is true in one iteration only; `device == 'cpu'` is the same in all of them.
+        once = ("first", "init", last)
+        counts = (text for text, is_true in event.guards if is_true and " == " in text)
+        return any(word in text for word in once for text, _ in event.guards) or any(
+            not re.search(r"device|== ['\"]", text) for text in counts
+        )
 
 
 class ScalerUnused(ScriptRule):

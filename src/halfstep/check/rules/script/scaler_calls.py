@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.engines import ACCELERATE, engines_of
 from halfstep.check.script.event import Event
 from halfstep.check.script.names import key_of
 from halfstep.check.script.order import TraceRule, scalers_at, switched_off, without_amp
@@ -178,7 +179,8 @@ class ScalerWithFramework(TraceRule):
     reason = (
         "With mixed_precision='fp16' Accelerate has its own GradScaler, and the optimizer that `prepare` returns steps through it; so "
         "does Fabric with precision='16-mixed'. A second scaler either scales the loss twice, or steps an optimizer whose own "
-        "scaler has not scaled any loss, which raises AssertionError."
+        "scaler has not scaled any loss, which raises AssertionError. Without the argument, `accelerate launch` decides the precision. "
+        "With a DeepSpeedPlugin the prepared optimizer's step does nothing: only `accelerator.backward` steps."
     )
     bad = (
         _ACCELERATE.format(
@@ -196,24 +198,44 @@ class ScalerWithFramework(TraceRule):
     references = ("https://huggingface.co/docs/accelerate/package_reference/accelerator",)
     kinds = ("scaler_step", "scale")
 
+    def check(self, script: Script) -> Iterator[Finding]:
+        """The findings in `script`, one per scaler."""
+        by_place = {(finding.line, finding.column): finding for finding in super().check(script)}
+        yield from by_place.values()
+
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step of the script's own scaler, or a loss it scales, when the framework runs in float16."""
         event = trace[index]
         twice = isinstance(script.outline.parents.get(event.node), ast.Call)  # framework.backward(scaler.scale(loss))
         if event.kind == "scale" and not (twice and script.has("owned_backward")):
             return None
-        if framework_precisions(script) != {"float16"} or switched_off(script, event) or without_amp(event):
+        scales, stops = self._conflict(script)
+        if not (scales or stops) or switched_off(script, event) or without_amp(event):
             return None
-        if not scalers_at(script, event) or not script.outline.calls.keys() & {"prepare", "setup", "setup_optimizers"}:
+        scalers = scalers_at(script, event)
+        if not scalers or not script.outline.calls.keys() & {"prepare", "setup", "setup_optimizers"}:
             return None
         conflict = "scales a loss that the framework scales again with its own"
         if event.kind == "scaler_step":
             conflict = "steps an optimizer that already has the framework's own"
+        message = f"{'' if scales == 'always' else 'in fp16 '}`{event.scaler}` {conflict} float16 scaler"
+        if stops:
+            message = f"`{event.scaler}` bypasses `{stops}`: DeepSpeed's engine never steps"
         return self.finding(
-            script.where(event.node),
-            f"`{event.scaler}` {conflict} float16 scaler",
+            script.where(scalers[0].node),
+            message,
             instead="remove the scaler; call accelerator.backward(loss) or fabric.backward(loss), then optimizer.step()",
+            severity=None if stops or scales == "always" else "warning",
         )
+
+    @staticmethod
+    def _conflict(script: Script) -> tuple[str, str]:
+        """Whether the framework scales (always, maybe), and the Accelerator that only steps through DeepSpeed's engine."""
+        engines = engines_of(script)
+        precisions = {engine.precision for engine in engines}
+        scales = "always" if precisions == {"fp16"} else "maybe" if precisions == {"?"} else ""
+        deepspeed = [e.key for e in engines if e.plugin == "deepspeed" and e.library == ACCELERATE]
+        return scales, deepspeed[0] if deepspeed and len(deepspeed) == len(engines) else ""
 
 
 class UpdateWithInt(TraceRule):

@@ -1,0 +1,237 @@
+"""HS132, HS172 and HS173: scalers that are used before they exist, and states that are read but never written."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.event import Event
+from halfstep.check.script.names import key_of
+from halfstep.check.script.saving import saves
+from halfstep.check.script.script import Script
+from halfstep.check.script.values import constant, text_of
+
+__all__ = ["RULES"]
+
+_AMP = "https://docs.pytorch.org/docs/stable/amp.html"
+_RESUME = """\
+import torch
+def main():
+{first}    checkpoint = torch.load(path)
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scaler.load_state_dict(checkpoint["scaler"])
+{second}    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save({{"optimizer": optimizer.state_dict(){saved}}}, path)
+"""
+_CREATE = '    scaler = torch.amp.GradScaler("cuda")\n'
+_SAVED = ', "scaler": scaler.state_dict()'
+_USES = ("scale", "unscale", "scaler_step", "update", "load_scaler", "save_scaler", "backward")
+
+
+class ScalerBeforeCreation(ScriptRule):
+    """A scaler is used before it is created."""
+
+    code = "HS132"
+    name = "scaler-before-creation"
+    severity = "error"
+    reason = (
+        "A variable exists only after its assignment: an earlier use raises UnboundLocalError in a function, NameError in a module and "
+        "AttributeError for `self.scaler`. It is typical of resuming: the checkpoint is loaded above the line that creates the "
+        "scaler, and the mistake shows only when a run is resumed."
+    )
+    bad = (
+        _RESUME.format(first="", second=_CREATE, saved=_SAVED),
+        "import torch\nclass Trainer:\n    def __init__(self, path):\n        self.optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "        if path:\n            self.load(path)\n        self.scaler = torch.amp.GradScaler('cuda')\n    def load(self, path):\n"
+        "        state = torch.load(path)\n        self.optimizer.load_state_dict(state['optimizer'])\n"
+        "        self.scaler.load_state_dict(state['scaler'])\n    def fit(self):\n        for x in loader:\n"
+        "            self.scaler.scale(model(x)).backward()\n            self.scaler.step(self.optimizer)\n            self.scaler.update()\n"
+        "        torch.save({'optimizer': self.optimizer.state_dict(), 'scaler': self.scaler.state_dict()}, 'x.pt')\n",
+    )
+    good = (_RESUME.format(first=_CREATE, second="", saved=_SAVED),)
+    references = (
+        "https://docs.python.org/3/faq/programming.html#why-am-i-getting-an-unboundlocalerror-when-the-variable-has-a-value",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Uses of a scaler in a place that is always reached before any of its assignments."""
+        reported: set[tuple[str, ast.AST]] = set()
+        for trace in script.traces:
+            for event in trace:
+                if event.kind not in _USES or not event.scaler or not isinstance(event.node, ast.Call):
+                    continue
+                created = _created_later(script, event)
+                place = (event.scaler, event.roots[0] if event.roots else event.function.node)
+                if created is None or place in reported:
+                    continue
+                reported.add(place)
+                via = f" through the call at line {event.roots[0].lineno}" if event.roots else ""  # type: ignore[attr-defined]
+                yield self.finding(
+                    script.where(event.node),
+                    f"`{event.scaler}` is used here{via} before it is created at line {created}",
+                    instead=f"create `{event.scaler}` above its first use",
+                )
+
+
+def _created_later(script: Script, event: Event) -> int | None:
+    """The line that first assigns a scaler, if that is after the event's line in the function where the run starts."""
+    key, outline = event.scaler, script.outline
+    start = event.roots[0] if event.roots else event.node
+    around = list(_around(script, start))
+    scope = next((f for f in (outline.module, *outline.functions) if around and f.node is around[-1]), None)
+    bindings = outline.bindings.get(key, [])
+    if scope is None or any(b.function is not scope for b in bindings) or not any(s.key == key for s in script.scalers):
+        return None
+    if key.startswith("self."):
+        # Only __init__ decides the order, and only if nothing else, such as a base class, assigns the attribute.
+        bases = {text_of(base).rsplit(".", 1)[-1] for base in outline.bases.get(scope.cls, ())}
+        if (
+            scope.name != "__init__"
+            or bases - {"object", "Module", "ABC"}
+            or key.removeprefix("self.") in outline.bindings
+        ):
+            return None
+    elif "." in key or "[" in key or key in scope.params or key in outline.names.table:
+        return None
+    first = min(getattr(b.node, "lineno", 0) for b in bindings)
+    if first <= start.lineno or any(text.startswith("except@") for text, _ in event.guards):  # type: ignore[attr-defined]
+        return None
+    # In a loop, the assignment of an earlier iteration counts.
+    loops = {node for node in around if isinstance(node, (ast.For, ast.AsyncFor, ast.While))}
+    return None if any(loops & set(_around(script, b.node)) for b in bindings) else first
+
+
+def _around(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+    """What contains a node, up to and including its function or the module."""
+    parent = script.outline.parents.get(node)
+    while parent is not None:
+        yield parent
+        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)):
+            return
+        parent = script.outline.parents.get(parent)
+
+
+class ScalerNeverSaved(ScriptRule):
+    """The scaler's state is restored but never saved."""
+
+    code = "HS172"
+    name = "scaler-never-saved"
+    severity = "error"
+    reason = (
+        "The checkpoints of this script have no entry for the scaler, so restoring it raises KeyError at the first resume, or is skipped "
+        "where the code tests for the key: the run then restarts at the initial scale of 65536."
+    )
+    bad = (_RESUME.format(first=_CREATE, second="", saved=""),)
+    good = (_RESUME.format(first=_CREATE, second="", saved=_SAVED),)
+    references = (f"{_AMP}#torch.amp.GradScaler.state_dict",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """States of scalers loaded from a key that no checkpoint of the file has."""
+        if script.has("save_scaler") or not script.has("save_optimizer") or _written_elsewhere(script):
+            return
+        written = _written_keys(script)
+        for event in {e.node: e for e in script.events("load_scaler")}.values():
+            source = event.node.args[0] if isinstance(event.node, ast.Call) and event.node.args else None
+            key, raises = _read_key(source)
+            if not key or not written or key in written:
+                continue
+            raises = raises and not any(key in text for text, _ in event.guards)
+            yield self.finding(
+                script.where(event.node),
+                f"no checkpoint of this script has the key {key!r}: restoring `{event.scaler}` {'raises KeyError' if raises else 'never happens'}",
+                instead=f'save "{key}": {event.scaler}.state_dict() with the optimizer',
+                severity="error" if raises else "warning",
+            )
+
+
+def _read_key(source: ast.expr | None) -> tuple[str, bool]:
+    """The key that an expression reads from a checkpoint, and whether its absence raises."""
+    if isinstance(source, ast.Subscript) and isinstance(constant(source.slice), str):
+        return str(constant(source.slice)), True
+    is_get = isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and source.func.attr == "get"
+    if is_get and source.args and isinstance(constant(source.args[0]), str):  # type: ignore[union-attr]
+        return str(constant(source.args[0])), False  # type: ignore[union-attr]
+    return "", False
+
+
+def _written_keys(script: Script) -> set[str]:
+    """The keys of the dictionaries that contain an optimizer's state; none if one of them cannot be read in full."""
+    keys: set[str] = set()
+    for event in script.events("save_optimizer"):
+        parent = script.outline.parents.get(event.node)
+        if isinstance(parent, ast.keyword):
+            parent = script.outline.parents.get(parent)
+        if isinstance(parent, ast.Dict) and all(isinstance(constant(k), str) for k in parent.keys):
+            keys |= {str(constant(k)) for k in parent.keys}
+        elif isinstance(parent, ast.Call) and key_of(parent.func) == "dict" and all(k.arg for k in parent.keywords):
+            keys |= {k.arg or "" for k in parent.keywords}
+        else:
+            return set()
+    added = {key.rpartition("[")[2].strip("'\"]") for key in script.outline.bindings if "[" in key}
+    return keys | added
+
+
+def _written_elsewhere(script: Script) -> bool:
+    """Whether a checkpoint may get further entries: a scaler passed on, or a dictionary that is updated."""
+    handed = [e.node for e in script.events("handed") if isinstance(e.node, ast.Call)]
+    return any(saves(text_of(call.func).rsplit(".", 1)[-1]) for call in handed) or "update" in {
+        call.func.attr
+        for call, _ in script.outline.calls.get("update", ())
+        if isinstance(call.func, ast.Attribute) and call.args and "scal" not in text_of(call.func)
+    }
+
+
+class ApexStateNotSaved(ScriptRule):
+    """A checkpoint contains the optimizer state but not the state of apex.amp."""
+
+    code = "HS173"
+    name = "apex-state-not-saved"
+    severity = "warning"
+    reason = (
+        "apex.amp keeps its dynamic loss scale outside the optimizer. Without `amp.state_dict()` in the checkpoint a resumed run "
+        "restarts at a scale of 65536 and skips its first steps until the scale fits again."
+    )
+    bad = (
+        "import torch\nfrom apex import amp\nfrom models import build_model\nmodel, optimizer = build_model(args)\n"
+        "checkpoint = torch.load(path)\noptimizer.load_state_dict(checkpoint['optimizer'])\nfor x in loader:\n    loss = model(x)\n"
+        "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n    optimizer.step()\n"
+        "torch.save({'optimizer': optimizer.state_dict()}, path)\n",
+    )
+    good = (
+        "import torch\nfrom apex import amp\nfrom models import build_model\nmodel, optimizer = build_model(args)\n"
+        "checkpoint = torch.load(path)\noptimizer.load_state_dict(checkpoint['optimizer'])\namp.load_state_dict(checkpoint['amp'])\n"
+        "for x in loader:\n    loss = model(x)\n    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
+        "    optimizer.step()\ntorch.save({'optimizer': optimizer.state_dict(), 'amp': amp.state_dict()}, path)\n",
+    )
+    references = ("https://nvidia.github.io/apex/amp.html#checkpointing",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Saved and restored optimizer states in scripts that use apex.amp and never call amp.state_dict."""
+        calls = script.outline.library_calls
+        levels = [k.value for c, _ in calls.get("apex.amp.initialize", ()) for k in c.keywords if k.arg == "opt_level"]
+        static = [k for c, _ in calls.get("apex.amp.initialize", ()) for k in c.keywords if k.arg == "loss_scale"]
+        if "apex.amp.scale_loss" not in calls or "apex.amp.state_dict" in calls:
+            return
+        # O0 and O3 do not scale dynamically, nor does a fixed loss scale.
+        if any(constant(v) in {"O0", "O3"} for v in levels) or any(constant(k.value) != "dynamic" for k in static):
+            return
+        if "amp" in script.outline.strings or not script.has("load_optimizer"):
+            return
+        saved = {e.node: e for e in script.events("save_optimizer")}
+        for event in saved.values():
+            yield self.finding(
+                script.where(event.node),
+                f"the checkpoint contains the state of `{event.optimizer}` but not of apex.amp: a resumed run restarts at a scale of 65536",
+                instead="save amp.state_dict() and call amp.load_state_dict(...) after amp.initialize",
+            )
+
+
+RULES: tuple[type[Rule], ...] = (ScalerBeforeCreation, ScalerNeverSaved, ApexStateNotSaved)

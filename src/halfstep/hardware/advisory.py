@@ -1,0 +1,95 @@
+"""What is known about one numerical defect of a library: versions, GPUs, features, consequence, remedy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FEATURES", "WORDS", "Advisory", "Affected"]
+
+# What a program can be seen to use, as a phrase for messages and documentation.
+FEATURES = {
+    "sdpa": "`scaled_dot_product_attention`",
+    "sdpa_mask": "`scaled_dot_product_attention` with an `attn_mask`",
+    "long_sequence": "sequences of more than 65,536 tokens",
+    "float_mask": "`generate_square_subsequent_mask`, which returns fp32",
+    "half_model": "a model cast to fp16 or bf16",
+    "generate": "`generate()` of a Transformers model",
+    "compile": "`torch.compile`",
+    "conv": "convolutions",
+    "autocast_bf16": "bf16 autocast",
+    "shared_modulation": "a parameter that is split with `chunk()`",
+    "no_grad_in_autocast": "a `no_grad` forward followed by a forward with gradients in one autocast region",
+    "fused_optimizer": "an optimizer with `fused=True`",
+    "grad_scaler": "a GradScaler",
+    "sharded_scaler": "a ShardedGradScaler",
+    "unscale": "`unscale_()`",
+    "adam": "Adam or AdamW",
+    "mps": "the `mps` device",
+    "group_norm": "GroupNorm",
+    "layer_norm": "LayerNorm or RMSNorm",
+    "fsdp2_fp16": "FSDP2 with fp16 through Accelerate",
+    "trainer_accumulation": "gradient accumulation with the Transformers Trainer",
+    "adam8bit": "an 8-bit Adam",
+    "liger_none": "`LigerFusedLinearCrossEntropyLoss` with `reduction='none'`",
+    "diffusers_cudnn": "the cuDNN attention backend of Diffusers with context parallelism",
+    "te_attention": "`DotProductAttention` of Transformer Engine",
+    "deepspeed_stage0": "DeepSpeed without ZeRO",
+    "deepspeed_stage2": "DeepSpeed's ZeRO stage 2",
+    "deepspeed_fp16": "DeepSpeed's fp16 block",
+    "deepspeed_bf16": "DeepSpeed's bf16 block",
+}
+
+# A text without any of these uses none of the features that an advisory starts from.
+WORDS = (
+    "scaled_dot_product_attention", "generate_square_subsequent_mask", ".generate(", "torch.compile", ".compile(",
+    "no_grad", "fused", "mps", "GroupNorm", "LayerNorm", "RMSNorm", "8bit", "LigerFusedLinear", "_native_cudnn",
+    "DotProductAttention", "gradient_accumulation_steps", "zero_optimization", "fsdp_version",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Affected:
+    """The versions of one package that have a defect."""
+
+    package: str
+    versions: str  # ">=2.11,<2.15"; empty for all
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.versions}" if self.versions else f"{self.package} (all versions)"
+
+
+@dataclass(frozen=True)
+class Advisory:
+    """One known defect, and when a program meets it."""
+
+    id: str
+    affected: tuple[Affected, ...]  # the first is required; a further one is compared where its version is known
+    features: tuple[str, ...]  # all of them are used
+    consequence: str  # one sentence
+    remedy: str  # one sentence
+    threads: tuple[str, ...]  # public URLs, the main one first
+    severity: Literal["error", "warning", "advice"]
+    archs: tuple[str, ...] = ()  # patterns such as "sm90" or "gfx11*"; empty for any
+    kinds: tuple[str, ...] = ()  # cuda, rocm, mps; empty for any
+    unless: tuple[str, ...] = ()  # any of these in the program avoids it
+    fixed: str = ""  # the first version without it; empty if no release has a fix
+    checked: str = ""  # how the range was verified beyond the thread
+    rule: str = ""  # the rule of `halfstep check` that reports it by itself
+
+    @property
+    def package(self) -> str:
+        """The package whose version decides."""
+        return self.affected[0].package
+
+    @property
+    def gpus(self) -> str:
+        """The GPUs in words; empty for any."""
+        return ", ".join(
+            self.archs or {"cuda": ("NVIDIA",), "rocm": ("AMD",), "mps": ("Apple",)}.get("".join(self.kinds), ())
+        )
+
+    @property
+    def usage(self) -> str:
+        """What a program must use, in words."""
+        return " and ".join(FEATURES[name] for name in self.features)

@@ -1,0 +1,119 @@
+"""HS170 and HS171: every form in which a checkpoint stores an optimizer, with and without the scaler."""
+
+import pytest
+
+from check_scripts import codes, findings
+
+HEAD = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+LOAD = 'state = torch.load("x")\noptimizer.load_state_dict(state["optimizer"])\n'
+LOOP = """\
+for epoch in range(9):
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    {save}
+"""
+DATACLASS = "from dataclasses import dataclass\n@dataclass\nclass TrainState:\n    model: dict\n    optimizer: dict\n"
+OBJECTS = (
+    "def save(path, **objects):\n    torch.save({k: v.state_dict() for k, v in objects.items()}, path)\n"
+    "def load(path, **objects):\n    for k, v in objects.items():\n        v.load_state_dict(torch.load(path)[k])\n"
+)
+# (before the loop, the save; "+SCALER" is where the right form adds the scaler)
+FORMS = {
+    "dictionary": (LOAD, 'torch.save({"m": model.state_dict(), "o": optimizer.state_dict()+SCALER}, "x")', ', "s": {}'),
+    "dict call": (LOAD, 'torch.save(dict(m=model.state_dict(), o=optimizer.state_dict()+SCALER), "x")', ", s={}"),
+    "tuple": (LOAD, 'torch.save((model.state_dict(), optimizer.state_dict()+SCALER), "x")', ", {}"),
+    "objects": (LOAD, 'torch.save({"m": model, "o": optimizer+SCALER}, "x")', ', "s": scaler'),
+    "items": (LOAD, 'c = {}\n    c["o"] = optimizer.state_dict()+SCALER\n    torch.save(c, "x")', '\n    c["s"] = {}'),
+    "update": (LOAD, 'c = {}\n    c.update({"o": optimizer.state_dict()+SCALER})\n    torch.save(c, "x")', ', "s": {}'),
+    "merged": (LOAD, 'b = {"m": model.state_dict()}\n    torch.save({**b, "o": optimizer.state_dict()+SCALER}, "x")', ', "s": {}'),
+    "variable": (LOAD, 'o = optimizer.state_dict()\n    torch.save({"m": 1, "o": o+SCALER}, "x")', ', "s": {}'),
+    "dataclass": (DATACLASS + LOAD, "torch.save(TrainState(model=1, optimizer=optimizer.state_dict()+SCALER), 'x')", ", amp={}"),
+    "list": ("optims = [optimizer]\n" + LOAD, 'torch.save({"o": [o.state_dict() for o in optims]+SCALER}, "x")', ', "s": {}'),
+    "helper": ('load_checkpoint("x", model, optimizer)\n', 'save_checkpoint("x", model, optimizer+SCALER)', ", scaler"),
+    "helper's dictionary": ('u.load_checkpoint("x", model, optimizer)\n', 'u.save_checkpoint("x", dict(m=model, o=optimizer+SCALER))', ", s=scaler"),
+    "any objects": (OBJECTS + 'load("x", m=model, o=optimizer)\n', 'save("x", m=model, o=optimizer+SCALER)', ", s=scaler"),
+    "loop": (
+        'parts = {"m": model, "o": optimizer+SCALER}\nfor k, v in parts.items():\n    v.load_state_dict(torch.load("x")[k])\n',
+        'torch.save({k: v.state_dict() for k, v in parts.items()}, "x")',
+        ', "s": scaler',
+    ),
+    "framework": (LOAD, 'accelerator.save({"o": optimizer.state_dict()+SCALER}, "x")', ', "s": {}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_optimizer_without_scaler_in_every_form(form):
+    """A checkpoint with the optimizer and without the scaler is found in every form, and is silent with the scaler."""
+    before, save, added = FORMS[form]
+    text = HEAD + before + LOOP.format(save=save)
+    wrong = findings(text.replace("+SCALER", ""), "HS170")
+    assert [(f.code, f.severity) for f in wrong] == [("HS170", "warning")]
+    right = text.replace("+SCALER", added.replace("{}", "scaler.state_dict()"))
+    assert findings(right, "HS170") == []
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        "from lib import get_grad_scaler\nscaler = get_grad_scaler(cfg)",
+        "class T:\n    pass\nscaler = build_scaler(cfg)",
+        "from lib import MyGradScaler\nscaler = MyGradScaler()",
+        "from torch.amp import GradScaler\ndef make_scaler():\n    return GradScaler()\nscaler = make_scaler()",
+    ],
+)
+def test_scaler_of_an_unknown_factory_is_a_scaler(scaler):
+    """What scales a loss, steps and updates is a scaler, whoever creates it: its order and its state are checked."""
+    save = 'torch.save({"o": optimizer.state_dict()}, "x")'
+    text = f"import torch\n{scaler}\n" + LOAD + LOOP.format(save=save)
+    assert [f.code for f in findings(text, "HS170")] == ["HS170"]
+    assert [f.code for f in findings(text.replace("        scaler.update()\n", ""), "HS101")] == ["HS101"]
+
+
+def test_scaler_that_another_file_steps():
+    """A scaler passed to a training function of another file is used there."""
+    text = (
+        "import torch\nfrom engine import train_one_epoch\nscaler = torch.amp.GradScaler('cuda')\n" + LOAD
+        + "for epoch in range(9):\n    train_one_epoch(model, optimizer, scaler)\n    torch.save({'o': optimizer.state_dict()}, 'x')\n"
+    )  # fmt: skip
+    assert codes(text) == ["HS170:8"]
+    assert codes(text.replace("'cuda')", "'cuda', enabled=False)")) == []
+
+
+def test_native_scaler():
+    """A scaler that steps by itself when called has a state to save as well."""
+    text = (
+        "import torch\nfrom timm.utils import NativeScaler\nloss_scaler = NativeScaler()\n" + LOAD
+        + "for x in loader:\n    with torch.autocast('cuda'):\n        loss = model(x)\n    loss_scaler(loss, optimizer)\n"
+        "torch.save({'o': optimizer.state_dict()}, 'x')\n"
+    )  # fmt: skip
+    assert codes(text) == ["HS170:10"]
+    assert codes(text.replace("}, 'x')", ", 'a': loss_scaler.state_dict()}, 'x')")) == []
+
+
+def test_a_logged_scale_is_not_a_saved_one():
+    """A log entry named after the scaler does not count as its state."""
+    log = 'wandb.log({"scaler": scaler.get_scale()})\n    torch.save({"o": optimizer.state_dict()}, "x")'
+    assert codes(HEAD + LOAD + LOOP.format(save=log)) == ["HS170:11"]
+
+
+@pytest.mark.parametrize(
+    ("loop", "after", "severity"),
+    [
+        ('torch.save({"o": optimizer.state_dict()}, "x")', "", ["advice"]),
+        ('torch.save({"o": optimizer.state_dict()}, "x")', 'model.load_state_dict(torch.load("x")["m"])\n', []),
+        ('if loss < best_loss:\n        torch.save({"o": optimizer.state_dict()}, "x")', "", []),
+        ("pass", 'torch.save({"o": optimizer.state_dict()}, "x")\n', []),
+    ],
+)
+def test_checkpoint_that_nothing_restores(loop, after, severity):
+    """If nothing in the file loads a checkpoint, one written in the loop gets advice; final and best weights get nothing."""
+    text = HEAD + LOOP.format(save=loop) + after
+    assert [f.severity for f in findings(text, "HS170")] == severity
+
+
+def test_a_helper_that_nothing_calls_counts_for_the_loop():
+    """A function `save_checkpoint` that another file calls saves what the loop of this file trains."""
+    save = "def save_checkpoint(model, optimizer, scaler):\n    torch.save({'o': optimizer.state_dict(), 's': scaler.state_dict()}, 'x')\n"
+    assert [f.code for f in findings(HEAD + save + LOAD + LOOP.format(save="pass"), "HS171")] == ["HS171"]

@@ -1,0 +1,358 @@
+"""HS185-HS189, HS198, HS199, HS131: loops that Accelerate, Fabric, Lightning, a Trainer or DeepSpeed owns."""
+
+import pytest
+
+from check_scripts import findings
+
+ACCELERATE = """\
+import torch
+from accelerate import Accelerator
+{before}accelerator = Accelerator({options})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for i, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)
+{body}
+    optimizer.step()
+"""
+MANUAL = """\
+import torch
+import lightning as L
+class Net(L.LightningModule):
+    def __init__(self):
+        self.automatic_optimization = {manual}
+    def training_step(self, batch, batch_idx):
+        opt = self.optimizers()
+        loss = self.compute(batch)
+{body}
+        opt.step()
+{rest}
+"""
+OWN = ("HS185", "HS186", "HS187", "HS188", "HS189", "HS198", "HS199", "HS131")
+
+
+def reported(text):
+    return [f"{f.code}:{f.severity}" for f in findings(text, *OWN)]
+
+
+def accelerate(body, options="", before=""):
+    return ACCELERATE.format(
+        options=options, before=before, body="\n".join(f"    {line}" for line in body.splitlines())
+    )
+
+
+def manual(body, rest="", flag="False"):
+    return MANUAL.format(manual=flag, rest=rest, body="\n".join(f"        {line}" for line in body.splitlines()))
+
+
+@pytest.mark.parametrize(
+    ("options", "severity"),
+    [
+        ("mixed_precision='fp16'", "error"),
+        ("mixed_precision='bf16'", "warning"),
+        ("", "warning"),
+        ("mixed_precision=args.mixed_precision", "warning"),
+        ("mixed_precision='no'", "advice"),
+        ("deepspeed_plugin=plugin, mixed_precision='bf16'", "error"),
+    ],
+)
+def test_a_bare_backward_is_as_bad_as_the_precision_makes_it(options, severity):
+    """In fp16 and with DeepSpeed a bare backward is certainly wrong; elsewhere it depends on the launcher."""
+    assert reported(accelerate("loss.backward()", options)) == [f"HS185:{severity}"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "accelerator.backward(loss)",
+        "if accelerator is None:\n    loss.backward()\nelse:\n    accelerator.backward(loss)",
+        "if use_accelerate:\n    accelerator.backward(loss)\nelse:\n    loss.backward()",
+        "if not args.accelerate:\n    loss.backward()",
+    ],
+)
+def test_the_path_without_the_accelerator_is_silent(body):
+    """A bare backward in the branch that does not use the Accelerator is right."""
+    assert reported(accelerate(body, "mixed_precision='fp16'")) == []
+
+
+def test_an_optimizer_that_nobody_prepares_steps_as_usual():
+    """A second optimizer with its own backward, outside the Accelerator, is not the Accelerator's."""
+    text = accelerate("accelerator.backward(loss)", "mixed_precision='fp16'")
+    text += "latent_optimizer = make(z)\nfor _ in range(3):\n    other = f(z)\n    other.backward()\n    latent_optimizer.step()\n"
+    assert reported(text) == []
+
+
+def test_a_training_function_that_is_passed_the_accelerator_is_checked():
+    """Without `prepare` in the file, the accelerator among the parameters decides, if the function uses it."""
+    text = (
+        "import torch\nfrom accelerate import Accelerator\n"
+        "def train(model, optimizer, loader, accelerator: Accelerator):\n    for x in loader:\n        loss = model(x)\n"
+        "        loss.backward()\n        optimizer.step()\n        accelerator.print(loss)\n"
+    )
+    assert reported(text) == ["HS185:warning"]
+    assert reported(text.replace("        accelerator.print(loss)\n", "")) == []
+
+
+def test_functions_of_one_file_are_not_mixed_up():
+    """A function with plain optimizers is silent although another one prepares a variable of the same name."""
+    text = (
+        "import torch\nfrom accelerate import Accelerator\n"
+        "def plain():\n    accelerator = Accelerator()\n    loss.backward()\n    optimizer.step()\n"
+        "def owned():\n    accelerator = Accelerator()\n    model, optimizer = accelerator.prepare(model, optimizer)\n"
+        "    accelerator.backward(loss)\n    optimizer.step()\n"
+    )
+    assert reported(text) == []
+
+
+FABRIC = """\
+import torch
+from lightning.fabric import Fabric
+fabric = Fabric({options})
+model, optimizer = fabric.setup(model, optimizer)
+for x in loader:
+    loss = model(x)
+    {backward}
+    {clip}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "severity"),
+    [
+        ("precision='16-mixed'", "error"),
+        ("precision='bf16-mixed'", "error"),
+        ("precision=p", "warning"),
+        ("", "advice"),
+    ],
+)
+def test_fabric_requires_its_own_backward_in_mixed_precision(options, severity):
+    """Fabric raises for a bare backward in mixed precision, bf16 included."""
+    assert reported(FABRIC.format(options=options, backward="loss.backward()", clip="")) == [f"HS185:{severity}"]
+
+
+def test_fabric_clips_what_it_unscales():
+    """torch's clipping after fabric.backward is reported in fp16 and where the precision is open, not in bf16."""
+    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    for options, expected in {
+        "precision='16-mixed'": ["HS186:error"],
+        "precision=p": ["HS186:warning"],
+        "precision='bf16-mixed'": [],
+        "precision='bf16-mixed', strategy='fsdp'": ["HS186:warning"],
+    }.items():
+        assert reported(FABRIC.format(options=options, backward="fabric.backward(loss)", clip=clip)) == expected
+
+
+CLIP = "accelerator.backward(loss)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("mixed_precision='fp16'", ["HS186:error"]),
+        ("", ["HS186:warning"]),
+        ("mixed_precision='bf16'", ["HS186:advice"]),
+        ("mixed_precision='bf16', fsdp_plugin=plugin", ["HS186:warning"]),
+    ],
+)
+def test_torch_clips_gradients_that_accelerate_scaled(options, expected):
+    """torch's clipping after accelerator.backward is wrong in fp16 and with shards."""
+    assert reported(accelerate(CLIP, options)) == expected
+
+
+def test_gradients_that_were_unscaled_first_may_be_clipped():
+    """accelerator.unscale_gradients before torch's clipping is the documented alternative."""
+    body = CLIP.replace("\ntorch", "\naccelerator.unscale_gradients()\ntorch")
+    assert reported(accelerate(body, "mixed_precision='fp16'")) == []
+
+
+def test_lightning_unscales_inside_the_step():
+    """In manual optimization clipping in training_step comes before Lightning unscales."""
+    clip = "self.manual_backward(loss)\ntorch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)"
+    own = "self.manual_backward(loss)\nself.clip_gradients(opt, gradient_clip_val=1.0)"
+    fp16, bf16 = "trainer = L.Trainer(precision='16-mixed')", "trainer = L.Trainer(precision='bf16-mixed')"
+    assert reported(manual(clip)) == ["HS186:warning"]
+    assert reported(manual(clip, fp16)) == reported(manual(own, fp16)) == ["HS186:error"]
+    assert reported(manual(clip, bf16)) == reported(manual(own)) == []
+
+
+def test_manual_optimization_has_its_own_backward():
+    """A bare backward in manual optimization skips the loss scale; with fp32 it is only advice."""
+    assert reported(manual("loss.backward()")) == ["HS185:warning"]
+    assert reported(manual("loss.backward()", "trainer = L.Trainer(precision='16-mixed')")) == ["HS185:error"]
+    assert reported(manual("loss.backward()", "trainer = L.Trainer(max_epochs=3)")) == ["HS185:advice"]
+    assert reported(manual("self.manual_backward(loss)")) == []
+    assert reported(manual("loss.backward()", flag="args.auto")) == []
+
+
+def test_automatic_optimization_runs_backward_itself():
+    """A bare backward on the returned loss is a second one; on another tensor it may be meant."""
+    head = "import lightning.pytorch as pl\nclass Net(pl.LightningModule):\n    def training_step(self, batch):\n        loss = f(batch)\n"
+    assert reported(head + "        loss.backward()\n        return {'loss': loss}\n") == ["HS185:error"]
+    assert reported(head + "        penalty.backward(retain_graph=True)\n        return loss\n") == []
+    assert reported(head.replace("training_step", "backward") + "        loss.backward()\n        return loss\n") == []
+
+
+def test_trainer_subclasses_use_the_accelerator_of_the_trainer():
+    """A bare backward in training_step of a Trainer skips its loss scale; older code with a branch for it is silent."""
+    head = "from transformers import Trainer, TrainingArguments\nclass T(Trainer):\n    def training_step(self, model, inputs):\n"
+    bare = (
+        head
+        + "        loss = self.compute_loss(model, inputs)\n        loss.backward()\n        return loss.detach()\n"
+    )
+    assert reported(bare) == ["HS185:warning"]
+    assert reported(bare + "args = TrainingArguments('out', fp16=True)\n") == ["HS185:error"]
+    branch = "        if self.use_amp:\n            self.scaler.scale(loss).backward()\n        else:\n            loss.backward()\n"
+    assert reported(head + branch) == []
+    assert reported(bare.replace("training_step", "attack")) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("with accelerator.autocast():\n    loss = f(model(x))\n    accelerator.backward(loss)", ["HS187:warning"]),
+        ("with accelerator.autocast():\n    loss = f(model(x))\naccelerator.backward(loss)", []),
+        ("accelerator.backward(loss)\nwith accelerator.autocast():\n    optimizer.step()", ["HS187:warning"]),
+        ("with accelerator.accumulate(model):\n    accelerator.backward(loss)", []),
+    ],
+)
+def test_backward_belongs_outside_the_frameworks_autocast(body, expected):
+    """Backward and step inside accelerator.autocast() are reported once."""
+    assert reported(accelerate(body, "mixed_precision='fp16'")) == expected
+
+
+DIVIDED = "accelerator.backward(loss)"
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "expected"),
+    [
+        ("gradient_accumulation_steps=4", "accelerator.backward(loss / 4)", ["HS188:warning"]),
+        ("gradient_accumulation_steps=args.accum", f"loss = loss / args.accum\n{DIVIDED}", ["HS188:warning"]),
+        ("gradient_accumulation_steps=args.accum", f"loss /= args.accum\n{DIVIDED}", ["HS188:warning"]),
+        ("gradient_accumulation_steps=n", f"if n > 1:\n    loss = loss / n\n{DIVIDED}", ["HS188:warning"]),
+        (
+            "gradient_accumulation_steps=4",
+            f"loss = loss / accelerator.gradient_accumulation_steps\n{DIVIDED}",
+            ["HS188:warning"],
+        ),
+        ("", f"loss = loss / args.accum\n{DIVIDED}", []),
+        ("gradient_accumulation_steps=args.accum", f"loss = loss / num_tokens\n{DIVIDED}", []),
+        ("gradient_accumulation_steps=args.accum", f"shown = loss / args.accum\n{DIVIDED}", []),
+        ("gradient_accumulation_steps=1", "accelerator.backward(loss / 1)", []),
+        ("gradient_accumulation_steps=n", f"if plain:\n    loss /= n\n    f(loss)\nelse:\n    {DIVIDED}", []),
+    ],
+)
+def test_accelerate_divides_by_its_accumulation_steps(options, body, expected):
+    """A loss divided by the same number of steps is divided twice; other divisions are the script's own."""
+    assert [r for r in reported(accelerate(body, options)) if "HS188" in r] == expected
+
+
+DEEPSPEED = """\
+import deepspeed
+{before}engine, _, _, _ = deepspeed.initialize(model=model, config=ds)
+for i, x in enumerate(loader):
+    loss = engine(x)
+    engine.backward(loss{divided})
+{step}
+"""
+CONFIG = "ds = {'train_micro_batch_size_per_gpu': 4, 'gradient_accumulation_steps': args.accum}\n"
+GUARDED = "    if (i + 1) % args.accum == 0:\n        engine.step()"
+
+
+@pytest.mark.parametrize(
+    ("before", "divided", "step", "expected"),
+    [
+        (CONFIG, " / args.accum", "    engine.step()", ["HS188:warning"]),
+        ("", " / args.accum_steps", "    engine.step()", ["HS188:advice"]),
+        ("", " / args.accum_steps", GUARDED, []),
+        ("", " / num_tokens", "    engine.step()", []),
+        (CONFIG, "", GUARDED, ["HS188:warning"]),
+        ("", "", GUARDED, []),
+        (CONFIG, "", "    engine.step()", []),
+        (CONFIG, " / args.accum, scale_wrt_gas=False", "    engine.step()", []),
+    ],
+)
+def test_deepspeed_counts_and_divides(before, divided, step, expected):
+    """engine.backward divides and engine.step counts; certain where the configuration in the script has the steps."""
+    assert reported(DEEPSPEED.format(before=before, divided=divided, step=step)) == expected
+
+
+ACCUMULATE = "with accelerator.accumulate(model):\n    accelerator.backward(loss)\n    {clip}"
+OWN_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("options", "clip", "expected"),
+    [
+        ("mixed_precision='fp16', gradient_accumulation_steps=4", OWN_CLIP, ["HS189:error"]),
+        ("mixed_precision='bf16', gradient_accumulation_steps=4", OWN_CLIP, ["HS189:warning"]),
+        ("gradient_accumulation_steps=args.accum", OWN_CLIP, ["HS189:warning"]),
+        ("mixed_precision='bf16', gradient_accumulation_steps=args.accum", OWN_CLIP, ["HS189:advice"]),
+        ("mixed_precision='fp16'", OWN_CLIP, []),
+        ("mixed_precision='fp16', gradient_accumulation_steps=4", f"if accelerator.sync_gradients: {OWN_CLIP}", []),
+    ],
+)
+def test_clipping_waits_for_the_end_of_the_window(options, clip, expected):
+    """accelerator.clip_grad_norm_ inside accumulate belongs under sync_gradients, if anything is accumulated."""
+    assert reported(accelerate(ACCUMULATE.format(clip=clip), options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "expected"),
+    [
+        ("model = accelerator.prepare(model)", "mixed_precision='fp16'", ["HS198:error"]),
+        ("model = accelerator.prepare(model)", "", ["HS198:warning"]),
+        ("model = accelerator.prepare(model)", "mixed_precision='bf16'", []),
+        ("model, optimizer = accelerator.prepare(model, optimizer)", "mixed_precision='fp16'", []),
+        ("parts = accelerator.prepare(*parts)", "mixed_precision='fp16'", []),
+        ("", "mixed_precision='fp16'", []),
+    ],
+)
+def test_an_optimizer_outside_the_accelerator_gets_scaled_gradients(prepare, options, expected):
+    """A plain optimizer after accelerator.backward is reported where everything else is visibly prepared."""
+    text = (
+        "import torch\nfrom accelerate import Accelerator\n"
+        f"accelerator = Accelerator({options})\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{prepare}\n"
+        "for x in loader:\n    accelerator.backward(model(x))\n    optimizer.step()\n"
+    )
+    assert reported(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("model = Net().half()", "mixed_precision='fp16'", ["HS199:error"]),
+        ("model = M.from_pretrained('x', dtype=torch.half)", "mixed_precision='fp16'", ["HS199:error"]),
+        ("model = M.from_pretrained('x', torch_dtype=torch.bfloat16)", "mixed_precision='fp16'", []),
+        ("model = M.from_pretrained('x', torch_dtype=torch.float16)", "mixed_precision='bf16'", []),
+        ("model = M.from_pretrained('x', torch_dtype=torch.float16).float()", "mixed_precision='fp16'", []),
+        ("model = M.from_pretrained('x', dtype=torch.half)\nmodel.requires_grad_(False)", "mixed_precision='fp16'", []),
+        ("import peft\nmodel = M.from_pretrained('x', dtype=torch.half)", "mixed_precision='fp16'", []),
+    ],
+)
+def test_the_scaler_rejects_float16_weights(model, options, expected):
+    """float16 weights in an fp16 Accelerator are reported, unless only adapters are trained."""
+    before = f"{model}\noptimizer = torch.optim.AdamW(model.parameters())\n"
+    assert reported(accelerate("accelerator.backward(loss)", options, before)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("mixed_precision='fp16'", ["HS131:error"]),
+        ("", ["HS131:warning"]),
+        ("mixed_precision='no'", []),
+        ("mixed_precision='bf16', deepspeed_plugin=plugin", ["HS131:error"]),
+    ],
+)
+def test_a_second_scaler_depends_on_the_accelerator(options, expected):
+    """An own scaler next to an Accelerator is wrong in fp16 and with DeepSpeed; it is reported once, where it is created."""
+    body = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+    text = accelerate(body, options, "scaler = torch.amp.GradScaler('cuda')\n").replace("    optimizer.step()\n", "")
+    both = (
+        text
+        + "for x in loader:\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+    )
+    assert reported(text) == reported(both) == expected
+    assert all(f.line == 3 for f in findings(both, "HS131"))
