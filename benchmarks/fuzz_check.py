@@ -29,9 +29,10 @@ def main():
         default=Path(tempfile.gettempdir()) / "halfstep-fuzz",
         help="directory for a file that fails",
     )
+    parser.add_argument("--files", type=Path, help="directory of real scripts and configurations to mutate as well")
     args = parser.parse_args()
     warnings.simplefilter("error")
-    pool = seeds()
+    pool = seeds(args.files)
     begin = time.monotonic()
     number, counts, slowest = args.first, Counter(), (0.0, args.first)
     while time.monotonic() - begin < args.minutes * 60:

@@ -8,9 +8,10 @@ import ast
 import copy
 import json
 import random
+from xml.etree import ElementTree as ET
 
 from halfstep.check.cases import source_of_case
-from halfstep.check.files.document import read_document
+from halfstep.check.files.document import language_of, located_source, read_document
 from halfstep.check.files.source import Settings
 from halfstep.check.fixing import fix_document
 from halfstep.check.options import find_device
@@ -20,11 +21,14 @@ from halfstep.check.select import Selection
 from halfstep.check.session import Outcome
 from halfstep.report.check_diff import as_diff
 from halfstep.report.check_github import as_github
+from halfstep.report.check_gitlab import as_gitlab
 from halfstep.report.check_json import as_json
+from halfstep.report.check_junit import as_junit
 from halfstep.report.check_sarif import as_sarif
-from halfstep.report.check_text import as_text
+from halfstep.report.check_tables import statistics_as_text
+from halfstep.report.check_text import as_concise, as_text
 
-ENDINGS = {"python": "a.py", "notebook": "a.ipynb", "json": "a.json", "yaml": "a.yaml"}
+ENDINGS = {"python": "a.py", "notebook": "a.ipynb", "json": "a.json", "yaml": "a.yaml", "toml": "a.toml"}
 
 ODD = [
     "\0", "\ufeff", "\u2028", "\x0c", "\r", "\t", "\\\n", "\udc80".encode("utf-8", "surrogatepass").decode("latin-1"),
@@ -35,13 +39,48 @@ ODD = [
     "async ", "await ", "yield ", "match x:\n case _: pass", "global scaler", "nonlocal x", "del scaler", "*", "**", ":=",
     "while True:\n", "for i in scaler:\n", "with autocast():\n", "self.", "scaler", "GradScaler()", "optimizer.step()",
     "scaler.update()", "loss.backward()", "\n", "\n\n", "    ", "(" * 250, "[" * 2000, "-" * 3000, "a." * 3000, "{" * 500,
-    "[[" * 60, "- " * 300, "{a: " * 120,
+    "[[" * 60, "- " * 300, "{a: " * 120, 'f"{x["a"]}"', "f'{x['a']:>{w['b']}}'", 'f"{', "type A[T] = int\n", "lazy import torch\n",
+    "try: pass\nexcept A, B: pass\n", "def f[T: (int, str)](x): pass\n", "t'{x}'", "a.b.c = {d = [1, {e = 2}]}\n", "[[a.b]]\n", '"""',
+    "[fp16]\n", "when = 1979-05-27 07:32:00Z\n",
 ]  # fmt: skip
 
 
-def seeds():
-    """Every case of every rule with its language, and some of them as notebooks."""
-    files = []
+TOML = """
+train_micro_batch_size_per_gpu = 4
+optimizer.type = "AdamW"
+optimizer.params = {lr = 1e-4, "betas" = [0.9, 0.999]} # halfstep: ignore[HS2]
+
+[fp16]
+enabled = true
+loss_scale = 0
+[zero_optimization]
+stage = 2
+[[callbacks]]
+name = 'watch'
+"""
+NEWER = """
+import torch
+type Batch[T] = dict[str, T]
+scaler = torch.amp.GradScaler("cuda")
+def train[T](loader: list[T]) -> None:
+    for batch in loader:
+        try:
+            scaler.scale(model(batch)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            print(f"{batch["loss"]:.3f} {'\\n'.join(batch)} {f"{batch['x']}"}")
+        except KeyError, ValueError:
+            raise
+"""
+
+
+def seeds(folder=None):
+    """Every case of every rule with its language, some of them as notebooks, and the files of a folder."""
+    files = [("toml", TOML), ("python", NEWER)]
+    for path in sorted(folder.rglob("*")) if folder else ():
+        language = language_of(path.name)
+        if language and path.is_file() and path.stat().st_size < 60_000:
+            files.append((language, path.read_text(encoding="utf-8", errors="replace")))
     for rule in all_rules():
         for text in (*rule.bad, *rule.good):
             language = source_of_case(rule, text).language
@@ -173,13 +212,13 @@ def _swap_expressions(rng, tree):
             rng.choice(call.keywords).value = value
 
 
-def survive(language, data, *, gpu=False):
+def survive(language, data, *, gpu=False, preview=True):
     """Raise if the checker fails on this file; otherwise return the number of findings."""
     path = ENDINGS[language]
     settings = Settings(gpu=find_device("t4") if gpu else None, gpu_origin="--gpu t4" if gpu else "")
 
     def check(document):
-        return check_document(document, settings, Selection())
+        return check_document(document, settings, Selection(preview=preview))
 
     document = read_document(path, data, language)
     findings = check(document)
@@ -191,16 +230,30 @@ def survive(language, data, *, gpu=False):
         if finding.cell is None and document.problem is None:
             assert finding.line <= len(lines), finding
             assert finding.column <= len(lines[finding.line - 1]) + 2, finding
-    done = fix_document(document, findings, check)
-    for outcome in (
-        Outcome((FileResult(path, findings, document.source),), 1),
-        Outcome((FileResult(path, done.findings, done.after.source),), 1, (done,)),
-    ):
-        as_text(outcome).encode("utf-8", "backslashreplace")
-        json.loads(as_json(outcome))
-        json.loads(as_sarif(outcome))
-        as_github(outcome)
-        as_diff(outcome)
-    if not done.applied:
-        assert done.after is document
+    show(Outcome((FileResult(path, findings, located_source(document)),), 1), document)
+    for unsafe in (False, True):
+        done = fix_document(document, findings, check, unsafe=unsafe)
+        show(Outcome((FileResult(path, done.findings, located_source(done.after)),), 1, (done,)), done.after)
+        if not done.applied:
+            assert done.after is document
     return len(findings)
+
+
+def show(outcome, document):
+    """Render an outcome in every format; those for machines must parse, with regions inside the file."""
+    as_text(outcome).encode("utf-8", "backslashreplace")
+    as_concise(outcome).encode("utf-8", "backslashreplace")
+    json.loads(as_json(outcome))
+    json.loads(as_gitlab(outcome))
+    ET.fromstring(as_junit(outcome).encode("utf-8"))
+    as_github(outcome)
+    as_diff(outcome)
+    statistics_as_text(outcome)
+    lines = document.raw.split("\n")
+    for result in json.loads(as_sarif(outcome))["runs"][0]["results"]:
+        region = result["locations"][0]["physicalLocation"]["region"]
+        assert region["startLine"] >= 1
+        assert region["startColumn"] >= 1
+        if document.notebook is not None:
+            assert region["startLine"] <= len(lines), region
+            assert region["startColumn"] <= len(lines[region["startLine"] - 1]) + 1, region

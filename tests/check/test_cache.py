@@ -147,10 +147,17 @@ def test_the_folder_is_kept_out_of_version_control(folder):
     assert (folder / "cache/CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
 
 
-def test_a_script_that_names_another_file_is_checked_every_time(folder):
+def test_a_script_is_checked_again_when_a_file_it_names_changes(folder):
     """Its findings depend on the configuration it runs with."""
     (folder / "b.py").write_text("import deepspeed\nconfig = 'ds.json'\n")
     run()
+    assert run()[1] == 3
+    (folder / "ds.json").write_text("{}")
+    assert run()[1] == 2  # the script and the new file
+    assert run()[1] == 4
+    (folder / "ds.json").write_text('{"a": 1}')
+    assert run()[1] == 2
+    (folder / "ds.json").unlink()
     assert run()[1] == 2
 
 

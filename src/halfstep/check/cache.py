@@ -1,8 +1,7 @@
 """Results of earlier runs, so that a file that did not change is not analysed again.
 
 A result is found by a hash of everything it depends on: the bytes of the file, its path, the settings and selected rules,
-and the version of Halfstep and Python. A script that names a configuration file also depends on that file and is not
-stored. One file in the cache folder has the results of all files checked with the same options. It starts with a hash of
+and the version of Halfstep and Python, and for a DeepSpeed script the state of the configuration files it names. One file in the cache folder has the results of all files checked with the same options. It starts with a hash of
 its content and is replaced atomically: a damaged file is ignored, and of two runs at the same time the last one wins,
 which costs the other one only its results. Nothing here raises: without a cache the check is slower, not different.
 """
@@ -13,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -31,6 +31,8 @@ __all__ = ["Cache", "default_folder", "open_cache"]
 
 _MAX_AGE_SECONDS = 30 * 24 * 3600  # of a file of results that no run has used
 _MAX_BYTES = 2**28
+# A string that names a configuration; in a notebook its quotes are escaped.
+_CONFIG_NAME = re.compile(rb"[\"']([^\s{}$%*?<>|\"'\\]{1,200}\.(?:h?json|jsonc|ya?ml))\\?[\"']")
 _TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This directory has results of `halfstep check`.\n"
 
 
@@ -78,8 +80,6 @@ class Cache:
                 data = file.read(size_limit(target.language) + 1)
         except (OSError, ValueError):
             return None
-        if _depends_on_files(target, data):
-            return None
         key = self._key(target, data)
         entry = self.entries.get(os.path.abspath(target.path))  # noqa: PTH100
         if not isinstance(entry, list) or entry[0] != key:
@@ -120,7 +120,7 @@ class Cache:
     def _key(self, target: Target, data: bytes) -> str:
         settings = self.options.settings(target.project)
         selection = self.options.selection(target.project, target.path)
-        context = repr((settings, selection, target.named, target.language, target.path, len(data)))
+        context = repr((settings, selection, target.named, target.language, target.path, _named_files(target, data)))
         return hashlib.blake2b(context.encode("utf-8", "surrogatepass") + data, digest_size=16).hexdigest()
 
 
@@ -136,11 +136,17 @@ class _Pending:
         return (before.st_size, before.st_mtime_ns, before.st_ino) == (state.st_size, state.st_mtime_ns, state.st_ino)
 
 
-def _depends_on_files(target: Target, data: bytes) -> bool:
-    """Whether the findings may depend on another file: a script that names its DeepSpeed configuration."""
+def _named_files(target: Target, data: bytes) -> tuple[object, ...]:
+    """The states of the configuration files that a DeepSpeed script names, on which its findings depend too."""
     if target.language not in {"python", "notebook"} or b"deepspeed" not in data.lower():
-        return False
-    return b"json" in data or b".yaml" in data or b".yml" in data
+        return ()
+    states: list[object] = []
+    for name in sorted(set(_CONFIG_NAME.findall(data))):
+        for folder in (Path(target.path).parent, Path()):
+            with contextlib.suppress(OSError, ValueError):
+                state = (folder / os.fsdecode(name)).stat()
+                states.append((name, state.st_size, state.st_mtime_ns, state.st_ino))
+    return tuple(states)
 
 
 @cache

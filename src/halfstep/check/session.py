@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from halfstep.check.cache import Cache
 from halfstep.check.files.document import Document, language_of, located_source, read_document
 from halfstep.check.finding import Finding
 from halfstep.check.fixing import Fixed, fix_document, write_back
@@ -17,6 +17,9 @@ from halfstep.check.project import find_project
 from halfstep.check.runner import FileResult, check_document, read_target
 from halfstep.check.walk import Target, find_files
 from halfstep.errors import SettingError
+
+if TYPE_CHECKING:
+    from halfstep.check.cache import Cache  # hashlib takes 10 ms to import
 
 __all__ = ["Outcome", "check_path", "check_paths", "check_stdin"]
 

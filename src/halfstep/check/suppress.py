@@ -12,9 +12,7 @@ findings around it, because formatters move comments.
 
 from __future__ import annotations
 
-import io
 import re
-import tokenize
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -134,6 +132,9 @@ def _read_comments(source: Source) -> tuple[list[_Comment], list[_Statement]]:
                 number = bisect_right(starts, match.start())
                 comments.append(_Comment(number, match.start() - starts[number - 1] + 1, match["comment"]))
         return comments, statements
+    import io
+    import tokenize  # 8 ms to import, and few files have such a comment
+
     first = 0
     try:
         for token in tokenize.generate_tokens(io.StringIO(source.text).readline):

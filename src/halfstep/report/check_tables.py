@@ -15,7 +15,7 @@ __all__ = ["rules_as_json", "rules_as_text", "statistics_as_json", "statistics_a
 def statistics_as_text(outcome: Outcome) -> str:
     """One line for each rule with findings, most frequent first; [*] marks those with a fix. Empty if there are none."""
     rows = _statistics(outcome)
-    width = len(str(max((row["count"] for row in rows), default=0)))
+    width = len(str(rows[0]["count"])) if rows else 0
     return "\n".join(
         f"{row['count']:>{width}}  {row['code']}  {row['severity']:<7}  [{'*' if row['fixable'] else ' '}] {row['name']}"
         for row in rows

@@ -15,11 +15,14 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from halfstep.check.files.notebook import Notebook, read_notebook
 from halfstep.check.files.problems import FileTooLarge, NotText, SyntaxFault
 from halfstep.check.files.source import Language, Source
 from halfstep.check.finding import Edit, Finding, Place
+
+if TYPE_CHECKING:
+    from halfstep.check.files.notebook import Notebook
 
 __all__ = ["LANGUAGES", "Document", "apply_edits", "language_of", "located_source", "read_document", "size_limit"]
 
@@ -180,6 +183,8 @@ def _decode(data: bytes, encoding: str) -> str:
 
 
 def _notebook(path: str, data: bytes, raw: str) -> Document:
+    from halfstep.check.files.notebook import read_notebook  # 10 ms with json, and most files are none
+
     notebook = read_notebook(path, raw)
     if isinstance(notebook, Finding):
         return Document(Source(path, "", "notebook"), data, raw, problem=notebook)
