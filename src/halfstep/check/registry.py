@@ -1,6 +1,6 @@
 """Every rule by group, loaded when its group is first needed.
 
-A group is a module with a list `RULES`, or a package of such modules. Checking a script never loads the rules of
+A group is a module with a list `RULES`, or packages of such modules. Checking a script never loads the rules of
 configurations, nor the reverse.
 """
 
@@ -17,22 +17,23 @@ __all__ = ["GROUPS", "Group", "all_rules", "find_rule", "modules_of", "rules_of"
 
 Group = Literal["files", "script", "config", "hardware", "advisories"]
 
-GROUPS: dict[Group, str] = {
-    "files": "halfstep.check.files.problems",
-    "script": "halfstep.check.rules.script",
-    "config": "halfstep.check.rules.config",
-    "hardware": "halfstep.check.rules.hardware",
-    "advisories": "halfstep.check.rules.advisories",
+GROUPS: dict[Group, tuple[str, ...]] = {
+    "files": ("halfstep.check.files.problems",),
+    "script": ("halfstep.check.rules.script", "halfstep.check.rules.weights", "halfstep.check.rules.frameworks"),
+    "config": ("halfstep.check.rules.config",),
+    "hardware": ("halfstep.check.rules.hardware",),
+    "advisories": ("halfstep.check.rules.advisories",),
 }
 
 
 def modules_of(group: Group) -> tuple[str, ...]:
     """The modules of one group, by name; listing them imports the package and none of its modules."""
-    name = GROUPS[group]
-    package_path = getattr(importlib.import_module(name), "__path__", None)
-    if package_path is None:
-        return (name,)
-    return tuple(sorted(f"{name}.{module.name}" for module in pkgutil.iter_modules(package_path)))
+    modules: list[str] = []
+    for name in GROUPS[group]:
+        package_path = getattr(importlib.import_module(name), "__path__", None)
+        inside = pkgutil.iter_modules(package_path) if package_path is not None else ()
+        modules += sorted(f"{name}.{module.name}" for module in inside) or [name]
+    return tuple(modules)
 
 
 @cache

@@ -10,7 +10,7 @@ the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104
 2. Derive from the base class that provides the facts you need:
 
        ScriptRule      check(script)                     a script: imports, calls, scalers, autocast regions
-       TraceRule       judge(script, trace, index)       one event of a training loop   (halfstep.check.script.order)
+       TraceRule       judge(script, trace, index)       one event of a training loop   (halfstep.check.script.flow.order)
        ConfigRule      check(config)                     one configuration of any tool
        DeepSpeedRule   inspect(deepspeed, config)        one DeepSpeed configuration    (...config.deepspeed_facts)
        JointRule       inspect(use, config)              a script with the DeepSpeed configuration it runs (...config.joint)
@@ -34,7 +34,7 @@ the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104
            def judge(self, script, trace, index):
                return self.finding(script.where(trace[index].node), "what happens here", instead="what to write")
 
-4. Where one edit of the text is certain to be right, pass it as `fix=Fix(title, edits)`. `halfstep.check.script.edits`
+4. Where one edit of the text is certain to be right, pass it as `fix=Fix(title, edits)`. `halfstep.check.script.syntax.edits`
    and `halfstep.check.config.edits` build them. A fix that is right only under an assumption is `Fix(..., safe=False)`,
    applied with --unsafe-fixes. Each fix is verified: the file is checked again after it is applied.
 5. Regenerate docs/rules.md (`python -m halfstep.report.rules_page > docs/rules.md`).

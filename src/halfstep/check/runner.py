@@ -128,8 +128,8 @@ def _findings(source: Source, settings: Settings, *, named: bool, preview: bool)
 
 
 def _in_script(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:
-    from halfstep.check.script.raising import lines_that_raise
     from halfstep.check.script.script import read_script
+    from halfstep.check.script.syntax.raising import lines_that_raise
 
     try:
         script = read_script(source, settings, words_of_rules("script"))

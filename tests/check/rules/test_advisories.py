@@ -7,7 +7,7 @@ import pytest
 from halfstep.check.files.document import read_document
 from halfstep.check.pins import Pin
 from halfstep.check.runner import check_document
-from halfstep.check.script.features import features_of_script
+from halfstep.check.script.objects.features import features_of_script
 from halfstep.check.select import Selection
 from halfstep.check.session import check_path
 from halfstep.check.settings import Settings

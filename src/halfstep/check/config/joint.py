@@ -22,8 +22,8 @@ from halfstep.check.config.python_reader import expects_error, find_in_script
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Finding, Place
 from halfstep.check.rule import ConfigRule
-from halfstep.check.script.children import all_nodes
-from halfstep.check.script.names import Names, chain, key_of, read_names
+from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.names import Names, chain, key_of, read_names
 from halfstep.check.settings import Settings
 from halfstep.errors import SettingError
 from halfstep.precision.json_tree import MAX_BYTES

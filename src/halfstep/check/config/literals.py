@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from halfstep.check.script.children import all_nodes
-from halfstep.check.script.names import Names, chain
+from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.names import Names, chain
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span
 
 __all__ = ["Literals", "literals_of"]

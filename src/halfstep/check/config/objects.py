@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from halfstep.check.config.config import Config
 from halfstep.check.config.literals import Literals
 from halfstep.check.files.source import Source
-from halfstep.check.script.names import Names, key_of
+from halfstep.check.script.syntax.names import Names, key_of
 from halfstep.precision.node import Block, Entry, Scalar
 
 __all__ = ["ObjectConfig", "optimizer_calls", "optimizer_config"]

@@ -16,8 +16,8 @@ from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, recipe_of
 from halfstep.check.config.literals import literals_of
 from halfstep.check.files.source import Source
-from halfstep.check.script.children import all_nodes
-from halfstep.check.script.names import chain, read_names
+from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.names import chain, read_names
 from halfstep.check.settings import Settings
 from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar
 

@@ -30,8 +30,8 @@ from halfstep.check.fixes.certain import (
     is_used_later,
     may_be_none,
 )
-from halfstep.check.script.edits import Lines
-from halfstep.check.script.names import key_of
+from halfstep.check.script.syntax.edits import Lines
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["apply_text", "missing_names"]
 

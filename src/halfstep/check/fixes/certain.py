@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from halfstep.check.script.names import key_of
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = [
     "Assumed",

@@ -11,13 +11,13 @@ import ast
 from collections.abc import Sequence
 
 from halfstep.check.finding import Edit, Fix
-from halfstep.check.fixes.owners import clipped_models, is_of_another, optimized_models, share
-from halfstep.check.script.event import Event, is_accumulation
-from halfstep.check.script.names import key_of
-from halfstep.check.script.order import is_amp, later
+from halfstep.check.script.flow.event import Event, is_accumulation
+from halfstep.check.script.flow.order import is_amp, later
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.owners import clipped_models, is_of_another, optimized_models, share
+from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import argument, text_of
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["scale_fix", "unscale_fix", "update_fix"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from halfstep.check.finding import Finding, Place
 from halfstep.check.pins import Pin, pins_for
 from halfstep.check.rule import ConfigRule, Rule, ScriptRule
-from halfstep.check.script.features import features_of_script
+from halfstep.check.script.objects.features import features_of_script
 from halfstep.check.script.script import Script
 from halfstep.check.settings import Settings
 from halfstep.hardware.advisories import Environment, advisories_for

@@ -26,13 +26,13 @@ from functools import cached_property
 from halfstep.check.files.python import parse_python
 from halfstep.check.files.source import Source
 from halfstep.check.finding import Place
-from halfstep.check.script.edits import Lines
-from halfstep.check.script.event import Event
-from halfstep.check.script.modules import classes_under_autocast
-from halfstep.check.script.outline import MAX_BINDINGS, Function, Outline, read_outline
-from halfstep.check.script.trace import Trace, read_traces
-from halfstep.check.script.training import Training
-from halfstep.check.script.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.trace import Trace, read_traces
+from halfstep.check.script.objects.modules import classes_under_autocast
+from halfstep.check.script.objects.training import Training
+from halfstep.check.script.objects.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
+from halfstep.check.script.syntax.edits import Lines
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline, read_outline
 from halfstep.check.settings import Settings
 
 __all__ = ["Script", "read_script"]

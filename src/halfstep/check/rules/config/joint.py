@@ -13,7 +13,7 @@ from halfstep.check.config.joint import JointRule, Use
 from halfstep.check.config.objects import optimizer_calls
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.names import key_of
+from halfstep.check.script.syntax.names import key_of
 from halfstep.precision.node import Entry, Scalar
 
 __all__ = ["BF16", "FP16", "LOOP", "RULES", "script_with"]

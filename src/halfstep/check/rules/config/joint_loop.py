@@ -11,7 +11,7 @@ from halfstep.check.config.joint import JointRule, Use, uses_name
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule
 from halfstep.check.rules.config.joint import BF16, FP16, LOOP, script_with
-from halfstep.check.script.names import key_of
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.event import Event
-from halfstep.check.script.names import key_of
-from halfstep.check.script.order import STEPS, TraceRule, earlier, later
-from halfstep.check.script.outline import MAX_BINDINGS
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import constant, text_of
-from halfstep.check.script.window import ACCUMULATION, Window, accumulated_over
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = ["RULES"]
 

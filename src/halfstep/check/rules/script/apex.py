@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.order import TraceRule, earlier
+from halfstep.check.script.flow.order import TraceRule, earlier
+from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
 
 __all__ = ["RULES"]
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.event import Event, compatible
-from halfstep.check.script.expressions import arms_of
-from halfstep.check.script.forwards import bce_in_forward, off_by_default
-from halfstep.check.script.names import key_of
-from halfstep.check.script.order import STEPS, TraceRule, implied, later
+from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.order import STEPS, TraceRule, implied, later
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import arms_of
+from halfstep.check.script.objects.forwards import bce_in_forward, off_by_default
+from halfstep.check.script.objects.values import DTYPES, Autocast, argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import DTYPES, Autocast, argument, constant, text_of
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.scaler import ScalerWithBf16
-from halfstep.check.script.event import Event
-from halfstep.check.script.names import key_of
-from halfstep.check.script.order import switched_off, without_amp
-from halfstep.check.script.recognise import Recogniser
-from halfstep.check.script.saving import is_setting, passed_objects, saves
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import switched_off, without_amp
+from halfstep.check.script.flow.recognise import Recogniser
+from halfstep.check.script.objects.saving import is_setting, passed_objects, saves
+from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.values import Scaler, constant, text_of
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 

@@ -7,11 +7,11 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.event import Event, compatible
-from halfstep.check.script.gradients import measures_only
-from halfstep.check.script.order import TraceRule, switched_off, without_amp
+from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.gradients import measures_only
+from halfstep.check.script.flow.order import TraceRule, switched_off, without_amp
+from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
 
 __all__ = ["RULES"]
 

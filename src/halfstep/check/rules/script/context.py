@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.objects.values import AUTOCASTS, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.values import AUTOCASTS, text_of
 
 __all__ = ["RULES"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.names import Imported, chain
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import Imported, chain
 
 __all__ = ["RULES"]
 

@@ -7,10 +7,9 @@ import ast
 from halfstep.check.finding import Finding
 from halfstep.check.fixes.loops import scale_fix, unscale_fix, update_fix
 from halfstep.check.rule import Rule
-from halfstep.check.script.event import Event
-from halfstep.check.script.gradients import measures_only, skipped_unscale, unscaled_between
-from halfstep.check.script.names import key_of
-from halfstep.check.script.order import (
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
+from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
     between,
@@ -23,8 +22,9 @@ from halfstep.check.script.order import (
     switched_off,
     without_amp,
 )
+from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.names import key_of
-from halfstep.check.script.scope import CallSite
+from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.tensors import grad_of
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = ["RULES"]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.names import key_of
-from halfstep.check.script.order import TraceRule, switched_off
+from halfstep.check.script.flow.order import TraceRule, switched_off
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import autocasts_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import autocasts_of
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 

@@ -6,10 +6,10 @@ import ast
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.event import Event
-from halfstep.check.script.order import TraceRule, earlier, implied, only_settings, rebound_between, switched_off
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import TraceRule, earlier, implied, only_settings, rebound_between, switched_off
+from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
 
 __all__ = ["RULES"]
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.scaler_calls import framework_precisions
-from halfstep.check.script.event import Event, compatible
-from halfstep.check.script.names import key_of
-from halfstep.check.script.order import TraceRule, earlier, later, without_amp
+from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.order import TraceRule, earlier, later, without_amp
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import Autocast, Scaler, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import Autocast, Scaler, constant, text_of
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES", "ScalerWithBf16"]
 

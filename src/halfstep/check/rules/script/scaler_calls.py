@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.engines import ACCELERATE, engines_of
-from halfstep.check.script.event import Event
-from halfstep.check.script.names import key_of
-from halfstep.check.script.order import TraceRule, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import TraceRule, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.engines import ACCELERATE, engines_of
+from halfstep.check.script.objects.values import Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
-from halfstep.check.script.values import Scaler, argument, constant, text_of
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 

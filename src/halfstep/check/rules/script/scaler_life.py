@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.event import Event
-from halfstep.check.script.names import key_of
-from halfstep.check.script.saving import saves
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.objects.saving import saves
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.values import argument, constant, text_of
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 

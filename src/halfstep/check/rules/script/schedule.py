@@ -6,9 +6,9 @@ import ast
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.order import TraceRule, earlier, later, together
+from halfstep.check.script.flow.order import TraceRule, earlier, later, together
+from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
 
 __all__ = ["RULES"]
 

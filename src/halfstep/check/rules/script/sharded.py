@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
-from halfstep.check.script.values import argument, constant
 
 __all__ = ["RULES"]
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.event import Event, compatible
-from halfstep.check.script.names import key_of
-from halfstep.check.script.order import TraceRule, is_amp, switched_off, without_amp
-from halfstep.check.script.outline import MAX_BINDINGS
+from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.order import TraceRule, is_amp, switched_off, without_amp
+from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = ["RULES"]
 

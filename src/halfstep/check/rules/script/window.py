@@ -6,8 +6,8 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.gradients import measures_only, skipped_unscale, unscaled_between
-from halfstep.check.script.order import (
+from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
+from halfstep.check.script.flow.order import (
     TraceRule,
     between,
     earlier,
@@ -22,9 +22,9 @@ from halfstep.check.script.order import (
     together,
     without_amp,
 )
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.window import targets_of, window_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.trace import Trace
-from halfstep.check.script.window import targets_of, window_of
 
 __all__ = ["RULES"]
 

@@ -1,0 +1,1 @@
+"""Rules over loops that Accelerate, Fabric, Lightning or a Trainer owns."""

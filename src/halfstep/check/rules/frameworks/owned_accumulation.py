@@ -1,0 +1,237 @@
+"""HS188: gradient accumulation that both the script and the framework do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+from halfstep.check.finding import Finding, Severity
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name
+from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RULES"]
+
+_ACCELERATE = """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=args.accumulation_steps)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = loss_fn(model(x), y){divided}
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+_DEEPSPEED = """\
+import deepspeed
+
+ds_config = {{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "bf16": {{"enabled": True}}}}
+engine, _, _, _ = deepspeed.initialize(model=model, config=ds_config)
+for i, (x, y) in enumerate(loader):
+    loss = loss_fn(engine(x), y)
+    engine.backward(loss{divided})
+{step}
+"""
+_STEP = "    engine.step()"
+_STEPS = re.compile(r"accum|grad_acc|acc_steps|^gas$", re.IGNORECASE)
+_DEEPSPEED_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16"}
+_KEY = "gradient_accumulation_steps"
+
+
+class AccumulatedTwice(ScriptRule):
+    """The script divides the loss by the accumulation steps, or counts them, although the framework does."""
+
+    code = "HS188"
+    name = "accumulated-twice"
+    severity = "warning"
+    reason = (
+        "`accelerator.backward` divides the loss by the gradient_accumulation_steps of the Accelerator, and DeepSpeed's "
+        "`engine.backward` by those of its configuration. A second division makes the gradients N times too small: Adam hides most of "
+        "it, but clipping, weight decay, SGD and the smallest fp16 gradients do not. `engine.step` counts micro-batches too: called "
+        "only on every N-th one, it updates the weights on every N*N-th."
+    )
+    bad = (
+        _ACCELERATE.format(divided=" / args.accumulation_steps"),
+        _DEEPSPEED.format(divided=" / 8", step=_STEP),
+        _DEEPSPEED.format(divided="", step="    if (i + 1) % 8 == 0:\n        engine.step()"),
+    )
+    good = (
+        _ACCELERATE.format(divided=""),
+        _DEEPSPEED.format(divided="", step=_STEP),
+        _DEEPSPEED.format(divided="", step=_STEP),
+    )
+    references = (
+        "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation",
+        "https://www.deepspeed.ai/getting-started/",
+        "measured: source code of accelerate 1.15.0 and DeepSpeed 0.19.8, backward and step",
+    )
+    words = ("Accelerator", "deepspeed.initialize")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Divided losses passed to an engine's backward, and engine steps under a window's condition."""
+        engines = _deepspeed_engines(script)
+        steps = _configured_steps(script) if engines else None
+        for call, function in script.outline.calls.get("backward", ()):
+            owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            engine = engine_at(script, owner, function) if owner else None
+            if engine is None and owner not in engines:
+                continue
+            divisor = _divisor(script, call, function)
+            if divisor is not None and engine is not None and engine.library == ACCELERATE:
+                yield from self._accelerate(script, call, engine, divisor)
+            elif divisor is not None and owner in engines:
+                yield from self._deepspeed(script, call, owner, divisor, steps)
+        for call, _ in script.outline.calls.get("step", ()) if engines else ():
+            yield from self._step(script, call, engines, steps)
+
+    def _accelerate(self, script: Script, call: ast.Call, engine: Engine, divisor: ast.expr) -> Iterator[Finding]:
+        own = f"{engine.key}.{_KEY}"
+        text = text_of(divisor)
+        if text != own and (engine.steps is None or constant(engine.steps) == 1 or not _same(divisor, engine.steps)):
+            return
+        yield self.finding(
+            script.where(call),
+            f"the loss is divided by `{text}`, and `{engine.key}.backward` divides by its {_KEY} again",
+            instead=f"pass the undivided loss to `{engine.key}.backward`",
+        )
+
+    def _deepspeed(
+        self, script: Script, call: ast.Call, engine: str, divisor: ast.expr, steps: ast.expr | None
+    ) -> Iterator[Finding]:
+        if any(k.arg == "scale_wrt_gas" for k in call.keywords):
+            return
+        text = text_of(divisor)
+        is_certain = steps is not None and _same(divisor, steps) and constant(steps) != 1
+        is_named = bool(_STEPS.search(last_name(text))) and steps is None
+        # A script that steps on every micro-batch leaves the counting to the engine.
+        if not is_certain and not (is_named and _steps_always(script, engine)):
+            return
+        condition = "" if is_certain else f" if the configuration sets {_KEY}"
+        severity: Severity = "warning" if is_certain else "advice"
+        yield self.finding(
+            script.where(call),
+            f"the loss is divided by `{text}`, and `{engine}.backward` divides again{condition}",
+            instead=f"pass the undivided loss to `{engine}.backward`",
+            severity=severity,
+        )
+
+    def _step(self, script: Script, call: ast.Call, engines: set[str], steps: ast.expr | None) -> Iterator[Finding]:
+        engine = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        window = _window(script, call) if engine in engines and steps is not None else None
+        if window is None or steps is None or constant(steps) == 1 or not _same(window, steps):
+            return
+        if "set_gradient_accumulation_boundary" in script.outline.calls:
+            return
+        yield self.finding(
+            script.where(call),
+            f"`{engine}.step()` counts micro-batches itself; on every `{text_of(window)}`-th call it updates every "
+            f"`{text_of(window)}`-th of those",
+            instead=f"call `{engine}.step()` after every backward",
+        )
+
+
+def _same(a: ast.expr, b: ast.expr) -> bool:
+    """Whether two expressions name the same number of steps: equal literals, or variables of one name."""
+    one, other = constant(a), constant(b)
+    if one is not ... or other is not ...:
+        return one == other
+    return bool(text_of(a)) and last_name(text_of(a)) == last_name(text_of(b))
+
+
+@lru_cache(maxsize=8)  # one walk per function, however often it calls backward
+def _assignments(function: Function) -> dict[str, list[ast.Assign | ast.AugAssign]]:
+    """The assignments of a function by the variables they bind."""
+    by_key: dict[str, list[ast.Assign | ast.AugAssign]] = {}
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                by_key.setdefault(key_of(target), []).append(node)
+    return by_key
+
+
+def _divisor(script: Script, call: ast.Call, function: Function) -> ast.expr | None:
+    """What the loss of `engine.backward(loss)` was last divided by, in the call or in the statements before it."""
+    loss = call.args[0] if call.args else None
+    if isinstance(loss, ast.BinOp):
+        return loss.right if isinstance(loss.op, ast.Div) else None
+    key = key_of(loss)
+    before = [node for node in _assignments(function).get(key, ()) if node.lineno <= call.lineno] if key else []
+    last = max(before, key=lambda node: node.lineno, default=None)
+    if last is None or _excluded(script, last, call):
+        return None
+    if isinstance(last, ast.AugAssign):
+        return last.value if isinstance(last.op, ast.Div) else None
+    value = last.value if isinstance(last, ast.Assign) else None
+    return value.right if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) else None
+
+
+def _excluded(script: Script, first: ast.AST, second: ast.AST) -> bool:
+    """Whether two nodes are in the two branches of one `if`."""
+    branches: dict[ast.AST, bool] = {}
+    child, parent = first, script.outline.parents.get(first)
+    while parent is not None:
+        if isinstance(parent, ast.If):
+            branches[parent] = child in parent.body
+        child, parent = parent, script.outline.parents.get(parent)
+    child, parent = second, script.outline.parents.get(second)
+    while parent is not None:
+        if parent in branches and isinstance(parent, ast.If) and branches[parent] != (child in parent.body):
+            return True
+        child, parent = parent, script.outline.parents.get(parent)
+    return False
+
+
+def _deepspeed_engines(script: Script) -> set[str]:
+    """The variables that deepspeed.initialize is assigned to."""
+    engines = set()
+    for call, _ in script.outline.library_calls.get("deepspeed.initialize", ()):
+        parent = script.outline.parents.get(call)
+        is_first = isinstance(parent, ast.Subscript) and constant(parent.slice) == 0
+        parent = script.outline.parents.get(parent) if is_first and parent is not None else parent
+        if isinstance(parent, ast.Assign):
+            target = parent.targets[0]
+            engines.add(key_of(target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target))
+    return engines - {"", "_"}
+
+
+def _configured_steps(script: Script) -> ast.expr | None:
+    """The steps of the one DeepSpeed configuration that is written in the script; None if there is none."""
+    steps = [
+        value
+        for node in ast.walk(script.tree)
+        if isinstance(node, ast.Dict) and {constant(k) for k in node.keys} & _DEEPSPEED_KEYS
+        for key, value in zip(node.keys, node.values, strict=True)
+        if constant(key) == _KEY
+    ]
+    return steps[0] if len(steps) == 1 else None
+
+
+def _steps_always(script: Script, engine: str) -> bool:
+    calls = [
+        call
+        for call, _ in script.outline.calls.get("step", ())
+        if isinstance(call.func, ast.Attribute) and key_of(call.func.value) == engine
+    ]
+    return bool(calls) and all(_window(script, call) is None for call in calls)
+
+
+def _window(script: Script, node: ast.AST) -> ast.expr | None:
+    """The length of the window at whose end a call runs: n of `if (i + 1) % n == 0`."""
+    child, parent = node, script.outline.parents.get(node)
+    while parent is not None and not isinstance(parent, ast.FunctionDef):
+        if isinstance(parent, ast.If) and child in parent.body:
+            for part in ast.walk(parent.test):
+                if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
+                    return part.right
+        child, parent = parent, script.outline.parents.get(parent)
+    return None
+
+
+RULES: tuple[type[Rule], ...] = (AccumulatedTwice,)

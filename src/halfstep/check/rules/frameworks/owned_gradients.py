@@ -1,0 +1,251 @@
+"""HS186, HS189: gradients that a framework scales, clipped by the script."""
+
+from __future__ import annotations
+
+import ast
+
+from halfstep.check.finding import Finding, Severity
+from halfstep.check.rule import Rule
+from halfstep.check.script.flow.order import TraceRule, earlier, later
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.engines import (
+    ACCELERATE,
+    Engine,
+    engine_at,
+    last_name,
+    loop_class,
+)
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+
+__all__ = ["RULES"]
+
+_ACCELERATE = """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator({options})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)
+    accelerator.backward(loss)
+{clip}    optimizer.step()
+"""
+_FABRIC = """\
+import torch
+from lightning import Fabric
+
+fabric = Fabric(precision="16-mixed")
+model, optimizer = fabric.setup(model, optimizer)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)
+    fabric.backward(loss)
+    {clip}
+    optimizer.step()
+"""
+_MANUAL = """\
+import lightning as L
+import torch
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.compute_loss(batch))
+{clip}        optimizer.step()
+{hook}
+trainer = L.Trainer(precision="16-mixed")
+"""
+_CLIP = "torch.nn.utils.clip_grad_norm_({}.parameters(), 1.0)"
+_HOOK = f"\n    def on_before_optimizer_step(self, optimizer):\n        {_CLIP.format('self')}\n"
+_ACCUMULATE = """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = loss_fn(model(x), y)
+        accelerator.backward(loss)
+{clip}
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+_WINDOW = """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for i, (x, y) in enumerate(loader):
+    accelerator.backward(loss_fn(model(x), y) / 4)
+{outside}    if (i + 1) % 4 == 0:
+{inside}        optimizer.step()
+        optimizer.zero_grad()
+"""
+_OWN_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
+_DOCS = "https://huggingface.co/docs/accelerate/package_reference/accelerator#accelerate.Accelerator.clip_grad_norm_"
+
+
+def _backward_engine(script: Script, trace: Trace, index: int) -> Engine | None:
+    """The Accelerator or Fabric whose backward wrote the gradients at this point."""
+    for i in earlier(trace, index, "owned_backward"):
+        return engine_at(script, trace[i].subject, trace[i].function)
+    return None
+
+
+class ClipBehindFramework(TraceRule):
+    """Gradients that a framework scaled or sharded are clipped before it has unscaled them."""
+
+    code = "HS186"
+    name = "clip-behind-framework"
+    severity = "warning"
+    reason = (
+        "After `accelerator.backward` or `fabric.backward` in fp16 the gradients are multiplied by the loss scale (65536 at first), and "
+        "only the framework's own call unscales them before it clips: torch's `clip_grad_norm_` at 1.0 clips the true gradient at "
+        "1/65536, so nearly every step has the same tiny norm. With FSDP each rank sees the norm of its own shard. In a Lightning "
+        "module with manual optimization the gradients are unscaled inside `optimizer.step()`, right before the hook "
+        "`on_before_optimizer_step`; both torch's call and `self.clip_gradients` come too early in `training_step`."
+    )
+    bad = (
+        _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_CLIP.format('model')}\n"),
+        _ACCELERATE.format(options="", clip=f"    {_CLIP.format('model')}\n"),
+        _FABRIC.format(clip=_CLIP.format("model")),
+        _MANUAL.format(clip=f"        {_CLIP.format('self')}\n", hook=""),
+        _MANUAL.format(clip="        self.clip_gradients(optimizer, gradient_clip_val=1.0)\n", hook=""),
+    )
+    good = (
+        _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_OWN_CLIP}\n"),
+        _ACCELERATE.format(options="", clip=f"    {_OWN_CLIP}\n"),
+        _FABRIC.format(clip="fabric.clip_gradients(model, optimizer, max_norm=1.0)"),
+        _MANUAL.format(clip="", hook=_HOOK),
+    )
+    references = (
+        _DOCS,
+        "https://lightning.ai/docs/fabric/stable/api/fabric_methods.html#clip-gradients",
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/18089",
+        "measured: source code of accelerate 1.15.0 and lightning 2.6.6",
+    )
+    words = ("Accelerator", "Fabric(", "automatic_optimization")
+    kinds = ("clip", "owned_clip")
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """torch's clipping after a framework's backward, before the framework has unscaled."""
+        event = trace[index]
+        call = event.node
+        if not isinstance(call, ast.Call) or constant(argument(call, 1, "max_norm")) is None:
+            return None
+        if script.outline.calls.keys() & {"unscale_gradients", "unscale_"}:
+            return None
+        is_torch = script.outline.names.full(call.func).startswith("torch.nn.utils.")
+        owner = loop_class(script, event.function.cls) if event.function.cls else None
+        if owner is not None and owner.base == "manual":
+            return self._in_manual(script, trace, index, owner.precision, is_torch=is_torch)
+        engine = _backward_engine(script, trace, index) if is_torch and owner is None else None
+        if engine is None:
+            return None
+        plugin = {"fsdp": "sharded by FSDP", "deepspeed": "sharded by DeepSpeed"}.get(engine.plugin, "")
+        severity: Severity = "error" if engine.precision == "fp16" else "warning"
+        if engine.precision == "fp16":
+            state = f"still multiplied by the loss scale of `{engine.key}`"
+        elif engine.precision == "?":
+            state = plugin or "still multiplied by the loss scale in fp16, and sharded with FSDP"
+        elif plugin:
+            state = plugin
+        elif engine.library == ACCELERATE:
+            state, severity = "sharded if `accelerate launch` uses FSDP or DeepSpeed", "advice"
+        else:
+            return None
+        own = (
+            "clip_grad_norm_(...)" if engine.library == ACCELERATE else "clip_gradients(model, optimizer, max_norm=...)"
+        )
+        return self.finding(
+            script.where(call),
+            f"these gradients are {state}; torch's `{last_name(text_of(call.func))}` clips them as they are",
+            instead=f"{engine.key}.{own}",
+            severity=severity,
+        )
+
+    def _in_manual(self, script: Script, trace: Trace, index: int, precision: str, *, is_torch: bool) -> Finding | None:
+        event = trace[index]
+        before = next(earlier(trace, index, "owned_backward"), None)
+        if before is None or trace[before].subject != "self" or precision not in {"fp16", "?"}:
+            return None
+        if not is_torch and precision != "fp16":
+            return None
+        if event.function.name in {"on_before_optimizer_step", "configure_gradient_clipping"}:
+            return None
+        state = "" if precision == "fp16" else "with precision='16-mixed' "
+        return self.finding(
+            script.where(event.node),
+            f"{state}the gradients are still multiplied by the loss scale here; Lightning unscales inside `step()`",
+            instead="clip in `on_before_optimizer_step`",
+            severity="error" if precision == "fp16" else None,
+        )
+
+
+class ClipEveryMicroBatch(TraceRule):
+    """Accelerate's clipping runs on every micro-batch of an accumulation window."""
+
+    code = "HS189"
+    name = "clip-every-micro-batch"
+    severity = "warning"
+    reason = (
+        "Every micro-batch of a window runs the body of `accelerator.accumulate`; only the optimizer's step waits for the last one. "
+        "`accelerator.clip_grad_norm_` unscales first, so in fp16 its second call raises 'unscale_() has already been called on this "
+        "optimizer since the last update()'; in other precisions it clips incomplete sums, which gives early micro-batches more weight. "
+        "Guard it with `if accelerator.sync_gradients`."
+    )
+    bad = (_ACCUMULATE.format(clip=f"        {_OWN_CLIP}"), _WINDOW.format(outside=f"    {_OWN_CLIP}\n", inside=""))
+    good = (
+        _ACCUMULATE.format(clip=f"        if accelerator.sync_gradients:\n            {_OWN_CLIP}"),
+        _WINDOW.format(outside="", inside=f"        {_OWN_CLIP}\n"),
+    )
+    references = ("https://github.com/huggingface/accelerate/issues/641", _DOCS)
+    words = ("Accelerator",)
+    kinds = ("owned_clip",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A clip inside accumulate() that is not limited to the end of the window."""
+        event = trace[index]
+        func = event.node.func if isinstance(event.node, ast.Call) else None
+        if not isinstance(func, ast.Attribute) or not func.attr.startswith("clip_grad_"):
+            return None
+        engine = engine_at(script, key_of(func.value), event.function)
+        if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed":
+            return None
+        if event.accumulating or any("sync" in text for text, _ in event.guards):
+            return None
+        if any(".accumulate(" in text_of(region.node) for region in event.regions):
+            steps = constant(engine.steps) if engine.steps is not None else None
+            if steps in {None, 1}:
+                return None  # without accumulation every micro-batch is the last one
+            condition = "" if isinstance(steps, int) else f"if `{text_of(engine.steps)}` is above 1, "
+            window = f"`{engine.key}.accumulate`"
+        else:
+            step = next(later(trace, index, "opt_step"), None)
+            if step is None or not trace[step].accumulating or trace[step].loops != event.loops or not event.loops:
+                return None
+            condition = ""
+            window = f"the window at whose end `{trace[step].optimizer}` steps"
+        effect = "raises in fp16 and clips incomplete sums otherwise"
+        severity: Severity = "warning"
+        if engine.precision == "fp16":
+            effect, severity = "raises RuntimeError on the second one", "warning" if condition else "error"
+        elif engine.precision in {"bf16", "fp32"}:
+            effect, severity = "clips incomplete sums", "advice" if condition else "warning"
+        return self.finding(
+            script.where(event.node),
+            f"{condition}this clips on every micro-batch of {window}, which {effect}",
+            instead=f"call `{engine.key}.{func.attr}` only where the optimizer steps, or under `{engine.key}.sync_gradients`",
+            severity=severity,
+        )
+
+
+RULES: tuple[type[Rule], ...] = (ClipBehindFramework, ClipEveryMicroBatch)

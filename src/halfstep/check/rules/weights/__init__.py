@@ -1,0 +1,1 @@
+"""Rules over weights, averages, losses and constants in 16 bits."""

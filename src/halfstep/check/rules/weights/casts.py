@@ -1,0 +1,289 @@
+"""HS160-HS162: trained weights in float16, and a 16-bit default dtype."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.masters import is_exercise, is_stepped, remedy, subject, when
+from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.order import implied, is_amp, switched_off, without_amp
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
+from halfstep.check.script.objects.training import Trained
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.weights import conditions_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RULES"]
+
+_TRAIN = """\
+import torch
+model = Net().cuda(){cast}
+optimizer = torch.optim.{optimizer}(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+_PLAIN = """\
+import torch
+model = Net().cuda()
+{cast}optimizer = torch.optim.{optimizer}(model.parameters(), lr=1e-3)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = loss_fn(model(x.half()), y)
+    loss.backward()
+    optimizer.step()
+"""
+_LOADS = re.compile(
+    r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$"
+)
+
+
+def _casts(script: Script, dtype: str, kind: str) -> Iterator[Event]:
+    """Casts of a model that an optimizer of this script trains with a step of this kind."""
+    yielded = set()
+    for trace in script.traces:
+        for index, event in enumerate(trace):
+            if event.kind != "cast" or event.scaled != dtype or event.node in yielded or event.inside("no_grad"):
+                continue
+            # A cast after the training loop is for saving or serving, and one that is undone later is harmless.
+            if event.loops or any(e.kind == "backward" for e in trace[:index]):
+                continue
+            if any(
+                e.kind == "cast" and e.subject == event.subject and e.scaled == "float32" for e in trace[index + 1 :]
+            ):
+                continue
+            related = [e for t in script.traces for e in t if t is trace or _same_class(e, event)]
+            steps = [e for e in related if e.kind == kind and _applies(event, e) and not switched_off(script, e)]
+            if any(_trained(script, event, [e for e in related if _steps_with(script, e, step)]) for step in steps):
+                yielded.add(event.node)
+                yield event
+
+
+def _applies(cast: Event, step: Event) -> bool:
+    """Whether a step runs on the weights that were cast: always, or whenever a flag such as `args.fp16` is set.
+
+    A scaler has its own flags, and two flags may exclude each other, so for its step only "always" counts.
+    """
+    if implied(cast, step):
+        return True
+    flags = set(cast.guards) - set(step.guards)
+    only_amp = all(value and is_amp((text, value)) for text, value in flags) and not without_amp(cast)
+    return step.kind == "opt_step" and only_amp and compatible(cast, step) and not without_amp(step)
+
+
+def _same_class(other: Event, cast: Event) -> bool:
+    """Whether two events of one class refer to the same object: an attribute, or the model that a loader returns."""
+    shared = cast.subject.startswith("self.") or _LOADS.search(cast.function.name)
+    return bool(shared) and bool(cast.function.cls) and other.function.cls == cast.function.cls
+
+
+def _steps_with(script: Script, created: Event, step: Event) -> bool:
+    """Whether a created optimizer may be the one that steps: it is assigned to that name, or to none."""
+    if created.kind != "make_optimizer" or not created.subject:
+        return False
+    statement = script.statement(created.node)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {key_of(t).rsplit(".", 1)[-1] for t in targets} - {""}
+    if statement is not None and getattr(statement, "value", None) is not created.node:
+        names = {name for name in names if "opt" in name.lower()}  # wrapped in another optimizer
+    return not names or not step.optimizer or step.optimizer.rsplit(".", 1)[-1] in names
+
+
+def _trained(script: Script, cast: Event, optimizers: list[Event]) -> bool:
+    """Whether an optimizer gets the parameters of the cast model, or none is created here and a loader casts it."""
+    if optimizers:
+        return any(cast.subject in o.subject.split("|") and compatible(o, cast) for o in optimizers)
+    if script.has("make_optimizer"):
+        return False
+    return cast.subject == "model" and bool(_LOADS.search(cast.function.name)) and not cast.guards
+
+
+def _scaler_steps(script: Script, tie: Trained) -> bool:
+    """Whether an active scaler steps the optimizer of a tie whenever its weights are cast."""
+    statement = script.statement(tie.by)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {key_of(t).rsplit(".", 1)[-1] for t in targets}
+    conditions = set(conditions_of(script.outline, tie.cast.node))
+    steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
+    return any(conditions <= set(e.guards) and not switched_off(script, e) for e in steps)
+
+
+class HalfModelWithScaler(ScriptRule):
+    """A GradScaler steps float16 weights."""
+
+    code = "HS160"
+    name = "half-model-with-scaler"
+    severity = "error"
+    reason = (
+        "float16 weights have float16 gradients, which the scaler rejects with ValueError: Attempting to unscale FP16 gradients. "
+        "Autocast expects float32 weights and casts them to 16 bits itself."
+    )
+    bad = (
+        _TRAIN.format(cast=".half()", optimizer="SGD"),
+        _TRAIN.format(cast="\nmodel.to(torch.float16)", optimizer="AdamW"),
+    )
+    good = (_TRAIN.format(cast="", optimizer="SGD"), _TRAIN.format(cast="", optimizer="SGD") + "model.half()\n")
+    references = (
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/5140",
+        "https://github.com/yk7333/d3po/issues/6",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """float16 casts of trained models in scripts whose scaler steps their optimizer."""
+        if any("Sharded" in s.api for s in script.scalers):
+            return
+        reported: set[ast.AST] = set()
+        for event in _casts(script, "float16", "scaler_step"):
+            reported.add(event.node)
+            yield self.finding(
+                script.where(event.node),
+                f"`{event.subject}` is cast to float16, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                instead=f"keep `{event.subject}` in float32 and let autocast cast",
+            )
+        for tie in script.training.by_optimizers:
+            cast = tie.cast
+            if cast.formats == {"float16"} and cast.node not in reported and _scaler_steps(script, tie):
+                yield self.finding(
+                    script.where(cast.node),
+                    f"{when(script, cast)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                    instead=f"{remedy(script, cast)} and let autocast cast",
+                )
+
+
+class HalfWeightsPlainOptimizer(ScriptRule):
+    """float16 weights are trained without float32 master weights."""
+
+    code = "HS161"
+    name = "half-weights-plain-optimizer"
+    severity = "warning"
+    reason = (
+        "Around 1, float16 values are 0.001 apart, so updates below 0.0005 are rounded away and the weight does not change. Without a "
+        "loss scale, gradients below 6e-8 become zero, and Adam's eps of 1e-8 is zero in float16, so Adam divides by zero."
+    )
+    bad = (
+        _PLAIN.format(cast="model.half()\n", optimizer="Adam"),
+        _PLAIN.format(cast="model = model.half()\n", optimizer="SGD"),
+        _PLAIN.format(cast="if args.fp16:\n    model.half()\n", optimizer="SGD"),
+    )
+    good = (
+        _PLAIN.format(cast="", optimizer="Adam").replace(".half()", ""),
+        _PLAIN.format(cast="if args.fp16:\n    export(model.half())\n    raise SystemExit\n", optimizer="SGD"),
+    )
+    references = ("https://arxiv.org/abs/1710.03740", "https://github.com/pytorch/pytorch/issues/147437")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """float16 casts of trained models in scripts that step a torch optimizer directly."""
+        if script.scalers or script.has("scaler_step", "owned_backward", "owned_step", "apex_initialize"):
+            return
+        if script.training.has_masters:
+            return
+        backs = list(script.events("backward"))
+        if not backs or any(b.scaled != "no" for b in backs):
+            return
+        reported: set[ast.AST] = set()
+        for event in _casts(script, "float16", "opt_step"):
+            reported.add(event.node)
+            flags = " and ".join(f"`{text}`" for text, value in event.guards if value and is_amp((text, value)))
+            yield self.finding(
+                script.where(event.node),
+                f"{f'when {flags}, ' if flags else ''}`{event.subject}` is trained in float16 without float32 master weights or a loss scale: small updates are lost",
+                instead=f"keep `{event.subject}` in float32 and train under autocast with a GradScaler, or under bfloat16 autocast",
+            )
+        for tie in () if is_exercise(script) else script.training.by_optimizers:
+            cast = tie.cast
+            if cast.low == {"float16"} and cast.node not in reported and is_stepped(script, tie):
+                yield self.finding(
+                    script.where(cast.node),
+                    f"{when(script, cast)}{subject(cast)} is trained in float16 by `{text_of(tie.by.func)}` (line {tie.by.lineno}) without float32 "
+                    "master weights or a loss scale: small updates are lost",
+                    instead=f"{remedy(script, cast)} and train under autocast with a GradScaler, or under bfloat16 autocast",
+                    severity=None if cast.is_certain else "advice",
+                )
+
+
+class DefaultDtypeHalf(ScriptRule):
+    """A training script sets the default dtype to 16 bits."""
+
+    code = "HS162"
+    name = "default-dtype-half"
+    severity = "warning"
+    reason = (
+        "Every parameter, buffer and constant created afterwards has 16 bits: small updates are lost for lack of float32 weights, and "
+        "batch-norm statistics and losses are computed in 16 bits too."
+    )
+    bad = (
+        "import torch\ntorch.set_default_dtype(torch.float16)\nfor x in loader:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
+        "import torch\ntorch.set_default_tensor_type(torch.cuda.HalfTensor)\nfor x in loader:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
+    )
+    good = (
+        "import torch\ntorch.set_default_dtype(torch.float32)\nfor x in loader:\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
+    )
+    references = ("https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Calls that set a 16-bit default, in scripts that train what is created under it."""
+        if not script.has("backward", "owned_backward") or is_exercise(script):
+            return
+        outline = script.outline
+        defaults = [
+            (call, function, low)
+            for name in ("set_default_dtype", "set_default_tensor_type")
+            for call, function in outline.calls.get(name, ())
+            for low in _default_formats(script, call, function)
+        ]
+        for call, function, low in defaults:
+            if not low & SIXTEEN_BIT or not _trains_under_default(script, call, function, defaults):
+                continue
+            name = " or ".join(sorted(low & SIXTEEN_BIT))
+            yield self.finding(
+                script.where(call),
+                f"every tensor created after this line is {name}, including the trained weights, which have no float32 master copy",
+                instead="keep the default dtype at float32 and use autocast",
+                severity=None if low <= SIXTEEN_BIT else "advice",
+            )
+
+
+def _default_formats(script: Script, call: ast.Call, function: Function) -> Iterator[frozenset[str]]:
+    value = argument(call, 0, "d") or argument(call, 0, "t")
+    full = script.outline.names.full(value) if value is not None else ""
+    if (full or str(constant(value))).endswith(("HalfTensor", "BFloat16Tensor")):
+        yield frozenset({"bfloat16" if "BFloat" in (full or str(constant(value))) else "float16"})
+    else:
+        yield formats_of(script.outline, value, function)
+
+
+def _trains_under_default(
+    script: Script, call: ast.Call, function: Function, defaults: list[tuple[ast.Call, Function, frozenset[str]]]
+) -> bool:
+    """Whether trained weights are created under a default dtype: until it is reset, or in the whole script."""
+    training = script.training
+    if training.has_masters or training.has_adapters:
+        return False
+    resets = [c.lineno for c, f, low in defaults if f is function and c.lineno > call.lineno and not low & SIXTEEN_BIT]
+    if not resets:
+        return True
+    for optimizer, scope in training.optimizers:
+        params = argument(optimizer, 0, "params")
+        for owner, inner in training.owners(params, scope) if params is not None else ():
+            for creation in training.model(owner, inner).creations:
+                if creation.function is function and call.lineno < creation.node.lineno < resets[0]:
+                    return True
+    return False
+
+
+RULES: tuple[type[Rule], ...] = (
+    HalfModelWithScaler,
+    HalfWeightsPlainOptimizer,
+    DefaultDtypeHalf,
+)

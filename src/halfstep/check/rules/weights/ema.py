@@ -1,0 +1,232 @@
+"""HS153: moving averages of weights that are stored in 16 bits."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.masters import is_exercise, when
+from halfstep.check.script.objects.formats import passed_for
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.weights import Cast
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RULES"]
+
+_SCRIPT = """\
+import copy
+import torch
+model = Net().cuda().bfloat16()
+ema = copy.deepcopy(model){cast}
+def update():
+    for p, q in zip(ema.parameters(), model.parameters()):
+        {update}
+"""
+# Classes that copy the parameters in the dtype they have.
+_CLASSES = {
+    "torch.optim.swa_utils.AveragedModel", "timm.utils.ModelEma", "timm.utils.ModelEmaV2", "timm.utils.ModelEmaV3",
+    "timm.utils.model_ema.ModelEma", "timm.utils.model_ema.ModelEmaV2", "timm.utils.model_ema.ModelEmaV3",
+    "diffusers.training_utils.EMAModel", "diffusers.EMAModel", "torch_ema.ExponentialMovingAverage", "ema_pytorch.EMA",
+}  # fmt: skip
+_EMA_CLASS = re.compile(r"(^|_)EMA|[a-z]E(MA|ma)(V\d)?$|MovingAverage|^Ema")
+
+
+class EmaInSixteenBits(ScriptRule):
+    """An exponential moving average of weights is stored in 16 bits."""
+
+    code = "HS153"
+    name = "ema-in-16-bit"
+    severity = "warning"
+    reason = (
+        "An EMA with decay 0.9999 moves by 1/10000 of the difference in each step. A bfloat16 value changes only by more than 1/512 of itself "
+        "(float16: 1/4096), so the update is rounded away: the average stays at its first value, or follows in jumps. Store the average in "
+        "float32; it needs no gradients, and can be cast after training."
+    )
+    bad = (
+        _SCRIPT.format(cast="", update="p.mul_(0.9999).add_(q, alpha=1e-4)"),
+        _SCRIPT.format(cast="", update="p.lerp_(q, 1e-4)"),
+        "import torch\nfrom torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
+        "model = Net().cuda().bfloat16()\nema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))\n",
+    )
+    good = (
+        _SCRIPT.format(cast=".float()", update="p.mul_(0.9999).add_(q, alpha=1e-4)"),
+        _SCRIPT.format(cast="", update="p.mul_(0.9999).add_(q, alpha=1e-4)").replace(".bfloat16()", ""),
+    )
+    references = (
+        "https://github.com/AndreasBergmeister/ram/issues/6",
+        "https://github.com/d8ahazard/sd_dreambooth_extension/issues/1415",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Averages of 16-bit models: classes of libraries and of this file, and updates in a loop."""
+        if is_exercise(script):
+            return
+        reported: set[ast.AST] = set()
+        for call, owner, scope, text in (*_averages(script), *_updates(script)):
+            cast = _low_copy(script, owner, scope, call)
+            if cast is None or call in reported:
+                continue
+            reported.add(call)
+            formats = " or ".join(sorted(cast.low))
+            place = f" (line {cast.node.lineno})"
+            yield self.finding(
+                script.where(call),
+                f"{when(script, cast)}{text} is stored in {formats}{place}: its small updates are rounded away",
+                instead="store the average in float32: copy.deepcopy(model).float()",
+                severity=None if cast.is_certain else "advice",
+            )
+
+
+class Average(NamedTuple):
+    """A call that creates or updates a moving average."""
+
+    call: ast.Call
+    model: ast.expr
+    function: Function  # to look the model up in
+    text: str
+
+
+def _averages(script: Script) -> Iterator[Average]:
+    """Objects that average a model: the call, the model and its function."""
+    outline = script.outline
+    sites = [site for full in _CLASSES & outline.library_calls.keys() for site in outline.library_calls[full]]
+    for name in outline.classes.keys() & outline.calls.keys():
+        if _EMA_CLASS.search(name) and name not in outline.names.table and not _chooses_dtype(script, name):
+            sites += outline.calls[name]
+    for call, function in sites:
+        if not call.args and not call.keywords:
+            continue
+        if any(k.arg == "dtype" for k in call.keywords) or _is_cast_up(script, call):
+            continue
+        model = call.args[0] if call.args else argument(call, None, "model") or argument(call, None, "parameters")
+        for owner, scope in _owners(script, model, function):
+            yield Average(call, owner, scope, f"the average of `{text_of(owner)}`")
+        statement = script.statement(call)
+        if isinstance(statement, ast.Assign) and statement.value is call and key_of(statement.targets[0]):
+            average = statement.targets[0]
+            for cast in script.training.model(average, function).casts:
+                if cast.form == "cast" and cast.low:
+                    yield Average(cast.node, average, function, f"the average `{text_of(average)}`")
+
+
+def _chooses_dtype(script: Script, name: str) -> bool:
+    """Whether a class of this file mentions float32 or a dtype, or does not copy weights."""
+    methods = script.outline.classes[name].values()
+    text = " ".join(ast.unparse(m.node) for m in methods if not isinstance(m.node, ast.Module))
+    return "float" in text or "dtype" in text or not re.search(r"deepcopy|clone\(", text)
+
+
+def _is_cast_up(script: Script, call: ast.Call) -> bool:
+    """Whether the object is cast to float32 where it is created: `AveragedModel(model).float()`."""
+    parent = script.outline.parents.get(call)
+    return isinstance(parent, ast.Attribute) and parent.attr in {"float", "to", "double"}
+
+
+def _owners(script: Script, node: ast.expr | None, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The models of an expression: a model, its `parameters()`, or a parameter that callers pass one of them for."""
+    key = key_of(node)
+    if node is None:
+        return
+    if isinstance(node, ast.Call) or not key:
+        yield from script.training.owners(node, function)
+    elif key in function.params:
+        for value, caller in passed_for(script.outline, key, function):
+            if isinstance(value, ast.Call):
+                yield from script.training.owners(value, caller)
+            else:
+                yield value, caller
+    else:
+        values = script.outline.values(key, function)
+        lists = [v for v in values if isinstance(v, (ast.Call, ast.ListComp)) and ".parameters()" in ast.unparse(v)]
+        for value in lists:
+            yield from script.training.owners(value, function)
+        if not lists:
+            yield node, function
+
+
+def _updates(script: Script) -> Iterator[Average]:
+    """In-place updates of a moving average: the call, the averaged model and its function."""
+    outline = script.outline
+    for name in ("lerp_", "add_"):
+        for call, function in outline.calls.get(name, ()):
+            receiver = _receiver(call)
+            share = constant(argument(call, 1, "weight") if name == "lerp_" else argument(call, None, "alpha"))
+            if receiver is None or (isinstance(share, (int, float)) and not 0 < abs(share) < 0.1):
+                continue
+            if name == "add_" and not _scales_itself(script, call, receiver):
+                continue
+            for owner, scope in _averaged(script, call, receiver.id, function):
+                yield Average(call, owner, scope, f"`{text_of(owner)}`")
+    for name in ("_foreach_lerp_", "_foreach_mul_"):
+        for call, function in outline.calls.get(name, ()):
+            share = constant(argument(call, 2 if name == "_foreach_lerp_" else 1, "weight"))
+            if name == "_foreach_mul_" and not (isinstance(share, float) and 0.9 < share < 1):
+                continue
+            for owner, scope in _owners(script, argument(call, 0, "self"), function):
+                yield Average(call, owner, scope, f"`{text_of(owner)}`")
+
+
+def _receiver(call: ast.Call) -> ast.Name | None:
+    """The variable under `p.data.mul_(decay).add_(...)`; None if it is cast on the way."""
+    node: ast.expr = call.func
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Call):
+            node = node.func
+        elif isinstance(node, ast.Attribute) and node.attr in {"lerp_", "add_", "mul_", "data", "detach"}:
+            node = node.value
+        else:
+            return None
+    return node
+
+
+def _scales_itself(script: Script, call: ast.Call, receiver: ast.Name) -> bool:
+    """Whether the same value is multiplied by the decay: in the chain, or in the statement before."""
+    assert isinstance(call.func, ast.Attribute)
+    inner = call.func.value
+    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr == "mul_":
+        return not (isinstance(constant(argument(inner, 0, "other")), float) and constant(inner.args[0]) < 0.9)  # type: ignore[operator]
+    statement = script.statement(call)
+    loop = script.outline.parents.get(statement) if statement is not None else None
+    multiplied = [
+        c for c, _ in script.outline.calls.get("mul_", ()) if (r := _receiver(c)) is not None and r.id == receiver.id
+    ]
+    return isinstance(loop, ast.For) and any(
+        script.outline.parents.get(script.statement(c) or c) is loop for c in multiplied
+    )
+
+
+def _averaged(script: Script, call: ast.Call, name: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The model over whose parameters the loop around an update runs with this variable."""
+    loop: ast.AST | None = call
+    while loop is not None and not isinstance(loop, (ast.For, ast.FunctionDef)):
+        loop = script.outline.parents.get(loop)
+    if not isinstance(loop, ast.For):
+        return
+    iterated: ast.expr = loop.iter
+    if isinstance(iterated, ast.Call) and text_of(iterated.func) == "zip" and isinstance(loop.target, ast.Tuple):
+        for target, values in zip(loop.target.elts, iterated.args, strict=False):
+            if name in {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}:
+                yield from _owners(script, values, function)
+    elif name in {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}:
+        yield from _owners(script, iterated, function)
+
+
+def _low_copy(script: Script, owner: ast.expr, function: Function, call: ast.Call) -> Cast | None:
+    """The cast that gives an average 16 bits, if nothing returns it to float32."""
+    lineage = script.training.model(owner, function)
+    if lineage.is_restored or script.training.has_masters:
+        return None
+    for cast in lineage.casts:
+        is_before = cast.form != "cast" or cast.function is not function or cast.node.lineno <= call.lineno
+        if cast.low and is_before:
+            return cast
+    return None
+
+
+RULES: tuple[type[Rule], ...] = (EmaInSixteenBits,)

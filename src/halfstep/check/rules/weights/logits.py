@@ -1,0 +1,177 @@
+"""HS154: a cross-entropy that is computed in 16 bits."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
+from halfstep.check.script.objects.values import argument, autocasts_of, text_of
+from halfstep.check.script.objects.weights import cast_formats
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RULES"]
+
+_SAME_DTYPE = {
+    "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda", "clone", "mT",
+}  # fmt: skip
+# These convert the outputs of a prepared model to float32, or run autocast around it.
+_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
+_LOSS = "import torch\nimport torch.nn.functional as F\nlogits = model(x)\nloss = F.cross_entropy(logits{cast}, y)\n"
+
+
+class CrossEntropyInSixteenBits(ScriptRule):
+    """A cross-entropy is computed on logits in 16 bits."""
+
+    code = "HS154"
+    name = "cross-entropy-on-16-bit-logits"
+    severity = "warning"
+    reason = (
+        "Outside autocast, `cross_entropy` computes in the dtype of the logits. bfloat16 values between 8 and 16 are 1/16 apart, so the "
+        "log-probability of a rare token is wrong by up to 1/32 and its probability by 3 %, the loss has two to three digits, and the "
+        "gradient starts from rounded probabilities. Autocast runs it in float32; without autocast, cast the logits with `.float()`."
+    )
+    bad = (
+        _LOSS.format(cast=".bfloat16()"),
+        _LOSS.format(cast=".view(-1, n).to(torch.float16)"),
+        "import torch\nfrom transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype=torch.bfloat16)\n"
+        "logits = model(ids).logits\nloss = torch.nn.functional.cross_entropy(logits.view(-1, n), y)\n",
+    )
+    good = (
+        _LOSS.format(cast=".float()"),
+        _LOSS.format(cast=".bfloat16()").replace(
+            "loss =", "with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss ="
+        ),
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32",
+        "https://github.com/huggingface/trl/issues/4303",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Cross-entropies of logits that are certainly 16-bit, outside autocast."""
+        if is_exercise(script):
+            return
+        for call, function in script.outline.calls.get("cross_entropy", ()):
+            if script.outline.names.full(call.func) == "torch.nn.functional.cross_entropy":
+                yield from self._judge(script, call, function)
+        for name, sites in script.outline.calls.items():
+            if "crit" in name.lower() or "loss" in name.lower() or name in {"ce", "CrossEntropyLoss"}:
+                for call, function in sites:
+                    if _is_cross_entropy(script, call.func, function):
+                        yield from self._judge(script, call, function)
+
+    def _judge(self, script: Script, call: ast.Call, function: Function) -> Iterator[Finding]:
+        logits = argument(call, 0, "input")
+        if logits is None or _in_autocast(script, call, function):
+            return
+        formats = _logit_formats(script, logits, function, call.lineno)
+        if formats and formats <= SIXTEEN_BIT:
+            name = " or ".join(sorted(formats))
+            yield self.finding(
+                script.where(call),
+                f"the logits `{_short(logits)}` are {name}, and so are the log-probabilities: values near -10 are rounded to 1/16"
+                if "bfloat16" in formats
+                else f"the logits `{_short(logits)}` are {name}, and so are the log-probabilities and the loss",
+                instead="cast the logits with .float() before the loss",
+            )
+
+
+def _short(node: ast.expr) -> str:
+    text = text_of(node)
+    return text if len(text) < 50 else text[:47] + "..."
+
+
+def _is_cross_entropy(script: Script, func: ast.expr, function: Function) -> bool:
+    names = script.outline.names
+    options = (
+        [func] if isinstance(func, ast.Call) else script.outline.values(key_of(func), function) if key_of(func) else []
+    )
+    made = [o.func for o in options if isinstance(o, ast.Call)]
+    return bool(made) and len(made) == len(options) and all(names.full(m) == "torch.nn.CrossEntropyLoss" for m in made)
+
+
+def _in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
+    """Whether a `with` around a node may enter autocast, or whether a function may be called from inside one."""
+    parent = script.outline.parents.get(node)
+    while parent is not None:
+        if isinstance(parent, ast.With) and any(
+            autocasts_of(script.outline, item.context_expr, function) or "autocast" in ast.unparse(item.context_expr)
+            for item in parent.items
+        ):
+            return True
+        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)) and script.autocasts:
+            return True
+        parent = script.outline.parents.get(parent)
+    return False
+
+
+def _logit_formats(script: Script, node: ast.expr, function: Function, line: int, depth: int = 6) -> frozenset[str]:
+    """The formats of logits, if the text decides them: cast explicitly, or the output of a 16-bit transformers model."""
+    outline = script.outline
+    while depth:
+        depth -= 1
+        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            formats = cast_formats(outline, node, function)
+            if formats:
+                return formats
+            if node.func.attr not in _SAME_DTYPE:
+                return frozenset()
+            node = node.func.value
+        elif isinstance(node, ast.Attribute) and node.attr == "logits":
+            return _output_formats(script, node.value, function, line)
+        else:
+            break
+    name = key_of(node)
+    if not name.isidentifier() or not depth:
+        return frozenset()
+    earlier = [
+        b for b in outline.lookup(name, function) if b.function is function and getattr(b.node, "lineno", 0) < line
+    ]
+    if earlier:
+        last = earlier[-1]
+        if last.value is None or last.index is not None:
+            return frozenset()
+        return _logit_formats(script, last.value, function, getattr(last.node, "lineno", 0), depth)
+    if name in function.params:
+        passed = [_logit_formats(script, v, f, v.lineno, depth) for v, f in passed_for(outline, name, function)]
+        return passed[0] if passed and all(p == passed[0] for p in passed) else frozenset()
+    return frozenset()
+
+
+def _output_formats(script: Script, node: ast.expr, function: Function, line: int) -> frozenset[str]:
+    """The format of `model(...).logits`, for a model that transformers loads in 16 bits and that runs without autocast."""
+    outline = script.outline
+    if (
+        script.autocasts
+        or outline.names.uses(*_FRAMEWORKS)
+        or any(n.endswith(("Trainer", "Accelerator")) for n in outline.calls)
+    ):
+        return frozenset()
+    key = key_of(node)
+    if key.isidentifier():
+        bindings = [
+            b for b in outline.lookup(key, function) if b.function is function and getattr(b.node, "lineno", 0) < line
+        ]
+        value = bindings[-1].value if bindings and bindings[-1].index is None else None
+        node = value if value is not None else node
+    if not isinstance(node, ast.Call) or not key_of(node.func):
+        return frozenset()
+    lineage = script.training.model(node.func, function)
+    loads = [
+        c for c in lineage.casts if c.form == "load" and outline.names.full(c.node.func).startswith("transformers.")
+    ]
+    if not loads or lineage.is_restored or lineage.is_adapted or len(lineage.casts) != len(loads):
+        return frozenset()
+    return frozenset().union(*(c.formats for c in loads))
+
+
+RULES: tuple[type[Rule], ...] = (CrossEntropyInSixteenBits,)

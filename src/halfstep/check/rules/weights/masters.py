@@ -1,0 +1,368 @@
+"""HS151, HS152, HS166, HS277: 16-bit weights that are trained without float32 master weights."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding, Severity
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.order import is_amp
+from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
+from halfstep.check.script.objects.training import Trained
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.weights import Cast, conditions_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.settings import Settings
+
+__all__ = ["RULES", "is_exercise", "is_stepped", "remedy", "subject", "when"]
+
+_LOOP = """\
+import torch
+model = Net().cuda(){cast}
+optimizer = {optimizer}(model.parameters(), lr=1e-5)
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+_TRAINER = """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("{name}"{dtype})
+args = TrainingArguments("out", learning_rate=1e-5{flags})
+Trainer(model=model, args=args, train_dataset=data).train()
+"""
+_QWEN = "Qwen/Qwen3-0.6B"
+_PLUGINS = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin"}
+_MASTER = 'use an optimizer with master weights, such as halfstep.optim.AdamW(..., master="split")'
+_TESTS = re.compile(r"(^|/)(tests?|testing|bench\w*)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
+# Checkpoints that are stored in 16 bits; others, such as gpt2, OLMo and gemma-2-2b, are stored in float32.
+_LOW_CHECKPOINTS = re.compile(
+    r"llama-?[234]|qwen|mi[sx]tral|ministral|gemma-?3|gemma-\d+b|gemma-2-\d+b-it|phi-?[1-4]|deepseek|smollm[23]|internlm[23]|glm-?4|"
+    r"granite-[34]|falcon-\d+b|codellama|zephyr|vicuna|gpt-oss|yi-1\.5|nemotron|minicpm|lfm2|command-r",
+    re.IGNORECASE,
+)
+_LANGUAGE_MODEL = re.compile(r"ForCausalLM|ForImageTextToText|ForVision2Seq|ForMultimodalLM|ForConditionalGeneration")
+
+
+def is_exercise(script: Script) -> bool:
+    """Whether a file is a test or a benchmark, which trains nothing that matters."""
+    return bool(_TESTS.search(script.source.path.replace("\\", "/")))
+
+
+def when(script: Script, cast: Cast) -> str:
+    """The condition under which a cast happens, as the beginning of a message."""
+    conditions = conditions_of(script.outline, cast.node)
+    flags = [text if is_true else f"not {text}" for text, is_true in conditions if len(text) < 60]
+    low = " or ".join(sorted(cast.low))
+    names = (v for v in _dtype_values(cast) if key_of(v))
+    option = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
+    parts = [f"`{flag}`" for flag in flags]
+    if not cast.is_certain and cast.low:
+        parts.append(f"`{option}` is {low}" if option else f"the dtype is {low}")
+    return f"when {' and '.join(parts)}, " if parts else ""
+
+
+def _dtype_values(cast: Cast) -> Iterator[ast.expr]:
+    yield from (k.value for k in cast.node.keywords if k.arg in {"dtype", "torch_dtype"})
+    yield from (cast.node.args if cast.form == "cast" else ())
+
+
+def subject(cast: Cast) -> str:
+    """The model in a message."""
+    return f"`{cast.key}`" if cast.key else "the model"
+
+
+def remedy(script: Script, cast: Cast) -> str:
+    """What to write so that the weights are float32."""
+    if cast.form in {"load", "checkpoint"} and isinstance(cast.node.func, ast.Attribute):
+        if script.outline.names.full(cast.node.func).startswith("diffusers"):
+            return "load it with torch_dtype=torch.float32"
+        version = script.settings.transformers
+        if version is not None and version < (4, 56):
+            return "load it with torch_dtype=torch.float32"
+        return "load it with dtype=torch.float32"
+    return f"keep {subject(cast)} in float32"
+
+
+def is_stepped(script: Script, tie: Trained) -> bool:
+    """Whether the optimizer of a tie may step on the weights that were cast: no branch of AMP excludes it."""
+    guards = conditions_of(script.outline, tie.cast.node)
+    if any(is_amp(guard) and not guard.is_true for guard in guards):
+        return False
+    statement = script.statement(tie.by)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {key_of(target).rsplit(".", 1)[-1] for target in targets}
+    steps = [e for e in script.events("opt_step", "scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
+    opposite = {(text, not is_true) for text, is_true in guards}
+    return not steps or any(not opposite & set(e.guards) for e in steps)
+
+
+def _optimizer_name(tie: Trained) -> str:
+    return text_of(tie.by.func)
+
+
+def _lost(low: frozenset[str]) -> str:
+    return (
+        "updates below 1/512 of a weight are lost" if "bfloat16" in low else "updates below 1/4096 of a weight are lost"
+    )
+
+
+class WeightsWithoutMaster(ScriptRule):
+    """16-bit weights are updated by an optimizer without float32 master weights."""
+
+    code = "HS151"
+    name = "weights-without-master"
+    severity = "warning"
+    reason = (
+        "bfloat16 has 8 significant bits: an update below half a unit in the last place, 1/512 to 1/256 of the weight, changes nothing. At a "
+        "learning rate of 1e-5, 14.7 % of the weights moved at all in 20 steps of AdamW; with master weights 50.9 % did. The moments of the "
+        "optimizer have 16 bits too. Keep the weights in float32 and compute in bfloat16 with autocast (with FSDP2: MixedPrecisionPolicy), "
+        "or use an optimizer that keeps master weights or rounds stochastically."
+    )
+    bad = (
+        _LOOP.format(cast=".bfloat16()", optimizer="torch.optim.AdamW"),
+        _LOOP.format(cast="\nmodel.to(torch.bfloat16)\nfully_shard(model)", optimizer="torch.optim.AdamW"),
+        _LOOP.format(cast="\nmodel = model.to('cuda', dtype=torch.bfloat16)", optimizer="torch.optim.SGD"),
+    )
+    good = (
+        _LOOP.format(cast="", optimizer="torch.optim.AdamW"),
+        _LOOP.format(cast=".bfloat16()", optimizer="halfstep.optim.AdamW").replace("torch\n", "torch, halfstep\n", 1),
+        _LOOP.format(
+            cast="\nfully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))", optimizer="torch.optim.AdamW"
+        ),
+    )
+    references = (
+        "https://github.com/areal-project/AReaL/issues/1292",
+        "https://github.com/NVIDIA-NeMo/Automodel/issues/2419",
+        "https://arxiv.org/abs/2010.06192",
+        "measured: transformers 5.22.2, bf16 checkpoint, AdamW, lr 1e-5, 20 steps",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """bfloat16 weights of models that a plain optimizer updates."""
+        if is_exercise(script):
+            return
+        for tie in script.training.by_optimizers:
+            cast = tie.cast
+            if "bfloat16" not in cast.low or not is_stepped(script, tie):
+                continue
+            launched = script.outline.names.uses("accelerate") or "accelerator" in script.outline.loads
+            if launched and _PLUGINS & script.outline.calls.keys():
+                continue  # with a plugin, Accelerate trains float32 copies
+            unless = "without DeepSpeed or FSDP, " if launched else ""
+            yield self.finding(
+                script.where(cast.node),
+                f"{when(script, cast)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
+                f"(line {tie.by.lineno}), which keeps no float32 master weights: {_lost(cast.low)}",
+                instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
+                severity=None if cast.is_certain else "advice",
+            )
+        for cast in script.training.cast_parameters:
+            low = " or ".join(sorted(cast.low))
+            yield self.finding(
+                script.where(cast.node),
+                f"the trained parameters `{cast.key}` are cast to {low}, and the optimizer keeps no float32 master weights: {_lost(cast.low)}",
+                instead="leave trained parameters in float32; autocast computes in 16 bits",
+                severity=None if cast.is_certain else "advice",
+            )
+
+
+class CheckpointDtypeTrained(ScriptRule):
+    """A model is trained in the dtype of its checkpoint, which has 16 bits for most language models."""
+
+    code = "HS152"
+    name = "checkpoint-dtype-trained"
+    severity = "warning"
+    reason = (
+        'Since transformers 5, `from_pretrained` without a dtype loads the checkpoint\'s own dtype, as `dtype="auto"` always did; before, it '
+        "loaded float32. Nearly all language models are stored in bfloat16, and `bf16=True` is autocast: it adds no float32 copy. The weights "
+        "and the moments of Adam then have 16 bits, and at a learning rate of 1e-5 only 14.7 % of the weights moved at all in 20 steps."
+    )
+    bad = (
+        _TRAINER.format(name=_QWEN, dtype="", flags=", bf16=True"),
+        _TRAINER.format(name=_QWEN, dtype=', dtype="auto"', flags=", bf16=True"),
+    )
+    good = (
+        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.float32", flags=", bf16=True"),
+        _TRAINER.format(name="gpt2", dtype="", flags=", bf16=True"),
+    )
+    references = (
+        "https://github.com/huggingface/trl/issues/5457",
+        "https://github.com/huggingface/sentence-transformers/issues/3773",
+        "measured: transformers 5.22.2, bf16 checkpoint, Trainer(bf16=True), lr 1e-5, 20 steps",
+    )
+    settings = Settings(transformers=(5, 22, 2))
+    words = ("bf16=True",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Loads without a dtype, or with "auto", of models that are trained in full."""
+        version = script.settings.transformers
+        if is_exercise(script):
+            return
+        for tie in (*script.training.by_trainers, *script.training.by_optimizers):
+            cast = tie.cast
+            if (
+                AUTO not in cast.formats
+                or cast.low
+                or (cast.form == "checkpoint" and version is not None and version < (5,))
+            ):
+                continue
+            stored = _stored_low(script, cast)
+            if stored is False or (stored is None and not _is_language_model(cast)):
+                continue
+            # A checkpoint that only a run knows: reported where bf16=True shows that a model of today is meant.
+            asks_bf16 = tie.is_trainer and _flag(script, tie, "bf16") is True
+            if stored is None and cast.form == "checkpoint" and (version is None or not asks_bf16):
+                continue
+            before = "on transformers 5, " if cast.form == "checkpoint" and version is None else ""
+            which = "16 bits" if stored else "16 bits for most language models"
+            how = 'dtype="auto"' if cast.form == "load" else "no dtype"
+            yield self.finding(
+                script.where(cast.node),
+                f"{when(script, cast)}{before}{subject(cast)} is loaded with {how} and so has its checkpoint's dtype, {which}, and is trained "
+                "without float32 master weights (unless launched with DeepSpeed or FSDP): updates below 1/512 of a weight are lost",
+                instead=f"{remedy(script, cast)} (bf16=True still computes in bfloat16), or {_MASTER}",
+                severity=None if stored else "advice",
+            )
+
+
+def _is_language_model(cast: Cast) -> bool:
+    return bool(_LANGUAGE_MODEL.search(text_of(cast.node.func)))
+
+
+def _stored_low(script: Script, cast: Cast) -> bool | None:
+    """Whether the checkpoint is stored in 16 bits, from its name; None if the name is not in the text."""
+    name = argument(cast.node, 0, "pretrained_model_name_or_path")
+    texts = {constant(name)} if isinstance(constant(name), str) else set()
+    key = key_of(name)
+    if key and not texts:
+        texts = {constant(v) for v in script.outline.values(key, cast.function)}
+        texts |= _option_default(script, key.rsplit(".", 1)[-1]) if not texts else set()
+    words = [t for t in texts if isinstance(t, str)]
+    if not words or len(words) != len(texts):
+        return None
+    return all(bool(_LOW_CHECKPOINTS.search(word)) for word in words)
+
+
+def _option_default(script: Script, option: str) -> set[object]:
+    """The default of a command-line option."""
+    for call, _ in script.outline.calls.get("add_argument", ()):
+        if any(str(constant(a)).lstrip("-").replace("-", "_") == option for a in call.args):
+            default = argument(call, None, "default")
+            return {constant(default)} if default is not None else set()
+    return set()
+
+
+def _flag(script: Script, tie: Trained, name: str) -> object:
+    assert tie.arguments is not None
+    return constant(keyword_of(script.outline, tie.arguments, tie.function, name))
+
+
+def _scales_gradients(script: Script, tie: Trained) -> bool:
+    """Whether fp16=True, or an expression that may be true: then HS166 decides."""
+    assert tie.arguments is not None
+    value = keyword_of(script.outline, tie.arguments, tie.function, "fp16")
+    return value is not None and constant(value) not in {False, None}
+
+
+class HalfLoadWithFp16Training(ScriptRule):
+    """A model with float16 weights is trained by a Trainer with fp16=True."""
+
+    code = "HS166"
+    name = "half-load-with-fp16-training"
+    severity = "error"
+    reason = (
+        "`fp16=True` means float32 weights with float16 autocast and a scaler. With float16 weights the first step raises "
+        "ValueError: Attempting to unscale FP16 gradients. Transformers 5 loads the checkpoint's own dtype unless `dtype` names another."
+    )
+    bad = (
+        _TRAINER.format(name="gpt2", dtype=", dtype=torch.float16", flags=", fp16=True"),
+        _TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.float16", flags=", fp16=True"),
+        _TRAINER.format(name="gpt2", dtype=").half(", flags=", fp16=True"),
+    )
+    good = (
+        _TRAINER.format(name="gpt2", dtype=", dtype=torch.float32", flags=", fp16=True"),
+        "import torch\nfrom peft import LoraConfig, get_peft_model\n"
+        "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.float16)\n"
+        "model = get_peft_model(model, LoraConfig())\nargs = TrainingArguments('out', fp16=True)\nTrainer(model, args).train()\n",
+    )
+    references = (
+        "https://github.com/huggingface/transformers/issues/23165",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/945",
+        "https://huggingface.co/docs/peft/developer_guides/troubleshooting",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """float16 weights that are passed to a Trainer with fp16=True."""
+        for tie in script.training.by_trainers:
+            if tie.cast.formats == {"float16"} and _flag(script, tie, "fp16") is True:
+                yield self.finding(
+                    script.where(tie.cast.node),
+                    f"{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
+                    "unscale FP16 gradients",
+                    instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
+                )
+
+
+class Bf16WeightsTrained(ScriptRule):
+    """A Trainer updates bfloat16 weights without a float32 copy."""
+
+    code = "HS277"
+    name = "bf16-weights-trained"
+    severity = "warning"
+    reason = (
+        "`bf16=True` is autocast: the weights keep the dtype they were loaded in. bf16 has 8 significant bits, so an update below 1/512 of a "
+        "weight has no effect: at a learning rate of 1e-5 that is most updates (14.7 % of the weights moved at all in 20 steps). Loaded in "
+        "float32, the same flag trains float32 weights; DeepSpeed and FSDP through Accelerate keep float32 copies themselves."
+    )
+    bad = (
+        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True"),
+        _TRAINER.format(name=_QWEN, dtype=', torch_dtype="bfloat16"', flags=""),
+        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True").replace(
+            "Trainer(", "SFTTrainer("
+        ),
+    )
+    good = (
+        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.float32", flags=", bf16=True"),
+        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True, deepspeed='ds.json'"),
+        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True").replace(
+            "data)", "data, peft_config=lora)"
+        ),
+    )
+    references = (
+        "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments",
+        "https://arxiv.org/abs/2010.06192",
+        "https://github.com/huggingface/transformers/issues/36567",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """bfloat16 weights that are passed to a Trainer without DeepSpeed, FSDP or an adapter."""
+        if is_exercise(script):
+            return
+        for tie in script.training.by_trainers:
+            cast = tie.cast
+            if not cast.low or (cast.low == {"float16"} and _scales_gradients(script, tie)):
+                continue
+            severity: Severity | None = None if cast.is_certain else "advice"
+            yield self.finding(
+                script.where(cast.node),
+                f"{when(script, cast)}{subject(cast)} has {' or '.join(sorted(cast.low))} weights and `{text_of(tie.by.func)}` trains them "
+                f"without a float32 copy (unless launched with DeepSpeed or FSDP): {_lost(cast.low)}",
+                instead=f'{remedy(script, cast)} with bf16=True, or pass optimizers=(halfstep.optim.AdamW(..., master="split"), None)',
+                severity=severity,
+            )
+
+
+RULES: tuple[type[Rule], ...] = (
+    WeightsWithoutMaster,
+    CheckpointDtypeTrained,
+    HalfLoadWithFp16Training,
+    Bf16WeightsTrained,
+)

@@ -1,0 +1,94 @@
+"""Conditions as guards: what is known inside a branch, and after one that leaves.
+
+A guard is the text of a test and its truth value, written in one way so that two tests of the same thing are equal or
+opposite: `x is not None` and `x`, `0 < n` and `n > 0`, a flag and the flag that it copies.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from halfstep.check.script.flow.event import Guard
+from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["Conditions"]
+
+_MIRRORED: dict[type[ast.cmpop], str] = {
+    ast.Lt: ">",
+    ast.LtE: ">=",
+    ast.Gt: "<",
+    ast.GtE: "<=",
+    ast.Eq: "==",
+}
+
+
+class Conditions:
+    """Reads the tests of one function."""
+
+    def __init__(self, outline: Outline, function: Function) -> None:
+        self.outline = outline
+        self.function = function
+
+    def guards(self, test: ast.expr, *, is_true: bool) -> tuple[Guard, ...]:
+        """The guards that follow from `test` being true (or false)."""
+        if isinstance(test, ast.Compare) and key_of(test.left) == "__name__":
+            return ()  # `if __name__ == "__main__"` does not restrict what the script does
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.guards(test.operand, is_true=not is_true)
+        if isinstance(test, ast.BoolOp):
+            if isinstance(test.op, ast.And) == is_true:
+                return tuple(g for value in test.values for g in self.guards(value, is_true=is_true))
+            return (Guard(text_of(test), is_true),)
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            return self._comparison(test.left, test.ops[0], test.comparators[0], is_true=is_true) or (
+                Guard(text_of(test), is_true),
+            )
+        return (Guard(self._flag(test), is_true),)
+
+    def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr, *, is_true: bool) -> tuple[Guard, ...]:
+        """The guards of `left op right`, if they are written differently."""
+        if isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool)):
+            same = isinstance(op, (ast.Is, ast.Eq))
+            wanted = same if right.value is True else not same
+            if isinstance(op, (ast.Is, ast.IsNot, ast.Eq, ast.NotEq)):
+                return self.guards(left, is_true=is_true == wanted)
+        if isinstance(op, ast.NotEq):
+            return self._comparison(left, ast.Eq(), right, is_true=not is_true) or (
+                Guard(f"{text_of(left)} == {text_of(right)}", not is_true),
+            )
+        if isinstance(op, ast.NotIn):
+            return (Guard(f"{text_of(left)} in {text_of(right)}", not is_true),)
+        if isinstance(left, ast.Constant) and type(op) in _MIRRORED:
+            return (Guard(f"{text_of(right)} {_MIRRORED[type(op)]} {text_of(left)}", is_true),)
+        return ()
+
+    def _flag(self, test: ast.expr) -> str:
+        """A condition's text; a variable that copies another, counts a window or is a scaler created under a flag is replaced."""
+        key = key_of(test)
+        if not key:
+            return text_of(test)
+        bindings = self.outline.lookup(key, self.function)
+        if len(bindings) == 1 and bindings[0].value is not None and bindings[0].index is None:
+            value = bindings[0].value
+            if key_of(value):
+                return key_of(value)
+            if isinstance(value, ast.IfExp) and isinstance(value.orelse, ast.Constant) and value.orelse.value is None:
+                return text_of(value.test)
+        return self.window(test) or key
+
+    def window(self, node: ast.expr) -> str:
+        """The condition `(i + 1) % n == 0` of an expression or of a variable that counts a window; "" for any other."""
+        if _counts(node):
+            return text_of(node)
+        bindings = self.outline.lookup(key_of(node), self.function) if key_of(node) else ()
+        value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
+        return text_of(value) if value is not None and _counts(value) else ""
+
+
+def _counts(value: ast.expr) -> bool:
+    """Whether a value counts to the end of a window: `(i + 1) % n == 0`, alone or combined with other tests."""
+    return isinstance(value, (ast.Compare, ast.BoolOp)) and any(
+        isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) for part in ast.walk(value)
+    )

@@ -1,0 +1,99 @@
+"""The events of a training loop, each with the conditions, loops and regions around it.
+
+A trace is a list of events in the order the script executes them, with calls of functions in the same file followed. Two
+events can happen in the same run if their guards do not contradict each other; the two branches of one `if`, or of two
+tests of the same flag, do. So `if use_amp: scaler.scale(loss).backward()` and, later, `if not use_amp: optimizer.step()`
+are known to exclude each other without running anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from halfstep.check.script.flow.guard import Guard, possible
+from halfstep.check.script.objects.values import Autocast
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["Event", "Guard", "Loop", "Region", "compatible", "is_accumulation"]
+
+
+# A named tuple rather than a dataclass: loops are hashed and compared for every pair of events.
+class Loop(NamedTuple):
+    """A loop: the copy of the function it is in (one per call that was followed), and its position."""
+
+    copy: int
+    line: int
+    column: int
+
+
+_SETTING = re.compile(r"(<|<=|>|>=) -?\d+$|== 1$")
+_ACCUMULATION = re.compile(
+    r"%|accum|micro|sync_grad|last_opt|update_freq|need_update|update_grad|step_now|optimi[sz]e_now|"
+    r"(do|should|is|make|take|perform)_(optimi[sz]er_)?step"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A `with` block or decorator around events."""
+
+    kind: str  # autocast, no_grad, scaled_loss (Apex), owned (by a framework), other
+    node: ast.AST
+    autocasts: tuple[Autocast, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    num_loops: int = 0  # loops around it
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """One action that matters for precision, at one position in a trace."""
+
+    kind: str
+    node: ast.AST
+    function: Function
+    scaler: str = ""
+    optimizer: str = ""
+    subject: str = ""  # the loss, model or other variable it is about
+    scaled: str = "no"  # of backward: yes, no or maybe; of cast: the format
+    guards: tuple[Guard, ...] = ()
+    loops: tuple[Loop, ...] = ()
+    regions: tuple[Region, ...] = ()
+    roots: tuple[ast.AST, ...] = ()  # the calls that led here from the trace's root
+    written: Event | None = None  # the event with the names of its own function; None where they are the same
+
+    @property
+    def local(self) -> Event:
+        """The event with the names that stand on its line, not those of the caller."""
+        return self.written or self
+
+    def inside(self, kind: str) -> Region | None:
+        """The innermost region of a kind around this event."""
+        return next((r for r in reversed(self.regions) if r.kind == kind), None)
+
+    def autocast(self) -> Region | None:
+        """The active autocast region: the innermost, unless it is disabled."""
+        region = self.inside("autocast")
+        if region is None or any(a.enabled == "no" for a in region.autocasts):
+            return None
+        return region
+
+    @property
+    def accumulating(self) -> tuple[Guard, ...]:
+        """The guards that are true only at the end of an accumulation window."""
+        return tuple(g for g in self.guards if is_accumulation(g))
+
+
+@lru_cache(maxsize=4096)
+def is_accumulation(guard: Guard) -> bool:
+    """Whether a condition looks like the end of an accumulation window, such as `(i + 1) % n == 0`."""
+    # `args.accum < 1` tests a setting, not how far the window is.
+    return bool(_ACCUMULATION.search(guard.text)) and ("%" in guard.text or not _SETTING.search(guard.text))
+
+
+def compatible(a: Event, b: Event) -> bool:
+    """Whether two events can happen in one pass: no condition on one contradicts a condition on the other."""
+    return not a.guards or not b.guards or possible(a.guards, b.guards)

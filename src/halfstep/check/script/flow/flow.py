@@ -1,0 +1,354 @@
+"""One function's statements as events in order, with the conditions, loops and regions around each.
+
+The walk maintains three stacks. `guards` grows inside `if` branches, and after a branch that leaves (`continue`,
+`return`, `raise`) the rest of the block has the opposite condition. `loops` grows inside `for` and `while`. `regions`
+grows inside `with`, and a decorator such as `@torch.no_grad()` puts the entire body inside one. Calls of functions of the
+same file stay in the list as `Jump`s, for `trace` to follow.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+from halfstep.check.script.flow.conditions import Conditions
+from halfstep.check.script.flow.event import Event, Guard, Loop, Region
+from halfstep.check.script.flow.recognise import Recogniser
+from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["Item", "Jump", "read_flow"]
+
+MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code has more
+_NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
+# Names that contain "model" without being one: model_path, model_state.
+_ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
+_NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
+
+
+@dataclass(frozen=True, eq=False)
+class Jump:
+    """A call of a function of the same file, to be followed."""
+
+    call: ast.Call
+    target: Function
+    arguments: dict[str, str]  # parameter -> the caller's variable
+    known: dict[str, bool]  # parameter -> truth value of the literal passed for it, or of its default
+    guards: tuple[Guard, ...]
+    loops: tuple[Loop, ...]
+    regions: tuple[Region, ...]
+
+
+Item = Event | Jump
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """How certainly a variable carries the loss scale, and the conditions under which it was assigned."""
+
+    certainty: str  # yes, no or maybe
+    guards: tuple[Guard, ...]
+    scaler: str = ""  # the scaler's variable, where the assignment names it
+
+
+@dataclass(frozen=True, eq=False)
+class _Context:
+    """What `with ctx:` enters: its autocast regions, and whether it may be something else as well."""
+
+    autocasts: tuple[Autocast, ...]
+    mixed: bool
+
+
+def read_flow(outline: Outline, recogniser: Recogniser, function: Function) -> list[Item]:
+    """The events and jumps of one function, in the order of its text."""
+    walk = _Walk(outline, recogniser, function)
+    regions = tuple(
+        region
+        for decorator in getattr(function.node, "decorator_list", ())
+        if (region := walk.region(decorator, (), 0)).kind in {"autocast", "no_grad"}
+    )
+    walk.block(function.body, (), (), regions)
+    return walk.items
+
+
+class _Walk:
+    def __init__(self, outline: Outline, recogniser: Recogniser, function: Function) -> None:
+        self.outline = outline
+        self.recogniser = recogniser
+        self.function = function
+        self.tests = Conditions(outline, function)
+        self.items: list[Item] = []
+        self.scaled: dict[str, _Scaled] = {}  # variables that carry the loss scale
+        self.contexts: dict[str, _Context] = {}  # by variable
+
+    def block(
+        self, body: list[ast.stmt], guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
+    ) -> None:
+        for statement in body:
+            self.statement(statement, guards, loops, regions)
+            if isinstance(statement, ast.If):
+                leaves, leaves_else = _leaves(statement.body), bool(statement.orelse) and _leaves(statement.orelse)
+                if len(guards) > MAX_GUARDS:
+                    continue
+                if leaves and not leaves_else:
+                    guards = (*guards, *self.tests.guards(statement.test, is_true=False))
+                elif leaves_else and not leaves:
+                    guards = (*guards, *self.tests.guards(statement.test, is_true=True))
+
+    def statement(
+        self, node: ast.stmt, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
+    ) -> None:
+        if isinstance(node, ast.If):
+            # An elif chain is nested else branches: walk it in a loop, because it can be long.
+            branch: ast.If = node
+            while True:
+                self.expression(branch, guards, loops, regions)
+                self.block(branch.body, (*guards, *self.tests.guards(branch.test, is_true=True)), loops, regions)
+                if len(guards) <= MAX_GUARDS:
+                    guards = (*guards, *self.tests.guards(branch.test, is_true=False))
+                if len(branch.orelse) == 1 and isinstance(branch.orelse[0], ast.If):
+                    branch = branch.orelse[0]
+                    continue
+                self.block(branch.orelse, guards, loops, regions)
+                return
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            self.expression(node, guards, loops, regions)
+            loop = Loop(0, node.lineno, node.col_offset)
+            self.block(node.body, guards, (*loops, loop), regions)
+            self.block(node.orelse, guards, loops, regions)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            inner = regions
+            self.expression(node, guards, loops, regions)
+            for item in node.items:
+                region = self.region(item.context_expr, guards, len(loops))
+                inner = (*inner, region)
+                if region.kind == "autocast":
+                    self.items.append(
+                        Event("enter_autocast", node, self.function, guards=guards, loops=loops, regions=inner)
+                    )
+                if region.kind == "scaled_loss" and item.optional_vars is not None:
+                    self.scaled[key_of(item.optional_vars)] = _Scaled("maybe", guards)  # by Apex, which also unscales
+            self.block(node.body, guards, loops, inner)
+        elif isinstance(node, (ast.Try, ast.TryStar)):
+            self.block(node.body, guards, loops, regions)
+            for handler in node.handlers:
+                self.block(handler.body, (*guards, Guard(f"except@{handler.lineno}", is_true=True)), loops, regions)
+            self.block(node.orelse, guards, loops, regions)
+            self.block(node.finalbody, guards, loops, regions)
+        elif isinstance(node, ast.Match):
+            self.expression(node, guards, loops, regions)
+            for index, case in enumerate(node.cases):
+                label = f"case@{node.lineno}:{index}"
+                self.block(case.body, (*guards, Guard(label, is_true=True)), loops, regions)
+                guards = (*guards, Guard(label, is_true=False))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return
+        elif isinstance(node, ast.ClassDef):
+            self.block([s for s in node.body if not isinstance(s, ast.FunctionDef)], guards, loops, regions)
+        else:
+            self.expression(node, guards, loops, regions)
+            self.assignment(node, guards, loops, regions)
+
+    def expression(
+        self, node: ast.AST, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
+    ) -> None:
+        for call, choices in self.outline.statement_calls.get(node, ()):
+            under = guards
+            for choice in choices:
+                under = (*under, *self.tests.guards(choice.test, is_true=choice.is_true))
+            target = self.outline.call_target(call, self.function)
+            if target is not None:
+                if target is not self.function:
+                    self.items.append(
+                        Jump(
+                            call,
+                            target,
+                            self.arguments(call, target),
+                            self.literals(call, target),
+                            under,
+                            loops,
+                            regions,
+                        )
+                    )
+                continue
+            action = self.recogniser.action_of(call, self.function)
+            if action is not None:
+                scaled, scaler = action.scaled, action.scaler
+                if action.kind in {"backward", "item"} and scaled != "yes" and action.subject in self.scaled:
+                    scaled = self.known_scaled(action.subject, under, surely=action.kind == "backward")
+                    scaler = scaler or self.scaled[action.subject].scaler
+                event = Event(
+                    action.kind,
+                    call,
+                    self.function,
+                    scaler,
+                    action.optimizer,
+                    action.subject,
+                    scaled,
+                    under,
+                    loops,
+                    regions,
+                )
+                self.items.append(event)
+
+    def arguments(self, call: ast.Call, target: Function) -> dict[str, str]:
+        """The parameters of a call, each with the caller's variable or the condition that it counts."""
+        params = _positional(target)
+        arguments: dict[str, str] = {}
+        for name, value in zip(params, call.args, strict=False):
+            if isinstance(value, ast.Starred):
+                break
+            arguments[name] = self.tests.window(value) or key_of(value)
+        for keyword in call.keywords:
+            if keyword.arg in params:
+                arguments[keyword.arg] = self.tests.window(keyword.value) or key_of(keyword.value)
+        return arguments
+
+    def literals(self, call: ast.Call, target: Function) -> dict[str, bool]:
+        """The parameters of a call whose value is a literal, and its truth value."""
+        values: dict[str, ast.expr] = {}
+        if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords):
+            return {}
+        assert not isinstance(target.node, ast.Module)
+        a = target.node.args
+        plain = [*a.posonlyargs, *a.args]
+        values.update(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
+        values.update((p.arg, d) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None)
+        values.update(zip(_positional(target), call.args, strict=False))
+        values.update((k.arg, k.value) for k in call.keywords if k.arg)
+        return {
+            name: bool(value.value)
+            for name, value in values.items()
+            if isinstance(value, ast.Constant)
+            and not any(b.function is target for b in self.outline.bindings.get(name, ()))
+        }
+
+    def known_scaled(self, subject: str, guards: tuple[Guard, ...], *, surely: bool) -> str:
+        """Whether a variable carries the scale under these guards: certainly, or on some path to this point."""
+        scaled = self.scaled[subject]
+        if set(scaled.guards) <= set(guards):
+            return scaled.certainty
+        reached = not any((text, not is_true) in guards for text, is_true in scaled.guards)
+        return scaled.certainty if reached and not surely else "maybe" if reached else "no"
+
+    def scaled_source(self, value: ast.expr) -> str:
+        """Whether a value computed from scaled variables is scaled: yes or maybe; "" if it uses none."""
+        if not self.scaled:
+            return ""
+        for part in ast.walk(value):
+            if isinstance(part, (ast.Name, ast.Attribute)) and key_of(part) in self.scaled:
+                return self.scaled[key_of(part)].certainty if part is value else "maybe"
+        return ""
+
+    def assignment(
+        self, node: ast.stmt, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]
+    ) -> None:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
+            return
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        scaled = self.recogniser.scaled_by(node.value, self.function) if node in self.outline.scaling else "no"
+        for target in targets:
+            for element in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
+                key = key_of(element)
+                if not key:
+                    continue
+                if scaled == "no" and isinstance(node, ast.AugAssign):
+                    continue
+                if scaled != "no":
+                    scaler = self.recogniser.scaler_in(node.value, self.function)
+                    self.scaled[key] = _Scaled(scaled, guards, scaler)
+                elif source := self.scaled_source(node.value):
+                    # `total = scaled_loss.mean()` is still scaled; a new value is not.
+                    self.scaled[key] = _Scaled(source, guards)
+                elif key in self.scaled and set(self.scaled[key].guards) >= set(guards):
+                    del self.scaled[key]
+                elif key in self.scaled:
+                    self.scaled[key] = _Scaled("maybe", guards)
+                self.creation(node, key, guards, loops, regions)
+
+    def creation(
+        self,
+        node: ast.Assign | ast.AnnAssign | ast.AugAssign,
+        key: str,
+        guards: tuple[Guard, ...],
+        loops: tuple[Loop, ...],
+        regions: tuple[Region, ...],
+    ) -> None:
+        """Record a new model or optimizer, and a model that is created in 16 bits."""
+        value = node.value
+        if not isinstance(value, ast.Call):
+            return
+        start, dtype = _unwrap(value)
+        last = key.rsplit(".", 1)[-1].lower()
+        kind = self.recogniser.kind_of(key, self.function)
+        fresh = key_of(start) != key and all(key_of(a) != key for a in value.args)
+        is_model = ("model" in last or last in {"net", "network"}) and not _ABOUT_MODEL.search(last)
+        if fresh and (kind == "optimizer" or is_model):
+            event = "set_optimizer" if kind == "optimizer" else "set_model"
+            self.items.append(Event(event, node, self.function, "", key, key, "no", guards, loops, regions))
+        if dtype and key_of(start) != key:
+            self.items.append(Event("cast", node, self.function, "", "", key, dtype, guards, loops, regions))
+
+    def region(self, node: ast.expr, guards: tuple[Guard, ...], num_loops: int) -> Region:
+        key = key_of(node)
+        if key not in self.contexts:
+            autocasts = tuple(autocasts_of(self.outline, node, self.function))
+            self.contexts[key] = _Context(autocasts, bool(autocasts) and self.mixed(node))
+        context = self.contexts[key] if key else self.contexts.pop(key)
+        autocasts, names = context.autocasts, self.outline.names
+        if context.mixed:
+            return Region("other", node, (), guards, num_loops)
+        if isinstance(node, (ast.Name, ast.Attribute)) and names.full(node).endswith(".autocast") and not autocasts:
+            return Region("other", node, (), guards, num_loops)
+        if autocasts:
+            return Region("autocast", node, autocasts, guards, num_loops)
+        func = node.func if isinstance(node, ast.Call) else node
+        full = names.full(func)
+        if full in _NO_GRAD:
+            return Region("no_grad", node, (), guards, num_loops)
+        if full in {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}:
+            off = isinstance(node, ast.Call) and node.args and text_of(node.args[0]) == "False"
+            return Region("no_grad" if off else "other", node, (), guards, num_loops)
+        if full == "apex.amp.scale_loss" or key_of(func).endswith(".scale_loss"):
+            return Region("scaled_loss", node, (), guards, num_loops)
+        if key_of(func).endswith("autocast"):
+            return Region("owned", node, (), guards, num_loops)
+        return Region("other", node, (), guards, num_loops)
+
+    def mixed(self, node: ast.expr) -> bool:
+        """Whether a context variable may be something other than autocast or a null context, such as `no_sync`."""
+        key = key_of(node)
+        options = self.outline.values(key, self.function) if key else []
+        flat = [o for v in options for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
+        plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
+        return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
+
+
+def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
+    """The first expression of `Net().half().cuda()`, and the format it is cast to."""
+    dtype = ""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        attr = value.func.attr
+        if attr in {"half", "bfloat16"} and not value.args:
+            dtype = dtype or {"half": "float16"}.get(attr, attr)
+        elif attr == "to":
+            texts = [text_of(v) for v in (*value.args, *(k.value for k in value.keywords))]
+            dtype = dtype or next((_CASTS[t] for t in texts if t in _CASTS), "")
+        elif attr not in {"cuda", "train", "eval", "cpu", "float", "requires_grad_"}:
+            break
+        value = value.func.value
+    return value, dtype
+
+
+_CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    return bool(body) and isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))
+
+
+def _positional(target: Function) -> list[str]:
+    params = list(target.params)
+    return params[1:] if target.method and params and params[0] in {"self", "cls"} else params

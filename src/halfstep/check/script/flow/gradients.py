@@ -1,0 +1,66 @@
+"""Gradients between backward and step: have those of these parameters been unscaled, and does a call only measure them.
+
+`unscale_` works on the parameters of one optimizer; `script.owners` knows which models those are. Where that is unknown, an
+`unscale_` and a clip are taken to belong together.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.order import STEPS, between, is_amp, is_setting
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.owners import is_of_another
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.script import Script
+
+__all__ = ["measures_only", "skipped_unscale", "unscaled_between"]
+
+_INFINITE = re.compile(r"^(float\(['\"]\+?inf(inity)?['\"]\)|(math|np|numpy|torch)\.inf|sys\.maxsize)$", re.IGNORECASE)
+_WORD = re.compile(r"[A-Za-z_]\w+")
+_COMMON = {"args", "self", "config", "cfg", "opt", "opts", "hparams", "params", "None", "training", "train"}
+
+
+def measures_only(call: ast.AST) -> bool:
+    """Whether a clipping function is called only for the norm that it returns: its limit is infinite or None."""
+    if not isinstance(call, ast.Call):
+        return False
+    limit = argument(call, 1, "max_norm")
+    value = constant(limit)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return limit is not None and (
+        value is None or bool(_INFINITE.match(text_of(limit))) or (is_number and float(str(value)) >= 1e6)
+    )
+
+
+def unscaled_between(script: Script, trace: Trace, first: int, last: int) -> bool:
+    """Whether the gradients that `trace[last]` is about are unscaled, or already used, since `trace[first]`."""
+    if between(trace, first, last, *STEPS):
+        return True
+    unscales = [e for e in between(trace, first, last, "unscale") if not is_of_another(script, trace, e, trace[last])]
+    partial = [e for e in unscales if _independent(script, e, trace[first], trace[last])]
+    # `if a: unscale_ ... else: unscale_` covers every path.
+    return len(partial) < len(unscales) or any(not compatible(a, b) for a in partial for b in partial)
+
+
+def skipped_unscale(script: Script, trace: Trace, first: int, last: int) -> str:
+    """The condition without which the gradients are still scaled at `trace[last]`; "" if they always are."""
+    for event in between(trace, first, last, "unscale"):
+        if not is_of_another(script, trace, event, trace[last]):
+            guards = _independent(script, event, trace[first], trace[last])
+            if guards:
+                return guards[0].text if guards[0].is_true else f"not {guards[0].text}"
+    return ""
+
+
+def _independent(script: Script, unscale: Event, back: Event, use: Event) -> list[Guard]:
+    """The settings on which an `unscale_` depends and the use of its gradients does not."""
+    words = {word for text in (*(g.text for g in use.guards), text_of(use.node)) for word in _WORD.findall(text)}
+    return [
+        guard
+        for guard in unscale.guards
+        if guard not in use.guards and guard not in back.guards and not is_amp(guard)
+        if is_setting(script, guard, unscale) and not (set(_WORD.findall(guard.text)) - _COMMON) & words
+    ]

@@ -1,0 +1,236 @@
+"""Queries over a trace: what came before, are gradients scaled here, is this the path without AMP.
+
+A rule over traces declares which kinds of event it judges and judges them one at a time; `TraceRule` does the rest, and
+reports each place once even if several traces contain it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import ClassVar
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import ScriptRule
+from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import Scaler, argument, make_scaler
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import MAX_BINDINGS
+
+__all__ = [
+    "STEPS",
+    "TraceRule",
+    "between",
+    "earlier",
+    "exclusive",
+    "implied",
+    "is_amp",
+    "is_setting",
+    "later",
+    "loops_around",
+    "only_settings",
+    "rebound_between",
+    "scaled_before",
+    "scalers_at",
+    "switched_off",
+    "together",
+    "without_amp",
+]
+
+STEPS = ("scaler_step", "opt_step", "owned_step")
+_AMP = re.compile(r"amp\b|_amp|amp_|fp16|half|mixed|scaler|precision|float16|16bit", re.IGNORECASE)
+# Conditions that change within a run, whatever they are called after: the end of a window, a test of gradients.
+_VARYING = re.compile(
+    r"last|sync|final|bound|flush|now\b|should|do_|update|step|ready|skip|finite|nan|\binf|is_?inf|idx|index|count|unscal|done|"
+    r"\b(i|it|iter|iteration|epoch|batch|batch_(i|num|id))\b|except@|case@",
+    re.IGNORECASE,
+)
+_NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
+_PURE = {"len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "torch.cuda.is_available("}
+AnyLoop = ast.For | ast.AsyncFor | ast.While
+_FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32", re.IGNORECASE)
+
+
+class TraceRule(ScriptRule):
+    """A rule that judges events of some kinds, each with the trace that contains it."""
+
+    kinds: ClassVar[tuple[str, ...]]
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """The findings in `script`, one per place."""
+        reported: set[ast.AST] = set()
+        for trace in script.traces:
+            for index, event in enumerate(trace):
+                if event.kind in self.kinds and event.node not in reported:
+                    finding = self.judge(script, trace, index)
+                    if finding is not None:
+                        reported.add(event.node)
+                        yield finding
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding at `trace[index]`, if there is one."""
+        raise NotImplementedError
+
+
+def earlier(trace: Trace, index: int, *kinds: str) -> Iterator[int]:
+    """Indices of earlier events of these kinds that are compatible with `trace[index]`, nearest first."""
+    for i in range(index - 1, -1, -1):
+        if trace[i].kind in kinds and compatible(trace[i], trace[index]) and not _aside(trace[i], trace[index]):
+            yield i
+
+
+def later(trace: Trace, index: int, *kinds: str) -> Iterator[int]:
+    """Indices of later events of these kinds that are compatible with `trace[index]`, nearest first."""
+    for i in range(index + 1, len(trace)):
+        if trace[i].kind in kinds and compatible(trace[i], trace[index]) and not _aside(trace[i], trace[index]):
+            yield i
+
+
+def between(trace: Trace, first: int, last: int, *kinds: str) -> list[Event]:
+    """The events of these kinds between two others that are compatible with both."""
+    a, b = trace[first], trace[last]
+    events = (e for e in trace[first + 1 : last] if e.kind in kinds and compatible(e, a) and compatible(e, b))
+    return [e for e in events if not _aside(e, a, b)]
+
+
+def _aside(event: Event, *others: Event) -> bool:
+    """Whether an event is inside an `except` block that contains none of the others."""
+    return any(
+        text.startswith("except@") and not any((text, is_true) in other.guards for other in others)
+        for text, is_true in event.guards
+    )
+
+
+def implied(a: Event, b: Event) -> bool:
+    """Whether `a` always happens when `b` does: every condition on `a` is also one on `b`."""
+    return set(a.guards) <= set(b.guards)
+
+
+def together(script: Script, a: Event, b: Event) -> bool:
+    """Whether two events happen in one pass for some settings: whatever else they depend on, both do."""
+    return compatible(a, b) and only_settings(script, a, b) and only_settings(script, b, a)
+
+
+def only_settings(script: Script, a: Event, b: Event) -> bool:
+    """Whether each condition on `a` that `b` does not have is a setting, or tests if mixed precision is on."""
+    return all(guard in b.guards or is_amp(guard) or is_setting(script, guard, a) for guard in a.guards)
+
+
+def rebound_between(script: Script, a: Event, b: Event) -> bool:
+    """Whether a variable that only `b` tests is assigned after `a`: `done = True` and, later, `if not done:`."""
+    lines = range(getattr(a.node, "lineno", 0), getattr(b.node, "lineno", 0) + 1)
+    names = {name for guard in b.guards if guard not in a.guards for name in _NAME.findall(guard.text)}
+    bindings = [x for name in names for x in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
+    return any(x.function is b.function and getattr(x.node, "lineno", 0) in lines for x in bindings)
+
+
+def is_setting(script: Script, guard: Guard, event: Event) -> bool:
+    """Whether a condition around an event is the same in every iteration: `args.clip > 0`, not `norm > 10`."""
+    text = guard.text
+    if is_accumulation(guard) or _VARYING.search(re.sub(r"'[^']*'", "''", text)):
+        return False
+    names = _NAME.findall(text)
+    if any(name.endswith("(") and name not in _PURE for name in names):
+        return False
+    keys = {key for name in names if not name.endswith("(") for key in (name, name.partition(".")[0])}
+    return not any(_rebinds(script, key, event) for key in keys)
+
+
+def _rebinds(script: Script, key: str, event: Event) -> bool:
+    """Whether a variable gets a new value in the innermost loop around an event, or in a function called once per batch."""
+    bindings = [b for b in script.outline.bindings.get(key, ())[:MAX_BINDINGS] if not key_of(b.value)]  # not copies
+    for place in (event.node, *reversed(event.roots)) if bindings else ():
+        loops, function = _loops_of(script, place), _function_of(script, place)
+        lines = range(loops[-1].lineno, (loops[-1].end_lineno or 0) + 1) if loops else None
+        here = [b for b in bindings if b.function.node is function]
+        if any(lines is None or getattr(b.node, "lineno", 0) in lines for b in here):
+            return True
+        if loops or not event.loops:
+            return False
+    return False
+
+
+def _function_of(script: Script, node: ast.AST) -> ast.AST:
+    """The function around a node, or the module."""
+    parent = script.outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        node, parent = parent, script.outline.parents.get(parent)
+    return parent or node
+
+
+def loops_around(script: Script, event: Event) -> list[AnyLoop]:
+    """The loops around an event and around the calls that led to it, outermost first, as `event.loops` has them."""
+    return [loop for place in (*event.roots, event.node) for loop in _loops_of(script, place)]
+
+
+def _loops_of(script: Script, node: ast.AST) -> list[AnyLoop]:
+    """The loops around a node in its own function, outermost first."""
+    loops: list[AnyLoop] = []
+    parent = script.outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(parent, (ast.For, ast.AsyncFor, ast.While)) and any(node is s for s in parent.body):
+            loops.insert(0, parent)
+        node, parent = parent, script.outline.parents.get(parent)
+    return loops
+
+
+def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:
+    """Whether an event of these kinds is in the other branch of a condition around `event`."""
+    return any(e.kind in kinds and not compatible(e, event) for e in trace)
+
+
+def is_amp(guard: tuple[str, bool]) -> bool:
+    """Whether a condition, a `Guard` or a pair like it, tests if mixed precision is on."""
+    return bool(_AMP.search(guard[0]))
+
+
+def without_amp(event: Event) -> bool:
+    """Whether the conditions around an event mean that mixed precision is off, or that an exception was caught."""
+    return any(map(_excludes_amp, event.guards))
+
+
+@lru_cache(maxsize=4096)
+def _excludes_amp(guard: Guard) -> bool:
+    text, is_true = guard
+    if text.startswith("except@"):
+        return True
+    full = bool(_FULL.search(text))
+    return full if is_true else not full and is_amp(guard)
+
+
+def scaled_before(trace: Trace, index: int) -> int | None:
+    """The index of the scaled backward whose gradients `trace[index]` uses; None if they may not be scaled."""
+    for i in earlier(trace, index, "backward"):
+        back = trace[i]
+        if back.scaled != "yes":
+            continue
+        # After a later backward without the scale, or cleared gradients, .grad is no longer known to be scaled.
+        if between(trace, i, index, "zero_grad", "owned_backward", "get_scale", "handed"):
+            return None
+        if any(e.scaled != "yes" for e in between(trace, i, index, "backward")):
+            return None
+        return i
+    return None
+
+
+def scalers_at(script: Script, event: Event) -> list[Scaler]:
+    """The scalers an event's variable may be: one created in the arguments of the call to here, or those of that name."""
+    function = event.function
+    if event.roots and event.scaler in function.params:
+        position = function.params.index(event.scaler) - (function.method and function.params[0] in {"self", "cls"})
+        call = event.roots[-1]
+        value = argument(call, position, event.scaler) if isinstance(call, ast.Call) else None
+        scaler = make_scaler(script.outline, value, function) if isinstance(value, ast.Call) else None
+        if scaler is not None:
+            return [scaler]
+    return script.scalers_named(event.scaler)
+
+
+def switched_off(script: Script, event: Event) -> bool:
+    """Whether the scaler of an event is created with enabled=False, so that it does nothing."""
+    scalers = scalers_at(script, event)
+    return bool(scalers) and all(s.enabled == "no" for s in scalers)

@@ -1,0 +1,385 @@
+"""Which calls matter, and what they do: scale, backward, unscale, clip, step, update, checkpoint, cast.
+
+A method name alone decides little (`step` belongs to optimizers, schedulers, environments and scalers), so each call is
+interpreted with what is known about its receiver: how it was created, how else it is used in the file, and last its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+from halfstep.check.script.objects.expressions import first_key, hand_scaled
+from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
+from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
+from halfstep.check.script.objects.values import DTYPES, argument, make_scaler
+from halfstep.check.script.syntax.names import chain, key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["Action", "Recogniser"]
+
+CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip_grad", "adaptive_clip_grad"}
+BCE = {"torch.nn.functional.binary_cross_entropy", "torch.binary_cross_entropy"}
+WRAPS = {
+    "torch.nn.DataParallel": "dp",
+    "torch.nn.parallel.DataParallel": "dp",
+    "torch.nn.parallel.DistributedDataParallel": "ddp",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "ddp",
+    "apex.parallel.DistributedDataParallel": "ddp",
+    "torch.distributed.fsdp.FullyShardedDataParallel": "fsdp",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "fsdp",
+}
+_OPTIMIZER = re.compile(
+    r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_]",
+    re.IGNORECASE,
+)
+_MODEL = re.compile(
+    r"^(ddp_)?(model|net|network)(_(train|ddp|dp|parallel|without_ddp))?$"
+    r"|^(?!save|load|build|get_|create|make|init|set|prepare|export).*_model$"
+)
+# methods like calling the model
+_FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
+_LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
+_SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
+_OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
+_OPTIM_CLASS = re.compile(
+    r"(Adam|SGD|Lion|Adafactor|Adagrad|RMSprop|LAMB|Lamb|RAdam|AdaBelief|Ranger|Muon|Shampoo|Optimizer|Adadelta|NAdam)"
+)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a call does."""
+
+    kind: str
+    scaler: str = ""
+    optimizer: str = ""
+    subject: str = ""
+    scaled: str = "no"
+
+
+class Recogniser:
+    """Interprets the calls of one script; caches what each variable is."""
+
+    def __init__(self, outline: Outline) -> None:
+        self.outline = outline
+        self._kinds: dict[tuple[str, Function], str] = {}
+        # Variables on which unscale_ or scale(...).backward() is called behave like a GradScaler, however created.
+        self._scalers_by_use = {
+            _last(key_of(call.func.value))
+            for name in ("unscale_", "scale")
+            for call, _ in outline.calls.get(name, ())
+            if isinstance(call.func, ast.Attribute) and (name == "unscale_" or self._feeds_backward(call))
+            # An engine whose `scale` result is used for backward, such as DeepSpeed's, steps and unscales by itself.
+            if not _OWNERS.search(_last(key_of(call.func.value)))
+        } - {""}
+        self._stepped = {
+            _last(key_of(call.args[0])) for call, _ in outline.calls.get("step", ()) if len(call.args) == 1
+        } - {""}
+
+    def _feeds_backward(self, call: ast.Call) -> bool:
+        parent = self.outline.parents.get(call)
+        return isinstance(parent, ast.Attribute) and parent.attr == "backward"
+
+    def kind_of(self, key: str, function: Function) -> str:
+        """What a variable is: scaler, wrapper (like a scaler but not torch's), optimizer, scheduler, or ""."""
+        if not key:
+            return ""
+        variable = (key, function)
+        if variable not in self._kinds:
+            self._kinds[variable] = self._find_kind(key, function)
+        return self._kinds[variable]
+
+    def _find_kind(self, key: str, function: Function) -> str:
+        name = _last(key)
+        kinds = set()
+        for value in self.outline.values(key, function):
+            for option in _options(value):
+                if isinstance(option, ast.Constant) and option.value is None:
+                    continue
+                other = key_of(option)
+                if option is not value and other and other != key:
+                    kinds.add(self._alias(other, function))  # `scaler if amp else other`
+                else:
+                    kinds.add(self._created(option, function))
+        kinds.discard("")
+        if kinds == {"factory"} and name in self._scalers_by_use and name not in self.outline.calls:
+            return "scaler"
+        kinds = {"wrapper" if kind == "factory" else kind for kind in kinds}
+        for kind in ("scaler", "scheduler", "optimizer", "wrapper"):
+            if kind in kinds and (kind != "wrapper" or name in self._scalers_by_use or "scaler" in name.lower()):
+                return kind
+        if kinds - {"unknown"}:
+            return ""
+        if name in self._scalers_by_use:
+            return "wrapper" if kinds or name in self.outline.calls else "scaler"
+        if _SCHEDULER.search(name):
+            return "scheduler"
+        if _OPTIMIZER.search(name):
+            return "optimizer"
+        if "scaler" in name.lower() and not kinds and name not in self.outline.calls:
+            return "scaler" if self.outline.names.uses("torch") and not self._other_scaler() else ""
+        return ""
+
+    def _alias(self, key: str, function: Function) -> str:
+        """The kind of a variable that another one may be a copy of; "" while it is being determined."""
+        variable = (key, function)
+        if variable not in self._kinds:
+            self._kinds[variable] = ""
+            self._kinds[variable] = self._find_kind(key, function)
+        return self._kinds[variable]
+
+    def _other_scaler(self) -> bool:
+        return self.outline.names.uses("sklearn", "cuml")
+
+    def _created(self, value: ast.expr, function: Function) -> str:
+        if not isinstance(value, ast.Call):
+            return "" if key_of(value) else "other"
+        if make_scaler(self.outline, value, function):
+            return "scaler"
+        name = self.outline.names.full(value.func) or ".".join(chain(value.func))
+        last = name.rsplit(".", 1)[-1]
+        if "lr_scheduler" in name or "scheduler" in last.lower() or last.endswith("LR"):
+            return "scheduler"
+        if name.startswith("torch.optim") or _OPTIM_CLASS.search(last) or "optim" in last.lower():
+            return "optimizer"
+        if "scaler" in last.lower():
+            if "standard" in last.lower() or "minmax" in last.lower():
+                return "other"
+            # A function that returns a scaler (`build_scaler(cfg)`) or another GradScaler class; other classes differ.
+            return "factory" if last.islower() or last.endswith("GradScaler") else "wrapper"
+        return "unknown"
+
+    def action_of(self, call: ast.Call, function: Function) -> Action | None:
+        """What a call does, or None if it does nothing that matters to rules."""
+        func = call.func
+        name = self.outline.names.full(func)
+        if isinstance(func, ast.Attribute):
+            method = getattr(self, f"_on_{func.attr}", None)
+            if method is not None:
+                action: Action | None = method(call, func.value, function)
+                if action is not None:
+                    return action
+            if grad_of(func.value) and func.attr in {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max"}:
+                return Action("grad_read", subject=func.attr)
+        return self._by_full_name(call, name, function)
+
+    def _by_full_name(self, call: ast.Call, name: str, function: Function) -> Action | None:
+        last = name.rsplit(".", 1)[-1] if name else _last(key_of(call.func))
+        if last in CLIPS and not (isinstance(call.func, ast.Attribute) and not name):
+            return Action("clip", subject=last)
+        if last == "float" and len(call.args) == 1 and key_of(tensor_of(call.args[0])):
+            return Action("item", subject=key_of(tensor_of(call.args[0])))
+        if name in BCE or self._is_bce(call.func, function):
+            return Action("bce")
+        if name in WRAPS:
+            return Action(f"wrap_{WRAPS[name]}", subject=key_of(call.args[0]) if call.args else "")
+        if name == "apex.amp.initialize":
+            return Action("apex_initialize", subject=key_of(argument(call, 0, "models")))
+        if name == "torch.autograd.grad":
+            return Action("autograd_grad")
+        if reads_gradients(call, name, last):
+            return Action("grad_read", subject=last)
+        if make_scaler(self.outline, call, function):
+            return Action("make_scaler")
+        if name.startswith("torch.optim.") and "lr_scheduler" not in name:
+            return Action("make_optimizer", subject=self._owners_of(argument(call, 0, "params"), function))
+        key = key_of(call.func)
+        if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
+            return Action("owned_step", scaler=key)
+        if key and _MODEL.search(_last(key)) and call.args and not name:
+            return Action("forward", subject=key)
+        owner = key.rpartition(".")[0]
+        if owner and _MODEL.search(_last(owner)) and _FORWARD.search(_last(key)) and call.args and not name:
+            return Action("forward", subject=owner)
+        return self._passed_scaler(call, function) or self._checkpoint(call, function)
+
+    def _checkpoint(self, call: ast.Call, function: Function) -> Action | None:
+        """A function of another file that saves or restores the objects it receives."""
+        name = _last(key_of(call.func))
+        verb = "save" if saves(name) else "load" if restores(name) else ""
+        keys = [key for key in passed_objects(self.outline, call, function) if not is_setting(key)] if verb else []
+        return self._states(verb, keys, function)
+
+    def _states(self, verb: str, keys: list[str], function: Function) -> Action | None:
+        """The action on several objects: with a scaler among them, or with an optimizer and no scaler."""
+        for kind in ("scaler", "wrapper", "optimizer"):
+            key = next((key for key in keys if self.kind_of(key, function) == kind), "")
+            if key:
+                return Action(f"{verb}_{'optimizer' if kind == 'optimizer' else 'scaler'}", scaler=key, optimizer=key)
+        return None
+
+    def _passed_scaler(self, call: ast.Call, function: Function) -> Action | None:
+        """A scaler passed to a function that is not in this file, which may do anything with it."""
+        if key_of(call.func) in {"print", "isinstance", "str", "repr", "type", "hasattr", "getattr", "id"}:
+            return None
+        for value in (*call.args, *(k.value for k in call.keywords)):
+            key = key_of(value)
+            named = key and (_last(key) in self._scalers_by_use or "scal" in key.lower())
+            if named and self.kind_of(key, function) == "scaler":
+                return Action("handed", scaler=key)
+        return None
+
+    def _owners_of(self, params: ast.expr | None, function: Function) -> str:
+        """The models whose parameters an expression contains, with `|` between them."""
+        options = self.outline.values(key_of(params), function) if params is not None and key_of(params) else [params]
+        owners = {
+            key_of(part.func.value)
+            for option in options
+            if option is not None
+            for part in ast.walk(option)
+            if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
+            if part.func.attr in {"parameters", "named_parameters"}
+        }
+        return "|".join(sorted(owners - {""}))
+
+    def _is_bce(self, func: ast.expr, function: Function) -> bool:
+        options: list[ast.expr] = [func] if isinstance(func, ast.Call) else []
+        key = key_of(func)
+        if key and ("crit" in key.lower() or "loss" in key.lower() or "bce" in key.lower()):
+            options = self.outline.values(key, function)
+        calls = [o for o in options if isinstance(o, ast.Call)]
+        return bool(calls) and all(self._creates_bce(o) for o in calls) and len(calls) == len(options)
+
+    def _creates_bce(self, call: ast.Call) -> bool:
+        while (
+            isinstance(call.func, ast.Attribute)
+            and call.func.attr in {"cuda", "to"}
+            and isinstance(call.func.value, ast.Call)
+        ):
+            call = call.func.value
+        return self.outline.names.full(call.func) in {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
+
+    def _on_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        if self.outline.names.full(call.func) == "torch.autograd.backward":
+            scaler = next((s for a in call.args for s in self._scales_in(a, function)), "")
+            return Action("backward", scaler=scaler, scaled="yes" if scaler else "no")
+        key = key_of(receiver)
+        own = "model" in key or "engine" in key
+        if own and not call.args and _LOSS.search(key):
+            own = False  # `model_out.loss`, `model_out["loss"]`: a tensor that a model returned
+        if key == "self" or own or (isinstance(receiver, ast.Call) and key_of(receiver.func) == "super"):
+            return Action("owned_backward", subject=key)
+        if call.args and (not key or "loss" not in _last(key).lower() or _OWNERS.search(key) or "scaler" in key):
+            return Action("owned_backward", subject=key)
+        if any("scal" in key_of(a).lower() for a in (*call.args, *(k.value for k in call.keywords))):
+            return Action(
+                "owned_backward", subject=key
+            )  # a project's loss object, which scales with the scaler it is passed
+        scales = self._scales_in(receiver, function)
+        if scales:
+            whole = isinstance(receiver, ast.Call) and self.kind_of(scales[0], function) == "scaler"
+            return Action("backward", scaler=scales[0], subject=key, scaled="yes" if whole else "maybe")
+        return Action("backward", subject=key or first_key(receiver), scaled="maybe" if hand_scaled(receiver) else "no")
+
+    def _scales_in(self, node: ast.AST, function: Function) -> list[str]:
+        scalers = []
+        for part in ast.walk(node):
+            if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr == "scale":
+                key = key_of(part.func.value)
+                if key and self.kind_of(key, function) in {"scaler", "wrapper"}:
+                    scalers.append(key)
+        return scalers
+
+    def scaler_in(self, node: ast.AST, function: Function) -> str:
+        """The scaler that scales a value; "" if none does."""
+        return next(iter(self._scales_in(node, function)), "")
+
+    def scaled_by(self, node: ast.AST, function: Function) -> str:
+        """Whether an assigned value carries a loss scale: yes, no or maybe."""
+        if isinstance(node, ast.IfExp):
+            either = {self.scaled_by(node.body, function), self.scaled_by(node.orelse, function)}
+            return either.pop() if len(either) == 1 else "maybe"
+        if self._scales_in(node, function):
+            return "yes"
+        return "maybe" if hand_scaled(node) else "no"
+
+    def _on_manual_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("owned_backward", subject=key_of(receiver))
+
+    def _on_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        key = key_of(receiver)
+        if self.kind_of(key, function) == "scaler":
+            return Action("scale", scaler=key, subject=key_of(argument(call, 0, "outputs")))
+        return None
+
+    def _on_unscale_(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("unscale", scaler=key_of(receiver), optimizer=key_of(argument(call, 0, "optimizer")))
+
+    def _on_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        key = key_of(receiver)
+        kind = self.kind_of(key, function)
+        if kind == "scaler":
+            return Action("scaler_step", scaler=key, optimizer=key_of(argument(call, 0, "optimizer")))
+        if kind == "wrapper":
+            return Action("owned_step", scaler=key)
+        if kind == "optimizer" or (_last(key) in self._stepped and kind != "scheduler"):
+            return Action("opt_step", optimizer=key)
+        return Action("sched_step", subject=key) if kind == "scheduler" else None
+
+    def _on_update(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        key = key_of(receiver)
+        kind = self.kind_of(key, function)
+        return Action("update", scaler=key) if kind in {"scaler", "wrapper"} else None
+
+    def _on_zero_grad(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("zero_grad", optimizer=key_of(receiver))
+
+    def _on_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return self._state("save", call, receiver, function)
+
+    def _on_load_state_dict(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return self._state("load", call, receiver, function)
+
+    def _state(self, verb: str, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        key = key_of(receiver)
+        kind = self.kind_of(key, function)
+        if kind not in {"scaler", "wrapper", "optimizer"} and key.isidentifier():
+            return self._states(verb, looped_objects(self.outline, call, key, function), function)
+        return self._states(verb, [key], function)
+
+    def _on_half(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("cast", subject=key_of(receiver), scaled="float16") if not call.args else None
+
+    def _on_bfloat16(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("cast", subject=key_of(receiver), scaled="bfloat16") if not call.args else None
+
+    def _on_float(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("cast", subject=key_of(receiver), scaled="float32") if not call.args else None
+
+    def _on_to(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        for value in (*call.args, *(k.value for k in call.keywords if k.arg == "dtype")):
+            dtype = DTYPES.get(self.outline.names.full(value))
+            if dtype:
+                return Action("cast", subject=key_of(receiver), scaled=dtype)
+        return None
+
+    def _on_item(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        key = key_of(tensor_of(receiver))
+        return Action("item", subject=key) if key else None
+
+    def _on_get_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("get_scale", scaler=key_of(receiver))
+
+    def _on_clip_grad_norm_(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        if self.outline.names.full(call.func):
+            return None
+        key = key_of(receiver)
+        owned = _OWNERS.search(key) or key in {"self", ""} or self.kind_of(key, function) == "optimizer"
+        return Action("owned_clip" if owned else "clip", subject="clip_grad_norm_")
+
+    def _on_clip_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        return Action("owned_clip")
+
+
+def _last(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+def _options(value: ast.expr) -> list[ast.expr]:
+    if isinstance(value, ast.IfExp):
+        return [*_options(value.body), *_options(value.orelse)]
+    if isinstance(value, ast.BoolOp):
+        return [o for v in value.values for o in _options(v)]
+    return [value]

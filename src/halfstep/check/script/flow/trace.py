@@ -1,0 +1,133 @@
+"""Traces: what a run of the script does, with functions of the same file expanded at their calls.
+
+A trace starts at a root: the module's own statements, or a function nothing in the file calls. Each call of a known
+function is replaced by that function's events, under the caller's guards, loops and regions, with parameters renamed
+to the caller's variables. A function called from two places appears in both traces; a function that is never called is
+a separate root, because other files may call it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+
+from halfstep.check.script.flow.event import Event, Guard, Loop, Region
+from halfstep.check.script.flow.flow import Item, Jump, read_flow
+from halfstep.check.script.flow.guard import possible
+from halfstep.check.script.flow.recognise import Recogniser
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["Trace", "read_traces"]
+
+MAX_DEPTH = 8
+# A trace this long is generated code, or functions that all call each other; the events so far are still valid.
+MAX_EVENTS = 3000
+MAX_CALLS = 1000
+MAX_IN_ALL = 20_000
+
+Trace = tuple[Event, ...]
+
+
+def read_traces(outline: Outline) -> tuple[Trace, ...]:
+    """Every root's trace that has any event, the module's first."""
+    recogniser = Recogniser(outline)
+    flows = {f: read_flow(outline, recogniser, f) for f in (outline.module, *outline.functions)}
+    called = {item.target for items in flows.values() for item in items if isinstance(item, Jump)}
+    roots = [f for f in flows if f not in called]
+    followed: set[Function] = set()
+    traces: list[Trace] = []
+    # Functions that only call each other are reached from no root; each is read separately, after the roots.
+    for function in dict.fromkeys((*roots, *flows)):
+        if (function not in called or function not in followed) and sum(map(len, traces)) < MAX_IN_ALL:
+            traces.append(_Follow(flows, followed).run(function))
+    return tuple(trace for trace in traces if trace)
+
+
+class _Follow:
+    def __init__(self, flows: dict[Function, list[Item]], followed: set[Function]) -> None:
+        self.flows = flows
+        self.followed = followed
+        self.copies = 0
+        self.events: list[Event] = []
+
+    def run(self, root: Function) -> Trace:
+        self.follow(root, {}, {}, (), (), (), (), (root,))
+        return tuple(self.events)
+
+    def follow(
+        self,
+        function: Function,
+        renamed: dict[str, str],
+        known: dict[str, bool],
+        guards: tuple[Guard, ...],
+        loops: tuple[Loop, ...],
+        regions: tuple[Region, ...],
+        roots: tuple[ast.AST, ...],
+        path: tuple[Function, ...],
+    ) -> None:
+        self.followed.add(function)
+        self.copies += 1
+        copy = self.copies
+        local = f"#{copy}" if copy > 1 else ""
+        for item in self.flows[function]:
+            if len(self.events) >= MAX_EVENTS or self.copies >= MAX_CALLS:
+                return
+            if any(known.get(text, is_true) != is_true for text, is_true in item.guards):
+                continue  # the caller's literal rules it out
+            open_guards = tuple(g for g in item.guards if g.text not in known)
+            own_guards = tuple(_rename_guards(open_guards, renamed, function, local))
+            if guards and own_guards and not possible(guards, own_guards):
+                continue  # the caller's conditions rule it out
+            inner_guards = (*guards, *own_guards)
+            inner_loops = (*loops, *(Loop(copy, loop.line, loop.column) for loop in item.loops))
+            inner_regions = (*regions, *_shift(item.regions, len(loops)))
+            if isinstance(item, Event):
+                self.events.append(
+                    dataclasses.replace(
+                        item,
+                        scaler=_rename(item.scaler, renamed),
+                        optimizer=_rename(item.optimizer, renamed),
+                        subject=_rename(item.subject, renamed),
+                        guards=inner_guards,
+                        loops=inner_loops,
+                        regions=inner_regions,
+                        roots=roots,
+                        written=item if renamed else None,
+                    )
+                )
+            elif item.target not in path and len(path) < MAX_DEPTH:
+                arguments = {name: _rename(value, renamed) for name, value in item.arguments.items() if value}
+                self.follow(
+                    item.target,
+                    arguments,
+                    item.known,
+                    inner_guards,
+                    inner_loops,
+                    inner_regions,
+                    (*roots, item.call),
+                    (*path, item.target),
+                )
+
+
+def _rename(key: str, renamed: dict[str, str]) -> str:
+    root, dot, rest = key.partition(".")
+    return renamed[root] + dot + rest if root in renamed else key
+
+
+def _rename_guards(
+    guards: tuple[Guard, ...], renamed: dict[str, str], function: Function, local: str
+) -> Iterator[Guard]:
+    for text, is_true in guards:
+        root = text.partition(".")[0]
+        if root in renamed:
+            yield Guard(_rename(text, renamed), is_true)
+        elif text in function.params and local:
+            yield Guard(text + local, is_true)  # specific to this call, such as a literal argument
+        else:
+            yield Guard(text, is_true)
+
+
+def _shift(regions: tuple[Region, ...], by: int) -> Iterator[Region]:
+    for region in regions:
+        yield dataclasses.replace(region, num_loops=region.num_loops + by) if by else region

@@ -1,0 +1,1 @@
+"""What the values of a script are: devices, dtypes, scalers, models, optimizers, engines."""

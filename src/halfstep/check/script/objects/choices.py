@@ -1,0 +1,202 @@
+"""What an expression may be: a literal, a string, a device, a number format.
+
+Every question is answered with all possibilities in the text: `torch.bfloat16 if ok else torch.float16` is both, and so is
+`{"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]` unless the choices of `--dtype` leave one. "?" stands for
+what the text does not show.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from halfstep.check.script.syntax.names import chain, key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = [
+    "DTYPES",
+    "MAX_VALUES",
+    "UNKNOWN",
+    "argument",
+    "constant",
+    "devices_of",
+    "dtypes_of",
+    "strings_of",
+    "text_of",
+]
+
+UNKNOWN = "?"
+MAX_VALUES = 8  # of one variable; more are not followed
+DTYPES = {
+    "torch.float16": "float16",
+    "torch.half": "float16",
+    "torch.bfloat16": "bfloat16",
+    "torch.float32": "float32",
+    "torch.float": "float32",
+    "torch.float64": "float64",
+    "torch.double": "float64",
+}
+Choices = frozenset[str]
+_NOTHING: Choices = frozenset({UNKNOWN})
+
+
+def constant(node: ast.AST | None) -> object:
+    """The value of a literal, also negative numbers and powers such as 2**10; `...` for anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = constant(node.operand)
+        return -value if isinstance(value, (int, float)) else ...
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        left, right = constant(node.left), constant(node.right)
+        if isinstance(left, (int, float)) and isinstance(right, (int, float)) and 0 < left < 100 and abs(right) < 200:
+            return left**right
+    return ...
+
+
+def argument(call: ast.Call, position: int | None, name: str) -> ast.expr | None:
+    """An argument by keyword or position; None if absent or hidden in `*args`."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if position is not None and position < len(call.args):
+        value = call.args[position]
+        if not any(isinstance(a, ast.Starred) for a in call.args[: position + 1]):
+            return value
+    return None
+
+
+def text_of(node: ast.AST | None) -> str:
+    """An expression as text, for comparing and for messages."""
+    return "" if node is None else key_of(node) or ast.unparse(node)
+
+
+def _either(
+    outline: Outline, node: ast.expr, function: Function, depth: int, read: Callable[..., Choices]
+) -> Choices | None:
+    """The choices of both arms, of `a or b`, of a variable's values, or of what a function of the file returns."""
+    if isinstance(node, ast.IfExp):
+        return read(outline, node.body, function, depth - 1) | read(outline, node.orelse, function, depth - 1)
+    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+        return frozenset().union(*(read(outline, value, function, depth - 1) for value in node.values))
+    key = key_of(node)
+    if not key:
+        target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
+        if target is None or target.name == "__init__":
+            return None
+        returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
+        parts = [read(outline, value, target, depth - 1) for value in returns[:MAX_VALUES]]
+        return frozenset().union(*parts) if parts and len(returns) <= MAX_VALUES else _NOTHING
+    values = outline.values(key, function)
+    # Callers outside the file may pass anything for a parameter.
+    outside = _NOTHING if key in function.params else frozenset()
+    default = default_of(function, key) if key in function.params else None
+    if default is not None and constant(default) is not None:
+        values = [*values, default]
+    if not values:
+        return None
+    if len(values) > MAX_VALUES:
+        return _NOTHING
+    return outside.union(*(read(outline, v, function, depth - 1) for v in values if v is not node))
+
+
+def default_of(function: Function, name: str) -> ast.expr | None:
+    """The default of a parameter."""
+    if isinstance(function.node, ast.Module):
+        return None
+    a = function.node.args
+    plain = [*a.posonlyargs, *a.args]
+    defaults = dict(zip((p.arg for p in plain[len(plain) - len(a.defaults) :]), a.defaults, strict=True))
+    defaults |= {p.arg: d for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None}
+    return defaults.get(name)
+
+
+def strings_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 5) -> Choices:
+    """The strings an expression may be, including "?" if part of it is unknown."""
+    if node is None or depth == 0:
+        return _NOTHING
+    value = constant(node)
+    if value is not ...:
+        return frozenset({value}) if isinstance(value, str) else _NOTHING
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"lower", "strip"}:
+        return strings_of(outline, node.func.value, function, depth - 1)
+    choices = _either(outline, node, function, depth, strings_of)
+    if choices is not None:
+        return choices
+    return _options(outline, node) if isinstance(node, ast.Attribute) else _NOTHING
+
+
+def _options(outline: Outline, node: ast.Attribute) -> Choices:
+    """The strings of a command-line option, from the `add_argument` that declares it: its choices, or its default."""
+    for call, _ in outline.calls.get("add_argument", ()):
+        flags = [str(constant(a)).lstrip("-").replace("-", "_") for a in call.args]
+        if node.attr not in (*flags, constant(argument(call, None, "dest"))):
+            continue
+        choices = argument(call, None, "choices")
+        if isinstance(choices, (ast.List, ast.Tuple, ast.Set)):
+            return frozenset(str(constant(c)) if constant(c) is not ... else UNKNOWN for c in choices.elts)
+        default = constant(argument(call, None, "default"))
+        return frozenset({default, UNKNOWN}) if isinstance(default, str) else _NOTHING
+    return _NOTHING
+
+
+def devices_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 6) -> Choices:
+    """The device types an expression may name, a string or a torch.device, including "?" if part of it is unknown."""
+    if node is None or depth == 0:
+        return _NOTHING
+    first = node.values[0] if isinstance(node, ast.JoinedStr) and node.values else node  # f"cuda:{rank}"
+    value = constant(first)
+    if isinstance(value, str):
+        return frozenset({value.split(":")[0] or UNKNOWN})
+    if isinstance(node, ast.Attribute) and node.attr == "type":
+        return devices_of(outline, node.value, function, depth - 1)
+    if isinstance(node, ast.Call) and node.args and _names_device(outline, node):
+        return devices_of(outline, node.args[0], function, depth - 1)
+    choices = _either(outline, node, function, depth, devices_of)
+    return frozenset(s.split(":")[0] for s in strings_of(outline, node, function)) if choices is None else choices
+
+
+def _names_device(outline: Outline, call: ast.Call) -> bool:
+    return outline.names.full(call.func) == "torch.device" or text_of(call.func) == "str"
+
+
+def dtypes_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 5) -> Choices:
+    """The number formats an expression may name, including "?" if part of it is unknown."""
+    if node is None or depth == 0:
+        return _NOTHING
+    name = outline.names.full(node)
+    if name in DTYPES:
+        return frozenset({DTYPES[name]})
+    looked_up = _looked_up(outline, node, function, depth)
+    if looked_up is not None:
+        return looked_up
+    choices = _either(outline, node, function, depth, dtypes_of)
+    return _NOTHING if choices is None else choices
+
+
+def _looked_up(outline: Outline, node: ast.expr, function: Function, depth: int) -> Choices | None:
+    """The formats of `table[name]`, `table.get(name, default)` or `getattr(torch, name)`; None for anything else."""
+    default: ast.expr | None = None
+    if isinstance(node, ast.Subscript):
+        table, index = node.value, node.slice
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+        table, index = node.func.value, node.args[0]
+        default = node.args[1] if len(node.args) > 1 else None
+    elif isinstance(node, ast.Call) and chain(node.func) == ("getattr",) and len(node.args) > 1:
+        if outline.names.full(node.args[0]) != "torch":
+            return None
+        strings = strings_of(outline, node.args[1], function)
+        return frozenset(DTYPES.get(f"torch.{s}", UNKNOWN) for s in strings)
+    else:
+        return None
+    tables = (
+        [table] if isinstance(table, ast.Dict) else outline.values(key_of(table), function) if key_of(table) else []
+    )
+    if len(tables) != 1 or not isinstance(tables[0], ast.Dict):
+        return None
+    entries = zip(tables[0].keys, tables[0].values, strict=True)
+    strings = strings_of(outline, index, function)
+    possible = [v for k, v in entries if UNKNOWN in strings or constant(k) in strings or constant(k) is ...]
+    possible += [default] if default is not None and (UNKNOWN in strings or not possible) else []
+    parts = [dtypes_of(outline, value, function, depth - 1) for value in possible]
+    return frozenset().union(*parts) if parts else _NOTHING

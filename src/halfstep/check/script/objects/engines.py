@@ -1,0 +1,280 @@
+"""Objects that own part of a training loop: an Accelerator, a Fabric, a Lightning module, a Trainer of transformers.
+
+Such an object scales the loss, unscales and clips gradients and decides when an optimizer steps; a script that does one
+of these itself bypasses it. Each is recognised by the class that creates it, with the precision it is set to: "fp16"
+(with a loss scale), "bf16", "fp32", "half" (16-bit weights, no loss scale), or "?" where another file or the launcher
+decides.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import argument, constant
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = [
+    "Engine",
+    "LoopClass",
+    "Prepared",
+    "engine_at",
+    "engines_of",
+    "has_alternative",
+    "last_name",
+    "loop_class",
+    "prepared_for",
+]
+
+ACCELERATE, FABRIC = "Accelerate", "Fabric"
+_CREATED_BY = {
+    "accelerate.Accelerator": ACCELERATE,
+    "accelerate.accelerator.Accelerator": ACCELERATE,
+    "lightning.Fabric": FABRIC,
+    "lightning.fabric.Fabric": FABRIC,
+    "lightning_fabric.Fabric": FABRIC,
+}
+_PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "setup_optimizers")}
+_TRAINER_PACKAGES = {"transformers", "trl", "sentence_transformers"}
+_LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
+_WITHOUT = re.compile(r"accelerat|fabric|deepspeed|engine", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class Engine:
+    """An Accelerator or a Fabric."""
+
+    library: str  # Accelerate or Fabric
+    key: str  # the variable it is assigned to
+    precision: str
+    steps: ast.expr | None = None  # gradient_accumulation_steps
+    plugin: str = ""  # "deepspeed" or "fsdp", if the call names one
+    is_created: bool = True  # False: a parameter whose creation is in another file
+    function: Function | None = None  # the one that creates it
+
+    @property
+    def name(self) -> str:
+        """The last name of its variable: `accelerator` of `self.accelerator`."""
+        return last_name(self.key)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a script passes to `prepare` or `setup`, by the last names of the variables."""
+
+    names: frozenset[str]
+    is_complete: bool  # every argument is a plain variable
+
+
+@dataclass(frozen=True)
+class LoopClass:
+    """A class whose base class owns the training loop."""
+
+    base: str  # "manual" or "automatic" (Lightning), "trainer" (transformers)
+    precision: str
+
+
+def last_name(key: str) -> str:
+    """The last name of a variable: `optimizer` of `self.optimizer`."""
+    return key.rsplit(".", 1)[-1]
+
+
+@lru_cache(maxsize=4)  # rules ask for every event of one script
+def engines_of(script: Script) -> tuple[Engine, ...]:
+    """Every Accelerator and Fabric of a script; a parameter of such a name counts where the library is imported."""
+    outline = script.outline
+    engines = [
+        _created(outline, call, function, library)
+        for full, library in _CREATED_BY.items()
+        for call, function in outline.library_calls.get(full, ())
+    ]
+    names = {engine.name for engine in engines}
+    for name, library in (("accelerator", ACCELERATE), ("fabric", FABRIC)):
+        imported = any(full in _CREATED_BY and _CREATED_BY[full] == library for full in outline.names.table.values())
+        if imported and name not in names and any(name in function.params for function in outline.functions):
+            engines.append(Engine(library, name, "?", is_created=False))
+    return tuple(engine for engine in engines if engine.key)
+
+
+def engine_at(script: Script, key: str, function: Function) -> Engine | None:
+    """The Accelerator or Fabric that a variable of a function is.
+
+    Its precision is unknown if several that the function may see under that name differ in it.
+    """
+    same = [engine for engine in engines_of(script) if engine.name == last_name(key)]
+    around: list[Function | None] = [function]
+    while around[-1] is not None:
+        around.append(around[-1].parent)
+    # Tests create an engine each, under one name: the innermost function that creates one decides.
+    local = next((here for f in around if (here := [e for e in same if e.function is f and f is not None])), [])
+    same = local or same
+    if not same or len({engine.library for engine in same}) > 1:
+        return None
+    if len({engine.precision for engine in same}) == 1:
+        return same[0]
+    return replace(same[0], precision="?")
+
+
+def _created(outline: Outline, call: ast.Call, function: Function, library: str) -> Engine:
+    parent = outline.parents.get(call)
+    while isinstance(parent, ast.IfExp | ast.BoolOp):
+        parent = outline.parents.get(parent)
+    target = parent.targets[0] if isinstance(parent, ast.Assign) else getattr(parent, "target", None)
+    hidden = any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
+    if library == FABRIC:
+        value = argument(call, None, "precision")
+        strategy = str(constant(argument(call, None, "strategy")))
+        plugin = next((name for name in ("deepspeed", "fsdp") if name in strategy), "")
+        precision = "?" if hidden and value is None else _precision(outline, value, function, absent="fp32")
+        return Engine(library, key_of(target), precision, None, plugin, function=function)
+    value = argument(call, 2, "mixed_precision")
+    steps = argument(call, 3, "gradient_accumulation_steps") or _plugin_steps(outline, call, function)
+    plugins = {k.arg for k in call.keywords if not isinstance(k.value, ast.Constant)}
+    plugin = "deepspeed" if "deepspeed_plugin" in plugins else "fsdp" if "fsdp_plugin" in plugins else ""
+    precision = _precision(outline, value, function, absent="?")
+    return Engine(library, key_of(target), precision, steps, plugin, function=function)
+
+
+def _plugin_steps(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
+    """The steps of `gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4)`."""
+    plugin = argument(call, None, "gradient_accumulation_plugin")
+    options = [plugin] if isinstance(plugin, ast.Call) else outline.values(key_of(plugin), function)
+    calls = [option for option in options if isinstance(option, ast.Call)]
+    return argument(calls[0], 0, "num_steps") if len(calls) == 1 else None
+
+
+def _precision(outline: Outline, node: ast.expr | None, function: Function, absent: str) -> str:
+    """The precision that an argument sets; `absent` if there is none, "?" if the text does not decide."""
+    if node is None:
+        return absent
+    values = {constant(node)}
+    if values == {...} and key_of(node) and key_of(node) not in function.params:
+        values = {constant(value) for value in outline.values(key_of(node), function)} or {...}
+    names = {_NAMES.get(str(value).lower(), absent if value is None else "?") for value in values}
+    return names.pop() if len(names) == 1 else "?"
+
+
+_NAMES = {
+    "fp16": "fp16", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16", "no": "fp32", "32": "fp32",
+    "32-true": "fp32", "fp8": "bf16", "64": "fp32", "64-true": "fp32", "16-true": "half", "bf16-true": "half",
+}  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def _prepare_calls(script: Script, library: str) -> tuple[tuple[Function, Prepared], ...]:
+    """What each call of `prepare` or `setup` is passed and returns, with the function that contains it."""
+    calls = []
+    owners = {engine.name for engine in engines_of(script) if engine.library == library}
+    for method in _PREPARES[library]:
+        for call, function in script.outline.calls.get(method, ()):
+            if not isinstance(call.func, ast.Attribute) or last_name(key_of(call.func.value)) not in owners:
+                continue
+            arguments = [*call.args, *(k.value for k in call.keywords)]
+            parent = script.outline.parents.get(call)
+            targets = parent.targets if isinstance(parent, ast.Assign) else []
+            parts = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
+            names = {last_name(key_of(part)) for part in (*arguments, *parts)} - {"", "_"}
+            is_plain = all(key_of(a) or isinstance(a, ast.Constant) for a in arguments)
+            is_plain &= not any(isinstance(t, ast.Starred) for t in parts)
+            calls.append((function, Prepared(frozenset(names), is_plain)))
+    return tuple(calls)
+
+
+def prepared_for(script: Script, library: str, event: Event) -> Prepared:
+    """What `prepare` of Accelerate or `setup` of Fabric returns, as far as an event can use it.
+
+    The call is in the event's function, in one around it, in a caller, in a method of the same class, or in a helper
+    that returns the result to one of these.
+    """
+    outline = script.outline
+    scope = {outline.module}
+    function: Function | None = event.function
+    while function is not None:
+        scope.add(function)
+        function = function.parent
+    for root in event.roots:
+        name = last_name(key_of(root.func)) if isinstance(root, ast.Call) else ""
+        scope |= {caller for call, caller in outline.calls.get(name, ()) if call is root}
+    near = [
+        prepared
+        for function, prepared in _prepare_calls(script, library)
+        if function in scope
+        or (function.cls and function.cls == event.function.cls)
+        or (_returns(function, prepared.names) and any(c in scope for _, c in outline.calls.get(function.name, ())))
+    ]
+    return Prepared(frozenset().union(*(p.names for p in near)), all(p.is_complete for p in near))
+
+
+@lru_cache(maxsize=64)
+def _returns(function: Function, names: frozenset[str]) -> bool:
+    """Whether a function returns any of these variables."""
+    returned = (n.value for n in ast.walk(function.node) if isinstance(n, ast.Return) and n.value is not None)
+    return any(last_name(key_of(part)) in names for value in returned for part in ast.walk(value))
+
+
+def has_alternative(trace: Trace, event: Event) -> bool:
+    """Whether a bare backward is the path without the engine: another branch goes through it."""
+    if any(not is_true and _WITHOUT.search(text) for text, is_true in event.guards):
+        return True
+    others = (e for e in trace if e.kind == "owned_backward" or (e.kind == "backward" and e.scaled != "no"))
+    return any(not compatible(e, event) for e in others)
+
+
+@lru_cache(maxsize=16)
+def loop_class(script: Script, name: str) -> LoopClass | None:
+    """What a class inherits its training loop from; None for a class that has its own."""
+    bases = set(_bases(script.outline, name))
+    packages = {base.split(".")[0] for base in bases}
+    if any(base.endswith("LightningModule") for base in bases) and packages & _LIGHTNING_PACKAGES:
+        precisions = set(_trainer_precisions(script))
+        precision = precisions.pop() if len(precisions) == 1 else "?"
+        return LoopClass(_mode(script, name), precision)
+    if any(base.split(".")[0] in _TRAINER_PACKAGES and base.endswith("Trainer") for base in bases):
+        calls = [c for n, sites in script.outline.calls.items() if n.endswith("TrainingArguments") for c, _ in sites]
+        enabled = [constant(argument(call, None, "fp16")) is True for call in calls]
+        return LoopClass("trainer", "fp16" if enabled and all(enabled) else "?")
+    return None
+
+
+def _bases(outline: Outline, name: str, depth: int = 4) -> Iterator[str]:
+    for base in outline.bases.get(name, ()):
+        full = outline.names.full(base)
+        if full:
+            yield full
+        elif isinstance(base, ast.Name) and depth:
+            yield from _bases(outline, base.id, depth - 1)
+
+
+def _mode(script: Script, name: str) -> str:
+    """Whether a Lightning module steps its optimizers itself; "?" if the text does not decide."""
+    text = "automatic_optimization"
+    if text not in script.source.text:
+        return "automatic"
+    values = {
+        constant(b.value)
+        for key in (f"self.{text}", text)
+        for b in script.outline.bindings.get(key, ())
+        if b.function.cls in {name, *(_local_bases(script.outline, name))}
+    }
+    return "manual" if values == {False} else "?"
+
+
+def _local_bases(outline: Outline, name: str) -> set[str]:
+    return {base.id for base in outline.bases.get(name, ()) if isinstance(base, ast.Name)}
+
+
+def _trainer_precisions(script: Script) -> Iterator[str]:
+    for full, sites in script.outline.library_calls.items():
+        if full.split(".")[0] in _LIGHTNING_PACKAGES and full.endswith(".Trainer"):
+            for call, function in sites:
+                hidden = any(k.arg is None for k in call.keywords)
+                yield _precision(
+                    script.outline, argument(call, None, "precision"), function, absent="?" if hidden else "fp32"
+                )

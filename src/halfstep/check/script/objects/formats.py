@@ -1,0 +1,168 @@
+"""The number formats an expression may name, followed through tables, strings and functions of the same file.
+
+`values.dtypes_of` is enough for an autocast region, whose dtype stands next to it. A model's dtype comes from further away:
+a table indexed by an option, a function that maps a string, a keyword in a dictionary of loading arguments. Every
+possibility in the text counts, and "?" stands for those that are not in it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["AUTO", "SIXTEEN_BIT", "formats_of", "keyword_of", "passed_for", "returned_by"]
+
+SIXTEEN_BIT = frozenset({"float16", "bfloat16"})
+AUTO = "auto"  # the checkpoint's own dtype
+_NOTHING = frozenset({UNKNOWN})
+_STRINGS = {
+    "bfloat16": "bfloat16",
+    "torch.bfloat16": "bfloat16",
+    "float16": "float16",
+    "torch.float16": "float16",
+    "float32": "float32",
+    "auto": AUTO,
+}
+
+
+def formats_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 6) -> frozenset[str]:
+    """The formats that a `dtype` argument may name: torch's dtypes, their names as strings, "auto", or "?"."""
+    if node is None or depth == 0:
+        return _NOTHING
+
+    def merged(parts: Iterator[tuple[ast.expr, Function]]) -> frozenset[str]:
+        options = [formats_of(outline, part, scope, depth - 1) for part, scope in parts]
+        return frozenset().union(*options) if 0 < len(options) <= MAX_VALUES else _NOTHING
+
+    if isinstance(node, ast.IfExp):
+        return merged((part, function) for part in (node.body, node.orelse))
+    if isinstance(node, ast.Constant):
+        return frozenset({_STRINGS.get(node.value, UNKNOWN)}) if isinstance(node.value, str) else _NOTHING
+    name = outline.names.full(node)
+    if name in DTYPES:
+        return frozenset({DTYPES[name]})
+    if isinstance(node, ast.Subscript):
+        table = _table_of(outline, node.value, function)
+        if table is not None:
+            return merged((value, function) for value in _entries(table, _literal(outline, node.slice, function)))
+    if isinstance(node, ast.Call):
+        return merged(_options_of_call(outline, node, function))
+    key = key_of(node)
+    if not key:
+        return _NOTHING
+    return merged(_assigned(outline, key, function))
+
+
+def _assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The values of a variable: assigned to it, or passed for a parameter by calls in this file."""
+    if key in function.params:
+        yield from passed_for(outline, key, function)
+        return
+    for binding in outline.lookup(key, function):
+        if binding.value is not None and binding.index is None:
+            yield binding.value, binding.function
+
+
+def passed_for(outline: Outline, param: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """What the calls in this file pass for a parameter, each with the calling function."""
+    bound = function.method and function.params[:1] in {("self",), ("cls",)}
+    position = function.params.index(param) - bound
+    name = function.cls if function.name == "__init__" else function.name
+    for call, caller in outline.calls.get(name, ()):
+        value = argument(call, position, param)
+        if value is not None and outline.call_target(call, caller) is function:
+            yield value, caller
+
+
+def returned_by(function: Function) -> Iterator[ast.expr]:
+    """The values a function returns; functions defined inside it have their own."""
+    stack: list[ast.AST] = list(function.body)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield node.value
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            stack.extend(
+                child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.excepthandler))
+            )
+
+
+def _options_of_call(outline: Outline, call: ast.Call, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """What a call may return: `table.get(name, default)`, `getattr(torch, "bfloat16")`, a function of this file."""
+    func = call.func
+    if isinstance(func, ast.Attribute) and func.attr == "get" and call.args:
+        table = _table_of(outline, func.value, function)
+        if table is not None:
+            wanted = _literal(outline, call.args[0], function)
+            yield from ((value, function) for value in _entries(table, wanted) or call.args[1:])
+        return
+    if isinstance(func, ast.Name) and func.id == "getattr" and len(call.args) > 1:
+        wanted = _literal(outline, call.args[1], function)
+        if wanted is not None and outline.names.full(call.args[0]) == "torch":
+            yield ast.Constant(wanted), function
+        return
+    target = outline.call_target(call, function)
+    if target is not None:
+        yield from ((value, target) for value in returned_by(target))
+
+
+def _table_of(outline: Outline, node: ast.expr, function: Function) -> ast.Dict | None:
+    """The dictionary literal that an expression is, if it is a single one."""
+    if isinstance(node, ast.Dict):
+        return node
+    key = key_of(node)
+    values = outline.values(key, function) if key else []
+    return values[0] if len(values) == 1 and isinstance(values[0], ast.Dict) else None
+
+
+def _literal(outline: Outline, node: ast.expr, function: Function) -> str | None:
+    """The string that an expression is, if the text has only one."""
+    values = {constant(node)}
+    key = key_of(node)
+    if key:
+        assigned = [v for v, _ in _assigned(outline, key, function)] if "." not in key else []
+        values = {constant(v) for v in assigned} or {...}
+    value = values.pop() if len(values) == 1 else None
+    return value if isinstance(value, str) else None
+
+
+def _entries(table: ast.Dict, wanted: str | None) -> list[ast.expr]:
+    """The entry of a literal key, or every entry if the key is only known at run time."""
+    if wanted is not None:
+        return [v for k, v in zip(table.keys, table.values, strict=True) if constant(k) == wanted]
+    return table.values
+
+
+def keyword_of(outline: Outline, call: ast.Call, function: Function, *names: str) -> ast.expr | None:
+    """A keyword argument under any of its names, also from `**options` with a dictionary of this file."""
+    for keyword in call.keywords:
+        if keyword.arg in names:
+            return keyword.value
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            continue
+        key = key_of(keyword.value)
+        options = outline.values(key, function)[:MAX_VALUES] if key else [keyword.value]
+        for name in names:
+            for binding in outline.bindings.get(f"{key}[{name!r}]", ()) if key else ():
+                if binding.value is not None and binding.function is function:
+                    return binding.value
+            for option in options:
+                value = _entry_of(option, name)
+                if value is not None:
+                    return value
+    return None
+
+
+def _entry_of(node: ast.expr, name: str) -> ast.expr | None:
+    """An entry of `{...}` or `dict(...)` by its key."""
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return next((v for k, v in pairs if k is not None and constant(k) == name), None)
+    if isinstance(node, ast.Call) and key_of(node.func) == "dict":
+        return next((k.value for k in node.keywords if k.arg == name), None)
+    return None

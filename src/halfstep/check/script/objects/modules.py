@@ -1,0 +1,136 @@
+"""Which module classes of a script run their forward under autocast, and in which dtypes.
+
+A training loop enters autocast and calls `model(x)`; the operation that autocast affects is written far away, in the
+forward of a class. The variables that are called inside a region are followed to the classes that create them, and from
+a class to the classes of its submodules.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.objects.values import Autocast, autocasts_of
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["classes_under_autocast"]
+
+MAX_DEPTH = 4  # functions of the file followed from a region to the call of a model
+Classes = dict[str, set[str]]
+
+
+def classes_under_autocast(outline: Outline, regions: Iterable[Event]) -> dict[str, frozenset[str]]:
+    """The classes of the file whose forward is called in an enabled region, each with the dtypes of these regions."""
+    classes: Classes = {}
+    for event in regions:
+        autocasts = event.regions[-1].autocasts
+        if isinstance(event.node, (ast.With, ast.AsyncWith)) and not any(a.enabled == "no" for a in autocasts):
+            dtypes = {dtype for a in autocasts for dtype in a.dtypes}
+            _collect(outline, event.node.body, event.function, dtypes, classes)
+    for name, methods in outline.classes.items():
+        forward = methods.get("forward")
+        regions_of_forward = _decorators(outline, forward) if forward is not None else []
+        if regions_of_forward and not any(a.enabled == "no" for a in regions_of_forward):
+            classes.setdefault(name, set()).update(d for a in regions_of_forward for d in a.dtypes)
+    _add_submodules(outline, classes)
+    return {name: frozenset(dtypes) for name, dtypes in classes.items()}
+
+
+def _decorators(outline: Outline, function: Function) -> list[Autocast]:
+    decorators = getattr(function.node, "decorator_list", ())
+    return [a for decorator in decorators for a in autocasts_of(outline, decorator, outline.module)]
+
+
+def _collect(
+    outline: Outline, body: list[ast.stmt], function: Function, dtypes: set[str], classes: Classes, depth: int = 0
+) -> None:
+    """Add the classes whose objects are called in `body`, also by functions of the file that it calls."""
+    for call in _enabled_calls(outline, body, function):
+        for name in _classes_of(outline, call.func, function):
+            classes.setdefault(name, set()).update(dtypes)
+        target = outline.call_target(call, function)
+        if target is not None and target.name != "__init__" and depth < MAX_DEPTH:
+            _collect(outline, target.body, target, dtypes, classes, depth + 1)
+
+
+def _enabled_calls(outline: Outline, body: Iterable[ast.AST], function: Function) -> Iterator[ast.Call]:
+    """The calls in statements, without those in regions that disable autocast and in nested functions."""
+    stack = list(body)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            regions = [a for item in node.items for a in autocasts_of(outline, item.context_expr, function)]
+            if any(a.enabled == "no" for a in regions):
+                continue
+        if isinstance(node, ast.Call):
+            yield node
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def _classes_of(outline: Outline, func: ast.expr, function: Function) -> set[str]:
+    """The classes of the file that a called variable may be an object of."""
+    if isinstance(func, ast.Attribute) and func.attr in {"forward", "module"} and key_of(func.value) != "self":
+        func = func.value
+    if isinstance(func, ast.Call):  # Net()(x)
+        return _created(outline, func)
+    key = key_of(func)
+    if not key or key in outline.classes:
+        return set()
+    values = outline.values(key, function) or _attribute(outline, key, function)
+    return {name for value in values for name in _created(outline, value)}
+
+
+def _attribute(outline: Outline, key: str, function: Function) -> list[ast.expr]:
+    """What the methods of the same class assign to `self.x`; the outline does not walk every method."""
+    methods = outline.classes.get(function.cls, {}).values() if key.startswith("self.") else ()
+    assigns = (node for method in methods for node in ast.walk(method.node) if isinstance(node, ast.Assign))
+    return [assign.value for assign in assigns if any(key_of(target) == key for target in assign.targets)]
+
+
+def _created(outline: Outline, value: ast.expr) -> set[str]:
+    """The classes of the file with a forward that an expression creates, also inside DDP(...) or .to(device)."""
+    names = {part.func.id for part in ast.walk(value) if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
+    return {name for name in names if name in outline.classes and _has_forward(outline, name)}
+
+
+def _has_forward(outline: Outline, name: str, depth: int = 4) -> bool:
+    if "forward" in outline.classes.get(name, {}):
+        return True
+    bases = [base.id for base in outline.bases.get(name, ()) if isinstance(base, ast.Name)]
+    return depth > 0 and any(_has_forward(outline, base, depth - 1) for base in bases)
+
+
+def _add_submodules(outline: Outline, classes: Classes) -> None:
+    """Add the classes of submodules and bases, transitively."""
+    pending = list(classes)
+    while pending:
+        name = pending.pop()
+        for inner in _parts(outline, name):
+            known = classes.setdefault(inner, set())
+            if not classes[name] <= known:
+                known.update(classes[name])
+                pending.append(inner)
+
+
+def _parts(outline: Outline, name: str) -> set[str]:
+    """The classes of the file that a module creates and does not only call with autocast disabled, and its bases."""
+    parts = {
+        base.id for base in outline.bases.get(name, ()) if isinstance(base, ast.Name) and base.id in outline.classes
+    }
+    methods = outline.classes.get(name, {}).values()
+    enabled = {key_of(c.func) for m in methods for c in _enabled_calls(outline, m.body, m)}
+    calls = {key_of(n.func) for m in methods for n in ast.walk(m.node) if isinstance(n, ast.Call)}
+    for method in methods:
+        for node in ast.walk(method.node):
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                keys = {key_of(target) for target in targets}
+                if not keys & calls or keys & enabled:  # a list of modules is called through another variable
+                    parts |= _created(outline, node.value)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
+                parts |= {inner for value in node.args for inner in _created(outline, value)}
+    return parts - {name}

@@ -1,0 +1,90 @@
+"""Which optimizer steps which parameters: `Adam(netD.parameters())` owns what `clip_grad_norm_(netD.parameters())` clips."""
+
+from __future__ import annotations
+
+import ast
+
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import argument
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["clipped_models", "is_of_another", "optimized_models", "share"]
+
+
+def clipped_models(script: Script, event: Event) -> frozenset[str]:
+    """The models whose gradients a clip changes; empty if the text does not show it."""
+    call = event.node
+    if not isinstance(call, ast.Call):
+        return frozenset()
+    if call.args or call.keywords:
+        owners = _owners(script, argument(call, 0, "parameters"), event.function)
+        return frozenset(_in_caller(owner, event) for owner in owners)
+    return frozenset()
+
+
+def optimized_models(script: Script, event: Event) -> frozenset[str]:
+    """The models whose parameters the optimizer of a step or unscale_ was constructed with; empty if not known."""
+    call = event.node
+    key = key_of(argument(call, 0, "optimizer")) if isinstance(call, ast.Call) else ""
+    if event.kind == "opt_step" and isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        key = key_of(call.func.value)
+    models: set[str] = set()
+    values = script.outline.values(key, event.function) if key else []
+    for value in values:
+        if not isinstance(value, ast.Call):
+            return frozenset()
+        owners = _owners(script, argument(value, 0, "params"), event.function)
+        if not owners:
+            return frozenset()
+        models |= owners
+    return frozenset(models)
+
+
+def share(a: frozenset[str], b: frozenset[str]) -> bool:
+    """Whether two sets of models may have parameters in common: `model` has those of `model.encoder`."""
+    return any(x == y or x.startswith(f"{y}.") or y.startswith(f"{x}.") for x in a for y in b)
+
+
+def is_of_another(script: Script, trace: Trace, event: Event, clip: Event) -> bool:
+    """Whether a step or unscale_ is certainly about other parameters than a clip: each has its own optimizer here."""
+    clipped, stepped = clipped_models(script, clip), optimized_models(script, event)
+    if not clipped or not stepped or share(clipped, stepped):
+        return False
+    others = [e for e in trace if e.kind in {"scaler_step", "unscale"} and e.optimizer != event.optimizer]
+    return any(share(clipped, optimized_models(script, e)) for e in others)
+
+
+def _owners(script: Script, params: ast.expr | None, function: Function) -> frozenset[str]:
+    """The models in `net.parameters()`, in lists, chains and groups of them, and in variables assigned to them."""
+    if params is None:
+        return frozenset()
+    key = key_of(params)
+    options = script.outline.values(key, function) if key else [params]
+    owners = {
+        key_of(part.func.value)
+        for option in options
+        for part in ast.walk(option)
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
+        if part.func.attr in {"parameters", "named_parameters"}
+    }
+    if "" in owners:
+        return frozenset()
+    return frozenset(_plain(owner) for owner in owners)
+
+
+def _plain(owner: str) -> str:
+    return owner.removesuffix(".module").removesuffix("._orig_mod")
+
+
+def _in_caller(owner: str, event: Event) -> str:
+    """A model's name in the calling function, where the function that clips has it as a parameter."""
+    root, dot, rest = owner.partition(".")
+    params = list(event.function.params)
+    if root not in params or root == "self" or not event.roots or not isinstance(event.roots[-1], ast.Call):
+        return owner
+    position = params.index(root) - (event.function.method and params[0] in {"self", "cls"})
+    passed = key_of(argument(event.roots[-1], position, root))
+    return _plain(passed) + dot + rest if passed else owner

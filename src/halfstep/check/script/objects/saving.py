@@ -1,0 +1,98 @@
+"""The objects whose state a call saves or restores, beyond `optimizer.state_dict()` written out.
+
+A checkpoint also takes objects: `save_checkpoint(model, optimizer, path)` of another file, `torch.save({"optimizer":
+optimizer})`, `save(path, **objects)`, and loops such as `{name: part.state_dict() for name, part in objects.items()}`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["is_setting", "looped_objects", "passed_objects", "restores", "saves"]
+
+MAX_DEPTH = 4
+_RESTORES = re.compile(r"resume|restore|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
+_SAVES = re.compile(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?)?(ckpt|checkpoint|check_point|state|snapshot|"
+                    r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
+
+_SETTING = re.compile(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settings|options)(\.|$)|(^|\.)opts?$|"
+                      r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$|state(_dict)?s?$", re.IGNORECASE)  # fmt: skip
+
+
+def saves(name: str) -> bool:
+    """Whether a function of this name writes a checkpoint."""
+    return bool(_SAVES.search(name))
+
+
+def restores(name: str) -> bool:
+    """Whether a function of this name restores a checkpoint."""
+    return bool(_RESTORES.search(name))
+
+
+def is_setting(key: str) -> bool:
+    """Whether a variable is about an optimizer or scaler without being one: `args.optimizer`, `optimizer_path`, `opt`."""
+    return bool(_SETTING.search(key))
+
+
+def passed_objects(outline: Outline, call: ast.Call, function: Function) -> list[str]:
+    """The variables that a call receives, also inside dictionaries, tuples and `**objects`."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return [key for value in values for key in _members(outline, value, function)]
+
+
+def looped_objects(outline: Outline, node: ast.AST, name: str, function: Function) -> list[str]:
+    """The variables that a loop variable stands for at `node`, if the loop is over a collection of this file."""
+    parent = outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        if isinstance(parent, (ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.SetComp)):
+            pairs = [(part.target, part.iter) for part in parent.generators]
+        elif isinstance(parent, (ast.For, ast.AsyncFor)):
+            pairs = [(parent.target, parent.iter)]
+        for target, source in pairs:
+            if name in {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}:
+                return list(_members(outline, source, function))
+        parent = outline.parents.get(parent)
+    return []
+
+
+def _members(outline: Outline, node: ast.expr, function: Function, depth: int = 0) -> Iterator[str]:
+    """The variables in a collection: a literal, a variable bound to one, or what `items()`, `zip` and the like return."""
+    if depth > MAX_DEPTH:
+        return
+    if isinstance(node, ast.Starred):
+        node = node.value
+    parts: list[ast.expr] = []
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        parts = node.elts
+    elif isinstance(node, ast.Dict):
+        parts = node.values
+    elif isinstance(node, ast.Call):
+        name = key_of(node.func)
+        if name in {"dict", "zip", "enumerate", "list", "tuple", "sorted", "vars"}:
+            parts = [*node.args, *(keyword.value for keyword in node.keywords)]
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in {"items", "values"}:
+            parts = [node.func.value]
+    elif key := key_of(node):
+        yield key
+        collections = [v for v in outline.values(key, function) if _is_collection(v)]
+        for value in collections[:MAX_DEPTH]:
+            yield from _members(outline, value, function, depth + 1)
+        for added, bindings in outline.bindings.items() if collections else ():
+            if added.startswith(f"{key}["):
+                for value in (b.value for b in bindings if b.value is not None):
+                    yield from _members(outline, value, function, depth + 1)
+    for part in parts:
+        if part is not None:
+            yield from _members(outline, part, function, depth + 1)
+
+
+def _is_collection(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return key_of(node.func) == "dict"
+    return isinstance(node, (ast.Tuple, ast.List, ast.Dict))

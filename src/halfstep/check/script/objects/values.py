@@ -1,0 +1,245 @@
+"""The values of expressions: autocast regions with their devices and dtypes, and scalers.
+
+A region has every dtype that the text allows (see `choices`). A rule that needs certainty uses the single answer
+(`Autocast.dtype`), which is None if there are several.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from dataclasses import dataclass
+
+from halfstep.check.finding import Place
+from halfstep.check.script.objects.choices import (
+    DTYPES,
+    MAX_VALUES,
+    UNKNOWN,
+    argument,
+    constant,
+    devices_of,
+    dtypes_of,
+    text_of,
+)
+from halfstep.check.script.syntax.names import chain, key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = [
+    "DTYPES",
+    "MAX_VALUES",
+    "UNKNOWN",
+    "Autocast",
+    "Scaler",
+    "argument",
+    "autocasts_of",
+    "constant",
+    "dtypes_of",
+    "enabled_of",
+    "make_scaler",
+    "text_of",
+]
+
+AUTOCASTS = {"torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast", "torch.xpu.amp.autocast"}
+_DEFAULTS = {
+    "cuda": frozenset({"float16"}),
+    "xpu": frozenset({"float16"}),
+    "mps": frozenset({"float16"}),
+    "cpu": frozenset({"bfloat16"}),
+}
+SCALERS = {
+    "torch.amp.GradScaler",
+    "torch.cuda.amp.GradScaler",
+    "torch.cpu.amp.GradScaler",
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+    "fairscale.optim.grad_scaler.ShardedGradScaler",
+    "torch_xla.amp.GradScaler",
+    "halfstep.GradScaler",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Autocast:
+    """One autocast region's settings."""
+
+    node: ast.Call
+    where: Place
+    api: str  # torch.amp.autocast, torch.cuda.amp.autocast, ...
+    devices: frozenset[str]  # "cuda", "cpu", ...; "?": unknown
+    dtypes: frozenset[str]
+    enabled: str  # "yes", "no", or the text of the flag
+    dtype_node: ast.expr | None = None  # the dtype as written; None: the default of the device
+
+    @property
+    def device(self) -> str | None:
+        """The one device type it is for, or None if the text does not decide it."""
+        return next(iter(self.devices)) if len(self.devices) == 1 and UNKNOWN not in self.devices else None
+
+    @property
+    def dtype(self) -> str | None:
+        """The one number format it computes in, or None if the text does not decide it."""
+        return next(iter(self.dtypes)) if len(self.dtypes) == 1 and UNKNOWN not in self.dtypes else None
+
+
+@dataclass(frozen=True, eq=False)
+class Scaler:
+    """One GradScaler that the script creates."""
+
+    node: ast.Call
+    function: Function
+    key: str  # the variable it is assigned to; "" if it is passed on directly
+    api: str
+    enabled: str  # "yes", "no", or the text of the flag
+    parent: ast.AST
+
+
+def enabled_of(outline: Outline, node: ast.expr | None, function: Function) -> str:
+    """An `enabled=` argument as "yes", "no", or the text of its condition."""
+    if node is None:
+        return "yes"
+    value = constant(node)
+    if value is not ...:
+        return "yes" if value else "no"
+    key = key_of(node)
+    if key and "." not in key and "[" not in key:
+        values = [constant(v) for v in outline.values(key, function)]
+        literal = key not in function.params and values and all(v is not ... for v in values)
+        if literal and len({bool(v) for v in values}) == 1:
+            return "yes" if values[0] else "no"
+    return text_of(node)
+
+
+def _spread(outline: Outline, call: ast.Call, function: Function) -> ast.Call:
+    """A call with its `**options` expanded, if a dictionary of this file shows what they are."""
+    keywords: list[ast.keyword] = []
+    for keyword in call.keywords:
+        keywords += [keyword] if keyword.arg is not None else _entries(outline, keyword, function)
+    return ast.copy_location(ast.Call(call.func, call.args, keywords), call)
+
+
+def _entries(outline: Outline, options: ast.keyword, function: Function) -> list[ast.keyword]:
+    """The keywords of `**options` on which all possible dictionaries (literal, assigned or returned) agree."""
+    node = options.value
+    name = key_of(node)
+    if isinstance(node, ast.Call):
+        target = outline.call_target(node, function)
+        inside = ast.walk(target.node) if target is not None else ()
+        values = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
+        if target is None and text_of(node.func) == "dict" and not node.args and all(k.arg for k in node.keywords):
+            return node.keywords
+    else:
+        values = outline.values(name, function) if name else [node]
+    tables = [_table(value) for value in values[:MAX_VALUES]]
+    if not tables or not all(tables):
+        return [options]
+    # `options["dtype"] = dtype`, perhaps under a condition, comes after the dictionary and before the call.
+    added = {key for key in outline.bindings if key.startswith(f"{name}[")} if name else set()
+    common = [
+        ast.keyword(key, value)
+        for key, value in tables[0].items()
+        if all(text_of(table.get(key)) == text_of(value) for table in tables) and f"{name}[{key!r}]" not in added
+    ]
+    return common if len(tables) == 1 and not added else [*common, options]
+
+
+def _table(node: ast.expr) -> dict[str, ast.expr]:
+    """The entries of a dictionary with plain keys; none for anything else."""
+    if not isinstance(node, ast.Dict) or not all(isinstance(key, ast.Constant) for key in node.keys):
+        return {}
+    return {str(constant(key)): value for key, value in zip(node.keys, node.values, strict=True)}
+
+
+def _read_autocast(outline: Outline, call: ast.Call, api: str, function: Function) -> Autocast:
+    written = _spread(outline, call, function) if any(k.arg is None for k in call.keywords) else call
+    hidden = any(k.arg is None for k in written.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
+    if api == "torch.amp.autocast":
+        device_node, dtype_node = argument(written, 0, "device_type"), argument(written, 1, "dtype")
+        enabled_node = argument(written, 2, "enabled")
+        devices = devices_of(outline, device_node, function)
+    else:
+        devices = frozenset({api.split(".")[1]})
+        enabled_node, dtype_node = argument(written, 0, "enabled"), argument(written, 1, "dtype")
+    if dtype_node is not None:
+        dtypes = dtypes_of(outline, dtype_node, function)
+    else:
+        # An unknown device may be CUDA, whose default is float16.
+        defaults = frozenset().union(*(_DEFAULTS.get(d, {"float16", UNKNOWN}) for d in devices))
+        dtypes = frozenset({UNKNOWN}) if hidden else defaults
+    enabled = enabled_of(outline, enabled_node, function)
+    if hidden and enabled_node is None:
+        enabled = UNKNOWN
+    where = Place("", call.lineno, call.col_offset + 1)
+    return Autocast(call, where, api, devices, dtypes, enabled, dtype_node)
+
+
+def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: int = 5) -> list[Autocast]:
+    """The autocast regions that `with node:` may enter: none, one, or one per binding of the variable."""
+    if depth == 0:
+        return []
+    if isinstance(node, ast.IfExp):
+        both = [
+            *autocasts_of(outline, node.body, function, depth - 1),
+            *autocasts_of(outline, node.orelse, function, depth - 1),
+        ]
+        return [_under(a, text_of(node.test)) for a in both]
+    if isinstance(node, ast.Call):
+        api = outline.names.full(node.func)
+        if api in AUTOCASTS:
+            return [_read_autocast(outline, node, api, function)]
+        if api in {"functools.partial", "contextlib.suppress"} and node.args:
+            inner = outline.names.full(node.args[0])
+            if inner in AUTOCASTS:
+                plain = ast.copy_location(ast.Call(node.args[0], node.args[1:], node.keywords), node)
+                return [_read_autocast(outline, plain, inner, function)]
+            return []
+        target = outline.call_target(node, function)
+        if target is not None:
+            returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
+            return [a for r in returns for a in autocasts_of(outline, r, target, depth - 1)]
+        if chain(node.func) and key_of(node.func):  # a partial assigned to a variable
+            values = outline.values(key_of(node.func), function)[:MAX_VALUES]
+            return [
+                a
+                for v in values
+                if isinstance(v, (ast.Call, ast.Lambda, ast.IfExp))
+                for a in autocasts_of(outline, v.body if isinstance(v, ast.Lambda) else v, function, depth - 1)
+            ]
+        return []
+    key = key_of(node)
+    if key:
+        values = outline.values(key, function)[:MAX_VALUES]
+        return [a for v in values for a in autocasts_of(outline, v, function, depth - 1)]
+    return []
+
+
+def _under(autocast: Autocast, flag: str) -> Autocast:
+    if autocast.enabled != "yes":
+        return autocast
+    return dataclasses.replace(autocast, enabled=flag)
+
+
+def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler | None:
+    """The scaler that a call creates; None for any other call."""
+    api = outline.names.full(call.func)
+    if not api and isinstance(call.func, ast.Name) and call.func.id == "GradScaler":
+        # A fragment without its imports: the name is torch's unless the file defines it.
+        api = "" if "GradScaler" in outline.classes else "GradScaler"
+    if api not in SCALERS and api != "GradScaler":
+        return None
+    position = 4 if api == "torch.cuda.amp.GradScaler" else 5
+    enabled = enabled_of(outline, argument(call, position, "enabled"), function)
+    if any(k.arg is None for k in call.keywords):
+        enabled = UNKNOWN
+    parent: ast.AST = outline.parents.get(call, call)
+    flag = ""
+    while isinstance(parent, (ast.IfExp, ast.BoolOp)):
+        if isinstance(parent, ast.IfExp) and not flag:
+            flag = text_of(parent.test)
+        parent = outline.parents[parent]
+    key = ""
+    if isinstance(parent, ast.Assign) and len(parent.targets) == 1:
+        key = key_of(parent.targets[0])
+    elif isinstance(parent, (ast.AnnAssign, ast.NamedExpr)):
+        key = key_of(parent.target)
+    if flag and enabled == "yes":
+        enabled = flag
+    return Scaler(call, function, key, api, enabled, parent)

@@ -1,0 +1,319 @@
+"""Which variables are models with 16-bit weights: where each model comes from, and what was cast on the way.
+
+A model passes through many names: a function loads and returns it, `main` casts it, a wrapper shards it, and the optimizer
+receives `ddp.parameters()`. `Lineage` walks back from the last name to the calls that created the model, through
+assignments, wrappers, parameters and return values of the same file, and collects every cast and every load with a dtype.
+Modules are cast in place, so `model.half()` counts under any of the names that the walk visits.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from halfstep.check.script.flow.event import Guard
+from halfstep.check.script.objects.formats import AUTO, SIXTEEN_BIT, formats_of, keyword_of, passed_for, returned_by
+from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import Binding
+
+__all__ = ["Cast", "Lineage", "VariableCast", "base_of", "cast_formats", "casts_in", "conditions_of", "trace_model"]
+
+_SAME_MODEL = {
+    "cuda",
+    "cpu",
+    "train",
+    "eval",
+    "to",
+    "requires_grad_",
+    "share_memory",
+    "apply",
+    "to_empty",
+    "xpu",
+    "npu",
+}
+_WRAPPERS = {
+    "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard", "replicate",
+    "prepare", "prepare_model", "setup", "setup_module", "deepcopy", "checkpoint_wrapper", "parallelize_module", "unwrap_model",
+}  # fmt: skip
+_LOADS = {"from_pretrained", "from_config", "_from_config", "from_single_file"}
+_QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gptq_config")
+_MODEL_CLASS = re.compile(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoencoder|Pipeline")
+# These classes read a configuration, a tokenizer or the like.
+_OTHER_CLASS = re.compile(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
+MAX_PLACES = 40  # names of one model; generated code has more
+
+
+@dataclass(frozen=True, eq=False)
+class Cast:
+    """A call that decides the dtype of a model's weights."""
+
+    node: ast.Call
+    function: Function
+    key: str  # the variable that is cast or assigned; "" if it has no name
+    formats: frozenset[str]
+    form: str  # cast, load, constructor, or checkpoint: a load without a dtype
+
+    @property
+    def low(self) -> frozenset[str]:
+        """The 16-bit formats it may choose."""
+        return self.formats & SIXTEEN_BIT
+
+    @property
+    def may_be_low(self) -> bool:
+        """Whether the weights have 16 bits in some run, or with some checkpoint."""
+        return bool(self.low) or AUTO in self.formats
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the weights have 16 bits in every run."""
+        return bool(self.formats) and self.formats <= SIXTEEN_BIT
+
+
+class VariableCast(NamedTuple):
+    """A cast of a variable, which may be a model or any tensor."""
+
+    call: ast.Call
+    function: Function
+    key: str
+    formats: frozenset[str]
+
+
+class Creation(NamedTuple):
+    """A call that creates a model."""
+
+    node: ast.Call
+    function: Function
+
+
+@dataclass(eq=False)
+class Lineage:
+    """The names of one model, and the casts on the way to it."""
+
+    outline: Outline
+    places: dict[tuple[str, Function | str], Function] = field(default_factory=dict)
+    casts: list[Cast] = field(default_factory=list)
+    creations: list[Creation] = field(default_factory=list)  # calls of classes and functions of other files
+    copied: dict[tuple[str, Function | str], ast.Call] = field(
+        default_factory=dict
+    )  # names that deepcopy was called on
+    is_adapted: bool = False  # quantized, or wrapped with an adapter
+
+    def has(self, key: str, function: Function) -> bool:
+        """Whether a variable is one of this model's names."""
+        return bool(key) and place_of(self.outline, key, function) in self.places
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether some cast returns the weights to float32."""
+        return any(c.form == "cast" and not c.low and "float32" in c.formats for c in self.casts)
+
+
+def place_of(outline: Outline, key: str, function: Function) -> tuple[str, Function | str]:
+    """A variable as Python identifies it: its name and the scope that binds it; for attributes of self, the class."""
+    if key.startswith("self."):
+        return key, function.cls
+    root = key.partition(".")[0].partition("[")[0]
+    scope: Function | None = function
+    while scope is not None and scope.parent is not None:
+        if root in scope.params or any(b.function is scope for b in outline.bindings.get(root, ())):
+            return key, scope
+        scope = scope.parent
+    return key, outline.module
+
+
+def trace_model(outline: Outline, node: ast.expr, function: Function, casts: tuple[VariableCast, ...]) -> Lineage:
+    """The lineage of the model that an expression is; `casts` are those of the whole file, from `casts_in`."""
+    lineage = Lineage(outline)
+    pending: list[tuple[ast.expr, Function, int | None, str]] = [(node, function, None, key_of(node))]
+    while pending and len(lineage.places) < MAX_PLACES:
+        value, scope, index, name = pending.pop()
+        pending += _flow(lineage, value, scope, index, name)
+    visited = {c.node for c in lineage.casts}
+    for call, scope, key, formats in casts:
+        copy = lineage.copied.get(place_of(outline, key, scope))
+        if copy is not None and call.lineno > copy.lineno:
+            continue  # the copy was made before
+        if call not in visited and lineage.has(key, scope):
+            lineage.casts.append(Cast(call, scope, key, formats, "cast"))
+    return lineage
+
+
+def _flow(
+    lineage: Lineage, node: ast.expr, function: Function, index: int | None, name: str
+) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
+    """One step back from a value: what it was made from, each with its function, tuple index and name."""
+    outline = lineage.outline
+    key = key_of(node)
+    if key:
+        place = place_of(outline, key, function)
+        if place not in lineage.places:
+            lineage.places[place] = function
+            yield from _origins(outline, key, function)
+    elif isinstance(node, ast.IfExp):
+        yield node.body, function, index, name
+        yield node.orelse, function, index, name
+    elif isinstance(node, (ast.Tuple, ast.List)):
+        if index is not None and index < len(node.elts):
+            yield node.elts[index], function, None, name
+    elif isinstance(node, ast.Call):
+        yield from _flow_of_call(lineage, node, function, index, name)
+
+
+def _flow_of_call(
+    lineage: Lineage, call: ast.Call, function: Function, index: int | None, name: str
+) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
+    outline = lineage.outline
+    func = call.func
+    last = func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+    formats = cast_formats(outline, call, function)
+    if formats:
+        if formats != {UNKNOWN}:
+            lineage.casts.append(Cast(call, function, key_of(base_of(call)) or name, formats, "cast"))
+        assert isinstance(func, ast.Attribute)
+        yield func.value, function, index, name
+    elif isinstance(func, ast.Attribute) and last in _SAME_MODEL and key_of(func) not in outline.names.table:
+        yield func.value, function, index, name
+    elif last in _WRAPPERS and len(call.args) > (index or 0):
+        if last == "deepcopy" and key_of(call.args[0]):
+            lineage.copied[place_of(outline, key_of(call.args[0]), function)] = call
+        yield call.args[index or 0], function, None, name
+    elif last in _WRAPPERS and call.keywords:
+        yield from ((k.value, function, None, name) for k in call.keywords if k.arg in {"model", "module"})
+    elif last in _LOADS:
+        _add_load(lineage, call, function, name)
+    else:
+        target = outline.call_target(call, function)
+        if target is not None and target.name != "__init__":
+            yield from ((value, target, index, name) for value in returned_by(target))
+        else:
+            lineage.creations.append(Creation(call, function))
+            _add_constructor(lineage, call, function, name)
+
+
+def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
+    """What is assigned to a variable, or passed for it."""
+    bindings = _bindings(outline, key, function)
+    yield from ((b.value, b.function, b.index, key) for b in bindings if b.value is not None)
+    scope = place_of(outline, key, function)[1]
+    if isinstance(scope, Function) and key in scope.params:
+        passed = list(passed_for(outline, key, scope))
+        yield from ((value, caller, None, key_of(value) or key) for value, caller in passed)
+        others = {b.function for b in outline.bindings.get(key, ())} - {scope}
+        if not passed and len(others) == 1:  # passed from somewhere else, under the same name as in nearly all code
+            yield ast.Name(key, ast.Load()), others.pop(), None, key
+    elif not bindings and "." in key:
+        owner, _, part = key.rpartition(".")
+        inside = {b.function.cls for b in outline.bindings.get(f"self.{part}", ())}
+        if owner != "self" and len(inside) == 1:  # `agent.model`: the attribute of the only class that has one
+            binding = outline.bindings[f"self.{part}"][0]
+            yield ast.Attribute(ast.Name("self", ast.Load()), part, ast.Load()), binding.function, None, key
+        elif _is_pipeline(outline, owner, function):
+            yield ast.Name(owner, ast.Load()), function, None, key
+
+
+def _bindings(outline: Outline, key: str, function: Function) -> list[Binding]:
+    place = place_of(outline, key, function)
+    every = outline.bindings.get(key, ())
+    if len(every) > MAX_PLACES:
+        return []
+    return [b for b in every if place_of(outline, key, b.function) == place]
+
+
+def _is_pipeline(outline: Outline, key: str, function: Function) -> bool:
+    values = outline.values(key, function) if key.isidentifier() else []
+    return any(isinstance(v, ast.Call) and "Pipeline" in text_of(v.func) for v in values)
+
+
+def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -> None:
+    """A `from_pretrained`: its dtype, or the checkpoint's own where none is written."""
+    outline = lineage.outline
+    assert isinstance(call.func, ast.Attribute)
+    owner = text_of(call.func.value)
+    if _OTHER_CLASS.search(owner.rsplit(".", 1)[-1]):
+        lineage.is_adapted |= "Peft" in owner
+        return
+    for option in _QUANTIZED:
+        value = keyword_of(outline, call, function, option)
+        if value is not None and constant(value) not in {None, False}:
+            lineage.is_adapted = True
+    value = keyword_of(outline, call, function, "torch_dtype", "dtype")
+    if value is not None and constant(value) is not None:
+        lineage.casts.append(Cast(call, function, name, formats_of(outline, value, function), "load"))
+    elif (
+        value is None
+        and call.func.attr == "from_pretrained"
+        and all(k.arg for k in call.keywords)
+        and outline.names.full(call.func).startswith("transformers.")
+        and _MODEL_CLASS.search(owner)
+    ):
+        lineage.casts.append(Cast(call, function, name, frozenset({AUTO}), "checkpoint"))
+
+
+def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name: str) -> None:
+    """`Model(..., dtype=torch.bfloat16)`; a model class passes its dtype to every layer."""
+    value = keyword_of(lineage.outline, call, function, "dtype", "torch_dtype")
+    full = lineage.outline.names.full(call.func)
+    if value is None or (full.startswith("torch.") and not full.startswith("torch.nn.")) or not text_of(call.func):
+        return
+    if text_of(call.func).rsplit(".", 1)[-1][:1].isupper():
+        lineage.casts.append(Cast(call, function, name, formats_of(lineage.outline, value, function), "constructor"))
+
+
+def cast_formats(outline: Outline, call: ast.Call, function: Function) -> frozenset[str]:
+    """The formats a call casts its receiver to: `.half()`, `.to(device, dtype)`; empty if it is no cast."""
+    func = call.func
+    if not isinstance(func, ast.Attribute):
+        return frozenset()
+    if func.attr in {"half", "bfloat16", "float"} and not call.args and not call.keywords:
+        return frozenset({{"half": "float16", "bfloat16": "bfloat16", "float": "float32"}[func.attr]})
+    if func.attr not in {"to", "type", "to_empty"}:
+        return frozenset()
+    options = [k.value for k in call.keywords if k.arg == "dtype"] or call.args
+    for value in options:
+        formats = formats_of(outline, value, function)
+        if formats & (SIXTEEN_BIT | {"float32"}):
+            return formats
+    return frozenset()
+
+
+def base_of(node: ast.expr) -> ast.expr:
+    """The model under a chain of casts and moves: `model` of `model.to(device).half()`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr not in _SAME_MODEL | {"half", "bfloat16", "float", "type"}:
+            break
+        node = node.func.value
+    return node
+
+
+def casts_in(outline: Outline) -> Iterator[VariableCast]:
+    """Every call of a file that casts a variable in place."""
+    for name in ("half", "bfloat16", "to", "float", "type"):
+        for call, function in outline.calls.get(name, ()):
+            key = key_of(base_of(call))
+            formats = cast_formats(outline, call, function) if key else frozenset()
+            if formats:
+                yield VariableCast(call, function, key, formats)
+
+
+def conditions_of(outline: Outline, node: ast.AST) -> tuple[Guard, ...]:
+    """The conditions around a node inside its function, outermost first."""
+    guards: list[Guard] = []
+    child, parent = node, outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+        if isinstance(parent, ast.If) and child is not parent.test:
+            guards.append(_guard(parent.test, child in parent.body))
+        elif isinstance(parent, ast.IfExp) and child is not parent.test:
+            guards.append(_guard(parent.test, child is parent.body))
+        child, parent = parent, outline.parents.get(parent)
+    return tuple(reversed(guards))
+
+
+def _guard(test: ast.expr, is_true: bool) -> Guard:
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, is_true = test.operand, not is_true
+    return Guard(text_of(test), is_true)

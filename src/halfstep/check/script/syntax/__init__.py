@@ -1,0 +1,1 @@
+"""What a script writes: names, functions, assignments, and edits of its text."""

@@ -1,0 +1,353 @@
+"""The outline of a script: its functions, assignments and calls, collected in one walk and looked up by name.
+
+Python has no declarations, so what `scaler` is follows from its assignments. Scopes are resolved as Python does (the
+function, those around it, the module), with one addition: a parameter that nothing in the file binds is assumed to be
+what the same name is bound to elsewhere in the file, because in nearly all training code `main` creates `scaler` and
+passes it to `train(model, scaler)` under the same name.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from halfstep.check.script.syntax.children import children_of
+from halfstep.check.script.syntax.names import Names, key_of, read_names
+from halfstep.check.script.syntax.relevant import relevant_functions
+from halfstep.check.script.syntax.scope import Binding, CallSite, Choice, Function, StatementCall
+
+__all__ = ["Binding", "Function", "Outline", "read_outline"]
+
+MAX_BINDINGS = 50  # of one variable: more are a generated table
+
+
+@dataclass(eq=False)
+class Outline:
+    """What one walk over a script collects."""
+
+    module: Function
+    names: Names = field(default_factory=Names)
+    functions: list[Function] = field(default_factory=list)
+    classes: dict[str, dict[str, Function]] = field(default_factory=dict)
+    bases: dict[str, tuple[ast.expr, ...]] = field(default_factory=dict)
+    bindings: dict[str, list[Binding]] = field(default_factory=dict)
+    calls: dict[str, list[CallSite]] = field(default_factory=dict)  # by last name
+    loads: Counter[str] = field(default_factory=Counter)  # how often each last name is read
+    divisors: set[str] = field(default_factory=set)  # texts of what is divided by
+    parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    strings: set[str] = field(default_factory=set)  # short string constants
+    statement_calls: dict[ast.AST, list[StatementCall]] = field(default_factory=dict)  # in the order they run
+    scaling: set[ast.AST] = field(default_factory=set)  # statements with "scale" in a name
+
+    @cached_property
+    def library_calls(self) -> dict[str, list[CallSite]]:
+        """The calls of imported names, by full name."""
+        by_name: dict[str, list[CallSite]] = {}
+        for sites in self.calls.values():
+            for site in sites:
+                full = self.names.full(site.call.func)
+                if full:
+                    by_name.setdefault(full, []).append(site)
+        return by_name
+
+    def lookup(self, key: str, function: Function) -> list[Binding]:
+        """The assignments that may bind `key` inside `function`."""
+        if "." in key or "[" in key:
+            return self._attribute(key, function)
+        every = self.bindings.get(key, [])
+        scope: Function | None = function
+        while scope is not None:
+            here = self._local(key).get(scope)
+            if here:
+                return here
+            if key in scope.params:
+                break  # the caller decides: use the same name elsewhere in the file
+            scope = scope.parent
+        return every
+
+    def _local(self, key: str) -> dict[Function, list[Binding]]:
+        """The assignments to a variable by the function they are in."""
+        if key not in self._locals:
+            by_function: dict[Function, list[Binding]] = {}
+            for binding in self.bindings.get(key, ()):
+                by_function.setdefault(binding.function, []).append(binding)
+            self._locals[key] = by_function
+        return self._locals[key]
+
+    def _attribute(self, key: str, function: Function) -> list[Binding]:
+        exact = self.bindings.get(key, [])
+        if key.startswith("self."):
+            own = [b for b in exact if b.function.cls == function.cls]
+            if own:
+                return own
+        if exact:
+            return exact
+        last = "." + key.rsplit(".", 1)[-1]
+        return [b for k, bindings in self.bindings.items() if k.endswith(last) for b in bindings]
+
+    def values(self, key: str, function: Function) -> list[ast.expr]:
+        """The expressions `key` may be, with plain copies of other variables followed."""
+        values: list[ast.expr] = []
+        visited = {(key, function)}
+        pending = [(key, function)]
+        while pending:
+            name, scope = pending.pop()
+            for value, origin in self._assigned(name, scope):
+                copied = key_of(value)
+                if copied and (copied, origin) not in visited and self._bound(copied, origin):
+                    visited.add((copied, origin))
+                    pending.append((copied, origin))
+                elif (copied, origin) not in visited:
+                    values.append(value)
+        return values
+
+    def _bound(self, key: str, function: Function) -> bool:
+        return next(self._assigned(key, function), None) is not None
+
+    def _assigned(self, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+        """What is assigned to a variable, or passed for a parameter, each with the function that contains it."""
+        bindings = self.lookup(key, function)
+        if not bindings and key in function.params:
+            yield from self._passed(key, function)
+        for binding in bindings[:MAX_BINDINGS]:
+            value = binding.value
+            if value is not None and binding.index is not None:
+                value = _element(value, binding.index)  # None: one of several results of a call
+            if value is not None:
+                yield value, binding.function
+
+    def _passed(self, param: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+        """What the calls in this file pass for a parameter, each with the calling function."""
+        position = function.params.index(param) - (function.method and function.params[0] in {"self", "cls"})
+        for call, caller in self.calls.get(function.name, ()):
+            by_name = [k.value for k in call.keywords if k.arg == param]
+            by_position = call.args[position : position + 1]
+            if (by_name or by_position) and self._plain_target(call, caller) is function:
+                yield (by_name or by_position)[0], caller
+
+    def call_target(self, call: ast.Call, function: Function) -> Function | None:
+        """The function of this file that a call runs, if the text decides it."""
+        target = self._plain_target(call, function)
+        func = call.func
+        if target is None and isinstance(func, ast.Attribute):
+            owner = key_of(func.value)
+            is_variable = owner.isidentifier() or (owner.startswith("self.") and owner in self.bindings)
+            classes = {_maker(v) for v in self.values(owner, function)} - {None} if is_variable else set()
+            # Of two classes, such as a scaler and its replacement, neither is certain.
+            cls = classes.pop() if len(classes) == 1 else None
+            # A class that is also imported is the replacement for a failed import.
+            if cls and cls in self.classes and cls not in self.names.table:
+                return self._method(cls, func.attr)
+        return target
+
+    def _plain_target(self, call: ast.Call, function: Function) -> Function | None:
+        """The function a call names directly: by its name, through self, or through its class."""
+        func = call.func
+        if isinstance(func, ast.Name):
+            scope: Function | None = function
+            while scope is not None:
+                for candidate in self._by_name.get(func.id, ()):
+                    if candidate.parent is scope and not candidate.method:
+                        return candidate
+                scope = scope.parent
+            is_class = func.id in self.classes and func.id not in self.names.table
+            return self._method(func.id, "__init__") if is_class else None
+        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
+            owner = func.value.id
+            if owner in {"self", "cls"} and function.cls:
+                return self._method(function.cls, func.attr)
+            if owner in self.classes:
+                return self._method(owner, func.attr)
+        return None
+
+    def _method(self, cls: str, name: str, depth: int = 4) -> Function | None:
+        method = self.classes.get(cls, {}).get(name)
+        if method is None and depth > 0:
+            for base in self.bases.get(cls, ()):
+                if isinstance(base, ast.Name):
+                    method = method or self._method(base.id, name, depth - 1)
+        return method
+
+    def __post_init__(self) -> None:
+        self._by_name: dict[str, list[Function]] = {}
+        self._locals: dict[str, dict[Function, list[Binding]]] = {}
+
+    def add_function(self, function: Function) -> None:
+        """Register a function under its name."""
+        self.functions.append(function)
+        self._by_name.setdefault(function.name, []).append(function)
+        if function.method:
+            self.classes.setdefault(function.cls, {})[function.name] = function
+
+
+def _maker(value: ast.expr) -> str | None:
+    """The name that is called to create a value; None for None, "" for anything but the call of a plain name."""
+    if isinstance(value, ast.Constant) and value.value is None:
+        return None
+    return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+
+
+def _element(value: ast.expr, index: int) -> ast.expr | None:
+    if isinstance(value, (ast.Tuple, ast.List)) and index < len(value.elts):
+        return value.elts[index]
+    return None
+
+
+def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) -> Outline:
+    """Walk a script once and collect what rules look up later; without its text, every function is walked."""
+    relevant = relevant_functions(tree, text, words) if text else None
+    module = Function(tree, "<module>")
+    out = Outline(module)
+    imports: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
+    # (node, around); an explicit stack, because generated code nests deeper than Python recurses
+    first = _Around(module, tree)
+    stack: list[tuple[ast.AST, _Around]] = [(child, first) for child in reversed(tree.body)]
+    parents: dict[ast.AST, ast.AST] = out.parents
+    parents.update(dict.fromkeys(tree.body, tree))
+    while stack:
+        node, around = stack.pop()
+        kind = type(node)
+        if kind is ast.Name:
+            assert isinstance(node, ast.Name)
+            if type(node.ctx) is ast.Load:
+                out.loads[node.id] += 1
+            if "scale" in node.id.lower():
+                out.scaling.add(around.statement)
+            continue
+        if kind is ast.Constant:
+            if isinstance(node.value, str) and len(node.value) < 40:  # type: ignore[attr-defined]
+                out.strings.add(node.value)  # type: ignore[attr-defined]
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports.append((node, around.guarded))
+            continue
+        if isinstance(node, ast.stmt):
+            around = _enter(out, node, around)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                if relevant is not None and node not in relevant:
+                    continue
+                # Decorators and defaults run where the function is defined.
+                outside = dataclasses.replace(around, function=around.function.parent or module)
+                for part in children_of(node):
+                    parents[part] = node
+                    stack.append((part, around if isinstance(part, ast.stmt) else outside))
+                continue
+        elif isinstance(node, ast.Call):
+            last = _last(node.func)
+            if last:
+                out.calls.setdefault(last, []).append(CallSite(node, around.function))
+            if not around.deferred:
+                out.statement_calls.setdefault(around.statement, []).append(StatementCall(node, around.choices))
+        elif isinstance(node, ast.Attribute):
+            if type(node.ctx) is ast.Load:
+                out.loads[node.attr] += 1
+            if "scale" in node.attr.lower():
+                out.scaling.add(around.statement)
+        elif isinstance(node, ast.BinOp):
+            if isinstance(node.op, ast.Div):  # `//` counts steps; a loss is never divided like this
+                out.divisors.add(_text(node.right))
+        elif isinstance(node, ast.IfExp):
+            parents.update(dict.fromkeys((node.test, node.body, node.orelse), node))
+            stack.append((node.test, around))
+            for part, is_true in ((node.body, True), (node.orelse, False)):
+                choices = (*around.choices, Choice(node.test, is_true))
+                stack.append((part, dataclasses.replace(around, choices=choices)))
+            continue
+        elif isinstance(node, ast.Lambda):
+            around = dataclasses.replace(around, deferred=True)
+        elif isinstance(node, (ast.NamedExpr, ast.withitem)):
+            _bind(out, node, around.function)
+        for child in children_of(node):
+            parents[child] = node
+            stack.append((child, around))
+    imports.sort(key=lambda pair: (pair[0].lineno, pair[0].col_offset))
+    for bindings in out.bindings.values():
+        bindings.sort(key=lambda b: getattr(b.node, "lineno", 0))
+    for calls in out.statement_calls.values():
+        # Inner calls end before the calls around them, which is also the order in which they run.
+        calls.sort(key=lambda c: (c.call.end_lineno or 0, c.call.end_col_offset or 0))
+    out.names = read_names(imports)
+    for key, bindings in out.bindings.items():
+        # `autocast = torch.autocast`: a variable that only renames a name of torch.
+        fulls = {out.names.full(b.value) if b.value is not None and b.index is None else "" for b in bindings}
+        full = fulls.pop() if len(fulls) == 1 else ""
+        if full.startswith("torch.") and ".amp." in full and key.isidentifier() and key not in out.names.table:
+            out.names.table[key] = full
+    return out
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What is around a node during the walk."""
+
+    function: Function
+    statement: ast.AST
+    cls: str = ""
+    guarded: bool = False  # inside try or if
+    deferred: bool = False  # inside a lambda
+    choices: tuple[Choice, ...] = ()  # the branches of `a if test else b` around it
+
+
+def _enter(out: Outline, node: ast.stmt, around: _Around) -> _Around:
+    function, cls, guarded = around.function, around.cls, around.guarded
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        a = node.args
+        params = tuple(p.arg for p in (*a.posonlyargs, *a.args, *a.kwonlyargs))
+        method = isinstance(out.parents[node], ast.ClassDef)
+        # A function nested in a method still has access to the method's self.
+        function = Function(node, node.name, cls, function, params, method=method)
+        out.add_function(function)
+    elif isinstance(node, ast.ClassDef):
+        cls = node.name
+        out.classes.setdefault(node.name, {})
+        out.bases[node.name] = tuple(node.bases)
+    elif isinstance(node, (ast.Try, ast.TryStar, ast.If)):
+        guarded = True
+    else:
+        _bind(out, node, function)
+    return _Around(function, node, cls, guarded)
+
+
+def _last(func: ast.expr) -> str:
+    if isinstance(func, ast.Attribute):
+        return func.attr
+    return func.id if isinstance(func, ast.Name) else ""
+
+
+def _text(node: ast.AST) -> str:
+    key = key_of(node)
+    return key or ast.unparse(node)
+
+
+def _bind(out: Outline, node: ast.AST, function: Function) -> None:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            _bind_target(out, target, node.value, function, node)
+    elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+        if node.value is not None:
+            _bind_target(out, node.target, node.value, function, node)
+    elif isinstance(node, ast.AugAssign):
+        if isinstance(node.op, ast.Div):
+            out.divisors.add(_text(node.value))
+        elif isinstance(node.op, ast.Mult) and isinstance(node.value, ast.BinOp):
+            out.divisors.add(_text(node.value.right))
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        _bind_target(out, node.target, None, function, node)
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        _bind_target(out, node.optional_vars, node.context_expr, function, node.optional_vars)
+
+
+def _bind_target(out: Outline, target: ast.expr, value: ast.expr | None, function: Function, node: ast.AST) -> None:
+    if isinstance(target, (ast.Tuple, ast.List)):
+        for index, element in enumerate(target.elts):
+            key = key_of(element)
+            if key:
+                out.bindings.setdefault(key, []).append(Binding(key, value, function, node, index))
+        return
+    key = key_of(target)
+    if key:
+        out.bindings.setdefault(key, []).append(Binding(key, value, function, node))
