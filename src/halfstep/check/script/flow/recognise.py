@@ -10,7 +10,7 @@ import ast
 import re
 from dataclasses import dataclass
 
-from halfstep.check.script.objects.expressions import first_key, hand_scaled
+from halfstep.check.script.objects.expressions import entries_of, first_key, hand_scaled
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, make_scaler
@@ -40,6 +40,7 @@ _MODEL = re.compile(
 )
 # methods like calling the model
 _FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
+_CRITERION = re.compile(r"crit|loss|bce|objective|cost|adversarial", re.IGNORECASE)
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
@@ -237,8 +238,10 @@ class Recogniser:
     def _is_bce(self, func: ast.expr, function: Function) -> bool:
         options: list[ast.expr] = [func] if isinstance(func, ast.Call) else []
         key = key_of(func)
-        if key and ("crit" in key.lower() or "loss" in key.lower() or "bce" in key.lower()):
-            options = self.outline.values(key, function)
+        if key and _CRITERION.search(key):
+            options = [
+                o for value in self.outline.values(key, function) for o in entries_of(value, self.outline, function)
+            ]
         calls = [o for o in options if isinstance(o, ast.Call)]
         return bool(calls) and all(self._creates_bce(o) for o in calls) and len(calls) == len(options)
 
