@@ -337,12 +337,13 @@ class BceUnderAutocast(TraceRule):
             return None
         if any(off_by_default(script, a) for a in region.autocasts):
             return None
-        return self._report(script, event.node)
+        return self._report(script, event.node, event.local.subject if event.scaled == "maybe" else "")
 
-    def _report(self, script: Script, node: ast.AST) -> Finding:
+    def _report(self, script: Script, node: ast.AST, one_of: str = "") -> Finding:
+        when = f"when `{one_of}` is BCELoss, " if one_of else ""
         return self.finding(
             script.where(node),
-            "binary cross-entropy on probabilities raises RuntimeError under CUDA autocast",
+            f"{when}binary cross-entropy on probabilities raises RuntimeError under CUDA autocast",
             instead="BCEWithLogitsLoss on the logits, or compute the loss in float32 outside the region",
         )
 

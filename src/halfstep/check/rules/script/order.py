@@ -24,7 +24,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.values import argument
+from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -232,7 +232,7 @@ class StepBypassesScaler(TraceRule):
         "    else:\n        loss.backward()\n        optimizer.step()\n    optimizer.zero_grad()\n",
     )
     references = (_DOCS,)
-    kinds = ("opt_step",)
+    kinds = ("opt_step", "scaler_step")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """optimizer.step after a scaled backward."""
@@ -240,7 +240,9 @@ class StepBypassesScaler(TraceRule):
         call = event.node
         if without_amp(event):
             return None
-        if isinstance(call, ast.Call) and (call.args or call.keywords):
+        if event.kind == "scaler_step":
+            return self._wrong_scaler(script, trace, index)
+        if isinstance(call, ast.Call) and (call.args or call.keywords) and text_of(call.func).endswith(".step"):
             return self._closure(script, event, call)
         start = scaled_before(trace, index)
         if start is None or switched_off(script, trace[start]) or self._has_scaler(script, event):
@@ -266,6 +268,24 @@ class StepBypassesScaler(TraceRule):
             message = f"`{event.optimizer}.step()` uses gradients that are still multiplied by the scale of `{scaler}`"
         return self.finding(
             script.where(call), message, instead=f"{scaler}.step({event.optimizer}), then {scaler}.update()"
+        )
+
+    def _wrong_scaler(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a loss that one scaler scales and another unscales, although the first steps nothing."""
+        event = trace[index]
+        before = next((i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes"), None)
+        back = trace[before] if before is not None else event
+        if back.scaler == event.scaler or back.loops != event.loops or back.function is not event.function:
+            return None
+        if not _created_here(script, back.scaler) or not _created_here(script, event.scaler):
+            return None
+        if any(e.scaler == back.scaler for e in trace if e.kind in {"scaler_step", "unscale", "handed"}):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.scaler}.step` divides by its own scale, but `{back.local.scaler}` scaled the loss (line "
+            f"{getattr(back.node, 'lineno', 0)})",
+            instead=f"{back.local.scaler}.step({event.local.optimizer})",
         )
 
     def _closure(self, script: Script, event: Event, call: ast.Call) -> Finding | None:

@@ -42,6 +42,9 @@ for x, y in loader:
 """
 _FULL_PRECISION = re.compile(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
 _SWITCH = re.compile(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
+_ONLY_BF16 = re.compile(
+    r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$"
+)
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -93,6 +96,13 @@ class ScalerWithBf16(ScriptRule):
                 "autocast computes in bfloat16, which has the range of float32: the scaler only costs time and skips steps",
                 instead="remove the scaler: loss.backward(), optimizer.step()",
             )
+        for scaler in script.scalers:
+            if scaler not in certain and _ONLY_BF16.search(scaler.enabled) and script.has("scaler_step"):
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"the scaler is enabled when `{scaler.enabled}`: bfloat16 needs no scaler, and float16 trains without one",
+                    instead="enable it for float16 only",
+                )
         for scaler, region in self._idle_when_bf16(script):
             if scaler not in certain:
                 dtype = text_of(region.dtype_node)
