@@ -269,7 +269,5 @@ def test_tests_and_benchmarks_are_silent():
 )
 def test_a_small_learning_rate_makes_bfloat16_weights_an_error(rate, severity):
     """At 2e-5 and below most updates of bfloat16 weights are lost; at larger or unknown rates it is a warning."""
-    text = LOOP.format(
-        setup="model = Net().bfloat16()", optimizer=f"torch.optim.AdamW(model.parameters(), lr={rate})"
-    )
+    text = LOOP.format(setup="model = Net().bfloat16()", optimizer=f"torch.optim.AdamW(model.parameters(), lr={rate})")
     assert [f.severity for f in findings(text, "HS151")] == [severity]

@@ -188,8 +188,8 @@ def changes_in_loop(script: Script, event: Event) -> bool:
         return True
     statement = script.statement(event.node)
     parent = script.outline.parents.get(statement) if statement is not None else None
-    beside = getattr(parent, "body", []) if parent is not None else []
-    if any(isinstance(s, (ast.Break, ast.Return)) for s in beside if isinstance(s, ast.stmt)):
+    siblings = getattr(parent, "body", []) if parent is not None else []
+    if any(isinstance(s, (ast.Break, ast.Return)) for s in siblings if isinstance(s, ast.stmt)):
         return True
     last = loops[-1]
     lines = range(last.lineno, (last.end_lineno or 0) + 1)
