@@ -262,3 +262,12 @@ def test_tests_and_benchmarks_are_silent():
         facts = script(text)
         facts.source = dataclasses.replace(facts.source, path=path)
         assert list(rule().check(facts)) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "severity"), [("1e-6", "error"), ("2e-5", "error"), ("3e-4", "warning"), ("args.lr", "warning")]
+)
+def test_a_small_learning_rate_makes_bfloat16_weights_an_error(rate, severity):
+    """At 2e-5 and below most updates of bfloat16 weights are lost; at larger or unknown rates it is a warning."""
+    text = LOOP.format(setup="model = Net().bfloat16()", optimizer=f"torch.optim.AdamW(model.parameters(), lr={rate})")
+    assert [f.severity for f in findings(text, "HS151")] == [severity]
