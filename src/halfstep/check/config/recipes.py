@@ -23,7 +23,11 @@ PLAIN_OPTIMIZERS = frozenset({
     "paged_lion_32bit", "ademamix", "ademamix_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "muon",
 })  # fmt: skip
 # Keys that mean an adapter, quantized weights, or an engine with fp32 master weights.
-_NOT_PLAIN = re.compile(r"lora|peft|adapter|load_in_|quantiz|bnb_|deepspeed|fsdp", re.IGNORECASE)
+_NOT_PLAIN = re.compile(r"lora|peft|adapter|load_in_|quantiz|deepspeed|fsdp|zero_stage", re.IGNORECASE)
+_ADAPTER = re.compile(r"lora|dora|peft|adapter|quantiz", re.IGNORECASE)  # idle if an adapter is switched off
+_SWITCHES = ("use_peft", "use_lora", "lora", "lora_enable", "enable_lora", "peft")
+# Keys of TRL's ModelConfig next to the dtype, in files whose model is named on the command line.
+_MODEL_KEYS = ("model_name_or_path", "model_id", "model_name", "model_revision", "attn_implementation")
 
 
 def is_absent(config: Config, *path: str) -> bool:
@@ -50,7 +54,14 @@ def axolotl_fsdp(config: Config) -> Literal[0, 1, 2]:
 
 def loaded_in_bf16(config: Config) -> bool:
     """Whether a file of trainer arguments (TRL's format) loads a model in bf16 and trains all its weights."""
-    named = any(config.entry(key) for key in ("model_name_or_path", "model_id", "model_name"))
+    named = any(config.entry(key) for key in _MODEL_KEYS)
     dtype = config.value("torch_dtype") or config.value("dtype")
-    plain = all(is_absent(config, entry.key) for entry in config.root.entries if _NOT_PLAIN.search(entry.key))
+    off = any(config.value(key) is False for key in _SWITCHES)
+    keys = [entry.key for entry in config.root.entries if _NOT_PLAIN.search(entry.key)]
+    plain = all(is_absent(config, key) or (off and _is_idle(key)) for key in keys)
     return named and not config.root.call and plain and dtype in {"bfloat16", "torch.bfloat16", "bf16"}
+
+
+def _is_idle(key: str) -> bool:
+    """Whether a key only configures an adapter; a switch is not one: another of them may be on."""
+    return key not in _SWITCHES and not key.startswith("load_in_") and bool(_ADAPTER.search(key))

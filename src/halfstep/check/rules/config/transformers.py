@@ -98,11 +98,17 @@ class Bf16WeightsConfigured(TrainerRule):
     )
     bad = (
         "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ndtype: bfloat16\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n"
+        "use_peft: false\nlora_r: 64\nlora_target_modules: all-linear\nload_in_4bit: false\nbnb_4bit_quant_type: nf4\n",
+        "model_revision: main\ntorch_dtype: bfloat16\nattn_implementation: flash_attention_2\nbf16: true\n"
+        "per_device_train_batch_size: 1\nnum_train_epochs: 1\n",
     )
     good = (
         "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: float32\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
         "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nuse_peft: true\nbf16: true\nper_device_train_batch_size: 2\n"
         "learning_rate: 1.0e-4\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ndtype: bfloat16\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n"
+        "use_peft: false\nlora_enable: true\nlora_r: 64\n",
     )
     references = (_DOCS, "https://arxiv.org/abs/2010.06192")
 
