@@ -188,6 +188,8 @@ def kind_of(block: Block) -> Kind | None:
     if is_deepspeed(block):
         return "deepspeed"
     precision = keys & {"fp16", "bf16", "tf32", "fp16_full_eval", "bf16_full_eval", "half_precision_backend"}
+    if "model_name_or_path" in keys and _text(block, "torch_dtype") + _text(block, "dtype"):
+        precision = precision | {"torch_dtype"}  # TRL, whose `bf16` is true by default
     trainer = len(keys & _TRANSFORMERS)
     if precision and trainer >= 2 and (keys & set(_TRANSFORMERS_ALONE) or trainer >= 4) and not keys & _PADDLE:
         return "transformers"

@@ -11,9 +11,9 @@ import re
 from typing import Literal
 
 from halfstep.check.config.config import Config
-from halfstep.precision.node import UNKNOWN, Block, Items
+from halfstep.precision.node import UNKNOWN, Block, Entry, Items
 
-__all__ = ["axolotl_fsdp", "is_absent", "loaded_in_bf16", "trains_all_weights"]
+__all__ = ["axolotl_fsdp", "is_absent", "trained_dtype", "trains_all_weights"]
 
 # Optimizers that update the weights they get and keep no other copy of them, with neither stochastic rounding nor Kahan
 # summation, by the names of transformers and axolotl.
@@ -52,14 +52,13 @@ def axolotl_fsdp(config: Config) -> Literal[0, 1, 2]:
     return 2 if version == 2 else 1
 
 
-def loaded_in_bf16(config: Config) -> bool:
-    """Whether a file of trainer arguments (TRL's format) loads a model in bf16 and trains all its weights."""
+def trained_dtype(config: Config) -> Entry | None:
+    """The dtype that a file of trainer arguments (TRL's format) loads a model in, if it trains all the weights itself."""
     named = any(config.entry(key) for key in _MODEL_KEYS)
-    dtype = config.value("torch_dtype") or config.value("dtype")
     off = any(config.value(key) is False for key in _SWITCHES)
     keys = [entry.key for entry in config.root.entries if _NOT_PLAIN.search(entry.key)]
     plain = all(is_absent(config, key) or (off and _is_idle(key)) for key in keys)
-    return named and not config.root.call and plain and dtype in {"bfloat16", "torch.bfloat16", "bf16"}
+    return (config.entry("torch_dtype") or config.entry("dtype")) if named and plain and not config.root.call else None
 
 
 def _is_idle(key: str) -> bool:

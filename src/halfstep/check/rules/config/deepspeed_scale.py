@@ -56,7 +56,12 @@ class ModeWithoutSwitch(DeepSpeedRule):
             if block is None or block.open or "enabled" in block or not set(block.keys()) & set(BLOCKS[name]):
                 continue
             message = f"`{name}` has settings but no `enabled`, which is false by default; the mode is off."
-            yield self.at(config, (name,), message, instead='Add `"enabled": true`, or remove the block.')
+            yield self.at(
+                config,
+                (name,),
+                message,
+                instead=f'Set `"{name}": {{"enabled": true}}` in addition, or remove the block.',
+            )
 
 
 class InvalidLossScale(DeepSpeedRule):
