@@ -35,7 +35,7 @@ def test_words_may_be_separate_and_json_is_json():
 def test_a_rule_is_explained_by_code_and_by_name(asked):
     """What it finds, why, a wrong and a right case, and references."""
     out = run(*asked).output
-    assert out.startswith("HS004 syntax-error (advice)\n=====")
+    assert out.startswith("HS004 syntax-error (error)\n=====")
     assert all(word in out for word in ("Wrong:", "Right:", "References:", "halfstep: ignore[HS004]"))
 
 

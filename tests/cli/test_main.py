@@ -38,8 +38,9 @@ def test_flags_are_few_and_listed():
     }
     assert flags == {
         "check": [
-            "--deepspeed", "--diff", "--fix", "--format", "--gpu", "--ignore", "--select", "--stdin-filename",
-            "--transformers", "--unsafe-fixes",
+            "--baseline", "--cache-dir", "--deepspeed", "--diff", "--exit-zero", "--fix", "--force-exclude", "--format", "--gpu",
+            "--ignore", "--list-rules", "--no-cache", "--preview", "--respect-gitignore", "--select", "--statistics",
+            "--stdin-filename", "--transformers", "--unsafe-fixes", "--with", "--write-baseline",
         ],
         "compare": [
             "--batch", "--data", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision", "--repeats", "--resume",

@@ -5,19 +5,22 @@ imports only from the lines after it:
 
     session                     paths -> findings, and fixed files
     fixing  parallel  cases     apply fixes; check many files; check a rule's own cases
+    cache  baseline             results of earlier runs; findings that a project accepts
     runner                      one file through all its rules; whatever fails becomes a finding
     suppress  walk              comments that suppress findings; which files are checked
+    gitignore                   which paths git ignores
     options                     the command line combined with the project
     project                     [tool.halfstep.check] in pyproject.toml
     select                      selectors: codes, prefixes, names, severities
     registry                    rules by group, loaded on first use
-    rules/                      one class per rule: script/, config/, hardware
+    rules/                      one class per rule: script/, weights/, frameworks/, config/, hardware, advisories
     fixes/                      where a script can be edited, with which names, for which optimizer
     config/                     facts about configurations: JSON, YAML, dictionaries and calls in scripts
     script/                     facts about Python: names, values, training loops as traces of events
     files/                      bytes to text and back, notebooks, findings about unreadable files (HS0xx)
     rule                        base classes, and how to write a rule
     finding  settings           the values that everything else passes around
+    pins                        the versions of libraries that a program runs with
 """
 
 from halfstep.check.finding import Edit, Finding, Fix

@@ -1,7 +1,8 @@
 """Results of earlier runs, so that a file that did not change is not analysed again.
 
-A result is found by a hash of everything it depends on: the bytes of the file, its path, the settings and selected rules,
-and the version of Halfstep and Python, and for a DeepSpeed script the state of the configuration files it names. One file in the cache folder has the results of all files checked with the same options. It starts with a hash of
+A result is found by a hash of everything it depends on: the bytes of the file, its path, the settings and selected rules, the
+versions of Halfstep, Python and the libraries it is checked for, and for a DeepSpeed script the state of the configuration
+files it names. One file in the cache folder has the results of all files checked with the same options. It starts with a hash of
 its content and is replaced atomically: a damaged file is ignored, and of two runs at the same time the last one wins,
 which costs the other one only its results. Nothing here raises: without a cache the check is slower, not different.
 """
@@ -24,6 +25,7 @@ from halfstep import __version__
 from halfstep.check.files.document import located_source, read_document, size_limit
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.options import Options
+from halfstep.check.pins import pins_for
 from halfstep.check.runner import FileResult
 from halfstep.check.walk import Target
 
@@ -120,7 +122,9 @@ class Cache:
     def _key(self, target: Target, data: bytes) -> str:
         settings = self.options.settings(target.project)
         selection = self.options.selection(target.project, target.path)
-        context = repr((settings, selection, target.named, target.language, target.path, _named_files(target, data)))
+        pins = tuple(pins_for(target.path, settings.pins, look_up=settings.look_up).values())
+        named_files = _named_files(target, data)
+        context = repr((settings, pins, selection, target.named, target.language, target.path, named_files))
         return hashlib.blake2b(context.encode("utf-8", "surrogatepass") + data, digest_size=16).hexdigest()
 
 

@@ -23,6 +23,15 @@ for x, y in loader:
     scaler.step(optimizer)
     scaler.update()
 """
+_BF16 = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
 
 
 class SchedulerBeforeStep(TraceRule):
@@ -32,11 +41,8 @@ class SchedulerBeforeStep(TraceRule):
     name = "scheduler-before-step"
     severity = "advice"
     reason = "The first learning rate of the schedule is skipped. PyTorch warns: Detected call of `lr_scheduler.step()` before `optimizer.step()`."
-    bad = (_TRAIN.replace("    scaler.step", "    scheduler.step()\n    scaler.step"),)
-    good = (
-        _TRAIN + "    scheduler.step()\n",
-        _TRAIN,
-    )
+    bad = (_BF16.replace("    optimizer.step()", "    scheduler.step()\n    optimizer.step()"),)
+    good = (_BF16 + "    scheduler.step()\n", _TRAIN)
     references = ("https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",)
     kinds = ("sched_step",)
 

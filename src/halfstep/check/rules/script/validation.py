@@ -26,6 +26,7 @@ for x, y in loader:
     scaler.step(optimizer)
     scaler.update()
 """
+_VALIDATE = 'with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):\n'
 
 
 class ScalerInValidation(TraceRule):
@@ -38,12 +39,8 @@ class ScalerInValidation(TraceRule):
         "Scaling only protects gradients. Without them the validation loss is multiplied by the scale, which starts at 65536, and what is logged, "
         "averaged or used for early stopping changes whenever the scale changes."
     )
-    bad = (_TRAIN + "with torch.no_grad():\n    val_loss = scaler.scale(loss_fn(model(x), y))\n",)
-    good = (
-        _TRAIN + "with torch.no_grad():\n    val_loss = loss_fn(model(x), y)\n",
-        _TRAIN
-        + 'with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):\n    val_loss = loss_fn(model(x), y)\n',
-    )
+    bad = (_TRAIN + _VALIDATE + "    val_loss = scaler.scale(loss_fn(model(x), y))\n",)
+    good = (_TRAIN + _VALIDATE + "    val_loss = loss_fn(model(x), y)\n",)
     references = (f"{_AMP}#gradient-scaling",)
     kinds = ("scale",)
 
