@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 
@@ -11,10 +10,10 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.scaler_calls import framework_precisions
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, earlier, later, without_amp
+from halfstep.check.script.flow.origin import comes_from
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import Autocast, Scaler, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
@@ -332,11 +331,13 @@ class Fp16WithoutScaler(TraceRule):
         for i in earlier(trace, index, "enter_autocast"):
             opened = trace[i]
             autocasts = opened.regions[-1].autocasts
-            if any("float16" not in a.dtypes or a.enabled == "no" for a in autocasts) or opened.inside("no_grad"):
+            if opened.inside("no_grad"):
+                continue  # of a reference or teacher
+            if any("float16" not in a.dtypes or a.enabled == "no" for a in autocasts):
                 return None
-            if opened.loops != event.loops or opened.function is not event.function:
+            if opened.loops[: len(event.loops)] != event.loops:
                 return None
-            if not _comes_from(opened.node, event, script):
+            if not comes_from(opened, event, script.outline):
                 continue
             loss = f"`{event.subject or 'the loss'}`"
             if all(a.dtype == "float16" for a in autocasts):
@@ -370,31 +371,6 @@ def _tests_format(region: Autocast, *events: Event) -> bool:
     """Whether a condition around the region or the events may exclude one of its dtypes."""
     flags = [region.enabled, *(text for event in events for text, _ in event.guards)]
     return any(_FORMAT.search(flag) for flag in flags)
-
-
-def _comes_from(opened: ast.AST, event: Event, script: Script) -> bool:
-    """Whether the loss of a backward is computed in a `with` block, or from values that are."""
-    if not isinstance(event.node, ast.Call) or event.node in set(ast.walk(opened)):
-        return False
-    inside = {key for node in ast.walk(opened) for key in _stored(node)} - {"self", ""}
-    # Any part of `losses["total"]`, `out.loss` or `sum(losses.values())` that the block assigns.
-    loss = [part for node in (event.node.func, *event.node.args) for part in ast.walk(node)]
-    if inside & {key_of(part) for part in loss}:
-        return True
-    for name in {part.id for part in loss if isinstance(part, ast.Name)}:
-        for binding in script.outline.lookup(name, event.function):
-            if binding.value is not None and binding.function is event.function:
-                names = {n.id for n in ast.walk(binding.value) if isinstance(n, ast.Name)}
-                if names & inside:
-                    return True
-    return False
-
-
-def _stored(node: ast.AST) -> tuple[str, ...]:
-    """The variables that a node assigns: for `losses["ce"] = ...` both the item and the dictionary."""
-    if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
-        return ()
-    return (key_of(node), key_of(node.value)) if isinstance(node, ast.Subscript) else (key_of(node),)
 
 
 RULES: tuple[type[Rule], ...] = (ScalerWithBf16, ScalerInLoop, ScalerUnused, Fp16WithoutScaler)
