@@ -340,11 +340,16 @@ class Fp16WithoutScaler(TraceRule):
             if not comes_from(opened, event, script.outline):
                 continue
             loss = f"`{event.subject or 'the loss'}`"
+            if all(a.dtype == "float16" for a in autocasts) and opened.function is not event.function:
+                return self.finding(
+                    script.where(autocasts[0].node),
+                    f"{loss} (line {_line(event)}) is computed under float16 autocast and not scaled: gradients below 6e-8 become zero",
+                    instead=_SCALE,
+                )
             if all(a.dtype == "float16" for a in autocasts):
                 return self.finding(
                     script.where(event.node),
-                    f"{loss} is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
-                    "scaled: gradients below 6e-8 become zero",
+                    f"{loss} is computed under float16 autocast (line {_line(opened)}) and not scaled: gradients below 6e-8 become zero",
                     instead=_SCALE,
                 )
             region = next(a for a in autocasts if a.dtype != "float16")
@@ -358,6 +363,10 @@ class Fp16WithoutScaler(TraceRule):
                 severity="error" if region.dtype_node is None and "cuda" in region.devices else "warning",
             )
         return None
+
+
+def _line(event: Event) -> int:
+    return event.node.lineno  # type: ignore[attr-defined,no-any-return]
 
 
 def _condition(region: Autocast) -> str:
