@@ -321,11 +321,11 @@ class Fp16WithoutScaler(TraceRule):
         """A backward of an unscaled loss computed under float16 autocast, in a script without any scaler."""
         event = trace[index]
         used = any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers)
-        if event.scaled != "no" or used or without_amp(event) or script.outline.names.uses(*_OWNERS):
-            return None
-        if any("scaler" in name.lower() and name != "GradScaler" for name in script.outline.loads) or script.has(
-            "owned_backward", "owned_step"
-        ):
+        owned = script.outline.names.uses(*_OWNERS) or script.has("owned_backward", "owned_step")
+        # `if use_engine: engine.backward(loss)`, `else: loss.backward()`: the second path has no owner.
+        owned &= not any(e.kind == "owned_backward" and not compatible(e, event) for e in trace)
+        used |= any("scaler" in name.lower() and name != "GradScaler" for name in script.outline.loads)
+        if event.scaled != "no" or used or without_amp(event) or owned:
             return None
         if not any(True for _ in later(trace, index, "opt_step")):
             return None
