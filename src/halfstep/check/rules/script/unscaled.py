@@ -6,7 +6,7 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.origin import comes_from
 from halfstep.check.script.flow.trace import Trace
@@ -76,7 +76,7 @@ class Fp16WithoutScaler(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward under float16 autocast that no scaler scales, in a script that leaves the scaling to no library."""
         event = trace[index]
-        if without_amp(event) or script.outline.names.uses(*_OWNERS) or script.has("owned_backward", "owned_step"):
+        if without_amp(event) or _is_owned(script, trace, event):
             return None
         if event.scaled == "yes" and switched_off(script, event):
             return self._switched_off(script, trace, index)
@@ -106,6 +106,13 @@ class Fp16WithoutScaler(TraceRule):
         autocasts = opened.regions[-1].autocasts
         loss = f"`{event.local.subject or 'the loss'}`"
         if all(a.dtype == "float16" for a in autocasts):
+            if opened.function is not event.function:
+                line = event.node.lineno  # type: ignore[attr-defined]
+                return self.finding(
+                    script.where(autocasts[0].node),
+                    f"{loss} (line {line}) is computed under float16 autocast and not scaled: gradients below 6e-8 become zero",
+                    instead=_SCALE,
+                )
             return self.finding(
                 script.where(event.node),
                 f"{loss} is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
@@ -156,6 +163,14 @@ class Fp16WithoutScaler(TraceRule):
                     instead=_SCALE,
                 )
         return None
+
+
+def _is_owned(script: Script, trace: Trace, event: Event) -> bool:
+    """Whether a library scales the loss of a backward."""
+    # `if use_engine: engine.backward(loss)`, `else: loss.backward()`: the second path has no owner.
+    if any(e.kind == "owned_backward" and not compatible(e, event) for e in trace):
+        return False
+    return script.outline.names.uses(*_OWNERS) or script.has("owned_backward", "owned_step")
 
 
 def _has_scaler(script: Script) -> bool:
