@@ -21,6 +21,7 @@ _SIXTEEN = re.compile(
     r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
 )
 _LIBRARIES = ("torchvision.models", "timm.", "transformers.", "torch.nn.", "segmentation_models_pytorch.")
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "compile", "convert_sync_batchnorm"}
 _CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
 _LOOP = """\
 import torch
@@ -88,6 +89,7 @@ class ScalerWithoutAutocast(TraceRule):
     def _is_plain(script: Script, key: str, function: object) -> bool:
         """Whether a model is of a class of this file, or of a library whose models open no region."""
         values = script.outline.values(key, function)  # type: ignore[arg-type]
+        values = [_wrapped(script, value) for value in values]
         calls = [v for v in values if isinstance(v, ast.Call)]
         if not calls or len(calls) != len(values):
             return False
@@ -104,6 +106,18 @@ class ScalerWithoutAutocast(TraceRule):
             if name not in script.outline.classes and not full.startswith(_LIBRARIES):
                 return False
         return True
+
+
+def _wrapped(script: Script, value: ast.expr) -> ast.expr:
+    """The model inside `DataParallel(Net()).cuda()`, which is a class of torch around one of any file."""
+    while isinstance(value, ast.Call):
+        if isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Call):
+            value = value.func.value
+        elif value.args and script.outline.names.full(value.func).rsplit(".", 1)[-1] in _WRAPPERS:
+            value = value.args[0]
+        else:
+            break
+    return value
 
 
 class WeightsChangedInsideAutocast(ScriptRule):

@@ -74,6 +74,13 @@ class Recogniser:
             # An engine whose `scale` result is used for backward, such as DeepSpeed's, steps and unscales by itself.
             if not _OWNERS.search(_last(key_of(call.func.value)))
         } - {""}
+        # Variables that are switched to evaluation, or whose parameters are read, are models, whatever their name.
+        self._models_by_use = {
+            _last(key_of(call.func.value))
+            for name in ("eval", "train", "parameters", "named_parameters")
+            for call, _ in outline.calls.get(name, ())
+            if isinstance(call.func, ast.Attribute) and (name != "train" or len(call.args) < 2)
+        } - {"", "self"}
         self._stepped = {
             _last(key_of(call.args[0])) for call, _ in outline.calls.get("step", ()) if len(call.args) == 1
         } - {""}
@@ -188,7 +195,8 @@ class Recogniser:
         key = key_of(call.func)
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
-        if key and _MODEL.search(_last(key)) and call.args and not name:
+        is_model = _MODEL.search(_last(key)) or (_last(key) in self._models_by_use and not _LOSS.search(key))
+        if key and is_model and call.args and not name:
             return Action("forward", subject=key)
         owner = key.rpartition(".")[0]
         if owner and _MODEL.search(_last(owner)) and _FORWARD.search(_last(key)) and call.args and not name:
@@ -315,7 +323,8 @@ class Recogniser:
         if kind == "wrapper":
             return Action("owned_step", scaler=key)
         if kind == "optimizer" or (_last(key) in self._stepped and kind != "scheduler"):
-            return Action("opt_step", optimizer=key)
+            # `optimizer.step(scaler=scaler)`: a project's optimizer, which steps with the scaler it is passed.
+            return self._passed_scaler(call, function) or Action("opt_step", optimizer=key)
         return Action("sched_step", subject=key) if kind == "scheduler" else None
 
     def _on_update(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
