@@ -223,3 +223,43 @@ def test_a_backward_before_the_loop():
     )
     assert reported(text.format("scaler.scale(loss)"), "HS102") == []
     assert reported(text.format("loss"), "HS102")[-1] == "HS102:8"
+
+
+LOOP = """\
+import torch, utils
+scaler = torch.amp.GradScaler('cuda')
+for x in loader:
+    optimizer.zero_grad()
+    with torch.autocast('cuda', dtype=torch.float16):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    {first}
+    {second}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("clip", "count"),
+    [
+        ("utils.clip_gradients(model, 3.0)", 1),
+        ("utils.clip_grads(model.parameters(), 3.0)", 1),
+        ("utils.clip_gradients(model, scaler)", 0),
+        ("utils.clip_gradients(optimizer, 3.0)", 0),
+        ("self.clip_gradients(optimizer, 3.0)", 0),
+    ],
+)
+def test_clipping_by_a_function_of_another_file(clip, count):
+    """A function that clips a model's gradients needs them unscaled; one that receives the scaler may unscale."""
+    assert len(reported(LOOP.format(first=clip, second="pass"), "HS104")) == count
+    assert reported(LOOP.format(first="scaler.unscale_(optimizer)", second=clip), "HS104") == []
+
+
+@pytest.mark.parametrize(
+    "change", ["w.grad[torch.isnan(w.grad)] = 0", "w.grad.nan_to_num_()", "torch.nan_to_num(w.grad)"]
+)
+def test_gradients_that_are_replaced_before_they_are_unscaled(change):
+    """Replacing NaN in scaled gradients hides the overflow from the scaler; after unscale_ it has been recorded."""
+    assert reported(LOOP.format(first=change, second="pass"), "HS110") == ["HS110:8"]
+    assert reported(LOOP.format(first="scaler.unscale_(optimizer)", second=change), "HS110") == []

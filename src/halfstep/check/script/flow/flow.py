@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow.recognise import Recogniser
+from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -249,6 +250,8 @@ class _Walk:
         if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
             return
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(isinstance(t, ast.Subscript) and grad_of(t.value) for t in targets):  # p.grad[p.grad != p.grad] = 0
+            self.items.append(Event("grad_read", node, self.function, "", "", "grad", "no", guards, loops, regions))
         scaled = self.recogniser.scaled_by(node.value, self.function) if node in self.outline.scaling else "no"
         for target in targets:
             for element in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-__all__ = ["arms_of", "first_key", "hand_scaled"]
+__all__ = ["arguments_of", "arms_of", "first_key", "hand_scaled"]
 
 
 def hand_scaled(node: ast.AST) -> bool:
@@ -33,3 +33,8 @@ def first_key(node: ast.AST) -> str:
 def arms_of(node: ast.expr) -> list[ast.expr]:
     """Every value that `a if x else b` may be; the expression itself if it is no choice."""
     return [*arms_of(node.body), *arms_of(node.orelse)] if isinstance(node, ast.IfExp) else [node]
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    """What a call passes, by position and by name."""
+    return [*call.args, *(k.value for k in call.keywords)]
