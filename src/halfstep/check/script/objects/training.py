@@ -270,7 +270,13 @@ class Training:
 
     def _loops_over(self, lineage: Lineage, loop: ast.For, function: Function) -> bool:
         owners = [p.value for p in ast.walk(loop.iter) if isinstance(p, ast.Attribute)]
-        return any(lineage.has(key_of(owner), function) for owner in owners)
+        if not any(lineage.has(key_of(owner), function) for owner in owners):
+            return False
+        # A loop that chooses the layers to train, with the cast after it: those layers have 16 bits too.
+        chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
+        return not chooses or not any(
+            c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts
+        )
 
     def _reaches(self, cast: Cast, by: ast.Call, function: Function, owner: ast.expr) -> bool:
         """Whether the weights still have this cast's dtype when `by` trains them."""
