@@ -8,7 +8,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.fixes.loops import scale_fix, unscale_fix, update_fix
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
+from halfstep.check.script.flow.gradients import is_trial, measures_only, skipped_unscale, unscaled_between
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
@@ -184,17 +184,13 @@ class UnscaledBackward(TraceRule):
         if event.scaled != "no" or without_amp(event) or event.inside("no_grad"):
             return None
         following = next(later(trace, index, *STEPS, "zero_grad", "owned_backward"), None)
-        if following is None or trace[following].kind != "scaler_step":
+        if following is None or trace[following].kind != "scaler_step" or is_trial(trace, index, following):
             return None
         step = trace[following]
         if event.loops != step.loops[: len(event.loops)] and step.loops != event.loops[: len(step.loops)]:
             return None
         if switched_off(script, step) or between(trace, index, following, "get_scale"):
             return None
-        if len(event.loops) < len(step.loops) and any(
-            e.scaled == "yes" for e in between(trace, index, following, "backward")
-        ):
-            return None  # a single backward before the loop, which has its own
         if any(trace[i].function is not event.function for i in earlier(trace, index, "scale")):
             return None  # scaled by a function that returns the loss
         calling = {e.function for e in script.events("backward")}

@@ -10,7 +10,14 @@ import ast
 import re
 from dataclasses import dataclass
 
-from halfstep.check.script.objects.expressions import arguments_of, entries_of, first_key, hand_scaled
+from halfstep.check.script.objects.expressions import (
+    arguments_of,
+    entries_of,
+    first_key,
+    hand_scaled,
+    models_in,
+    options_of,
+)
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, make_scaler
@@ -106,7 +113,7 @@ class Recogniser:
         name = _last(key)
         kinds = set()
         for value in self.outline.values(key, function):
-            for option in _options(value):
+            for option in options_of(value):
                 if isinstance(option, ast.Constant) and option.value is None:
                     continue
                 other = key_of(option)
@@ -130,7 +137,9 @@ class Recogniser:
         if _OPTIMIZER.search(name):
             return "optimizer"
         if "scaler" in name.lower() and not kinds and name not in self.outline.calls:
-            return "scaler" if self.outline.names.uses("torch") and not self._other_scaler() else ""
+            return (
+                "scaler" if self.outline.names.uses("torch") and not self.outline.names.uses("sklearn", "cuml") else ""
+            )
         return ""
 
     def _alias(self, key: str, function: Function) -> str:
@@ -140,9 +149,6 @@ class Recogniser:
             self._kinds[variable] = ""
             self._kinds[variable] = self._find_kind(key, function)
         return self._kinds[variable]
-
-    def _other_scaler(self) -> bool:
-        return self.outline.names.uses("sklearn", "cuml")
 
     def _created(self, value: ast.expr, function: Function) -> str:
         if not isinstance(value, ast.Call):
@@ -199,7 +205,7 @@ class Recogniser:
         if make_scaler(self.outline, call, function):
             return Action("make_scaler")
         if name.startswith("torch.optim.") and "lr_scheduler" not in name:
-            return Action("make_optimizer", subject=self._owners_of(argument(call, 0, "params"), function))
+            return Action("make_optimizer", subject=models_in(self.outline, argument(call, 0, "params"), function))
         key = key_of(call.func)
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
@@ -236,19 +242,6 @@ class Recogniser:
             if named and self.kind_of(key, function) == "scaler":
                 return Action("handed", scaler=key)
         return None
-
-    def _owners_of(self, params: ast.expr | None, function: Function) -> str:
-        """The models whose parameters an expression contains, with `|` between them."""
-        options = self.outline.values(key_of(params), function) if params is not None and key_of(params) else [params]
-        owners = {
-            key_of(part.func.value)
-            for option in options
-            if option is not None
-            for part in ast.walk(option)
-            if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
-            if part.func.attr in {"parameters", "named_parameters"}
-        }
-        return "|".join(sorted(owners - {""}))
 
     def _is_bce(self, func: ast.expr, function: Function) -> str:
         """Whether a called object is a BCELoss: yes, maybe (on one path of this function or class), or "" if not."""
@@ -405,11 +398,3 @@ class Recogniser:
 
 def _last(key: str) -> str:
     return key.rsplit(".", 1)[-1]
-
-
-def _options(value: ast.expr) -> list[ast.expr]:
-    if isinstance(value, ast.IfExp):
-        return [*_options(value.body), *_options(value.orelse)]
-    if isinstance(value, ast.BoolOp):
-        return [o for v in value.values for o in _options(v)]
-    return [value]
