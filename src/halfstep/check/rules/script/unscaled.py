@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.origin import comes_from
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.modules import regions_in_forward
 from halfstep.check.script.objects.values import DTYPES, Autocast, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -77,7 +76,7 @@ class Fp16WithoutScaler(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward under float16 autocast that no scaler scales, in a script that leaves the scaling to no library."""
         event = trace[index]
-        if without_amp(event) or script.outline.names.uses(*_OWNERS) or script.has("owned_backward", "owned_step"):
+        if without_amp(event) or _is_owned(script, trace, event):
             return None
         if event.scaled == "yes" and switched_off(script, event):
             return self._switched_off(script, trace, index)
@@ -88,16 +87,16 @@ class Fp16WithoutScaler(TraceRule):
         for i in earlier(trace, index, "enter_autocast"):
             opened = trace[i]
             autocasts = opened.regions[-1].autocasts
-            if any("float16" not in a.dtypes or a.enabled == "no" for a in autocasts) or opened.inside("no_grad"):
+            if opened.inside("no_grad"):
+                continue  # of a reference or teacher
+            if any("float16" not in a.dtypes or a.enabled == "no" for a in autocasts):
                 return None
             if any(_is_misplaced(script, a) for a in autocasts):
                 return None  # HS142 and HS143 report the arguments, which raise
             around = any(region.node is opened.regions[-1].node for region in event.regions)
             if not around and opened.function is event.function and opened.loops != event.loops:
                 return None
-            if not around and not _comes_from(opened, event, script):
-                if opened.function is not event.function:
-                    return None
+            if not around and not comes_from(opened, event, script.outline):
                 continue
             return self._report(script, event, opened)
         return self._in_forward(script, trace, index)
@@ -107,6 +106,13 @@ class Fp16WithoutScaler(TraceRule):
         autocasts = opened.regions[-1].autocasts
         loss = f"`{event.local.subject or 'the loss'}`"
         if all(a.dtype == "float16" for a in autocasts):
+            if opened.function is not event.function:
+                line = event.node.lineno  # type: ignore[attr-defined]
+                return self.finding(
+                    script.where(autocasts[0].node),
+                    f"{loss} (line {line}) is computed under float16 autocast and not scaled: gradients below 6e-8 become zero",
+                    instead=_SCALE,
+                )
             return self.finding(
                 script.where(event.node),
                 f"{loss} is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
@@ -159,6 +165,14 @@ class Fp16WithoutScaler(TraceRule):
         return None
 
 
+def _is_owned(script: Script, trace: Trace, event: Event) -> bool:
+    """Whether a library scales the loss of a backward."""
+    # `if use_engine: engine.backward(loss)`, `else: loss.backward()`: the second path has no owner.
+    if any(e.kind == "owned_backward" and not compatible(e, event) for e in trace):
+        return False
+    return script.outline.names.uses(*_OWNERS) or script.has("owned_backward", "owned_step")
+
+
 def _has_scaler(script: Script) -> bool:
     """Whether the script uses a scaler, or anything called one."""
     if any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers):
@@ -202,49 +216,6 @@ def _tests_format(region: Autocast, *events: Event) -> bool:
     """Whether a condition around the region or the events may exclude one of its dtypes."""
     flags = [region.enabled, *(text for event in events for text, _ in event.guards)]
     return any(_FORMAT.search(flag) for flag in flags)
-
-
-def _comes_from(opened: Event, event: Event, script: Script) -> bool:
-    """Whether the loss of a backward is computed in a `with` block, or from values that are."""
-    if not isinstance(event.node, ast.Call):
-        return False
-    inside = {key for node in ast.walk(opened.node) for key in _stored(node)}
-    if opened.function is not event.function:
-        # A function of the file opens the region: its result is the loss, if the block computes what it returns.
-        depth = len(event.roots)
-        if opened.roots[:depth] != event.roots or len(opened.roots) != depth + 1 or not _returns(opened, inside):
-            return False
-        statement = script.statement(opened.roots[depth])
-        inside = {key for node in ast.walk(statement) for key in _stored(node)} if statement is not None else set()
-    inside -= {"self", ""}
-    # Any part of `losses["total"]`, `out.loss` or `sum(losses.values())` that the block assigns.
-    loss = [part for node in (event.node.func, *event.node.args) for part in ast.walk(node)]
-    if inside & {key_of(part) for part in loss}:
-        return True
-    for name in {part.id for part in loss if isinstance(part, ast.Name)}:
-        for binding in script.outline.lookup(name, event.function):
-            if binding.value is not None and binding.function is event.function:
-                names = {n.id for n in ast.walk(binding.value) if isinstance(n, ast.Name)}
-                if names & inside:
-                    return True
-    return False
-
-
-def _returns(opened: Event, inside: set[str]) -> bool:
-    """Whether a function returns from within a block, or a value that the block assigns."""
-    for node in ast.walk(opened.function.node):
-        if isinstance(node, ast.Return) and node.value is not None:
-            keys = {key_of(part) for part in ast.walk(node.value)}
-            if keys & (inside - {"self", ""}) or opened.node.lineno <= node.lineno <= (opened.node.end_lineno or 0):  # type: ignore[attr-defined]
-                return True
-    return False
-
-
-def _stored(node: ast.AST) -> tuple[str, ...]:
-    """The variables that a node assigns: for `losses["ce"] = ...` both the item and the dictionary."""
-    if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
-        return ()
-    return (key_of(node), key_of(node.value)) if isinstance(node, ast.Subscript) else (key_of(node),)
 
 
 RULES: tuple[type[Rule], ...] = (Fp16WithoutScaler,)

@@ -12,7 +12,7 @@ from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, conditions_of
+from halfstep.check.script.objects.weights import Cast, asks_for_adapters, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.settings import Settings
@@ -63,6 +63,8 @@ def when(script: Script, cast: Cast) -> str:
     names = (v for v in _dtype_values(cast) if key_of(v))
     option = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
     parts = [f"`{flag}`" for flag in flags]
+    if script.training.adapters == "optional" and not asks_for_adapters(conditions):
+        parts.append("no adapter is used")
     if not cast.is_certain and cast.low:
         parts.append(f"`{option}` is {low}" if option else f"the dtype is {low}")
     return f"when {' and '.join(parts)}, " if parts else ""
@@ -316,7 +318,7 @@ class HalfLoadWithFp16Training(ScriptRule):
             if tie.cast.formats == {"float16"} and _flag(script, tie, "fp16") is True:
                 yield self.finding(
                     script.where(tie.cast.node),
-                    f"{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
+                    f"{when(script, tie.cast)}{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
                     "unscale FP16 gradients",
                     instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
                 )

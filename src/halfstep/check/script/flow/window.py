@@ -44,12 +44,10 @@ class Window:
 def window_of(script: Script, trace: Trace, index: int) -> Window | None:
     """The window of an event that runs on every micro-batch; None if it runs as often as the step, or that is unclear."""
     event = trace[index]
-    steps = [
-        e
-        for e in trace
-        if e.kind == "scaler_step" and e.scaler == event.scaler and e.loops == event.loops[: len(e.loops)]
-    ]
-    steps = [e for e in steps if compatible(e, event)]
+    steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == event.scaler]
+    steps = [e for e in steps if e.loops == event.loops[: len(e.loops)] and compatible(e, event)]
+    if not steps:
+        return None
     here = [e for e in steps if e.loops == event.loops]
     if not here:
         return _inner_window(script, trace, index, steps)
