@@ -191,6 +191,10 @@ class UnscaledBackward(TraceRule):
             return None
         if switched_off(script, step) or between(trace, index, following, "get_scale"):
             return None
+        if len(event.loops) < len(step.loops) and any(
+            e.scaled == "yes" for e in between(trace, index, following, "backward")
+        ):
+            return None  # a single backward before the loop, which has its own
         if any(trace[i].function is not event.function for i in earlier(trace, index, "scale")):
             return None  # scaled by a function that returns the loss
         calling = {e.function for e in script.events("backward")}

@@ -21,7 +21,13 @@ _SIXTEEN = re.compile(
     r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
 )
 _LIBRARIES = ("torchvision.models", "timm.", "transformers.", "torch.nn.", "segmentation_models_pytorch.")
-_WRAPPERS = ("torch.nn.DataParallel", "torch.nn.parallel.")
+_WRAPPERS = (
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.",
+    "torch.compile",
+    "torch.nn.SyncBatchNorm.",
+    "torch.distributed.fsdp.",
+)
 _CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
 _LOOP = """\
 import torch

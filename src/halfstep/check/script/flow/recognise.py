@@ -10,7 +10,7 @@ import ast
 import re
 from dataclasses import dataclass
 
-from halfstep.check.script.objects.expressions import entries_of, first_key, hand_scaled
+from halfstep.check.script.objects.expressions import arguments_of, entries_of, first_key, hand_scaled
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, make_scaler
@@ -20,6 +20,9 @@ from halfstep.check.script.syntax.outline import Function, Outline
 __all__ = ["Action", "Recogniser"]
 
 CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip_grad", "adaptive_clip_grad"}
+_READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "nan_to_num", "nan_to_num_"}
+_MAY_UNSCALE = re.compile(r"scal|amp", re.IGNORECASE)
+_OWN_CLIPS = {"clip_gradients", "clip_gradient", "clip_grads", "clip_grad", "clip_grad_value"}  # of other files
 BCE = {"torch.nn.functional.binary_cross_entropy", "torch.binary_cross_entropy"}
 WRAPS = {
     "torch.nn.DataParallel": "dp",
@@ -75,6 +78,13 @@ class Recogniser:
             # An engine whose `scale` result is used for backward, such as DeepSpeed's, steps and unscales by itself.
             if not _OWNERS.search(_last(key_of(call.func.value)))
         } - {""}
+        # Variables that are switched to evaluation, or whose parameters are read, are models, whatever their name.
+        self._models_by_use = {
+            _last(key_of(call.func.value))
+            for name in ("eval", "train", "parameters", "named_parameters")
+            for call, _ in outline.calls.get(name, ())
+            if isinstance(call.func, ast.Attribute) and (name != "train" or len(call.args) < 2)
+        } - {"", "self"}
         self._stepped = {
             _last(key_of(call.args[0])) for call, _ in outline.calls.get("step", ()) if len(call.args) == 1
         } - {""}
@@ -162,13 +172,17 @@ class Recogniser:
                 action: Action | None = method(call, func.value, function)
                 if action is not None:
                     return action
-            if grad_of(func.value) and func.attr in {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max"}:
+            if grad_of(func.value) and func.attr in _READS:
                 return Action("grad_read", subject=func.attr)
         return self._by_full_name(call, name, function)
 
     def _by_full_name(self, call: ast.Call, name: str, function: Function) -> Action | None:
         last = name.rsplit(".", 1)[-1] if name else _last(key_of(call.func))
         if last in CLIPS and not (isinstance(call.func, ast.Attribute) and not name):
+            return Action("clip", subject=last)
+        # A function of another file that receives the model or its parameters, and not the scaler or the optimizer.
+        keys = [key_of(value) for value in arguments_of(call)] if last in _OWN_CLIPS and call.args else ["amp"]
+        if not any(_MAY_UNSCALE.search(key) or self.kind_of(key, function) for key in keys):
             return Action("clip", subject=last)
         if last == "float" and len(call.args) == 1 and key_of(tensor_of(call.args[0])):
             return Action("item", subject=key_of(tensor_of(call.args[0])))
@@ -189,7 +203,8 @@ class Recogniser:
         key = key_of(call.func)
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
-        if key and _MODEL.search(_last(key)) and call.args and not name:
+        is_model = _MODEL.search(_last(key)) or (_last(key) in self._models_by_use and not _LOSS.search(key))
+        if key and is_model and call.args and not name:
             return Action("forward", subject=key)
         owner = key.rpartition(".")[0]
         if owner and _MODEL.search(_last(owner)) and _FORWARD.search(_last(key)) and call.args and not name:
@@ -215,7 +230,7 @@ class Recogniser:
         """A scaler passed to a function that is not in this file, which may do anything with it."""
         if key_of(call.func) in {"print", "isinstance", "str", "repr", "type", "hasattr", "getattr", "id"}:
             return None
-        for value in (*call.args, *(k.value for k in call.keywords)):
+        for value in arguments_of(call):
             key = key_of(value)
             named = key and (_last(key) in self._scalers_by_use or "scal" in key.lower())
             if named and self.kind_of(key, function) == "scaler":
@@ -273,10 +288,9 @@ class Recogniser:
             return Action("owned_backward", subject=key)
         if call.args and (not key or "loss" not in _last(key).lower() or _OWNERS.search(key) or "scaler" in key):
             return Action("owned_backward", subject=key)
-        if any("scal" in key_of(a).lower() for a in (*call.args, *(k.value for k in call.keywords))):
-            return Action(
-                "owned_backward", subject=key
-            )  # a project's loss object, which scales with the scaler it is passed
+        if any("scal" in key_of(a).lower() for a in arguments_of(call)):
+            # A project's loss object, which scales with the scaler it is passed.
+            return Action("owned_backward", subject=key)
         scales = self._scales_in(receiver, function)
         if scales:
             whole = isinstance(receiver, ast.Call) and self.kind_of(scales[0], function) == "scaler"
@@ -325,7 +339,8 @@ class Recogniser:
         if kind == "wrapper":
             return Action("owned_step", scaler=key)
         if kind == "optimizer" or (_last(key) in self._stepped and kind != "scheduler"):
-            return Action("opt_step", optimizer=key)
+            # `optimizer.step(scaler=scaler)`: a project's optimizer, which steps with the scaler it is passed.
+            return self._passed_scaler(call, function) or Action("opt_step", optimizer=key)
         return Action("sched_step", subject=key) if kind == "scheduler" else None
 
     def _on_second_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
@@ -385,7 +400,7 @@ class Recogniser:
         return Action("owned_clip" if owned else "clip", subject="clip_grad_norm_")
 
     def _on_clip_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        return Action("owned_clip")
+        return None if self.outline.names.full(call.func) else Action("owned_clip")
 
 
 def _last(key: str) -> str:

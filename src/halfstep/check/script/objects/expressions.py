@@ -7,7 +7,7 @@ import ast
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["arms_of", "entries_of", "first_key", "hand_scaled"]
+__all__ = ["arguments_of", "arms_of", "entries_of", "first_key", "hand_scaled"]
 
 
 def hand_scaled(node: ast.AST) -> bool:
@@ -52,3 +52,8 @@ def entries_of(value: ast.expr, outline: Outline, function: Function) -> list[as
     pairs = [(k, v) for t in tables for k, v in zip(t.keys, t.values, strict=True)]
     entries = [v for k, v in pairs if isinstance(k, ast.Constant) and k.value == index.value]
     return entries if tables and len(entries) == len(options) else [value]
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    """What a call passes, by position and by name."""
+    return [*call.args, *(k.value for k in call.keywords)]
