@@ -101,6 +101,11 @@ def test_reports_a_loss_that_no_scaler_scales(text, line):
             "    loss.backward()\n    optimizer.step()\n",
             id="a dtype in the place of the device, which HS142 reports",
         ),
+        pytest.param(
+            "import torch\nfor x in loader:\n    with torch.cuda.amp.autocast(device_type='cuda'):\n        loss = model(x)\n"
+            "    loss.backward()\n    optimizer.step()\n",
+            id="an argument that HS143 reports",
+        ),
     ],
 )
 def test_is_silent_where_the_loss_is_scaled_or_not_float16(text):

@@ -11,7 +11,7 @@ from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, s
 from halfstep.check.script.flow.origin import comes_from
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.modules import regions_in_forward
-from halfstep.check.script.objects.values import DTYPES, Autocast, text_of
+from halfstep.check.script.objects.values import DTYPES, Autocast, constant, text_of
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES"]
@@ -197,8 +197,12 @@ def _is_forgotten(script: Script, trace: Trace, index: int) -> bool:
 
 
 def _is_misplaced(script: Script, region: Autocast) -> bool:
-    """Whether a dtype stands first, where neither function expects one."""
-    return bool(region.node.args) and script.outline.names.full(region.node.args[0]) in DTYPES
+    """Whether a dtype or a device type stands where the function does not expect one, so that it raises."""
+    first = region.node.args[0] if region.node.args else None
+    if first is not None and script.outline.names.full(first) in DTYPES:
+        return True
+    device = isinstance(constant(first), str) or any(k.arg == "device_type" for k in region.node.keywords)
+    return region.api == "torch.cuda.amp.autocast" and device
 
 
 def _condition(region: Autocast) -> str:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from halfstep.check.script.objects.expressions import (
     arguments_of,
-    entries_of,
     first_key,
     hand_scaled,
     models_in,
     options_of,
 )
+from halfstep.check.script.objects.losses import bce_of
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, make_scaler
@@ -50,7 +50,6 @@ _MODEL = re.compile(
 )
 # methods like calling the model
 _FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
-_CRITERION = re.compile(r"crit|loss|bce|objective|cost|adversarial", re.IGNORECASE)
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
@@ -192,7 +191,7 @@ class Recogniser:
             return Action("clip", subject=last)
         if last == "float" and len(call.args) == 1 and key_of(tensor_of(call.args[0])):
             return Action("item", subject=key_of(tensor_of(call.args[0])))
-        if name in BCE or (bce := self._is_bce(call.func, function)):
+        if name in BCE or (bce := bce_of(self.outline, call.func, function)):
             return Action("bce", subject=key_of(call.func), scaled="yes" if name in BCE else bce)
         if name in WRAPS:
             return Action(f"wrap_{WRAPS[name]}", subject=key_of(call.args[0]) if call.args else "")
@@ -242,32 +241,6 @@ class Recogniser:
             if named and self.kind_of(key, function) == "scaler":
                 return Action("handed", scaler=key)
         return None
-
-    def _is_bce(self, func: ast.expr, function: Function) -> str:
-        """Whether a called object is a BCELoss: yes, maybe (on one path of this function or class), or "" if not."""
-        options: list[ast.expr] = [func] if isinstance(func, ast.Call) else []
-        key = key_of(func)
-        if key and _CRITERION.search(key):
-            options = [
-                o for value in self.outline.values(key, function) for o in entries_of(value, self.outline, function)
-            ]
-        calls = [o for o in options if isinstance(o, ast.Call)]
-        created = [o for o in calls if self._creates_bce(o)]
-        if not created:
-            return ""
-        if len(created) == len(options):
-            return "yes"
-        is_own = key not in function.params and ("." not in key or key in self.outline.bindings)
-        return "maybe" if is_own and len(calls) == len(options) else ""
-
-    def _creates_bce(self, call: ast.Call) -> bool:
-        while (
-            isinstance(call.func, ast.Attribute)
-            and call.func.attr in {"cuda", "to"}
-            and isinstance(call.func.value, ast.Call)
-        ):
-            call = call.func.value
-        return self.outline.names.full(call.func) in {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
 
     def _on_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         if self.outline.names.full(call.func) == "torch.autograd.backward":
