@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ from halfstep.check.script.objects.values import Autocast, Scaler, constant, tex
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES", "ScalerWithBf16"]
+
+MAX_REGIONS = 8  # before one backward that its loss is traced to
 
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
@@ -328,7 +331,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         if not any(True for _ in later(trace, index, "opt_step")):
             return None
-        for i in earlier(trace, index, "enter_autocast"):
+        for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
             opened = trace[i]
             autocasts = opened.regions[-1].autocasts
             if opened.inside("no_grad"):
