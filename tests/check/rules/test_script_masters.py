@@ -264,6 +264,15 @@ def test_tests_and_benchmarks_are_silent():
         assert list(rule().check(facts)) == []
 
 
+@pytest.mark.parametrize(
+    ("rate", "severity"), [("1e-6", "error"), ("2e-5", "error"), ("3e-4", "warning"), ("args.lr", "warning")]
+)
+def test_a_small_learning_rate_makes_bfloat16_weights_an_error(rate, severity):
+    """At 2e-5 and below most updates of bfloat16 weights are lost; at larger or unknown rates it is a warning."""
+    text = LOOP.format(setup="model = Net().bfloat16()", optimizer=f"torch.optim.AdamW(model.parameters(), lr={rate})")
+    assert [f.severity for f in findings(text, "HS151")] == [severity]
+
+
 LOAD = HF + "model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16{more})\n"
 PEFT = "from peft import LoraConfig, PeftModel, get_peft_model\n"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.script.scaler import ScalerWithBf16
+from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser

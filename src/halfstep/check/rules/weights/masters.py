@@ -115,6 +115,17 @@ def _lost(low: frozenset[str]) -> str:
     )
 
 
+def _severity(script: Script, tie: Trained, *, always: bool) -> Severity | None:
+    """An error where most updates are lost: bfloat16 weights in every run, at a learning rate of at most 2e-5."""
+    if not tie.cast.is_certain:
+        return "advice"
+    rate = argument(tie.by, 1, "lr")
+    values = script.outline.values(key_of(rate), tie.cast.function) if rate is not None and key_of(rate) else [rate]
+    rates = [constant(value) for value in values if value is not None]
+    small = bool(rates) and all(isinstance(r, float) and 0 < r <= 2e-5 for r in rates)
+    return "error" if always and small else None
+
+
 class WeightsWithoutMaster(ScriptRule):
     """16-bit weights are updated by an optimizer without float32 master weights."""
 
@@ -163,7 +174,7 @@ class WeightsWithoutMaster(ScriptRule):
                 f"{when(script, cast)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
                 f"(line {tie.by.lineno}), which keeps no float32 master weights: {_lost(cast.low)}",
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
-                severity=None if cast.is_certain else "advice",
+                severity=_severity(script, tie, always=not (launched or when(script, cast))),
             )
         for cast in script.training.cast_parameters:
             low = " or ".join(sorted(cast.low))

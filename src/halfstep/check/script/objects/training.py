@@ -59,6 +59,8 @@ _TRAINER_ARGUMENTS = re.compile(
 # Optimizers of TrainingArguments that compensate for 16-bit weights, or never store an update.
 _TRAINER_OPTIMIZERS = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
 
+MAX_OPTIMIZERS = 50  # in one script; only generated code creates more
+
 
 @dataclass(frozen=True, eq=False)
 class Trained:
@@ -141,13 +143,15 @@ class Training:
                 yield tie
 
     def _optimizer_ties(self) -> Iterator[Trained]:
-        for call, function in self.optimizers:
+        tied: set[ast.AST] = set()  # one optimizer is enough
+        for call, function in self.optimizers[:MAX_OPTIMIZERS]:
             params = argument(call, 0, "params")
             for owner, scope in self.owners(params, function) if params is not None else ():
                 lineage = self.model(owner, scope)
                 if not self._is_spared(lineage):
                     for cast in lineage.casts:
-                        if self._reaches(cast, call, function, owner):
+                        if cast.node not in tied and self._reaches(cast, call, function, owner):
+                            tied.add(cast.node)
                             yield Trained(cast, call, function, lineage)
 
     @cached_property
@@ -297,8 +301,16 @@ class Training:
         if self._ends_run(cast, by):
             return False
         # A cast after the training loop is for saving or serving.
-        last = max((c.lineno for c, f in outline.calls.get("backward", ()) if f is cast.function), default=None)
+        last = self._last_backward.get(cast.function)
         return last is None or cast.node.lineno < last
+
+    @cached_property
+    def _last_backward(self) -> dict[Function, int]:
+        """The last line with a `backward` in each function."""
+        lines: dict[Function, int] = {}
+        for call, function in self.outline.calls.get("backward", ()):
+            lines[function] = max(call.lineno, lines.get(function, 0))
+        return lines
 
     def _ends_run(self, cast: Cast, by: ast.Call) -> bool:
         """Whether the branch that casts a model ends without training it: `if args.export: ...; return`."""
