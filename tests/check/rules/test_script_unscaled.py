@@ -69,7 +69,7 @@ for x in loader:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        pytest.param(HELPER.format(returned="loss"), 11, id="helper"),
+        pytest.param(HELPER.format(returned="loss"), 4, id="helper"),
         pytest.param(INSIDE.format(dtype="float16"), 6, id="backward in the region"),
         pytest.param(FORWARD.format(decorator='    @torch.autocast("cuda")\n'), 10, id="decorated forward"),
         pytest.param(TWO.format(step="g_loss.backward(); opt_g.step()"), 13, id="one of two optimizers"),
