@@ -142,7 +142,7 @@ def _restored(script: Script, event: Event) -> str:
         return "weights only"
     # Saved after training, or only the best so far: not written for resuming.
     final = not event.loops and not saves(event.function.name)
-    best = any(re.search(r"best|[<>]", text) for text, _ in event.guards)
+    best = any(re.search(r"best|[<>](?!=? ?\d+$)", text) for text, _ in event.guards)
     return "weights only" if final or best else "unknown"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from halfstep.check.finding import Finding
@@ -15,6 +16,8 @@ from halfstep.check.script.objects.values import DTYPES, Autocast, constant, tex
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES"]
+
+MAX_REGIONS = 8  # before one backward that its loss is traced to
 
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _SCALED = """\
@@ -84,7 +87,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         if _has_scaler(script) and not _is_forgotten(script, trace, index):
             return None
-        for i in earlier(trace, index, "enter_autocast"):
+        for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
             opened = trace[i]
             autocasts = opened.regions[-1].autocasts
             if opened.inside("no_grad"):

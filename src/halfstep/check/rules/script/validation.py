@@ -33,6 +33,7 @@ for x, y in loader:
     scaler.update()
 """
 _VALIDATE = 'with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):\n'
+MAX_FORWARDS = 100  # without gradients that are looked at; generated code has more
 _OTHER_MODEL = re.compile(
     r"(^|[._])(ref|reference|teacher|vae|reward|rm|old|frozen|lpips|clip)([._]|$)|ref_model|text_enc"
 )
@@ -94,17 +95,20 @@ class EvaluationWithoutAutocast(ScriptRule):
         validated = [e for e in forwards if e.autocast() and e.inside("no_grad")]
         if not trained or not script.has("backward"):
             return
-        for event in forwards:
-            if event.inside("no_grad") is None or any(r.kind in {"autocast", "owned"} for r in event.regions):
+        nodes = {e.node for e in trained}
+        without = [e for e in forwards if e.inside("no_grad") is not None]
+        for event in without[:MAX_FORWARDS]:
+            if any(r.kind in {"autocast", "owned"} for r in event.regions):
                 continue
             if without_amp(event) or any(not compatible(e, event) for e in validated):
                 continue  # the branch without mixed precision
-            node, function, name = _site(script, event, trained)
+            node, function, name = _site(script, event, nodes)
             if _ASIDE.search(function.name):
                 continue
-            own = _is_own(script, function, name)
-            matching = (e for e in trained if _is_same(script, event, e) and not (own and _is_apart(function, e)))
-            if all(_unknown_regions(event, e) for e in matching):
+            # A function that creates the model it runs trains it only if training is part of that function.
+            inner = set(ast.walk(function.node)) if _is_own(script, function, name) else None
+            near = trained if inner is None else [e for e in trained if inner.intersection((e.node, *e.roots))]
+            if all(_unknown_regions(event, e) for e in near if _is_same(script, event, e)):
                 continue
             yield self.finding(
                 script.where(node),
@@ -145,9 +149,9 @@ def _is_same(script: Script, a: Event, b: Event) -> bool:
     return one == other or one in bases[other] or other in bases[one]
 
 
-def _site(script: Script, event: Event, trained: list[Event]) -> tuple[ast.AST, Function, str]:
+def _site(script: Script, event: Event, trained: set[ast.AST]) -> tuple[ast.AST, Function, str]:
     """Where a forward has no region, and the model's name there: in a helper that training calls too, at its call."""
-    if not event.roots or not any(e.node is event.node for e in trained):
+    if not event.roots or event.node not in trained:
         return event.node, event.function, event.local.subject
     parent: ast.AST | None = event.roots[-1]
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -168,12 +172,6 @@ def _wraps(call: ast.Call) -> bool:
     """Whether a call returns a model that it receives: `unwrap(model)`, `self.model.eval()`."""
     parts = [*call.args, *([call.func.value] if isinstance(call.func, ast.Attribute) else [])]
     return any(_wraps(p) if isinstance(p, ast.Call) else bool(_MODEL.search(key_of(p))) for p in parts)
-
-
-def _is_apart(function: Function, trained: Event) -> bool:
-    """Whether training happens outside a function and what it calls."""
-    inner = set(ast.walk(function.node))
-    return trained.node not in inner and not any(root in inner for root in trained.roots)
 
 
 RULES: tuple[type[Rule], ...] = (ScalerInValidation, EvaluationWithoutAutocast)
