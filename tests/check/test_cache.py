@@ -14,6 +14,7 @@ from halfstep.check import pins as pins_module
 from halfstep.check import session
 from halfstep.check.cache import default_folder, open_cache
 from halfstep.check.options import Options
+from halfstep.check.pins import pins_in_folder
 from halfstep.check.project import find_project
 from halfstep.check.session import check_paths
 
@@ -170,6 +171,15 @@ def test_a_script_is_checked_again_when_a_file_it_names_changes(folder):
     assert run()[1] == 2
     (folder / "ds.json").unlink()
     assert run()[1] == 2
+
+
+def test_a_changed_requirement_is_checked_again(folder):
+    """Findings about library versions depend on the pins next to a file."""
+    (folder / "requirements.txt").write_text("torch==2.11.0\n")
+    run()
+    (folder / "requirements.txt").write_text("torch==2.12.0\n")
+    pins_in_folder.cache_clear()
+    assert run()[1] == 0
 
 
 def test_entries_of_deleted_files_are_removed(folder):

@@ -71,14 +71,15 @@ def pins_for(folder: str, named: tuple[Pin, ...], *, look_up: bool) -> dict[str,
     return pins
 
 
-def _folders(folder: Path) -> list[Path]:
+@cache
+def _folders(folder: Path) -> tuple[Path, ...]:
     """The folder and its parents up to the root of the repository."""
-    folders = []
+    folders: list[Path] = []
     for parent in (folder, *folder.parents):
         folders.append(parent)
         if (parent / ".git").exists() or len(folders) == 8:
-            return folders
-    return folders[:1]  # not in a repository: what lies in a home folder is not about this file
+            return tuple(folders)
+    return tuple(folders[:1])  # not in a repository: what lies in a home folder is not about this file
 
 
 @cache

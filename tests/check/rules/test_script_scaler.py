@@ -169,3 +169,49 @@ def test_scaler_that_stays_enabled_in_the_bfloat16_arm(scaler, enabled):
 def test_scaler_that_follows_the_dtype_is_silent(scaler):
     """A scaler that is enabled for float16 only, or by a flag that may mean so, gives no finding."""
     assert findings(BOTH.format(scaler=scaler, enabled=""), "HS120") == []
+
+
+HELPER = """\
+import torch
+def log_probs(model, ids):
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        logits = model(ids).logits
+    return logits.float().log_softmax(-1)
+def train(model, reference, optimizer, loader):
+    for ids in loader:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            before = log_probs(reference, ids)
+        now = {now}
+        loss = (now - before).mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_loss_of_a_helper_is_traced_into_its_region():
+    """A helper that computes in float16 and returns the result is found where its region is, in spite of a reference under no_grad."""
+    text = HELPER.format(dtype="float16", now="log_probs(model, ids)")
+    assert codes(text) == ["HS123:3"]
+    assert codes(text.replace("float16", "bfloat16")) == []
+
+
+def test_helper_of_another_model_is_silent():
+    """A float16 region that only the reference uses, without gradients, needs no scaler."""
+    assert codes(HELPER.format(dtype="float16", now="model(ids).logits")) == []
+
+
+def test_region_of_a_reference_does_not_hide_the_trained_one():
+    """A region without gradients between the forward and the backward is of another model."""
+    text = LOOP.format(
+        dtype="float16",
+        forward="loss = model(**batch)\n    with torch.no_grad(), torch.autocast('cuda', dtype=torch.float16):\n        old = teacher(**batch)",
+        backward="loss.backward()",
+    )
+    assert "HS123:9" in codes(text)
+
+
+def test_backward_inside_the_region_needs_a_scaler_too():
+    """With the backward inside the float16 region both its place and the missing scaler are reported."""
+    text = LOOP.format(dtype="float16", forward="loss = model(**batch)\n        loss.backward()", backward="pass")
+    assert codes(text) == ["HS123:7", "HS140:7"]

@@ -38,6 +38,7 @@ class Config:
     origin: str = ""  # what a script calls with it: "TrainingArguments", "deepspeed.initialize"; "" for a file
     strict: bool = True  # every key belongs to this tool; False where another program's keys are mixed in
     script: frozenset[str] = frozenset()  # what else the script uses, for rules that need to know
+    assembled: bool = False  # other statements of the script changed it, so an edit may not fit
 
     def entry(self, *path: str) -> Entry | None:
         """The entry at a path of keys, or None if it is absent."""

@@ -157,8 +157,10 @@ class DeepSpeedRule(ConfigRule):
 
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in `config`, if it is DeepSpeed's."""
-        if config.kind == "deepspeed":
+        if config.kind == "deepspeed" and not config.assembled:
             yield from self.inspect(DeepSpeed(config), config)
+        elif config.kind == "deepspeed":
+            yield from (replace(finding, fix=None) for finding in self.inspect(DeepSpeed(config), config))
         elif self.objects and isinstance(config, ObjectConfig):
             # The configuration may be another file than the object's, so no edit of it is offered.
             yield from (replace(finding, fix=None) for finding in self.inspect(DeepSpeed(config), config))

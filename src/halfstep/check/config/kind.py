@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from halfstep.check.config.deepspeed_schema import PARENT_BLOCK
 from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REJECTED
 from halfstep.precision.node import Block, Node, Scalar, walk
 
@@ -187,6 +188,8 @@ def kind_of(block: Block) -> Kind | None:
     if is_deepspeed(block):
         return "deepspeed"
     precision = keys & {"fp16", "bf16", "tf32", "fp16_full_eval", "bf16_full_eval", "half_precision_backend"}
+    if "model_name_or_path" in keys and _text(block, "torch_dtype") + _text(block, "dtype"):
+        precision = precision | {"torch_dtype"}  # TRL, whose `bf16` is true by default
     trainer = len(keys & _TRANSFORMERS)
     if precision and trainer >= 2 and (keys & set(_TRANSFORMERS_ALONE) or trainer >= 4) and not keys & _PADDLE:
         return "transformers"
@@ -213,6 +216,8 @@ def is_deepspeed(block: Block) -> bool:
         return True
     if "train_micro_batch_size_per_gpu" in keys or "zero_allow_untested_optimizer" in keys:
         return len(keys & DEEPSPEED_KEYS) >= 2
+    if keys & {"fsdp", "fsdp_config"}:
+        return False  # blocks in DeepSpeed's style for another engine
     modes = [name for name in ("fp16", "bf16", "bfloat16", "torch_autocast", "amp") if _has_mode(block, name)]
     if modes and len(keys & _DEEPSPEED_WITH) >= 1:
         return len(keys & DEEPSPEED_KEYS) * 2 >= len(keys)
@@ -250,4 +255,5 @@ def has_own_keys(block: Block) -> bool:
     keys = set(block.keys())
     if any("." in key for key in keys):
         return False  # dotted paths of keys, which some program merges into a configuration
-    return not keys & _FOREIGN and len(keys - DEEPSPEED_KEYS) <= max(1, len(keys) // 3)
+    known = DEEPSPEED_KEYS | set(PARENT_BLOCK)  # a setting outside its block is DeepSpeed's too
+    return not keys & _FOREIGN and len(keys - known) <= max(1, len(keys) // 3)

@@ -10,7 +10,7 @@ from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import Names, chain
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span
 
-__all__ = ["Literals", "literals_of"]
+__all__ = ["Literals", "literals_of", "subscript"]
 
 _CHANGES = frozenset({"update", "pop", "setdefault", "clear", "popitem", "merge"})
 _MAX_DEPTH = 50
@@ -45,7 +45,7 @@ class Literals:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 if isinstance(target, ast.Subscript):
-                    self._change(*_subscript(target))
+                    self._change(*subscript(target))
                 elif name := ".".join(chain(target)):
                     self.variables[id(node.value)] = name
                     if isinstance(node.value, ast.Constant) and not isinstance(node, ast.AugAssign):
@@ -54,9 +54,9 @@ class Literals:
                         self.blocks[name] = node.value
         elif isinstance(node, ast.Delete):
             for target in node.targets:
-                self._change(*_subscript(target))
+                self._change(*subscript(target))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
-            name, path = _subscript(node.func.value)
+            name, path = subscript(node.func.value)
             if node.func.attr == "update":
                 self._change_many(name, path or (), node)
             else:
@@ -183,7 +183,7 @@ def literals_of(tree: ast.Module, text: str, names: Names) -> Literals:
     return _last[0][1]
 
 
-def _subscript(target: ast.expr) -> tuple[str, Path | None]:
+def subscript(target: ast.expr) -> tuple[str, Path | None]:
     """The variable and the keys of `config["fp16"]["enabled"]`; None for keys that are not string literals."""
     path: list[str] = []
     known = True

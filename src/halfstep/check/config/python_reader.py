@@ -1,8 +1,8 @@
 """Configurations written in a Python script: dictionaries for DeepSpeed, and the calls of other tools.
 
 Only literals are read. A name bound once to a literal is that literal, and everything else is `UNKNOWN`. A dictionary
-that the script changes later (`ds_config["fp16"]["enabled"] = args.fp16`) is unknown at those keys, and is not checked
-when the change cannot be followed.
+that the script changes later (`ds_config["fp16"]["enabled"] = True`) is checked as changed, in every branch that changes
+it, and not at all when a change cannot be followed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 
+from halfstep.check.config.assigned import Assignments
 from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, recipe_of
 from halfstep.check.config.literals import literals_of
@@ -19,7 +21,7 @@ from halfstep.check.files.source import Source
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain, read_names
 from halfstep.check.settings import Settings
-from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar
+from halfstep.precision.node import Block, Entry
 
 __all__ = ["expects_error", "find_in_script"]
 
@@ -115,18 +117,17 @@ class _Finder:
                 continue
             # The other programs take their recipe as a file; a dictionary with their keys is a fixture of a test.
             if isinstance(root, Block) and recipe_of(root) == "llamafactory":
-                changed = self._changed(root, name)
-                if changed is not None:
+                for changed in self._versions(root, name, node):
                     yield self._config("llamafactory", changed, "a dictionary")
             origin = by_variable.get(name, "") or by_node.get(id(node), "")
             if isinstance(root, Block) and (is_deepspeed(root) or (origin and root.entries)):
                 nested.update(id(inner) for inner in ast.walk(node))
-                changed = self._changed(root, name)
-                if changed is not None:
+                for changed in self._versions(root, name, node):
                     # A dictionary not visibly passed to DeepSpeed may go through a program that removes its own keys.
                     named = bool(origin) or re.search(r"ds|deepspeed", name, re.IGNORECASE) is not None
                     strict = named and has_own_keys(changed)
-                    yield self._config("deepspeed", changed, origin or "a dictionary", strict=strict)
+                    config = self._config("deepspeed", changed, origin or "a dictionary", strict=strict)
+                    yield config if changed is root else replace(config, assembled=True)
         for call in self.calls:
             yield from self._call(call)
             if hardware:
@@ -149,16 +150,14 @@ class _Finder:
         variables.pop("", None)
         return variables, direct
 
-    def _changed(self, root: Block, name: str) -> Block | None:
-        """The dictionary with every later change to its variable made unknown; None if a change cannot be followed."""
-        if not name:
-            return root
-        for path in self.literals.changes.get(name, ()):
-            if path is None:
-                return None
-            if path:  # `del config` changes no key
-                root = _with_unknown(root, path)
-        return root
+    @cached_property
+    def assignments(self) -> Assignments:
+        """The changes that the script makes to its dictionaries; few scripts have any."""
+        return Assignments(self.nodes, self.literals)
+
+    def _versions(self, root: Block, name: str, node: ast.AST) -> Iterator[Block]:
+        """The dictionary as it is after the script's changes to its variable, one for each branch that changes it."""
+        yield from self.assignments.versions(root, name, node) if name else (root,)
 
     def _is_trainer_class(self, node: ast.AST) -> bool:
         full = self.names.full(node)
@@ -240,16 +239,3 @@ def expects_error(node: ast.AST) -> bool:
 
 def _is_false(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
-
-
-def _with_unknown(block: Block, path: tuple[str, ...]) -> Block:
-    """The block with the value at a path unknown, or the block open if the key is absent."""
-    key, rest = path[0], path[1:]
-    entry = block.entry(key)
-    if entry is None:
-        return replace(block, open=True)
-    node: Node = Scalar(entry.value.span, UNKNOWN)
-    if rest and isinstance(entry.value, Block):
-        node = _with_unknown(entry.value, rest)
-    entries = tuple(Entry(e.key, e.key_span, node) if e is entry else e for e in block.entries)
-    return replace(block, entries=entries)

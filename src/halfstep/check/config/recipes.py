@@ -11,9 +11,9 @@ import re
 from typing import Literal
 
 from halfstep.check.config.config import Config
-from halfstep.precision.node import UNKNOWN, Block, Items
+from halfstep.precision.node import UNKNOWN, Block, Entry, Items
 
-__all__ = ["axolotl_fsdp", "is_absent", "loaded_in_bf16", "trains_all_weights"]
+__all__ = ["axolotl_fsdp", "is_absent", "trained_dtype", "trains_all_weights"]
 
 # Optimizers that update the weights they get and keep no other copy of them, with neither stochastic rounding nor Kahan
 # summation, by the names of transformers and axolotl.
@@ -23,7 +23,11 @@ PLAIN_OPTIMIZERS = frozenset({
     "paged_lion_32bit", "ademamix", "ademamix_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "muon",
 })  # fmt: skip
 # Keys that mean an adapter, quantized weights, or an engine with fp32 master weights.
-_NOT_PLAIN = re.compile(r"lora|peft|adapter|load_in_|quantiz|bnb_|deepspeed|fsdp", re.IGNORECASE)
+_NOT_PLAIN = re.compile(r"lora|peft|adapter|load_in_|quantiz|deepspeed|fsdp|zero_stage", re.IGNORECASE)
+_ADAPTER = re.compile(r"lora|dora|peft|adapter|quantiz", re.IGNORECASE)  # idle if an adapter is switched off
+_SWITCHES = ("use_peft", "use_lora", "lora", "lora_enable", "enable_lora", "peft")
+# Keys of TRL's ModelConfig next to the dtype, in files whose model is named on the command line.
+_MODEL_KEYS = ("model_name_or_path", "model_id", "model_name", "model_revision", "attn_implementation")
 
 
 def is_absent(config: Config, *path: str) -> bool:
@@ -48,9 +52,15 @@ def axolotl_fsdp(config: Config) -> Literal[0, 1, 2]:
     return 2 if version == 2 else 1
 
 
-def loaded_in_bf16(config: Config) -> bool:
-    """Whether a file of trainer arguments (TRL's format) loads a model in bf16 and trains all its weights."""
-    named = any(config.entry(key) for key in ("model_name_or_path", "model_id", "model_name"))
-    dtype = config.value("torch_dtype") or config.value("dtype")
-    plain = all(is_absent(config, entry.key) for entry in config.root.entries if _NOT_PLAIN.search(entry.key))
-    return named and not config.root.call and plain and dtype in {"bfloat16", "torch.bfloat16", "bf16"}
+def trained_dtype(config: Config) -> Entry | None:
+    """The dtype that a file of trainer arguments (TRL's format) loads a model in, if it trains all the weights itself."""
+    named = any(config.entry(key) for key in _MODEL_KEYS)
+    off = any(config.value(key) is False for key in _SWITCHES)
+    keys = [entry.key for entry in config.root.entries if _NOT_PLAIN.search(entry.key)]
+    plain = all(is_absent(config, key) or (off and _is_idle(key)) for key in keys)
+    return (config.entry("torch_dtype") or config.entry("dtype")) if named and plain and not config.root.call else None
+
+
+def _is_idle(key: str) -> bool:
+    """Whether a key only configures an adapter; a switch is not one: another of them may be on."""
+    return key not in _SWITCHES and not key.startswith("load_in_") and bool(_ADAPTER.search(key))

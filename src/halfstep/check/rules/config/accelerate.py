@@ -23,6 +23,7 @@ _DEEPSPEED_BLOCKS = frozenset({
     "fp16", "bf16", "bfloat16", "torch_autocast", "data_types", "zero_optimization", "optimizer", "scheduler",
     "activation_checkpointing",
 })  # fmt: skip
+_OTHER_ENGINES = frozenset({"NO", "MULTI_GPU", "FSDP", "MULTI_CPU", "MEGATRON_LM"})
 # Settings that accelerate 1.15 rejects next to a DeepSpeed file (DeepSpeedPlugin._deepspeed_config_checks).
 _SET_BY_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device", "offload_param_device",
@@ -229,7 +230,7 @@ class AccelerateOffloadIgnored(ConfigRule):
 
 
 class DeepSpeedBlockIgnored(ConfigRule):
-    """`deepspeed_config` contains DeepSpeed's own settings, which Accelerate does not pass on."""
+    """`deepspeed_config` contains settings that Accelerate does not pass on to DeepSpeed."""
 
     code = "HS266"
     name = "accelerate-deepspeed-block-ignored"
@@ -238,28 +239,53 @@ class DeepSpeedBlockIgnored(ConfigRule):
         "`deepspeed_config` in an Accelerate file has Accelerate's keys (`zero_stage`, `gradient_clipping`, the offload "
         "devices). Blocks of a DeepSpeed file, such as `fp16` with the loss scale, `bf16`, `zero_optimization` or "
         "`optimizer`, are not read there: Accelerate builds the DeepSpeed configuration from its own keys, with the "
-        "default loss scale, and logs nothing."
+        "default loss scale, and logs nothing. All of `deepspeed_config` is ignored unless `distributed_type` is "
+        "DEEPSPEED: the run then has neither ZeRO nor its fp32 master weights."
     )
     bad = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
         "  fp16:\n    enabled: true\n    initial_scale_power: 12\nmixed_precision: fp16\nnum_processes: 8\n",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\ndeepspeed_config:\n  zero_stage: 2\n"
+        "mixed_precision: bf16\nnum_processes: 8\n",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\ndeepspeed_config: ds_config.json\n"
+        "mixed_precision: bf16\nnum_processes: 8\n",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config: ds_config.json\n"
+        "num_processes: 8\n",
     )
     good = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
         "mixed_precision: fp16\nnum_processes: 8\n",
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n"
         "  deepspeed_config_file: ds_config.json\nnum_processes: 8\n",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\ndeepspeed_config: {}\nmixed_precision: bf16\n",
     )
-    references = (_DEEPSPEED, "measured: source code of accelerate 1.15, utils/launch.py")
+    references = (_DEEPSPEED, "measured: source code of accelerate 1.15, commands/launch.py and utils/launch.py")
 
     def check(self, config: Config) -> Iterator[Finding]:
-        """Report each block of a DeepSpeed file."""
-        block = config.block("deepspeed_config") if config.kind == "accelerate" and not config.root.call else None
-        for entry in block.entries if block else ():
-            if entry.key in _DEEPSPEED_BLOCKS and isinstance(entry.value, Block):
-                message = f"Accelerate does not read `{entry.key}` in `deepspeed_config`; its settings have no effect."
+        """Report the whole block under another engine, or each block of a DeepSpeed file in it."""
+        entry = config.entry("deepspeed_config") if config.kind == "accelerate" and not config.root.call else None
+        if entry is None:
+            return
+        block = config.block("deepspeed_config")
+        engine = config.value("distributed_type")
+        path = config.value("deepspeed_config") if block is None else None
+        other = isinstance(engine, str) and engine.upper() in _OTHER_ENGINES
+        if other and (isinstance(path, str) or (block and block.entries)):
+            message = (
+                f"`deepspeed_config` has no effect with `distributed_type: {engine}`; without `--use_deepspeed` on the "
+                "command line, DeepSpeed is not used."
+            )
+            instead = "Set `distributed_type: DEEPSPEED`, or remove `deepspeed_config`."
+            yield self.finding(config.where(entry.key_span), message, instead=instead)
+        elif isinstance(path, str) and str(engine).upper() == "DEEPSPEED":
+            message = "`deepspeed_config` is a string; Accelerate expects a block and raises an AttributeError."
+            instead = f"Write a block with `deepspeed_config_file: {path}`."
+            yield self.finding(config.where(entry), message, instead=instead, severity="error")
+        for inner in block.entries if block and not other else ():
+            if inner.key in _DEEPSPEED_BLOCKS and isinstance(inner.value, Block):
+                message = f"Accelerate does not read `{inner.key}` in `deepspeed_config`; its settings have no effect."
                 instead = "Move it to a DeepSpeed file and name that in `deepspeed_config_file`."
-                yield self.finding(config.where(entry.key_span), message, instead=instead)
+                yield self.finding(config.where(inner.key_span), message, instead=instead)
 
 
 RULES: tuple[type[Rule], ...] = (

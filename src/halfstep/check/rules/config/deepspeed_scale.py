@@ -10,6 +10,7 @@ from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.config.edits import replace_value
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.precision.deepspeed_keys import BLOCKS
 
 __all__ = ["RULES"]
 
@@ -24,6 +25,43 @@ _DEFAULTS = {
     "consecutive_hysteresis": False,
 }
 _MAX_POWER = 24
+
+
+class ModeWithoutSwitch(DeepSpeedRule):
+    """A precision block has settings but no `enabled`, so the mode is off."""
+
+    code = "HS210"
+    name = "mode-without-switch"
+    severity = "warning"
+    reason = (
+        "`enabled` is false by default in `fp16`, `bf16` and `torch_autocast`: a block with a loss scale or a dtype alone "
+        "does not enable the mode, and the run trains in fp32. Transformers and Accelerate fill in the switch only if it is "
+        '"auto".'
+    )
+    bad = (
+        '{"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 10}}',
+        '{"zero_optimization": {"stage": 2}, "torch_autocast": {"dtype": "bfloat16"}}',
+    )
+    good = (
+        '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true, "initial_scale_power": 10}}',
+        '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": false, "initial_scale_power": 10}}',
+        '{"zero_optimization": {"stage": 2}, "fp16": {}}',
+    )
+    references = (_DOCS, "measured: DeepSpeed 0.19.8, DeepSpeedConfig has fp16.enabled false")
+
+    def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
+        """Report a block with known settings and without a switch."""
+        for name in ("fp16", deepspeed.bf16_name, "torch_autocast"):
+            block = config.block(name) if config.strict else None
+            if block is None or block.open or "enabled" in block or not set(block.keys()) & set(BLOCKS[name]):
+                continue
+            message = f"`{name}` has settings but no `enabled`, which is false by default; the mode is off."
+            yield self.at(
+                config,
+                (name,),
+                message,
+                instead=f'Set `"{name}": {{"enabled": true}}` in addition, or remove the block.',
+            )
 
 
 class InvalidLossScale(DeepSpeedRule):
@@ -316,6 +354,7 @@ def _is_number(text: str) -> bool:
 
 
 RULES: tuple[type[Rule], ...] = (
+    ModeWithoutSwitch,
     InvalidLossScale,
     FractionalScaleSetting,
     HysteresisBelowOne,

@@ -35,7 +35,11 @@ class DuplicateKey(ConfigRule):
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: fp16\nnum_processes: 8\n"
         "mixed_precision: bf16\n",
     )
-    good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}',)
+    good = (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}',
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: fp16\nnum_processes: 8\n"
+        "mixed_precision: fp16\n",
+    )
     references = (
         "https://www.rfc-editor.org/rfc/rfc8259#section-4",
         "measured: DeepSpeed 0.19.8 raises ValueError, 'Duplicate keys in DeepSpeed config'",
@@ -53,6 +57,8 @@ class DuplicateKey(ConfigRule):
                     continue
                 line = config.where(first.key_span).line
                 native = config.kind == "deepspeed" and config.source.language == "json"
+                if not native and _equal(first, entry):
+                    continue
                 effect = "DeepSpeed raises an error" if native else "only the second has an effect"
                 yield self.finding(
                     config.where(entry.key_span),
@@ -60,6 +66,12 @@ class DuplicateKey(ConfigRule):
                     instead="Keep one of the two.",
                     severity=None if native else "warning",
                 )
+
+
+def _equal(first: Entry, second: Entry) -> bool:
+    """Whether two entries have the same plain value, so that it does not matter which of them is read."""
+    one, two = first.value, second.value
+    return isinstance(one, Scalar) and isinstance(two, Scalar) and UNKNOWN != one.value == two.value
 
 
 class QuotedNumber(DeepSpeedRule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.recipes import loaded_in_bf16
+from halfstep.check.config.recipes import trained_dtype
 from halfstep.check.finding import Finding
 from halfstep.check.rule import ConfigRule, Rule
 
@@ -98,24 +98,67 @@ class Bf16WeightsConfigured(TrainerRule):
     )
     bad = (
         "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ndtype: bfloat16\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n"
+        "use_peft: false\nlora_r: 64\nlora_target_modules: all-linear\nload_in_4bit: false\nbnb_4bit_quant_type: nf4\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
+        "model_revision: main\ntorch_dtype: bfloat16\nattn_implementation: flash_attention_2\nbf16: true\n"
+        "per_device_train_batch_size: 1\nnum_train_epochs: 1\n",
     )
     good = (
         "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: float32\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
         "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nuse_peft: true\nbf16: true\nper_device_train_batch_size: 2\n"
         "learning_rate: 1.0e-4\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ndtype: bfloat16\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n"
+        "use_peft: false\nlora_enable: true\nlora_r: 64\n",
     )
     references = (_DOCS, "https://arxiv.org/abs/2010.06192")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
         """Report the dtype in a file of arguments."""
-        entry = config.entry("torch_dtype") or config.entry("dtype")
-        if entry and loaded_in_bf16(config):
+        entry = trained_dtype(config)
+        if entry and config.value(entry.key) in {"bfloat16", "torch.bfloat16", "bf16"}:
             message = (
                 f"`{entry.key}` loads the model in bf16; unless the launcher adds DeepSpeed or FSDP, the weights are "
                 "trained in bf16 and updates below 1/512 of a weight are lost."
             )
             yield self.finding(
                 config.where(entry), message, instead=f"Set `{entry.key}: float32`; `bf16: true` computes in bf16."
+            )
+
+
+class Fp16WeightsConfigured(TrainerRule):
+    """A file of training arguments loads the model in fp16 and trains it with `fp16: true`."""
+
+    code = "HS279"
+    name = "fp16-weights-configured"
+    severity = "warning"
+    reason = (
+        "`fp16: true` is autocast with a GradScaler, which needs fp32 weights: gradients of fp16 weights are fp16, and "
+        "clipping them raises 'Attempting to unscale FP16 gradients.' DeepSpeed scales the loss itself and keeps an fp32 "
+        "copy; a single GPU and DDP do not."
+    )
+    bad = (
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: float16\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
+    )
+    good = (
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: float32\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: float16\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n"
+        "deepspeed: ds_config.json\n",
+        "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: float16\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n"
+        "use_peft: true\n",
+    )
+    references = (_DOCS, "https://github.com/haotian-liu/LLaVA/issues/363")
+
+    def inspect(self, config: Config) -> Iterator[Finding]:
+        """Report the dtype next to the flag."""
+        entry = trained_dtype(config)
+        if entry and config.value("fp16") is True and config.value(entry.key) in {"float16", "torch.float16", "fp16"}:
+            message = (
+                f"`{entry.key}` loads the model in fp16; unless the launcher adds DeepSpeed, the GradScaler of "
+                "`fp16: true` rejects the gradients of fp16 weights."
+            )
+            yield self.finding(
+                config.where(entry), message, instead=f"Set `{entry.key}: float32`; `fp16: true` computes in fp16."
             )
 
 
@@ -219,6 +262,7 @@ RULES: tuple[type[Rule], ...] = (
     Fp16AndBf16,
     TrainerFp16OnCpu,
     Bf16WeightsConfigured,
+    Fp16WeightsConfigured,
     ApexArguments,
     FlagAsText,
     NanFilter,

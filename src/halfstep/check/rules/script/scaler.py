@@ -1,8 +1,7 @@
-"""HS120-HS123: whether a scaler is present where one is needed, and where it is created."""
+"""HS120-HS122: whether a scaler is needed and used, and where it is created."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 
@@ -10,11 +9,10 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.scaler_calls import framework_precisions
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import TraceRule, earlier, later, without_amp
+from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import Autocast, Scaler, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
@@ -42,20 +40,11 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
-_ITEM = """\
-import torch
-for batch in loader:
-    optimizer.zero_grad()
-    with torch.autocast("cuda", dtype=torch.{dtype}):
-        out = model(**batch)
-    out["loss"].backward()
-    optimizer.step()
-"""
-# Scripts that import these have their loss scaled by the library.
-_OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
-_SCALE = 'use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16'
 _FULL_PRECISION = re.compile(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
 _SWITCH = re.compile(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
+_ONLY_BF16 = re.compile(
+    r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$"
+)
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -107,6 +96,13 @@ class ScalerWithBf16(ScriptRule):
                 "autocast computes in bfloat16, which has the range of float32: the scaler only costs time and skips steps",
                 instead="remove the scaler: loss.backward(), optimizer.step()",
             )
+        for scaler in script.scalers:
+            if scaler not in certain and _ONLY_BF16.search(scaler.enabled) and script.has("scaler_step"):
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"the scaler is enabled when `{scaler.enabled}`: bfloat16 needs no scaler, and float16 trains without one",
+                    instead="enable it for float16 only",
+                )
         for scaler, region in self._idle_when_bf16(script):
             if scaler not in certain:
                 dtype = text_of(region.dtype_node)
@@ -297,104 +293,4 @@ class ScalerUnused(ScriptRule):
                 )
 
 
-class Fp16WithoutScaler(TraceRule):
-    """float16 autocast is used for training without a GradScaler."""
-
-    code = "HS123"
-    name = "fp16-without-scaler"
-    severity = "error"
-    reason = (
-        "The smallest positive float16 value is 6e-8, and many gradients are smaller: without a loss scale they become zero and "
-        "their weights stop learning; the loss stalls or becomes NaN. bfloat16 has the range of float32 and needs no scaler."
-    )
-    bad = (
-        _PLAIN.format(dtype="float16"),
-        "import torch\nfrom torch.cuda.amp import autocast\nfor x, y in loader:\n    optimizer.zero_grad()\n    with autocast():\n"
-        "        out = model(x)\n        loss = criterion(out, y)\n    loss.backward()\n    optimizer.step()\n",
-        _ITEM.format(dtype="float16"),
-    )
-    good = (_PLAIN.format(dtype="bfloat16"), _RIGHT, _ITEM.format(dtype="bfloat16"))
-    references = (f"{_AMP}#gradient-scaling", "https://arxiv.org/abs/1710.03740")
-    kinds = ("backward",)
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A backward of an unscaled loss computed under float16 autocast, in a script without any scaler."""
-        event = trace[index]
-        used = any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers)
-        if event.scaled != "no" or used or without_amp(event) or script.outline.names.uses(*_OWNERS):
-            return None
-        if any("scaler" in name.lower() and name != "GradScaler" for name in script.outline.loads) or script.has(
-            "owned_backward", "owned_step"
-        ):
-            return None
-        if not any(True for _ in later(trace, index, "opt_step")):
-            return None
-        for i in earlier(trace, index, "enter_autocast"):
-            opened = trace[i]
-            autocasts = opened.regions[-1].autocasts
-            if any("float16" not in a.dtypes or a.enabled == "no" for a in autocasts) or opened.inside("no_grad"):
-                return None
-            if opened.loops != event.loops or opened.function is not event.function:
-                return None
-            if not _comes_from(opened.node, event, script):
-                continue
-            loss = f"`{event.subject or 'the loss'}`"
-            if all(a.dtype == "float16" for a in autocasts):
-                return self.finding(
-                    script.where(event.node),
-                    f"{loss} is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
-                    "scaled: gradients below 6e-8 become zero",
-                    instead=_SCALE,
-                )
-            region = next(a for a in autocasts if a.dtype != "float16")
-            if _tests_format(region, opened, event):
-                return None
-            # At the region, where the dtype is chosen.
-            return self.finding(
-                script.where(region.node),
-                f"{_condition(region)} {loss} is not scaled: gradients below 6e-8 become zero",
-                instead=_SCALE,
-                severity="error" if region.dtype_node is None and "cuda" in region.devices else "warning",
-            )
-        return None
-
-
-def _condition(region: Autocast) -> str:
-    """When a region computes in float16."""
-    if region.dtype_node is not None:
-        return f"when `{text_of(region.dtype_node)}` is float16,"
-    return "on CUDA, where autocast defaults to float16,"
-
-
-def _tests_format(region: Autocast, *events: Event) -> bool:
-    """Whether a condition around the region or the events may exclude one of its dtypes."""
-    flags = [region.enabled, *(text for event in events for text, _ in event.guards)]
-    return any(_FORMAT.search(flag) for flag in flags)
-
-
-def _comes_from(opened: ast.AST, event: Event, script: Script) -> bool:
-    """Whether the loss of a backward is computed in a `with` block, or from values that are."""
-    if not isinstance(event.node, ast.Call) or event.node in set(ast.walk(opened)):
-        return False
-    inside = {key for node in ast.walk(opened) for key in _stored(node)} - {"self", ""}
-    # Any part of `losses["total"]`, `out.loss` or `sum(losses.values())` that the block assigns.
-    loss = [part for node in (event.node.func, *event.node.args) for part in ast.walk(node)]
-    if inside & {key_of(part) for part in loss}:
-        return True
-    for name in {part.id for part in loss if isinstance(part, ast.Name)}:
-        for binding in script.outline.lookup(name, event.function):
-            if binding.value is not None and binding.function is event.function:
-                names = {n.id for n in ast.walk(binding.value) if isinstance(n, ast.Name)}
-                if names & inside:
-                    return True
-    return False
-
-
-def _stored(node: ast.AST) -> tuple[str, ...]:
-    """The variables that a node assigns: for `losses["ce"] = ...` both the item and the dictionary."""
-    if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)) or not isinstance(node.ctx, ast.Store):
-        return ()
-    return (key_of(node), key_of(node.value)) if isinstance(node, ast.Subscript) else (key_of(node),)
-
-
-RULES: tuple[type[Rule], ...] = (ScalerWithBf16, ScalerInLoop, ScalerUnused, Fp16WithoutScaler)
+RULES: tuple[type[Rule], ...] = (ScalerWithBf16, ScalerInLoop, ScalerUnused)

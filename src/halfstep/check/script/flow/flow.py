@@ -239,7 +239,7 @@ class _Walk:
             return ""
         for part in ast.walk(value):
             if isinstance(part, (ast.Name, ast.Attribute)) and key_of(part) in self.scaled:
-                return self.scaled[key_of(part)].certainty if part is value else "maybe"
+                return self.scaled[key_of(part)].certainty if part is _numerator(value) else "maybe"
         return ""
 
     def assignment(
@@ -261,7 +261,8 @@ class _Walk:
                     self.scaled[key] = _Scaled(scaled, guards, scaler)
                 elif source := self.scaled_source(node.value):
                     # `total = scaled_loss.mean()` is still scaled; a new value is not.
-                    self.scaled[key] = _Scaled(source, guards)
+                    scaler = self.scaled[key].scaler if key in self.scaled else ""
+                    self.scaled[key] = _Scaled(source, guards, scaler)
                 elif key in self.scaled and set(self.scaled[key].guards) >= set(guards):
                     del self.scaled[key]
                 elif key in self.scaled:
@@ -324,6 +325,13 @@ class _Walk:
         flat = [o for v in options for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
         plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
         return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
+
+
+def _numerator(value: ast.expr) -> ast.expr:
+    """`loss` of `loss / accumulation_steps`: a division by anything but a scale leaves the scale in place."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and "scal" not in text_of(value.right).lower():
+        return value.left
+    return value
 
 
 def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:

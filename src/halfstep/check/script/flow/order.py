@@ -25,6 +25,7 @@ __all__ = [
     "STEPS",
     "TraceRule",
     "between",
+    "changes_in_loop",
     "earlier",
     "exclusive",
     "implied",
@@ -176,6 +177,29 @@ def _loops_of(script: Script, node: ast.AST) -> list[AnyLoop]:
             loops.insert(0, parent)
         node, parent = parent, script.outline.parents.get(parent)
     return loops
+
+
+def changes_in_loop(script: Script, event: Event) -> bool:
+    """Whether a step's optimizer may be another in each iteration, or the step may end its loop."""
+    if not event.local.optimizer or "[" in event.local.optimizer or "[" in event.optimizer:
+        return True
+    loops = loops_around(script, event)
+    if not loops:
+        return True
+    statement = script.statement(event.node)
+    parent = script.outline.parents.get(statement) if statement is not None else None
+    siblings = getattr(parent, "body", []) if parent is not None else []
+    if any(isinstance(s, (ast.Break, ast.Return)) for s in siblings if isinstance(s, ast.stmt)):
+        return True
+    last = loops[-1]
+    lines = range(last.lineno, (last.end_lineno or 0) + 1)
+    roots = {key.partition(".")[0] for key in (event.optimizer, event.local.optimizer)} - {"self"}
+    keys = roots | {event.optimizer, event.local.optimizer, event.scaler}
+    bindings = [b for key in keys for b in script.outline.bindings.get(key, ())[:MAX_BINDINGS]]
+    targets = (
+        {n.id for n in ast.walk(last.target) if isinstance(n, ast.Name)} if not isinstance(last, ast.While) else set()
+    )
+    return bool(targets & roots) or any(getattr(b.node, "lineno", 0) in lines for b in bindings)
 
 
 def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:

@@ -10,7 +10,7 @@ import ast
 import re
 from dataclasses import dataclass
 
-from halfstep.check.script.objects.expressions import first_key, hand_scaled
+from halfstep.check.script.objects.expressions import entries_of, first_key, hand_scaled
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, make_scaler
@@ -40,6 +40,7 @@ _MODEL = re.compile(
 )
 # methods like calling the model
 _FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
+_CRITERION = re.compile(r"crit|loss|bce|objective|cost|adversarial", re.IGNORECASE)
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
@@ -171,8 +172,8 @@ class Recogniser:
             return Action("clip", subject=last)
         if last == "float" and len(call.args) == 1 and key_of(tensor_of(call.args[0])):
             return Action("item", subject=key_of(tensor_of(call.args[0])))
-        if name in BCE or self._is_bce(call.func, function):
-            return Action("bce")
+        if name in BCE or (bce := self._is_bce(call.func, function)):
+            return Action("bce", subject=key_of(call.func), scaled="yes" if name in BCE else bce)
         if name in WRAPS:
             return Action(f"wrap_{WRAPS[name]}", subject=key_of(call.args[0]) if call.args else "")
         if name == "apex.amp.initialize":
@@ -234,13 +235,22 @@ class Recogniser:
         }
         return "|".join(sorted(owners - {""}))
 
-    def _is_bce(self, func: ast.expr, function: Function) -> bool:
+    def _is_bce(self, func: ast.expr, function: Function) -> str:
+        """Whether a called object is a BCELoss: yes, maybe (on one path of this function or class), or "" if not."""
         options: list[ast.expr] = [func] if isinstance(func, ast.Call) else []
         key = key_of(func)
-        if key and ("crit" in key.lower() or "loss" in key.lower() or "bce" in key.lower()):
-            options = self.outline.values(key, function)
+        if key and _CRITERION.search(key):
+            options = [
+                o for value in self.outline.values(key, function) for o in entries_of(value, self.outline, function)
+            ]
         calls = [o for o in options if isinstance(o, ast.Call)]
-        return bool(calls) and all(self._creates_bce(o) for o in calls) and len(calls) == len(options)
+        created = [o for o in calls if self._creates_bce(o)]
+        if not created:
+            return ""
+        if len(created) == len(options):
+            return "yes"
+        is_own = key not in function.params and ("." not in key or key in self.outline.bindings)
+        return "maybe" if is_own and len(calls) == len(options) else ""
 
     def _creates_bce(self, call: ast.Call) -> bool:
         while (
@@ -317,6 +327,11 @@ class Recogniser:
         if kind == "optimizer" or (_last(key) in self._stepped and kind != "scheduler"):
             return Action("opt_step", optimizer=key)
         return Action("sched_step", subject=key) if kind == "scheduler" else None
+
+    def _on_second_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        """The step of sharpness-aware minimization, after `first_step`."""
+        key = key_of(receiver)
+        return Action("opt_step", optimizer=key) if self.kind_of(key, function) == "optimizer" else None
 
     def _on_update(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)

@@ -1,0 +1,142 @@
+"""Keys that a script sets after it has written a dictionary: `ds_config["fp16"] = {"enabled": True}`.
+
+What follows the dictionary in the same list of statements always holds. What stands in a branch of an `if` holds together
+with the rest of that branch, so each branch is a configuration to check. All other changes make their keys unknown.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from halfstep.check.config.literals import Literals, subscript
+from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar, Span
+
+__all__ = ["Assignments"]
+
+_MAX_BRANCHES = 8
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The assignments to one variable's keys in one list of statements."""
+
+    statements: list[ast.stmt]
+    assigns: tuple[ast.Assign, ...]
+    chain: int  # identifies the first `if` of a chain of elif; 0 if the list is no branch
+
+
+class Assignments:
+    """The assignments to keys in one script, by variable."""
+
+    def __init__(self, nodes: Sequence[ast.AST], literals: Literals) -> None:
+        self.literals = literals
+        self.groups: dict[str, list[_Group]] = {}
+        functions = (n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        self.functions = [(n.lineno, n.end_lineno or 0) for n in functions]  # outer ones first
+        tops: dict[int, int] = {}
+        for node in nodes:
+            for key in ("body", "orelse", "finalbody"):
+                statements = getattr(node, key, None)
+                if isinstance(statements, list) and statements:
+                    self._read(node, statements, tops, is_else=key == "orelse")
+
+    def _read(self, node: ast.AST, statements: list[ast.stmt], tops: dict[int, int], *, is_else: bool) -> None:
+        chain = tops.get(id(node), id(node)) if isinstance(node, ast.If) else 0
+        if chain and is_else and len(statements) == 1 and isinstance(statements[0], ast.If):
+            tops[id(statements[0])] = chain  # elif
+        assigns: dict[str, list[ast.Assign]] = {}
+        for statement in statements:
+            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                name, path = subscript(statement.targets[0])
+                if name and path:
+                    assigns.setdefault(name, []).append(statement)
+        for name, group in assigns.items():
+            self.groups.setdefault(name, []).append(_Group(statements, tuple(group), chain))
+
+    def versions(self, root: Block, name: str, binding: ast.AST) -> Iterator[Block]:
+        """A dictionary with the keys that are always set later, then one for each branch that sets more of them.
+
+        Nothing if a change cannot be followed: a key that is not a literal, or a function that may change any of them.
+        """
+        changes = self.literals.changes.get(name, ())
+        if None in changes:
+            return
+        paths = [path for path in changes if path]  # `del config` changes no key
+        if not paths:
+            yield root
+            return
+        always, branches = self._groups_after(name, binding)
+        yield self._build(root, always, paths)
+        for branch in branches[:_MAX_BRANCHES]:
+            left = list(paths)
+            for other in branches:
+                if other is not branch and other.chain == branch.chain:
+                    _remove(left, other.assigns)
+            yield self._build(root, (*always, *branch.assigns), left)
+
+    def _groups_after(self, name: str, binding: ast.AST) -> tuple[tuple[ast.Assign, ...], list[_Group]]:
+        """The assignments next to the dictionary, and those of each branch of an `if` in the same function."""
+        line = getattr(binding, "lineno", 1)
+        around = [lines for lines in self.functions if lines[0] <= line <= lines[1]]
+        first, last = around[-1] if around else (1, 1 << 30)
+        always: tuple[ast.Assign, ...] = ()
+        branches = []
+        for group in self.groups.get(name, ()):
+            assigns = tuple(a for a in group.assigns if line < a.lineno <= last)
+            if any(getattr(statement, "value", None) is binding for statement in group.statements):
+                always = assigns
+            elif assigns and group.chain and first <= assigns[0].lineno:
+                branches.append(replace(group, assigns=assigns))
+        return always, branches
+
+    def _build(self, root: Block, assigns: Sequence[ast.Assign], paths: Sequence[Path]) -> Block:
+        """The dictionary with these assignments made, in their order, and every other changed key unknown."""
+        left = list(paths)
+        _remove(left, assigns)
+        for assign in sorted(assigns, key=lambda a: a.lineno):
+            target = assign.targets[0]
+            path = subscript(target)[1]
+            if path and isinstance(target, ast.Subscript):
+                span = self.literals.span(target.slice)
+                root = _with_value(root, path, span, self.literals.node(assign.value))
+        for path in left:
+            root = _with_unknown(root, path)
+        return root
+
+
+def _remove(paths: list[Path], assigns: Sequence[ast.Assign]) -> None:
+    """Take the paths of these assignments off a list, each once."""
+    for assign in assigns:
+        path = subscript(assign.targets[0])[1]
+        if path in paths:
+            paths.remove(path)
+
+
+def _with_value(block: Block, path: Path, key_span: Span, node: Node) -> Block:
+    """The block with a value set; a block that does not exist on the path stays unknown."""
+    key, rest = path[0], path[1:]
+    entry = block.entry(key)
+    if rest:
+        if entry is None or not isinstance(entry.value, Block):
+            return _with_unknown(block, path)
+        node, key_span = _with_value(entry.value, rest, key_span, node), entry.key_span
+    new = Entry(key, key_span, node)
+    if entry is None:
+        return replace(block, entries=(*block.entries, new))
+    return replace(block, entries=tuple(new if e is entry else e for e in block.entries))
+
+
+def _with_unknown(block: Block, path: Path) -> Block:
+    """The block with the value at a path unknown, or the block open if the key is absent."""
+    key, rest = path[0], path[1:]
+    entry = block.entry(key)
+    if entry is None:
+        return replace(block, open=True)
+    node: Node = Scalar(entry.value.span, UNKNOWN)
+    if rest and isinstance(entry.value, Block):
+        node = _with_unknown(entry.value, rest)
+    entries = tuple(Entry(e.key, e.key_span, node) if e is entry else e for e in block.entries)
+    return replace(block, entries=entries)
