@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from dataclasses import asdict
 from functools import cache, lru_cache
@@ -198,7 +199,10 @@ def _prepare(folder: Path) -> None:
     for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _TAG)):
         file = folder / name
         if not file.exists():
-            file.write_text(text, encoding="utf-8")
+            # Another run must not see an empty .gitignore, and check the results as configurations.
+            temporary = file.with_name(f"{name}.{os.getpid()}.{threading.get_ident()}")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(file)
 
 
 def _remove_old(folder: Path) -> None:

@@ -165,10 +165,8 @@ class Training:
             if full.startswith(_PLAIN) and "lr_scheduler" not in full and ".swa_utils" not in full
             for site in sites
         ]
-        for (
-            name,
-            sites,
-        ) in outline.calls.items():  # `optimizer_class = bnb.optim.AdamW8bit if ... else torch.optim.AdamW`
+        # `optimizer_class = bnb.optim.AdamW8bit if ... else torch.optim.AdamW`
+        for name, sites in outline.calls.items():
             if "optim" in name.lower() and name in outline.bindings:
                 calls += [site for site in sites if self._is_plain_class(site.call.func, site.function)]
         return tuple(

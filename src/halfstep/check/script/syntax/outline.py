@@ -222,6 +222,15 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
             if isinstance(node.value, str) and len(node.value) < 40:  # type: ignore[attr-defined]
                 out.strings.add(node.value)  # type: ignore[attr-defined]
             continue
+        if kind is ast.Attribute:  # most nodes are names, constants and attributes
+            assert isinstance(node, ast.Attribute)
+            if type(node.ctx) is ast.Load:
+                out.loads[node.attr] += 1
+            if "scale" in node.attr.lower():
+                out.scaling.add(around.statement)
+            parents[node.value] = node
+            stack.append((node.value, around))
+            continue
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             imports.append((node, around.guarded))
             continue
@@ -242,11 +251,6 @@ def read_outline(tree: ast.Module, text: str = "", words: tuple[str, ...] = ()) 
                 out.calls.setdefault(last, []).append(CallSite(node, around.function))
             if not around.deferred:
                 out.statement_calls.setdefault(around.statement, []).append(StatementCall(node, around.choices))
-        elif isinstance(node, ast.Attribute):
-            if type(node.ctx) is ast.Load:
-                out.loads[node.attr] += 1
-            if "scale" in node.attr.lower():
-                out.scaling.add(around.statement)
         elif isinstance(node, ast.BinOp):
             if isinstance(node.op, ast.Div):  # `//` counts steps; a loss is never divided like this
                 out.divisors.add(_text(node.right))
