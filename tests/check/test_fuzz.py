@@ -54,7 +54,7 @@ HOSTILE = {
     "python recursion": ("python", "from torch.cuda.amp import *\ndef f(scaler):\n    g(scaler)\ndef g(scaler):\n    f(scaler); f(scaler)\nf(GradScaler())\n"),
     "python ternaries": ("python", "from torch.cuda.amp import *\nctx = " + "autocast() if a else (" * 150 + "None" + ")" * 150 + "\nwith ctx: pass\n"),
     "python long call": ("python", "import torch\ntorch.autocast(" + "float16, " * 30_000 + ")\n"),
-    "python comments": ("python", "autocast\n" + "# halfstep: ignore[HS104]\n" * 1500),
+    "python comments": ("python", "autocast\n" + "# halfstep: ignore[HS104]\n" * 1200),
     "python brackets": ("python", "# halfstep: ignore[" + "[" * 100_000),
     "notebook strings": ("notebook", '{"cells": [{"cell_type": "code", "source": "' + "!x\\n" * 20_000 + '"}]}'),
     "notebook deep": ("notebook", '{"cells": ' + "[" * 100_000),

@@ -51,7 +51,7 @@ def test_the_nearest_pin_wins_and_the_user_wins_over_pins(project):
     (project / "requirements.txt").write_text("torch==2.9.0\naccelerate==1.9.0\n")
     (project / "a").mkdir()
     (project / "a" / "requirements.txt").write_text("torch==2.10.0\n")
-    path = str(project / "a" / "train.py")
+    path = str(project / "a")
     known = pins_for(path, (Pin("cudnn", "9.19", "--with"),), look_up=True)
     assert {name: pin.version for name, pin in known.items()} == {
         "cudnn": "9.19",
@@ -67,7 +67,7 @@ def test_folders_outside_a_repository_are_not_searched(tmp_path, monkeypatch):
     monkeypatch.setattr(pins, "installed_pins", lambda: ())
     (tmp_path / "requirements.txt").write_text("torch==2.9.0\n")
     (tmp_path / "a").mkdir()
-    assert pins_for(str(tmp_path / "a" / "train.py"), (), look_up=True) == {}
+    assert pins_for(str(tmp_path / "a"), (), look_up=True) == {}
 
 
 def test_installed_packages_are_found_without_importing_them(tmp_path, monkeypatch):

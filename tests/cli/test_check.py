@@ -260,18 +260,18 @@ def test_an_interrupt_ends_it_with_130(tmp_path):
     # A suite that runs in the background of a shell has the interrupt switched off, and its children inherit that.
     listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     program = f"{listen}; from halfstep.cli import main; main()"
-    command = [sys.executable, "-c", program, "check", str(tmp_path)]
+    command = [sys.executable, "-c", program, "check", "--no-cache", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     with process, no_hang():
         while process.poll() is None and children.exists() and not children.read_text():
             time.sleep(0.02)
-        # Python loses an interrupt that it raises inside a destructor; a person presses again.
+        # Python loses an interrupt that it raises inside a destructor, and people press more than once.
         while process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.5)
+                process.wait(timeout=0.05)
         stderr = process.stderr.read()
     assert process.returncode == 130
     assert b"Traceback" not in stderr

@@ -1,10 +1,11 @@
 """Results of earlier runs, so that a file that did not change is not analysed again.
 
-A result is found by a hash of everything it depends on: the bytes of the file, its path, the settings and selected rules, the
-versions of Halfstep, Python and the libraries it is checked for, and for a DeepSpeed script the state of the configuration
-files it names. One file in the cache folder has the results of all files checked with the same options. It starts with a hash of
-its content and is replaced atomically: a damaged file is ignored, and of two runs at the same time the last one wins,
-which costs the other one only its results. Nothing here raises: without a cache the check is slower, not different.
+A result is found by a hash of everything it depends on: the bytes of the file, its path, the settings and selected rules,
+the versions of libraries that its folder pins, the version of Halfstep and Python, and for a DeepSpeed script the state of
+the configuration files it names. One file in the cache folder has the results of all files checked with the same options.
+It starts with a hash of its content and is replaced atomically: a damaged file is ignored, and of two runs at the same time
+the last one wins, which costs the other one only its results. Nothing here raises: without a cache the check is slower, not
+different.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import sys
 import time
 from dataclasses import asdict
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from halfstep import __version__
 from halfstep.check.files.document import located_source, read_document, size_limit
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.options import Options
-from halfstep.check.pins import pins_for
+from halfstep.check.pins import Pin, pins_for
 from halfstep.check.runner import FileResult
+from halfstep.check.settings import Settings
 from halfstep.check.walk import Target
 
 __all__ = ["Cache", "default_folder", "open_cache"]
@@ -122,9 +124,10 @@ class Cache:
     def _key(self, target: Target, data: bytes) -> str:
         settings = self.options.settings(target.project)
         selection = self.options.selection(target.project, target.path)
-        pins = tuple(pins_for(target.path, settings.pins, look_up=settings.look_up).values())
-        named_files = _named_files(target, data)
-        context = repr((settings, pins, selection, target.named, target.language, target.path, named_files))
+        named = _named_files(target, data)
+        # Pinned and installed versions decide which defects apply.
+        pins = _pins(os.path.dirname(os.path.abspath(target.path)), settings)  # noqa: PTH100, PTH120
+        context = repr((settings, selection, target.named, target.language, target.path, named, pins))
         return hashlib.blake2b(context.encode("utf-8", "surrogatepass") + data, digest_size=16).hexdigest()
 
 
@@ -151,6 +154,11 @@ def _named_files(target: Target, data: bytes) -> tuple[object, ...]:
                 state = (folder / os.fsdecode(name)).stat()
                 states.append((name, state.st_size, state.st_mtime_ns, state.st_ino))
     return tuple(states)
+
+
+@lru_cache(maxsize=64)
+def _pins(folder: str, settings: Settings) -> tuple[Pin, ...]:
+    return tuple(pins_for(folder, settings.pins, look_up=settings.look_up).values())
 
 
 @cache

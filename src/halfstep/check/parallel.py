@@ -71,7 +71,10 @@ def _check_in_processes(targets: Sequence[Target], options: Options, workers: in
                 "A worker process died during the check, possibly because memory ran out. "
                 "Check fewer files at once to find the file that causes it."
             ) from None
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                # The command ends now. A second Ctrl-C would end it with a traceback, or without its exit code.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             # Interrupted: nobody waits for the results, so the workers need not finish.
             for child in multiprocessing.active_children():
                 child.terminate()

@@ -57,13 +57,12 @@ def parse_pin(text: str, origin: str) -> Pin:
     return Pin(package, version, origin)
 
 
-def pins_for(path: str, named: tuple[Pin, ...], *, look_up: bool) -> dict[str, Pin]:
-    """The version of each package for a file: those named, and with `look_up` also those pinned or installed."""
+def pins_for(folder: str, named: tuple[Pin, ...], *, look_up: bool) -> dict[str, Pin]:
+    """The version of each package for the files of a folder: those named, with `look_up` also those pinned or installed."""
     pins: dict[str, Pin] = {}
     sources = [named]
     if look_up:
-        folder = Path(path).absolute().parent
-        sources += [pins_in_folder(parent) for parent in _folders(folder)]
+        sources += [pins_in_folder(parent) for parent in _folders(Path(folder).absolute())]
         sources.append(installed_pins())
     for source in sources:
         for pin in source:

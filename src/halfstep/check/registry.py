@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from halfstep.check.rule import Rule
@@ -58,5 +58,10 @@ def all_rules() -> tuple[type[Rule], ...]:
 
 def find_rule(text: str) -> type[Rule] | None:
     """The rule with this code or name, case-insensitively; None if there is none."""
-    wanted = text.strip().casefold()
-    return next((rule for rule in all_rules() if wanted in {rule.code.casefold(), rule.name}), None)
+    return _by_word(tuple(map(rules_of, GROUPS))).get(text.strip().casefold())
+
+
+@lru_cache(maxsize=2)
+def _by_word(groups: tuple[tuple[type[Rule], ...], ...]) -> dict[str, type[Rule]]:
+    """Rules by code and by name."""
+    return {word: rule for rules in groups for rule in rules for word in (rule.code.casefold(), rule.name)}

@@ -43,6 +43,8 @@ _PLACE = re.compile(r".*?\bline (\d+)(?:, column (\d+))?:? ?", re.DOTALL)
 # applies to it, and checking its syntax is up to other tools.
 _SMALL = 4000
 _DATA = frozenset({"json", "yaml", "toml"})  # languages in which most files of a folder are no configuration
+# Characters: each fix is verified in the edited text, which is parsed for that. Later fixes are dropped; a second run has them.
+MAX_FIXED_TEXT = 800_000
 MAX_CONFIGS = 500  # in one script; only generated code has more, and each takes a millisecond
 
 
@@ -117,7 +119,8 @@ def check_document(
         except Exception as error:
             findings.append(failure(source, "The parser", error))
         reported = suppress(findings, source, selection, has_gpu=settings.gpu is not None)
-    return tuple(sorted(dict.fromkeys(reported), key=lambda finding: finding.sort_key))
+        ordered = sorted(dict.fromkeys(reported), key=lambda finding: finding.sort_key)
+        return tuple(_with_usable_fixes(ordered, source))
 
 
 def _findings(source: Source, settings: Settings, *, named: bool, preview: bool) -> Iterator[Finding]:
@@ -210,11 +213,31 @@ def _may_be_affected(source: Source, settings: Settings) -> bool:
 def _run(rule: type[Any], facts: Any, source: Source) -> list[Finding]:
     """The findings of one rule; a rule that fails is reported as one finding."""
     try:
-        return [with_usable_fix(finding, source) for finding in rule().check(facts)]
+        return list(rule().check(facts))
     except (RecursionError, MemoryError):
         return [too_deep(source)]
     except Exception as error:
         return [failure(source, f"{rule.code} ({rule.name})", error)]
+
+
+def _with_usable_fixes(findings: Iterable[Finding], source: Source) -> Iterator[Finding]:
+    """The findings, each with its fix only if that is usable."""
+    budget = MAX_FIXED_TEXT
+    for finding in findings:
+        if finding.fix is None:
+            yield finding
+            continue
+        budget -= len(source.text)
+        if budget < 0:
+            yield replace(finding, fix=None)
+            continue
+        try:
+            yield with_usable_fix(finding, source)
+        except (RecursionError, MemoryError):
+            yield replace(finding, fix=None)
+        except Exception as error:
+            yield replace(finding, fix=None)
+            yield failure(source, f"The fix of {finding.code}", error)
 
 
 def with_usable_fix(finding: Finding, source: Source) -> Finding:

@@ -101,6 +101,8 @@ def _excerpt(finding: Finding, source: Source | None, *, colour: bool) -> list[s
 
 def _expand(text: str) -> str:
     """The text as printed: tabs as blanks up to the next multiple of 4 columns, and no control characters."""
+    if text.isprintable():  # most lines; a tab is not
+        return text
     parts: list[str] = []
     width = 0
     for char in text:
@@ -122,6 +124,8 @@ def _width(text: str) -> int:
 
 def _clean(text: str, keep: str = "") -> str:
     """The text without control characters, which could move the terminal's cursor; file names and lines may have any."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() or char in keep else "?" for char in text)
 
 

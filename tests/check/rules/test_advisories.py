@@ -11,7 +11,7 @@ from halfstep.check.script.objects.features import features_of_script
 from halfstep.check.select import Selection
 from halfstep.check.session import check_path
 from halfstep.check.settings import Settings
-from halfstep.hardware.advisory import FEATURES
+from halfstep.hardware.advisory import FEATURE_WORDS, FEATURES
 from halfstep.hardware.advisory_table import ADVISORIES
 from halfstep.hardware.devices import find_devices
 
@@ -189,6 +189,20 @@ def test_every_feature_of_a_script_is_recognised():
         shown |= features_of_script(ast.parse(text)).keys()
     assert set(FEATURES) - in_files <= shown
     assert {name for advisory in ADVISORIES for name in advisory.features} == set(FEATURES)
+
+
+def test_a_text_that_shows_a_feature_contains_one_of_its_words():
+    """Texts are searched for words before they are parsed, so a missing word would hide the feature."""
+    assert set(FEATURE_WORDS) == set(FEATURES)
+    for text in (MASKED, NO_GRAD, MODULATED, FUSED, CALLS):
+        shown = features_of_script(ast.parse(text)).keys() & set(FEATURES)
+        assert [name for name in shown if not any(word in text for word in FEATURE_WORDS[name])] == []
+
+
+def test_a_text_without_the_words_is_not_parsed(monkeypatch):
+    """A script that mentions an advisory's first feature alone cannot meet one that needs two."""
+    monkeypatch.setattr("halfstep.check.rules.advisories.features_of_script", lambda _: pytest.fail("was parsed"))
+    assert codes("model.generate(x)\n", "torch=2.11", gpu="H200") == []
 
 
 def test_other_compilations_and_chunks_are_not_torch(tmp_path):

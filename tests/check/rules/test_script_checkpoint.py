@@ -117,3 +117,16 @@ def test_a_helper_that_nothing_calls_counts_for_the_loop():
     """A function `save_checkpoint` that another file calls saves what the loop of this file trains."""
     save = "def save_checkpoint(model, optimizer, scaler):\n    torch.save({'o': optimizer.state_dict(), 's': scaler.state_dict()}, 'x')\n"
     assert [f.code for f in findings(HEAD + save + LOAD + LOOP.format(save="pass"), "HS171")] == ["HS171"]
+
+
+def test_asking_for_a_scaler_is_no_checkpoint_key():
+    """`getattr(self, "scaler", None)` and `hasattr` save nothing."""
+    text = (
+        "import torch\nclass Trainer:\n    def __init__(self):\n        self.scaler = torch.amp.GradScaler('cuda')\n"
+        "    def save(self):\n        torch.save({'optim': self.optimizer.state_dict()}, 'x')\n"
+        "    def load(self):\n        self.optimizer.load_state_dict(torch.load('x')['optim'])\n"
+        "    def validate(self):\n        return getattr(self, 'scaler', None) is not None and hasattr(self, 'scaler')\n"
+        "    def fit(self):\n        for x in self.data:\n            self.scaler.scale(self.net(x)).backward()\n"
+        "            self.scaler.step(self.optimizer)\n            self.scaler.update()\n            self.optimizer.zero_grad()\n"
+    )
+    assert "HS170:6" in codes(text)

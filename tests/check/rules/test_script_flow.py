@@ -245,3 +245,36 @@ def test_messages_name_the_variables_on_the_line():
     (finding,) = findings(text, "HS105")
     assert "`o`" in finding.message
     assert "optimizer" not in finding.message
+
+
+EVALUATED = """\
+import torch
+def log_probs(model, ids):
+    return model(ids).log_softmax(-1)
+@torch.no_grad()
+def {name}({params}):
+    {setup}
+    return [log_probs({model}, ids) for ids in loader]
+def train(policy_model, loader, optimizer):
+    for ids in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = log_probs(policy_model, ids).mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "setup", "model", "expected"),
+    [
+        ("evaluate", "policy_model, loader", "policy_model.eval()", "policy_model", ["HS149:7"]),
+        ("visualize", "policy_model, loader", "policy_model.eval()", "policy_model", []),
+        ("evaluate", "ref_model, loader", "ref_model.eval()", "ref_model", []),
+        ("evaluate", "loader", "policy_model = build()", "policy_model", []),
+    ],
+)
+def test_validation_through_a_helper_is_reported_at_its_call(name, params, setup, model, expected):
+    """The caller without a region is reported, not the helper that training uses too; pictures, references and other models are not."""
+    text = EVALUATED.format(name=name, params=params, setup=setup, model=model)
+    assert [code for code in codes(text) if code.startswith("HS149")] == expected

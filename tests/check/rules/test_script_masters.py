@@ -262,3 +262,71 @@ def test_tests_and_benchmarks_are_silent():
         facts = script(text)
         facts.source = dataclasses.replace(facts.source, path=path)
         assert list(rule().check(facts)) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "severity"), [("1e-6", "error"), ("2e-5", "error"), ("3e-4", "warning"), ("args.lr", "warning")]
+)
+def test_a_small_learning_rate_makes_bfloat16_weights_an_error(rate, severity):
+    """At 2e-5 and below most updates of bfloat16 weights are lost; at larger or unknown rates it is a warning."""
+    text = LOOP.format(setup="model = Net().bfloat16()", optimizer=f"torch.optim.AdamW(model.parameters(), lr={rate})")
+    assert [f.severity for f in findings(text, "HS151")] == [severity]
+
+
+LOAD = HF + "model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16{more})\n"
+PEFT = "from peft import LoraConfig, PeftModel, get_peft_model\n"
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        PEFT + LOAD.format(more="") + "if args.lora_r:\n    model = get_peft_model(model, LoraConfig(r=args.lora_r))",
+        PEFT + LOAD.format(more="") + "model = get_peft_model(model, LoraConfig()) if use_lora else model",
+        PEFT
+        + HF
+        + "if is_adapter:\n    base = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)\n"
+        "    model = PeftModel.from_pretrained(base, path).merge_and_unload()\nelse:\n"
+        "    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)\n"
+        "for p in model.parameters():\n    p.requires_grad_(True)",
+        "bnb = BitsAndBytesConfig(load_in_4bit=True) if args.qlora else None\n"
+        + LOAD.format(more=", quantization_config=bnb"),
+    ],
+)
+def test_optional_adapters_leave_a_path_that_trains_all_weights(setup):
+    """Where an option attaches the adapter or quantizes, the run without it is reported, with its condition."""
+    (finding,) = findings(loop(setup), "HS151")
+    assert finding.message.startswith("when ")
+    assert "adapter" in finding.message
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        PEFT + LOAD.format(more="") + "model = get_peft_model(model, LoraConfig())",
+        PEFT + LOAD.format(more="") + "if verbose:\n    model = get_peft_model(model, LoraConfig())",
+        PEFT
+        + LOAD.format(more="")
+        + "if args.qlora:\n    model = prepare_model_for_kbit_training(model)\nmodel = get_peft_model(model, LoraConfig())",
+        PEFT + HF + "if lora:\n    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.bfloat16)\n"
+        "    model = get_peft_model(model, LoraConfig())\nelse:\n    model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.float32)",
+        "bnb = BitsAndBytesConfig(load_in_4bit=True)\n" + LOAD.format(more=", quantization_config=bnb"),
+        LOAD.format(more="") + "for p in model.parameters():\n    p.requires_grad_(False)",
+    ],
+)
+def test_adapters_that_are_always_attached_are_silent(setup):
+    """An adapter outside every option, a float32 load in the other branch, and frozen weights are right."""
+    assert findings(loop(setup), "HS151") == []
+
+
+def test_parts_of_a_loaded_model_have_its_dtype():
+    """`wrapper.model.parameters()` of a wrapper that `from_pretrained` loaded in 16 bits."""
+    setup = "from voices import Talker\nmodel = Talker.from_pretrained(name, torch_dtype=torch.bfloat16)"
+    assert len(findings(loop(setup, "torch.optim.AdamW(model.talker.parameters(), lr=1e-5)"), "HS151")) == 1
+
+
+def test_trainer_with_an_optional_adapter():
+    """`peft_config` that is None without an option leaves full fine-tuning in bfloat16."""
+    load = "model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)\n"
+    choice = "from peft import LoraConfig\nlora = LoraConfig() if args.use_lora else None\n"
+    assert len(findings(trainer(choice + load, more=", peft_config=lora"), "HS277")) == 1
+    assert findings(trainer(choice.partition(" if ")[0] + "\n" + load, more=", peft_config=lora"), "HS277") == []

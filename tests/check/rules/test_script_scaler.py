@@ -1,4 +1,4 @@
-"""HS120 and HS123: losses that leave a region in any form, and dtypes that the text leaves open."""
+"""HS120, HS123, HS125, HS134: losses that leave a region in any form, and dtypes that the text leaves open."""
 
 import pytest
 
@@ -169,3 +169,116 @@ def test_scaler_that_stays_enabled_in_the_bfloat16_arm(scaler, enabled):
 def test_scaler_that_follows_the_dtype_is_silent(scaler):
     """A scaler that is enabled for float16 only, or by a flag that may mean so, gives no finding."""
     assert findings(BOTH.format(scaler=scaler, enabled=""), "HS120") == []
+
+
+HELPER = """\
+import torch
+def log_probs(model, ids):
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        logits = model(ids).logits
+    return logits.float().log_softmax(-1)
+def train(model, reference, optimizer, loader):
+    for ids in loader:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            before = log_probs(reference, ids)
+        now = {now}
+        loss = (now - before).mean()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_loss_of_a_helper_is_traced_into_its_region():
+    """A helper that computes in float16 and returns the result is found where its region is, in spite of a reference under no_grad."""
+    text = HELPER.format(dtype="float16", now="log_probs(model, ids)")
+    assert codes(text) == ["HS123:3"]
+    assert codes(text.replace("float16", "bfloat16")) == []
+
+
+def test_helper_of_another_model_is_silent():
+    """A float16 region that only the reference uses, without gradients, needs no scaler."""
+    assert codes(HELPER.format(dtype="float16", now="model(ids).logits")) == []
+
+
+def test_region_of_a_reference_does_not_hide_the_trained_one():
+    """A region without gradients between the forward and the backward is of another model."""
+    text = LOOP.format(
+        dtype="float16",
+        forward="loss = model(**batch)\n    with torch.no_grad(), torch.autocast('cuda', dtype=torch.float16):\n        old = teacher(**batch)",
+        backward="loss.backward()",
+    )
+    assert "HS123:9" in codes(text)
+
+
+def test_backward_inside_the_region_needs_a_scaler_too():
+    """With the backward inside the float16 region both its place and the missing scaler are reported."""
+    text = LOOP.format(dtype="float16", forward="loss = model(**batch)\n        loss.backward()", backward="pass")
+    assert codes(text) == ["HS123:7", "HS140:7"]
+
+
+OPTIONAL = """\
+import torch
+import deepspeed
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    if args.deepspeed:
+        model.backward(loss)
+        model.step()
+    {other}
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("other", "expected"), [("else:", ["HS123"]), ("if True:", [])])
+def test_the_path_without_an_engine_needs_a_scaler(other, expected):
+    """An engine that only another branch uses does not scale the loss of this one."""
+    assert [f.code for f in findings(OPTIONAL.format(other=other), "HS123")] == expected
+
+
+WRAPPER = """\
+import torch
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+    def step(self, {parameter}):
+        self.scaler.step(self.optimizer, {argument})
+        self.scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameter", "argument", "expected"),
+    [("closure=None", "closure", []), ("x", "lambda: closure(x)", ["HS125"])],
+)
+def test_a_wrapper_may_pass_its_closure_on(parameter, argument, expected):
+    """`step(self, closure=None)` passes None on; only a closure of its own is wrong."""
+    text = WRAPPER.format(parameter=parameter, argument=argument)
+    assert [f.code for f in findings(text, "HS125")] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("torch.nn.DataParallel(Stereo(args)).cuda()", []),
+        ("torch.nn.DataParallel(torch.nn.Linear(8, 2)).cuda()", ["HS134"]),
+        ("torch.nn.parallel.DistributedDataParallel(net)", []),
+    ],
+)
+def test_a_wrapped_model_of_another_file_may_open_a_region(model, expected):
+    """DataParallel is torch's, the model inside it need not be."""
+    text = f"""\
+import torch
+from core.stereo import Stereo
+model = {model}
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    assert [f.code for f in findings(text, "HS134")] == expected

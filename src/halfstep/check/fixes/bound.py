@@ -14,6 +14,7 @@ function around this one or of `self` must be certain wherever this function is 
 from __future__ import annotations
 
 import ast
+import bisect
 import builtins
 import itertools
 import re
@@ -30,6 +31,7 @@ from halfstep.check.fixes.certain import (
     is_used_later,
     may_be_none,
 )
+from halfstep.check.script.syntax.children import all_children_of
 from halfstep.check.script.syntax.edits import Lines
 from halfstep.check.script.syntax.names import key_of
 
@@ -49,20 +51,26 @@ def apply_text(text: str, edits: Iterable[Edit]) -> str:
 def missing_names(text: str, edits: Sequence[Edit]) -> frozenset[str]:
     """The variables that the edits of a Python text read where they may have no value; SyntaxError if it no longer parses."""
     new_text = apply_text(text, edits)
-    spans, shift = [], 0
+    starts, ends, shift = [], [], 0
     for edit in sorted(edits):
-        spans.append((edit.start + shift, edit.start + shift + len(edit.text)))
+        starts.append(edit.start + shift)
+        ends.append(edit.start + shift + len(edit.text))
         shift += len(edit.text) - (edit.end - edit.start)
     replaced = set(_words(" ".join(text[edit.start : edit.end] for edit in edits)))
-    facts = _Facts(ast.parse(new_text))
+    tree = ast.parse(new_text)
     lines = Lines(new_text)
+    facts: _Facts | None = None
     missing = set()
-    for node in _read_variables(facts.tree):
+    for node in _read_variables(tree):
         start = lines.offset(node.lineno, node.col_offset)
+        number = bisect.bisect_right(starts, start) - 1
+        if number < 0 or start >= ends[number]:
+            continue
+        facts = facts or _Facts(tree)
         key = key_of(node)
         if key.partition(".")[0] in facts.imported:
             key = key.partition(".")[0]  # the members of a module are the rule's to know
-        if not any(first <= start < last for first, last in spans) or not key or key in replaced:
+        if not key or key in replaced:
             continue
         use = _Use(key, node, needs_value=facts.needs_value(node))
         if not facts.certain(use, node):
@@ -81,9 +89,9 @@ def _read_variables(tree: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
             yield node
             if not key_of(node):
-                pending += ast.iter_child_nodes(node)
+                pending += all_children_of(node)
             continue
-        pending += ast.iter_child_nodes(node)
+        pending += all_children_of(node)
 
 
 def _words(text: str) -> Iterator[str]:
@@ -111,24 +119,27 @@ class _Facts:
     """A parsed text, with what is certain about its variables."""
 
     tree: ast.Module
+    nodes: list[ast.AST] = field(default_factory=list)
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for parent in ast.walk(self.tree):
-            for child in ast.iter_child_nodes(parent):
-                self.parents[child] = parent
+        self.nodes.append(self.tree)
+        for parent in self.nodes:  # grows
+            children = all_children_of(parent)
+            self.nodes += children
+            self.parents.update(dict.fromkeys(children, parent))
 
     @cached_property
     def imported(self) -> frozenset[str]:
         """The names that import statements bind."""
-        statements = [n for n in ast.walk(self.tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
+        statements = [n for n in self.nodes if isinstance(n, (ast.Import, ast.ImportFrom))]
         return frozenset(name for statement in statements for name in assigned_names(statement))
 
     @cached_property
     def nullable(self) -> frozenset[str]:
         """The last names of all variables and parameters that may be None somewhere."""
         names = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and may_be_none(node.value):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names |= {_last(key_of(t)) for t in targets}
@@ -204,14 +215,14 @@ class _Facts:
         start = next((s for s in cls.body if isinstance(s, ast.FunctionDef) and s.name == "__init__"), None)
         if start is None:
             bases = {b.id for b in cls.bases if isinstance(b, ast.Name)}
-            classes = [n for n in ast.walk(self.tree) if isinstance(n, ast.ClassDef) and n.name in bases]
+            classes = [n for n in self.nodes if isinstance(n, ast.ClassDef) and n.name in bases]
             return len(classes) == 1 and classes[0] is not cls and self._created_by(classes[0], use)
         key = ".".join([*_params(start)[:1], *use.key.split(".")[1:]])
         return _knows(certain_after(start.body, frozenset()), _Use(key, use.node))
 
     def _calls_of(self, function: ast.FunctionDef | ast.AsyncFunctionDef, *, is_method: bool) -> Iterator[ast.Call]:
         """The calls of a function by its name, or of a method through `self`."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if not isinstance(node, ast.Call):
                 continue
             func = node.func

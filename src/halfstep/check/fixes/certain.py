@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from halfstep.check.script.syntax.children import all_children_of
 from halfstep.check.script.syntax.names import key_of
 
 __all__ = [
@@ -142,7 +143,7 @@ def _use_loads(node: ast.AST, known: dict[str, int], assumed: Assumed) -> None:
             owner = part.func.attr if isinstance(part.func, ast.Attribute) else ""
             if owner in {"step", "unscale_"}:  # fail for None
                 known.update({key_of(a): 2 for a in part.args if key_of(a)})
-        pending += ast.iter_child_nodes(part)
+        pending += all_children_of(part)
 
 
 def assumptions(test: ast.expr, *, is_true: bool) -> Iterator[tuple[str, bool]]:
@@ -188,7 +189,7 @@ def inside(block: Sequence[ast.stmt]) -> Iterator[ast.AST]:
         node = pending.pop()
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            pending += ast.iter_child_nodes(node)
+            pending += all_children_of(node)
 
 
 def targets_of(nodes: Iterable[ast.expr]) -> list[str]:

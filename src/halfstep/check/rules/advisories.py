@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from halfstep.check.finding import Finding, Place
@@ -36,15 +38,14 @@ class AdvisoryRule(ScriptRule, ConfigRule):
 
     def check(self, facts: Script | Config) -> Iterator[Finding]:
         """The advisories that the versions, the GPU and the text meet."""
-        settings = facts.settings
-        pins = pins_for(facts.source.path, settings.pins, look_up=settings.look_up)
-        environment = _environment(settings, pins)
-        if not any(self._is_mine(advisory) for advisory in advisories_for(environment)):
+        settings, text = facts.settings, facts.source.text
+        known = _known(str(Path(facts.source.path).absolute().parent), settings)
+        if not any(self._is_mine(advisory) and advisory.may_be_met_by(text) for advisory in known.advisories):
             return
         places = _places(facts)
-        for advisory in advisories_for(environment, places):
+        for advisory in advisories_for(known.environment, places):
             if self._is_mine(advisory):
-                yield self._report(advisory, places[advisory.features[0]], settings, pins)
+                yield self._report(advisory, places[advisory.features[0]], settings, known.pins)
 
     def _is_mine(self, advisory: Advisory) -> bool:
         return advisory.package in self.packages and not advisory.rule
@@ -77,10 +78,22 @@ def _parse(text: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def _environment(settings: Settings, pins: Mapping[str, Pin]) -> Environment:
+@dataclass(frozen=True)
+class _Known:
+    """The versions that the files of one folder run with, and the defects of these versions."""
+
+    pins: Mapping[str, Pin]
+    environment: Environment
+    advisories: tuple[Advisory, ...]
+
+
+@lru_cache(maxsize=64)  # each rule looks at each file
+def _known(folder: str, settings: Settings) -> _Known:
+    pins = pins_for(folder, settings.pins, look_up=settings.look_up)
     versions = {name: pin.version for name, pin in pins.items()}
     arch = ARCHITECTURES.get(settings.gpu.arch) if settings.gpu else None
-    return Environment(versions, settings.gpu.arch if settings.gpu else "", arch.kind if arch else "")
+    environment = Environment(versions, settings.gpu.arch if settings.gpu else "", arch.kind if arch else "")
+    return _Known(pins, environment, advisories_for(environment))
 
 
 def _threads(*packages: str) -> tuple[str, ...]:

@@ -194,13 +194,15 @@ class AutocastArgumentOrder(ScriptRule):
     severity = "error"
     reason = (
         "`torch.cuda.amp.autocast(enabled, dtype)` and `torch.autocast(device_type, dtype, enabled)` order their arguments "
-        "differently. `torch.cuda.amp.autocast(torch.bfloat16)` means enabled=torch.bfloat16, which is true, and computes in "
-        'float16; `torch.autocast("cuda", True)` means dtype=True, which disables autocast with a warning.'
+        "differently. `torch.cuda.amp.autocast(torch.bfloat16)` means enabled=torch.bfloat16, and `torch.cuda.amp.autocast('cuda')` "
+        "means enabled='cuda': current torch raises TypeError, older releases computed in float16. "
+        '`torch.autocast("cuda", True)` means dtype=True, which disables autocast with a warning.'
     )
     bad = (
         "import torch\nwith torch.cuda.amp.autocast(torch.bfloat16):\n    y = model(x)\n",
         "import torch\nwith torch.autocast('cuda', True):\n    y = model(x)\n",
         "import torch\nwith torch.cuda.amp.autocast(device_type='cuda'):\n    y = model(x)\n",
+        "import torch\nfrom torch.cuda.amp import autocast\nwith autocast('cuda', dtype=torch.float16):\n    y = model(x)\n",
     )
     good = ("import torch\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    y = model(x)\n",)
     references = (f"{_AMP}#torch.autocast",)
@@ -213,8 +215,8 @@ class AutocastArgumentOrder(ScriptRule):
                 continue
             fault = ""
             if region.api == "torch.cuda.amp.autocast":
-                if args and script.outline.names.full(args[0]) in DTYPES:
-                    fault = f"`{text_of(args[0])}` is passed as `enabled`: the region computes in float16"
+                if args and (script.outline.names.full(args[0]) in DTYPES or isinstance(constant(args[0]), str)):
+                    fault = f"`{text_of(args[0])}` is passed as `enabled`, which has to be a bool: entering the region raises TypeError"
                 elif any(k.arg == "device_type" for k in call.keywords):
                     fault = "torch.cuda.amp.autocast does not accept `device_type` and raises TypeError"
             elif region.api == "torch.amp.autocast" and len(args) > 1 and isinstance(constant(args[1]), bool):
@@ -335,12 +337,13 @@ class BceUnderAutocast(TraceRule):
             return None
         if any(off_by_default(script, a) for a in region.autocasts):
             return None
-        return self._report(script, event.node)
+        return self._report(script, event.node, event.local.subject if event.scaled == "maybe" else "")
 
-    def _report(self, script: Script, node: ast.AST) -> Finding:
+    def _report(self, script: Script, node: ast.AST, one_of: str = "") -> Finding:
+        when = f"when `{one_of}` is BCELoss, " if one_of else ""
         return self.finding(
             script.where(node),
-            "binary cross-entropy on probabilities raises RuntimeError under CUDA autocast",
+            f"{when}binary cross-entropy on probabilities raises RuntimeError under CUDA autocast",
             instead="BCEWithLogitsLoss on the logits, or compute the loss in float32 outside the region",
         )
 

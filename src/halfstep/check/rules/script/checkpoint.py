@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.script.scaler import ScalerWithBf16
+from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
@@ -155,6 +155,8 @@ def _names_scaler(script: Script) -> bool:
             logged = [v for k, v in zip(node.keys, node.values, strict=True) if "scaler" in str(constant(k))]
             if not all(isinstance(v, ast.Call) and text_of(v.func).endswith("get_scale") for v in logged):
                 return True
+        elif isinstance(node, ast.Call) and text_of(node.func) in {"getattr", "hasattr"}:
+            continue  # whether there is a scaler, not what a checkpoint contains
         elif not isinstance(node, ast.Constant):
             texts = [c.value for c in ast.iter_child_nodes(node) if isinstance(c, ast.Constant)]
             if any(isinstance(t, str) and t.isidentifier() and "scaler" in t for t in texts):

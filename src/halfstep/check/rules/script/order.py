@@ -7,12 +7,13 @@ import ast
 from halfstep.check.finding import Finding
 from halfstep.check.fixes.loops import scale_fix, unscale_fix, update_fix
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
     between,
+    changes_in_loop,
     earlier,
     exclusive,
     implied,
@@ -23,6 +24,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -92,6 +94,12 @@ class MissingUpdate(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step without an update anywhere in its trace."""
         event = trace[index]
+        if seldom := self._seldom(script, trace, index):
+            return self.finding(
+                script.where(event.node),
+                f"`{event.local.scaler}.step` repeats {seldom}: the second step raises RuntimeError",
+                instead=f"call {event.local.scaler}.update() once, after the last step of the iteration",
+            )
         updated = {e.scaler for e in trace if e.kind == "update"}
         passed = {e.scaler for e in trace if e.kind == "handed"}  # to functions elsewhere, which may update it
         if event.scaler in updated | passed or switched_off(script, event):
@@ -107,6 +115,30 @@ class MissingUpdate(TraceRule):
             instead=f"call {event.scaler}.update() once, after the last step of the iteration",
             fix=update_fix(script, trace, index),
         )
+
+    @staticmethod
+    def _seldom(script: Script, trace: Trace, index: int) -> str:
+        """Why the updates of a scaler come less often than this step of one optimizer; "" if they do not, or may not."""
+        event = trace[index]
+        updates = [e for e in trace if e.kind == "update" and e.scaler == event.scaler]
+        others = any(e.kind == "handed" and e.scaler == event.scaler for e in trace)
+        if not updates or others or not event.loops or switched_off(script, event) or changes_in_loop(script, event):
+            return ""
+        if not any(e.kind == "backward" and e.scaled == "yes" and e.loops == event.loops for e in trace[:index]):
+            return ""
+        inside = [e for e in updates if e.loops[: len(event.loops)] == event.loops]
+        if not inside:
+            line = max(getattr(e.node, "lineno", 0) for e in updates)
+            return (
+                f"in the loop at line {event.loops[-1].line}, without `update()`, which follows the loop (line {line})"
+            )
+        if not any(compatible(e, event) for e in inside):
+            apart = all(only_settings(script, e, event) and only_settings(script, event, e) for e in inside)
+            return "without `update()`, which only the other branch calls" if apart else ""
+        extra = [next((g for g in e.accumulating if g not in event.guards), None) for e in inside]
+        if not all(extra) or extra[0] is None or not all(implied(event, e) for e in inside):
+            return ""
+        return f"without `update()` unless `{extra[0].text}`"
 
     @staticmethod
     def _is_complete(script: Script, trace: Trace, event: Event) -> bool:
@@ -159,6 +191,10 @@ class UnscaledBackward(TraceRule):
             return None
         if switched_off(script, step) or between(trace, index, following, "get_scale"):
             return None
+        if len(event.loops) < len(step.loops) and any(
+            e.scaled == "yes" for e in between(trace, index, following, "backward")
+        ):
+            return None  # a single backward before the loop, which has its own
         if any(trace[i].function is not event.function for i in earlier(trace, index, "scale")):
             return None  # scaled by a function that returns the loss
         calling = {e.function for e in script.events("backward")}
@@ -200,14 +236,18 @@ class StepBypassesScaler(TraceRule):
         "    else:\n        loss.backward()\n        optimizer.step()\n    optimizer.zero_grad()\n",
     )
     references = (_DOCS,)
-    kinds = ("opt_step",)
+    kinds = ("opt_step", "scaler_step")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """optimizer.step after a scaled backward."""
         event = trace[index]
         call = event.node
-        if without_amp(event) or (isinstance(call, ast.Call) and (call.args or call.keywords)):
+        if without_amp(event):
             return None
+        if event.kind == "scaler_step":
+            return self._wrong_scaler(script, trace, index)
+        if isinstance(call, ast.Call) and (call.args or call.keywords) and text_of(call.func).endswith(".step"):
+            return self._closure(script, event, call)
         start = scaled_before(trace, index)
         if start is None or switched_off(script, trace[start]) or self._has_scaler(script, event):
             return None
@@ -232,6 +272,38 @@ class StepBypassesScaler(TraceRule):
             message = f"`{event.optimizer}.step()` uses gradients that are still multiplied by the scale of `{scaler}`"
         return self.finding(
             script.where(call), message, instead=f"{scaler}.step({event.optimizer}), then {scaler}.update()"
+        )
+
+    def _wrong_scaler(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a loss that one scaler scales and another unscales, although the first steps nothing."""
+        event = trace[index]
+        before = next((i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes"), None)
+        back = trace[before] if before is not None else event
+        if back.scaler == event.scaler or back.loops != event.loops or back.function is not event.function:
+            return None
+        if not _created_here(script, back.scaler) or not _created_here(script, event.scaler):
+            return None
+        if any(e.scaler == back.scaler for e in trace if e.kind in {"scaler_step", "unscale", "handed"}):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.scaler}.step` divides by its own scale, but `{back.local.scaler}` scaled the loss (line "
+            f"{getattr(back.node, 'lineno', 0)})",
+            instead=f"{back.local.scaler}.step({event.local.optimizer})",
+        )
+
+    def _closure(self, script: Script, event: Event, call: ast.Call) -> Finding | None:
+        """The finding for `optimizer.step(closure)` with a closure of this file that scales its loss."""
+        name = key_of(argument(call, 0, "closure"))
+        inside = [e for e in script.events("backward", "unscale") if name and e.function.name == name]
+        scaled = [e for e in inside if e.kind == "backward" and e.scaled == "yes" and not switched_off(script, e)]
+        if not scaled or len(scaled) != len(inside) or any(without_amp(e) for e in scaled):
+            return None
+        return self.finding(
+            script.where(call),
+            f"`{event.local.optimizer}.step({name})` uses the gradients of `{name}`, still multiplied by the scale of "
+            f"`{scaled[0].local.scaler}`",
+            instead="an optimizer without a closure through the scaler, or bfloat16 without a scaler",
         )
 
     @staticmethod

@@ -92,7 +92,9 @@ class StepRepeated(TraceRule):
                 f"`{event.local.optimizer}.step()` applies the gradients that line {_line(before)} has already applied"
             )
             return self.finding(script.where(event.node), message, instead="step once per backward", severity="warning")
-        if not only_settings(script, before, event) or not script.scalers_named(event.scaler):
+        if not only_settings(script, before, event):
+            return None
+        if event.kind == "update" and not script.scalers_named(event.scaler):
             return None
         if event.kind == "update":
             message = f"`{event.local.scaler}.update()` repeats line {_line(before)} without a step between: this raises AssertionError"

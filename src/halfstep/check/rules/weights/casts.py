@@ -268,7 +268,7 @@ def _trains_under_default(
 ) -> bool:
     """Whether trained weights are created under a default dtype: until it is reset, or in the whole script."""
     training = script.training
-    if training.has_masters or training.has_adapters:
+    if training.has_masters or training.adapters != "no":
         return False
     resets = [c.lineno for c, f, low in defaults if f is function and c.lineno > call.lineno and not low & SIXTEEN_BIT]
     if not resets:

@@ -12,7 +12,7 @@ from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, conditions_of
+from halfstep.check.script.objects.weights import Cast, asks_for_adapters, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.settings import Settings
@@ -63,6 +63,8 @@ def when(script: Script, cast: Cast) -> str:
     names = (v for v in _dtype_values(cast) if key_of(v))
     option = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
     parts = [f"`{flag}`" for flag in flags]
+    if script.training.adapters == "optional" and not asks_for_adapters(conditions):
+        parts.append("no adapter is used")
     if not cast.is_certain and cast.low:
         parts.append(f"`{option}` is {low}" if option else f"the dtype is {low}")
     return f"when {' and '.join(parts)}, " if parts else ""
@@ -113,6 +115,17 @@ def _lost(low: frozenset[str]) -> str:
     )
 
 
+def _severity(script: Script, tie: Trained, *, always: bool) -> Severity | None:
+    """An error where most updates are lost: bfloat16 weights in every run, at a learning rate of at most 2e-5."""
+    if not tie.cast.is_certain:
+        return "advice"
+    rate = argument(tie.by, 1, "lr")
+    values = script.outline.values(key_of(rate), tie.cast.function) if rate is not None and key_of(rate) else [rate]
+    rates = [constant(value) for value in values if value is not None]
+    small = bool(rates) and all(isinstance(r, float) and 0 < r <= 2e-5 for r in rates)
+    return "error" if always and small else None
+
+
 class WeightsWithoutMaster(ScriptRule):
     """16-bit weights are updated by an optimizer without float32 master weights."""
 
@@ -161,7 +174,7 @@ class WeightsWithoutMaster(ScriptRule):
                 f"{when(script, cast)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
                 f"(line {tie.by.lineno}), which keeps no float32 master weights: {_lost(cast.low)}",
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
-                severity=None if cast.is_certain else "advice",
+                severity=_severity(script, tie, always=not (launched or when(script, cast))),
             )
         for cast in script.training.cast_parameters:
             low = " or ".join(sorted(cast.low))
@@ -305,7 +318,7 @@ class HalfLoadWithFp16Training(ScriptRule):
             if tie.cast.formats == {"float16"} and _flag(script, tie, "fp16") is True:
                 yield self.finding(
                     script.where(tie.cast.node),
-                    f"{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
+                    f"{when(script, tie.cast)}{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
                     "unscale FP16 gradients",
                     instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
                 )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow.recognise import Recogniser
+from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -25,6 +26,7 @@ MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code h
 _NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
 # Names that contain "model" without being one: model_path, model_state.
 _ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
+_ABOUT_OPTIMIZER = re.compile(r"file|path|name|state|dict|config|cfg|args|ckpt|checkpoint|param|group|kwargs")
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
 
 
@@ -239,7 +241,7 @@ class _Walk:
             return ""
         for part in ast.walk(value):
             if isinstance(part, (ast.Name, ast.Attribute)) and key_of(part) in self.scaled:
-                return self.scaled[key_of(part)].certainty if part is value else "maybe"
+                return self.scaled[key_of(part)].certainty if part is _numerator(value) else "maybe"
         return ""
 
     def assignment(
@@ -248,6 +250,8 @@ class _Walk:
         if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
             return
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(isinstance(t, ast.Subscript) and grad_of(t.value) for t in targets):  # p.grad[p.grad != p.grad] = 0
+            self.items.append(Event("grad_read", node, self.function, "", "", "grad", "no", guards, loops, regions))
         scaled = self.recogniser.scaled_by(node.value, self.function) if node in self.outline.scaling else "no"
         for target in targets:
             for element in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
@@ -261,7 +265,8 @@ class _Walk:
                     self.scaled[key] = _Scaled(scaled, guards, scaler)
                 elif source := self.scaled_source(node.value):
                     # `total = scaled_loss.mean()` is still scaled; a new value is not.
-                    self.scaled[key] = _Scaled(source, guards)
+                    scaler = self.scaled[key].scaler if key in self.scaled else ""
+                    self.scaled[key] = _Scaled(source, guards, scaler)
                 elif key in self.scaled and set(self.scaled[key].guards) >= set(guards):
                     del self.scaled[key]
                 elif key in self.scaled:
@@ -285,8 +290,9 @@ class _Walk:
         kind = self.recogniser.kind_of(key, self.function)
         fresh = key_of(start) != key and all(key_of(a) != key for a in value.args)
         is_model = ("model" in last or last in {"net", "network"}) and not _ABOUT_MODEL.search(last)
-        if fresh and (kind == "optimizer" or is_model):
-            event = "set_optimizer" if kind == "optimizer" else "set_model"
+        is_optimizer = kind == "optimizer" and not _ABOUT_OPTIMIZER.search(last)
+        if fresh and (is_optimizer or is_model):
+            event = "set_optimizer" if is_optimizer else "set_model"
             self.items.append(Event(event, node, self.function, "", key, key, "no", guards, loops, regions))
         if dtype and key_of(start) != key:
             self.items.append(Event("cast", node, self.function, "", "", key, dtype, guards, loops, regions))
@@ -324,6 +330,13 @@ class _Walk:
         flat = [o for v in options for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
         plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
         return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
+
+
+def _numerator(value: ast.expr) -> ast.expr:
+    """`loss` of `loss / accumulation_steps`: a division by anything but a scale leaves the scale in place."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and "scal" not in text_of(value.right).lower():
+        return value.left
+    return value
 
 
 def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:

@@ -25,6 +25,7 @@ __all__ = [
     "STEPS",
     "TraceRule",
     "between",
+    "changes_in_loop",
     "earlier",
     "exclusive",
     "implied",
@@ -131,13 +132,27 @@ def rebound_between(script: Script, a: Event, b: Event) -> bool:
 def is_setting(script: Script, guard: Guard, event: Event) -> bool:
     """Whether a condition around an event is the same in every iteration: `args.clip > 0`, not `norm > 10`."""
     text = guard.text
-    if is_accumulation(guard) or _VARYING.search(re.sub(r"'[^']*'", "''", text)):
+    if is_accumulation(guard):
+        return False
+    if _is_initial(script, text):
+        return True
+    if _VARYING.search(re.sub(r"'[^']*'", "''", text)):
         return False
     names = _NAME.findall(text)
-    if any(name.endswith("(") and name not in _PURE for name in names):
+    # `conf.get("clip", None)` reads a setting like `conf.clip`.
+    if any(name.endswith("(") and name not in _PURE and not name.endswith(".get(") for name in names):
         return False
     keys = {key for name in names if not name.endswith("(") for key in (name, name.partition(".")[0])}
     return not any(_rebinds(script, key, event) for key in keys)
+
+
+def _is_initial(script: Script, text: str) -> bool:
+    """Whether a condition is an attribute that only `__init__` assigns, from a parameter: `self.step_each_batch`."""
+    # Conditions follow copies, so that the attribute has the name of the parameter here.
+    functions = [f for f in script.outline.functions if text in f.params]
+    is_attribute = any(script.outline.bindings.get(f"self.{name}") for name in (text, f"_{text}"))
+    is_only_there = text.isidentifier() and text not in script.outline.bindings and is_attribute
+    return is_only_there and bool(functions) and all(f.name == "__init__" for f in functions)
 
 
 def _rebinds(script: Script, key: str, event: Event) -> bool:
@@ -176,6 +191,29 @@ def _loops_of(script: Script, node: ast.AST) -> list[AnyLoop]:
             loops.insert(0, parent)
         node, parent = parent, script.outline.parents.get(parent)
     return loops
+
+
+def changes_in_loop(script: Script, event: Event) -> bool:
+    """Whether a step's optimizer may be another in each iteration, or the step may end its loop."""
+    if not event.local.optimizer or "[" in event.local.optimizer or "[" in event.optimizer:
+        return True
+    loops = loops_around(script, event)
+    if not loops:
+        return True
+    statement = script.statement(event.node)
+    parent = script.outline.parents.get(statement) if statement is not None else None
+    siblings = getattr(parent, "body", []) if parent is not None else []
+    if any(isinstance(s, (ast.Break, ast.Return)) for s in siblings if isinstance(s, ast.stmt)):
+        return True
+    last = loops[-1]
+    lines = range(last.lineno, (last.end_lineno or 0) + 1)
+    roots = {key.partition(".")[0] for key in (event.optimizer, event.local.optimizer)} - {"self"}
+    keys = roots | {event.optimizer, event.local.optimizer, event.scaler}
+    bindings = [b for key in keys for b in script.outline.bindings.get(key, ())[:MAX_BINDINGS]]
+    targets = (
+        {n.id for n in ast.walk(last.target) if isinstance(n, ast.Name)} if not isinstance(last, ast.While) else set()
+    )
+    return bool(targets & roots) or any(getattr(b.node, "lineno", 0) in lines for b in bindings)
 
 
 def exclusive(trace: Trace, event: Event, *kinds: str) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 
-__all__ = ["arms_of", "first_key", "hand_scaled"]
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["arguments_of", "arms_of", "entries_of", "first_key", "hand_scaled"]
 
 
 def hand_scaled(node: ast.AST) -> bool:
@@ -33,3 +36,24 @@ def first_key(node: ast.AST) -> str:
 def arms_of(node: ast.expr) -> list[ast.expr]:
     """Every value that `a if x else b` may be; the expression itself if it is no choice."""
     return [*arms_of(node.body), *arms_of(node.orelse)] if isinstance(node, ast.IfExp) else [node]
+
+
+def entries_of(value: ast.expr, outline: Outline, function: Function) -> list[ast.expr]:
+    """The entry of a dictionary of the file that `table["key"]` or `table.get("key")` reads; any other value as it is."""
+    table, index = value, None
+    if isinstance(value, ast.Subscript):
+        table, index = value.value, value.slice
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "get":
+        table, index = value.func.value, value.args[0] if value.args else None
+    if not isinstance(index, ast.Constant):
+        return [value]
+    options = outline.values(key_of(table), function) if key_of(table) else [table]
+    tables = [option for option in options if isinstance(option, ast.Dict)]
+    pairs = [(k, v) for t in tables for k, v in zip(t.keys, t.values, strict=True)]
+    entries = [v for k, v in pairs if isinstance(k, ast.Constant) and k.value == index.value]
+    return entries if tables and len(entries) == len(options) else [value]
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    """What a call passes, by position and by name."""
+    return [*call.args, *(k.value for k in call.keywords)]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from halfstep.check.script.objects.values import argument, constant
+from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import Names, chain, read_names
 
 __all__ = ["features_of_script"]
@@ -25,6 +26,11 @@ _SIXTEEN = {"torch.float16", "torch.bfloat16", "torch.half"}
 _AUTOCAST = {"torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast"}
 # Features that consist of two calls.
 _TOGETHER = {"fsdp2_fp16": ("fsdp2", "accelerate_fp16"), "diffusers_cudnn": ("cudnn_backend", "context_parallel")}
+# The nodes that can show a feature.
+_SHOWING = (
+    ast.Call, ast.With, ast.AsyncWith, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign,
+    ast.keyword, ast.Constant,
+)  # fmt: skip
 
 Use = tuple[str, ast.AST]
 
@@ -32,11 +38,12 @@ Use = tuple[str, ast.AST]
 @lru_cache(maxsize=1)  # several rules look at one script
 def features_of_script(tree: ast.Module) -> dict[str, ast.AST]:
     """The features a script uses, each with the first node that shows it."""
-    nodes = list(ast.walk(tree))
-    names = read_names((node, False) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    every = all_nodes(tree)
+    names = read_names((node, False) for node in every if isinstance(node, (ast.Import, ast.ImportFrom)))
+    nodes = [node for node in every if isinstance(node, _SHOWING)]
     parameters = _parameters(nodes, names)
     features: dict[str, ast.AST] = {}
-    for node in sorted((n for n in nodes if hasattr(n, "lineno")), key=_position):
+    for node in sorted(nodes, key=_position):
         for name, place in _uses(node, names, parameters):
             features.setdefault(name, place)
     for name, parts in _TOGETHER.items():
@@ -169,7 +176,7 @@ def _long_sequence(node: ast.Assign | ast.AnnAssign | ast.keyword) -> Iterator[U
         yield "long_sequence", node
 
 
-def _parameters(nodes: list[ast.AST], names: Names) -> set[str]:
+def _parameters(nodes: Sequence[ast.AST], names: Names) -> set[str]:
     """The attributes that are assigned an `nn.Parameter`."""
     return {
         target.attr

@@ -166,3 +166,10 @@ def _entry_of(node: ast.expr, name: str) -> ast.expr | None:
     if isinstance(node, ast.Call) and key_of(node.func) == "dict":
         return next((k.value for k in node.keywords if k.arg == name), None)
     return None
+
+
+def may_be_none(outline: Outline, value: ast.expr, function: Function) -> bool:
+    """Whether a value is None or False in some run: assigned so, or by one arm of a ternary."""
+    values = outline.values(key, function) if (key := key_of(value)) else [value]
+    arms = [arm for v in values for arm in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
+    return any(constant(arm) in {None, False} for arm in arms)

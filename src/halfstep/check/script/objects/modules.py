@@ -15,7 +15,7 @@ from halfstep.check.script.objects.values import Autocast, autocasts_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["classes_under_autocast"]
+__all__ = ["classes_under_autocast", "regions_in_forward"]
 
 MAX_DEPTH = 4  # functions of the file followed from a region to the call of a model
 Classes = dict[str, set[str]]
@@ -36,6 +36,22 @@ def classes_under_autocast(outline: Outline, regions: Iterable[Event]) -> dict[s
             classes.setdefault(name, set()).update(d for a in regions_of_forward for d in a.dtypes)
     _add_submodules(outline, classes)
     return {name: frozenset(dtypes) for name, dtypes in classes.items()}
+
+
+def regions_in_forward(outline: Outline, model: str, function: Function) -> list[Autocast]:
+    """The regions around the whole forward of a model of the file: a decorator, or the first statement of its body."""
+    regions: list[Autocast] = []
+    for value in outline.values(model, function):
+        for name in _created(outline, value):
+            forward = outline.classes[name].get("forward")
+            if forward is None:
+                continue
+            regions += _decorators(outline, forward)
+            body = [s for s in forward.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+            if body and isinstance(body[0], ast.With):
+                items = (item.context_expr for item in body[0].items)
+                regions += [a for item in items for a in autocasts_of(outline, item, forward)]
+    return regions
 
 
 def _decorators(outline: Outline, function: Function) -> list[Autocast]:

@@ -12,9 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of
+from halfstep.check.script.objects.adapters import adapter_use
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, Lineage, VariableCast, casts_in, conditions_of, trace_model
+from halfstep.check.script.objects.weights import (
+    ADAPTER_FLAG,
+    Cast,
+    Lineage,
+    VariableCast,
+    asks_for_adapters,
+    casts_in,
+    conditions_of,
+    trace_model,
+)
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -33,15 +43,12 @@ _MASTERS = re.compile(
     r"cast_training_params|upcast_trainable",
     re.IGNORECASE,
 )
-_ADAPTERS = re.compile(
-    r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE
-)
 # A function or method with such a name decides itself which weights are trained, or in which dtype.
 _PREPARES = re.compile(
     r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE
 )
 _ASIDE = re.compile(
-    r"eval|infer|test|sampl|generat|export|deploy|save|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug"
+    r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug"
 )
 _OWNS_TRAINING = ("deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo")
 _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
@@ -51,6 +58,8 @@ _TRAINER_ARGUMENTS = re.compile(
 )
 # Optimizers of TrainingArguments that compensate for 16-bit weights, or never store an update.
 _TRAINER_OPTIMIZERS = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
+
+MAX_OPTIMIZERS = 50  # in one script; only generated code creates more
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +93,9 @@ class Training:
         return tuple(casts_in(self.outline))
 
     @cached_property
-    def has_adapters(self) -> bool:
-        """Whether the script trains adapters or quantizes models."""
-        outline = self.outline
-        names = (*outline.loads, *outline.names.table.values(), *outline.names.table)
-        return any(map(_ADAPTERS.search, names))
+    def adapters(self) -> str:
+        """Whether the script trains adapters or quantizes models: no, optional or yes."""
+        return adapter_use(self.outline)
 
     @cached_property
     def has_masters(self) -> bool:
@@ -101,7 +108,7 @@ class Training:
     @cached_property
     def by_optimizers(self) -> tuple[Trained, ...]:
         """16-bit weights that an optimizer without master weights updates."""
-        if self.has_adapters or self.has_masters:
+        if self.adapters == "yes" or self.has_masters:
             return ()
         return tuple(self._unique(self._optimizer_ties()))
 
@@ -124,7 +131,7 @@ class Training:
     @cached_property
     def by_trainers(self) -> tuple[Trained, ...]:
         """16-bit weights that a transformers or TRL Trainer updates."""
-        if self.has_adapters or not self.outline.calls.get("train"):
+        if self.adapters == "yes" or not self.outline.calls.get("train"):
             return ()
         return tuple(self._unique(self._trainer_ties()))
 
@@ -136,13 +143,15 @@ class Training:
                 yield tie
 
     def _optimizer_ties(self) -> Iterator[Trained]:
-        for call, function in self.optimizers:
+        tied: set[ast.AST] = set()  # one optimizer is enough
+        for call, function in self.optimizers[:MAX_OPTIMIZERS]:
             params = argument(call, 0, "params")
             for owner, scope in self.owners(params, function) if params is not None else ():
                 lineage = self.model(owner, scope)
                 if not self._is_spared(lineage):
                     for cast in lineage.casts:
-                        if self._reaches(cast, call, function, owner):
+                        if cast.node not in tied and self._reaches(cast, call, function, owner):
+                            tied.add(cast.node)
                             yield Trained(cast, call, function, lineage)
 
     @cached_property
@@ -248,6 +257,8 @@ class Training:
                 owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
                 if name == "requires_grad_" and constant(argument(call, 0, "requires_grad")) is True:
                     continue
+                if self.adapters == "optional" and asks_for_adapters(conditions_of(outline, call)):
+                    continue
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
                 if "print" not in name and any(lineage.has(key, function) for key in keys):
                     return True
@@ -264,7 +275,7 @@ class Training:
                     node = self.outline.parents.get(node)
                 if isinstance(node, ast.For):
                     body = " ".join(ast.unparse(statement) for statement in node.body)
-                    if re.search(r"requires_grad(_\(| = )|\.float\(\)|float32", body):
+                    if re.search(r"requires_grad(_\(| = )(?!True)|\.float\(\)|float32", body):
                         loops[node] = function
         return tuple(loops.items())
 
@@ -281,6 +292,8 @@ class Training:
         there = (*conditions_of(outline, by), *conditions_of(outline, owner))
         if any((text, not is_true) in there for text, is_true in here):
             return False
+        if any(is_true and ADAPTER_FLAG.search(text) for text, is_true in here):
+            return False  # the branch that attaches an adapter
         if any(is_true and _ASIDE.search(text.lower()) for text, is_true in here if (text, is_true) not in there):
             return False
         if any(_ASIDE.search(f.name.lower()) and "train" not in f.name.lower() for f in (cast.function, function)):
@@ -288,8 +301,16 @@ class Training:
         if self._ends_run(cast, by):
             return False
         # A cast after the training loop is for saving or serving.
-        last = max((c.lineno for c, f in outline.calls.get("backward", ()) if f is cast.function), default=None)
+        last = self._last_backward.get(cast.function)
         return last is None or cast.node.lineno < last
+
+    @cached_property
+    def _last_backward(self) -> dict[Function, int]:
+        """The last line with a `backward` in each function."""
+        lines: dict[Function, int] = {}
+        for call, function in self.outline.calls.get("backward", ()):
+            lines[function] = max(call.lineno, lines.get(function, 0))
+        return lines
 
     def _ends_run(self, cast: Cast, by: ast.Call) -> bool:
         """Whether the branch that casts a model ends without training it: `if args.export: ...; return`."""
@@ -325,7 +346,7 @@ class Training:
                 if model is None or arguments is None or self._is_sharded(arguments, function):
                     continue
                 own = keyword_of(self.outline, call, function, "optimizers", "peft_config", "optimizer_cls_and_kwargs")
-                if own is not None and constant(own) is not None:
+                if own is not None and constant(own) is not None and not may_be_none(self.outline, own, function):
                     continue
                 lineage = self.model(model, function)
                 if not self._is_spared(lineage):

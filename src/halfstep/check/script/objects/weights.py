@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from halfstep.check.script.flow.event import Guard
-from halfstep.check.script.objects.formats import AUTO, SIXTEEN_BIT, formats_of, keyword_of, passed_for, returned_by
+from halfstep.check.script.objects.formats import (
+    AUTO,
+    SIXTEEN_BIT,
+    formats_of,
+    keyword_of,
+    may_be_none,
+    passed_for,
+    returned_by,
+)
 from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -45,6 +53,7 @@ _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gptq_confi
 _MODEL_CLASS = re.compile(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoencoder|Pipeline")
 # These classes read a configuration, a tokenizer or the like.
 _OTHER_CLASS = re.compile(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
+ADAPTER_FLAG = re.compile(r"lora|peft|adapter|quant|4bit|8bit|[48]_bit|bnb", re.IGNORECASE)
 MAX_PLACES = 40  # names of one model; generated code has more
 
 
@@ -212,7 +221,7 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
         if owner != "self" and len(inside) == 1:  # `agent.model`: the attribute of the only class that has one
             binding = outline.bindings[f"self.{part}"][0]
             yield ast.Attribute(ast.Name("self", ast.Load()), part, ast.Load()), binding.function, None, key
-        elif _is_pipeline(outline, owner, function):
+        elif _is_loaded(outline, owner, function):
             yield ast.Name(owner, ast.Load()), function, None, key
 
 
@@ -224,9 +233,10 @@ def _bindings(outline: Outline, key: str, function: Function) -> list[Binding]:
     return [b for b in every if place_of(outline, key, b.function) == place]
 
 
-def _is_pipeline(outline: Outline, key: str, function: Function) -> bool:
-    values = outline.values(key, function) if key.isidentifier() else []
-    return any(isinstance(v, ast.Call) and "Pipeline" in text_of(v.func) for v in values)
+def _is_loaded(outline: Outline, key: str, function: Function) -> bool:
+    """Whether a variable is a loaded pipeline or model, whose parts have its dtype."""
+    calls = [v for v in outline.values(key, function) if isinstance(v, ast.Call)] if key.isidentifier() else []
+    return any("Pipeline" in text_of(c.func) or text_of(c.func).endswith(".from_pretrained") for c in calls)
 
 
 def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -> None:
@@ -235,11 +245,11 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
     assert isinstance(call.func, ast.Attribute)
     owner = text_of(call.func.value)
     if _OTHER_CLASS.search(owner.rsplit(".", 1)[-1]):
-        lineage.is_adapted |= "Peft" in owner
+        lineage.is_adapted |= "Peft" in owner and not asks_for_adapters(conditions_of(outline, call))
         return
     for option in _QUANTIZED:
         value = keyword_of(outline, call, function, option)
-        if value is not None and constant(value) not in {None, False}:
+        if value is not None and constant(value) not in {None, False} and not may_be_none(outline, value, function):
             lineage.is_adapted = True
     value = keyword_of(outline, call, function, "torch_dtype", "dtype")
     if value is not None and constant(value) is not None:
@@ -317,3 +327,8 @@ def _guard(test: ast.expr, is_true: bool) -> Guard:
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, is_true = test.operand, not is_true
     return Guard(text_of(test), is_true)
+
+
+def asks_for_adapters(guards: tuple[Guard, ...]) -> bool:
+    """Whether one of these conditions is about adapters or quantization."""
+    return any(ADAPTER_FLAG.search(text) for text, _ in guards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import lru_cache
 
-__all__ = ["all_nodes", "children_of"]
+__all__ = ["all_children_of", "all_nodes", "children_of"]
 
 # Fields without nodes that rules look at, such as contexts and operators.
 _SKIP = {"ctx", "op", "ops", "type_comment", "names", "level", "returns", "annotation", "type_params", "kind"}
@@ -30,6 +30,22 @@ def children_of(node: ast.AST) -> list[ast.AST]:
     return children
 
 
+def all_children_of(node: ast.AST) -> list[ast.AST]:
+    """The children of a node except contexts and operators, as ast.iter_child_nodes orders them."""
+    kind = type(node)
+    fields = _ALL_FIELDS.get(kind)
+    if fields is None:
+        fields = _ALL_FIELDS[kind] = tuple(f for f in kind._fields if f not in _NO_NODES)
+    children: list[ast.AST] = []
+    for name in fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            children += [v for v in value if isinstance(v, ast.AST)]
+        elif isinstance(value, ast.AST):
+            children.append(value)
+    return children
+
+
 @lru_cache(maxsize=1)
 def all_nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
     """Every node of a script except contexts and operators, outer ones first, as ast.walk orders them.
@@ -38,14 +54,5 @@ def all_nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
     """
     nodes = [tree]
     for node in nodes:  # grows
-        kind = type(node)
-        fields = _ALL_FIELDS.get(kind)
-        if fields is None:
-            fields = _ALL_FIELDS[kind] = tuple(f for f in kind._fields if f not in _NO_NODES)
-        for name in fields:
-            value = getattr(node, name, None)
-            if isinstance(value, list):
-                nodes += [v for v in value if isinstance(v, ast.AST)]
-            elif isinstance(value, ast.AST):
-                nodes.append(value)
+        nodes += all_children_of(node)
     return tuple(nodes)

@@ -24,6 +24,8 @@ _WORDS = (
 _AMP = re.compile(r"amp(?<![A-Za-z]amp)")
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
+_FORWARDS = ("model(", "net(", "policy(")  # matter only where a region can be around the call
+
 _BREAK = re.compile(r"\r\n|\r|\n")
 
 Def = ast.FunctionDef | ast.AsyncFunctionDef
@@ -37,7 +39,8 @@ def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ())
     starts = _line_starts(text)
     losses = _LOSSES if "BCELoss" in text or "binary_cross" in text else ()
     amp = {bisect.bisect_right(starts, match.start()) for match in _AMP.finditer(text)}
-    hits = sorted(amp.union(_lines_with(text, starts, (*_WORDS, *losses, *words))))
+    forwards = _FORWARDS if "autocast" in text else ()
+    hits = sorted(amp.union(_lines_with(text, starts, (*_WORDS, *losses, *forwards, *words))))
     functions = _definitions(tree)
     relevant = {f for f in functions if _any_between(hits, _first_line(f), f.end_lineno or f.lineno)}
     remaining = [f for f in functions if f not in relevant]

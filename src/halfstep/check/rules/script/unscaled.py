@@ -1,0 +1,217 @@
+"""HS123: float16 autocast without a scaler, wherever the region is opened."""
+
+from __future__ import annotations
+
+import re
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.origin import comes_from
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.modules import regions_in_forward
+from halfstep.check.script.objects.values import DTYPES, Autocast, text_of
+from halfstep.check.script.script import Script
+
+__all__ = ["RULES"]
+
+_AMP = "https://docs.pytorch.org/docs/stable/amp.html"
+_SCALED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for epoch in range(epochs):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+_PLAIN = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+_ITEM = """\
+import torch
+for batch in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        out = model(**batch)
+    out["loss"].backward()
+    optimizer.step()
+"""
+# Scripts that import these have their loss scaled by the library.
+_OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
+_SCALE = 'use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16'
+_FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
+
+
+class Fp16WithoutScaler(TraceRule):
+    """float16 autocast is used for training without a GradScaler."""
+
+    code = "HS123"
+    name = "fp16-without-scaler"
+    severity = "error"
+    reason = (
+        "The smallest positive float16 value is 6e-8, and many gradients are smaller: without a loss scale they become zero and "
+        "their weights stop learning; the loss stalls or becomes NaN. bfloat16 has the range of float32 and needs no scaler."
+    )
+    bad = (
+        _PLAIN.format(dtype="float16"),
+        "import torch\nfrom torch.cuda.amp import autocast\nfor x, y in loader:\n    optimizer.zero_grad()\n    with autocast():\n"
+        "        out = model(x)\n        loss = criterion(out, y)\n    loss.backward()\n    optimizer.step()\n",
+        _ITEM.format(dtype="float16"),
+    )
+    good = (_PLAIN.format(dtype="bfloat16"), _SCALED, _ITEM.format(dtype="bfloat16"))
+    references = (f"{_AMP}#gradient-scaling", "https://arxiv.org/abs/1710.03740")
+    kinds = ("backward",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A backward under float16 autocast that no scaler scales, in a script that leaves the scaling to no library."""
+        event = trace[index]
+        if without_amp(event) or _is_owned(script, trace, event):
+            return None
+        if event.scaled == "yes" and switched_off(script, event):
+            return self._switched_off(script, trace, index)
+        if event.scaled != "no" or not any(True for _ in later(trace, index, "opt_step")):
+            return None
+        if _has_scaler(script) and not _is_forgotten(script, trace, index):
+            return None
+        for i in earlier(trace, index, "enter_autocast"):
+            opened = trace[i]
+            autocasts = opened.regions[-1].autocasts
+            if opened.inside("no_grad"):
+                continue  # of a reference or teacher
+            if any("float16" not in a.dtypes or a.enabled == "no" for a in autocasts):
+                return None
+            if any(_is_misplaced(script, a) for a in autocasts):
+                return None  # HS142 and HS143 report the arguments, which raise
+            around = any(region.node is opened.regions[-1].node for region in event.regions)
+            if not around and opened.function is event.function and opened.loops != event.loops:
+                return None
+            if not around and not comes_from(opened, event, script.outline):
+                continue
+            return self._report(script, event, opened)
+        return self._in_forward(script, trace, index)
+
+    def _report(self, script: Script, event: Event, opened: Event) -> Finding | None:
+        """The finding for a loss from a region that is or may be float16."""
+        autocasts = opened.regions[-1].autocasts
+        loss = f"`{event.local.subject or 'the loss'}`"
+        if all(a.dtype == "float16" for a in autocasts):
+            if opened.function is not event.function:
+                line = event.node.lineno  # type: ignore[attr-defined]
+                return self.finding(
+                    script.where(autocasts[0].node),
+                    f"{loss} (line {line}) is computed under float16 autocast and not scaled: gradients below 6e-8 become zero",
+                    instead=_SCALE,
+                )
+            return self.finding(
+                script.where(event.node),
+                f"{loss} is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
+                "scaled: gradients below 6e-8 become zero",
+                instead=_SCALE,
+            )
+        region = next(a for a in autocasts if a.dtype != "float16")
+        if _tests_format(region, opened, event):
+            return None
+        # At the region, where the dtype is chosen.
+        return self.finding(
+            script.where(region.node),
+            f"{_condition(region)} {loss} is not scaled: gradients below 6e-8 become zero",
+            instead=_SCALE,
+            severity="error" if region.dtype_node is None and "cuda" in region.devices else "warning",
+        )
+
+    def _switched_off(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a scaler with enabled=False whose loss is computed under float16 autocast."""
+        event = trace[index]
+        before = next(earlier(trace, index, "enter_autocast"), None)
+        opened = trace[before] if before is not None else None
+        if opened is None or opened.loops != event.loops or opened.inside("no_grad"):
+            return None
+        if not all(a.dtype == "float16" and a.enabled == "yes" for a in opened.regions[-1].autocasts):
+            return None
+        return self.finding(
+            script.where(scalers_at(script, event)[0].node),
+            f"the scaler is disabled, so the loss under float16 autocast (line {opened.node.lineno}) is not scaled: "  # type: ignore[attr-defined]
+            "gradients below 6e-8 become zero",
+            instead="enabled=True, or autocast with dtype=torch.bfloat16",
+        )
+
+    def _in_forward(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a loss of a model of this file whose forward opens a float16 region."""
+        event = trace[index]
+        for i in earlier(trace, index, "forward"):
+            call = trace[i]
+            if call.loops != event.loops or call.function is not event.function or call.inside("no_grad"):
+                continue
+            regions = regions_in_forward(script.outline, call.subject, call.function)
+            if regions and all(a.dtype == "float16" and a.enabled == "yes" for a in regions):
+                line = regions[0].node.lineno
+                return self.finding(
+                    script.where(event.node),
+                    f"`{event.local.subject or 'the loss'}` is not scaled, but `{call.local.subject}` computes under float16 "
+                    f"autocast (line {line}): gradients below 6e-8 become zero",
+                    instead=_SCALE,
+                )
+        return None
+
+
+def _is_owned(script: Script, trace: Trace, event: Event) -> bool:
+    """Whether a library scales the loss of a backward."""
+    # `if use_engine: engine.backward(loss)`, `else: loss.backward()`: the second path has no owner.
+    if any(e.kind == "owned_backward" and not compatible(e, event) for e in trace):
+        return False
+    return script.outline.names.uses(*_OWNERS) or script.has("owned_backward", "owned_step")
+
+
+def _has_scaler(script: Script) -> bool:
+    """Whether the script uses a scaler, or anything called one."""
+    if any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers):
+        return True
+    return any("scaler" in name.lower() and name != "GradScaler" for name in script.outline.loads)
+
+
+def _is_forgotten(script: Script, trace: Trace, index: int) -> bool:
+    """Whether a scaler serves the other optimizers of the same iteration, but not the one that steps next."""
+    event = trace[index]
+    following = next(later(trace, index, *STEPS), None)
+    if following is None or trace[following].kind != "opt_step" or not trace[following].optimizer:
+        return False
+    if any(e.kind in {"unscale", "handed", "get_scale", "autograd_grad"} for e in trace):
+        return False
+    scaled = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
+    served = {e.optimizer.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
+    mine = trace[following].optimizer.rsplit(".", 1)[-1]
+    # Both always run: another branch of a condition may be the one without mixed precision.
+    together = scaled and all(e.guards == event.guards and e.loops == event.loops for e in scaled)
+    return bool(together) and bool(served) and "" not in served and mine not in served
+
+
+def _is_misplaced(script: Script, region: Autocast) -> bool:
+    """Whether a dtype stands first, where neither function expects one."""
+    return bool(region.node.args) and script.outline.names.full(region.node.args[0]) in DTYPES
+
+
+def _condition(region: Autocast) -> str:
+    """When a region computes in float16."""
+    if region.dtype_node is not None:
+        return f"when `{text_of(region.dtype_node)}` is float16,"
+    return "on CUDA, where autocast defaults to float16,"
+
+
+def _tests_format(region: Autocast, *events: Event) -> bool:
+    """Whether a condition around the region or the events may exclude one of its dtypes."""
+    flags = [region.enabled, *(text for event in events for text, _ in event.guards)]
+    return any(_FORMAT.search(flag) for flag in flags)
+
+
+RULES: tuple[type[Rule], ...] = (Fp16WithoutScaler,)

@@ -1,0 +1,108 @@
+"""HS123: float16 regions in helpers, forwards and around backward, disabled scalers, and one of two optimizers."""
+
+import pytest
+
+from check_scripts import findings
+
+HELPER = """\
+import torch
+class Trainer:
+    def compute_loss(self, batch):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = self.model(batch)
+        return {returned}
+    def train(self):
+        for batch in self.loader:
+            loss = self.compute_loss(batch)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+"""
+INSIDE = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+"""
+FORWARD = """\
+import torch
+class Net(torch.nn.Module):
+{decorator}    def forward(self, x):
+        return self.layer(x)
+model = Net()
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+TWO = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        d_loss = critic(x)
+    opt_d.zero_grad()
+    scaler.scale(d_loss).backward()
+    scaler.step(opt_d)
+    scaler.update()
+    with torch.autocast("cuda", dtype=torch.float16):
+        g_loss = generator(x)
+    opt_g.zero_grad()
+    {step}
+"""
+DISABLED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled={scaler})
+for x in loader:
+    with torch.autocast("cuda", dtype=torch.float16, enabled={region}):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        pytest.param(HELPER.format(returned="loss"), 4, id="helper"),
+        pytest.param(INSIDE.format(dtype="float16"), 6, id="backward in the region"),
+        pytest.param(FORWARD.format(decorator='    @torch.autocast("cuda")\n'), 10, id="decorated forward"),
+        pytest.param(TWO.format(step="g_loss.backward(); opt_g.step()"), 13, id="one of two optimizers"),
+        pytest.param(DISABLED.format(scaler="False", region="True"), 2, id="disabled scaler"),
+    ],
+)
+def test_reports_a_loss_that_no_scaler_scales(text, line):
+    """Wherever the float16 region is opened, a plain backward of its loss is one error."""
+    assert [(f.line, f.severity) for f in findings(text, "HS123")] == [(line, "error")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(HELPER.format(returned="self.penalty"), id="another value is returned"),
+        pytest.param(INSIDE.format(dtype="bfloat16"), id="bfloat16 region"),
+        pytest.param(FORWARD.format(decorator=""), id="plain forward"),
+        pytest.param(
+            FORWARD.format(decorator='    @torch.autocast("cuda", dtype=torch.bfloat16)\n'), id="bfloat16 forward"
+        ),
+        pytest.param(
+            TWO.format(step="scaler.scale(g_loss).backward(); scaler.step(opt_g); scaler.update()"), id="both scaled"
+        ),
+        pytest.param(TWO.format(step="g_loss.backward(); opt_d.step()"), id="the optimizer that the scaler steps"),
+        pytest.param(DISABLED.format(scaler="False", region="False"), id="both disabled"),
+        pytest.param(DISABLED.format(scaler="use_amp", region="use_amp"), id="one switch"),
+        pytest.param(
+            "import torch\nfor x in loader:\n    with torch.autocast(torch.bfloat16):\n        loss = model(x)\n"
+            "    loss.backward()\n    optimizer.step()\n",
+            id="a dtype in the place of the device, which HS142 reports",
+        ),
+    ],
+)
+def test_is_silent_where_the_loss_is_scaled_or_not_float16(text):
+    """A scaled loss, a bfloat16 or disabled region, and a loss from elsewhere are no finding."""
+    assert findings(text, "HS123") == []
