@@ -200,6 +200,9 @@ _FIRST_VERSION = (
 )  # fmt: skip
 
 
+_NEMO = re.compile(r"exp_manager|megatron_amp|nemo", re.IGNORECASE)  # has its own names
+
+
 class OldPrecisionName(LightningRule):
     """`precision` has a name that Lightning 2 supports for old code only."""
 
@@ -218,6 +221,7 @@ class OldPrecisionName(LightningRule):
     good = (
         'import lightning as L\n\ntrainer = L.Trainer(precision="16-mixed")\n',
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(gpus=1, precision=16)\n",  # of version 1
+        "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 10\n  precision: bf16\nexp_manager:\n  name: gpt\n",
     )
     references = (_UPGRADE,)
 
@@ -229,6 +233,7 @@ class OldPrecisionName(LightningRule):
         is_new = "lightning" in config.script or (isinstance(target, str) and target.startswith("lightning."))
         # pytorch_lightning is both versions; an argument that only version 1 has decides it.
         is_old = any(config.entry(key) is not None for key in _FIRST_VERSION)
+        is_old |= not config.script and bool(_NEMO.search(config.source.text))
         if entry and value in _OLD_NAMES and (is_new or not is_old):
             new = _OLD_NAMES[value]
             fix = replace_value(config, entry.value, new, f"Replace with {new}")
