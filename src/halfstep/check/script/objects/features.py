@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from halfstep.check.script.objects.values import argument, constant
@@ -176,7 +176,7 @@ def _long_sequence(node: ast.Assign | ast.AnnAssign | ast.keyword) -> Iterator[U
         yield "long_sequence", node
 
 
-def _parameters(nodes: list[ast.AST], names: Names) -> set[str]:
+def _parameters(nodes: Sequence[ast.AST], names: Names) -> set[str]:
     """The attributes that are assigned an `nn.Parameter`."""
     return {
         target.attr
