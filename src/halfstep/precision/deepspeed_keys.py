@@ -79,6 +79,7 @@ NOT_READ: dict[str, str] = {
     "aio": _OFFLOAD,
     "seq_parallel_communication_data_type": _RANKS,
     "sequence_parallel_size": _RANKS,
+    "data_parallel_size": _RANKS,
     "tensor_parallel": _RANKS,
     "expert_parallel": _RANKS,
     "pipeline": _RANKS,

@@ -23,6 +23,16 @@ for x in loader:
 FP16 = {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}
 PLAIN = {"train_batch_size": 8, "zero_optimization": {"stage": 0}, "bf16": {"enabled": False}}
 
+NAMED = """import deepspeed
+import torch
+
+def train(model_engine, loader):
+    for x in loader:
+        model_engine.backward(model_engine(x))
+        torch.nn.utils.clip_grad_norm_(model_engine.module.parameters(), 1.0)
+        model_engine.step()
+"""
+
 
 def check(text, path="train.py"):
     configs = configs_in_script(ast.parse(text), Source(str(path), text, "python"), Settings())
@@ -195,3 +205,17 @@ def test_clipping_the_model_that_the_engine_has_is_the_same():
     text = LOOP.format(config=FP16).replace("engine.parameters()", "model.parameters()")
     assert [f.code for f in check(text)] == ["HS291"]
     assert check(text.replace("model.parameters()", "other.parameters()")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (NAMED, ["HS291"]),
+        (NAMED.replace("import deepspeed\n", ""), []),
+        (NAMED.replace("import deepspeed", "import deepspeed, colossalai"), []),
+        (NAMED.replace("model_engine", "agent"), []),
+    ],
+)
+def test_an_engine_that_another_file_creates_is_known_by_its_name(text, expected):
+    """`model_engine` with backward and step is DeepSpeed's in a script that uses DeepSpeed."""
+    assert [finding.code for finding in check(text)] == expected

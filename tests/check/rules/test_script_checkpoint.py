@@ -130,3 +130,10 @@ def test_asking_for_a_scaler_is_no_checkpoint_key():
         "            self.scaler.step(self.optimizer)\n            self.scaler.update()\n            self.optimizer.zero_grad()\n"
     )
     assert "HS170:6" in codes(text)
+
+
+@pytest.mark.parametrize(("guard", "expected"), [("step > 0", ["HS170"]), ("loss < best", []), ("loss < lowest", [])])
+def test_a_counter_is_no_comparison_with_the_best(guard, expected):
+    """`step > 0` saves regularly, so the checkpoint may be resumed from; a comparison of losses saves the best weights only."""
+    save = f'if {guard}:\n        torch.save({{"o": optimizer.state_dict()}}, "x")'
+    assert [code.partition(":")[0] for code in codes(HEAD + LOOP.format(save=save))] == expected

@@ -132,6 +132,15 @@ def test_weights_that_are_not_trained_in_16_bits_are_silent(setup):
     assert codes(loop(setup)) == []
 
 
+CHOSEN = "for n, p in model.named_parameters():\n    if 'head' in n:\n        p.requires_grad = True\n    else:\n        p.requires_grad = False"
+
+
+def test_layers_chosen_before_the_cast_are_trained_in_16_bits():
+    """A cast of the model includes the layers that stay trainable; layers chosen after it may have been replaced."""
+    assert codes(loop(f"model = Net()\n{CHOSEN}\nmodel = model.bfloat16()")) == ["HS151:8"]
+    assert codes(loop(f"model = Net().bfloat16()\n{CHOSEN}")) == []
+
+
 def test_a_cast_after_training_is_for_saving():
     """A model that is cast after its last backward was trained in float32."""
     assert codes(loop("model = Net()") + "model.bfloat16()\ntorch.save(model.state_dict(), 'x')\n") == []

@@ -262,7 +262,13 @@ DIVIDED = "accelerator.backward(loss)"
         ("", f"loss = loss / args.accum\n{DIVIDED}", []),
         ("gradient_accumulation_steps=args.accum", f"loss = loss / num_tokens\n{DIVIDED}", []),
         ("gradient_accumulation_steps=args.accum", f"shown = loss / args.accum\n{DIVIDED}", []),
+        ("deepspeed_plugin=DeepSpeedPlugin(gradient_accumulation_steps=n)", f"loss /= n\n{DIVIDED}", ["HS188:warning"]),
         ("gradient_accumulation_steps=1", "accelerator.backward(loss / 1)", []),
+        (
+            "gradient_accumulation_steps=1",
+            f"loss = loss / accelerator.gradient_accumulation_steps\n{DIVIDED}",
+            [],
+        ),
         ("gradient_accumulation_steps=n", f"if plain:\n    loss /= n\n    f(loss)\nelse:\n    {DIVIDED}", []),
     ],
 )
@@ -294,6 +300,16 @@ GUARDED = "    if (i + 1) % args.accum == 0:\n        engine.step()"
         ("", "", GUARDED, []),
         (CONFIG, "", "    engine.step()", []),
         (CONFIG, " / args.accum, scale_wrt_gas=False", "    engine.step()", []),
+        (CONFIG, " / ds['gradient_accumulation_steps']", "    engine.step()", ["HS188:warning"]),
+        (CONFIG, " / ds.get('gradient_accumulation_steps', 1)", "    engine.step()", ["HS188:warning"]),
+        (CONFIG, " / engine.gradient_accumulation_steps()", "    engine.step()", ["HS188:warning"]),
+        (CONFIG, " / ds['world_size']", "    engine.step()", []),
+        (
+            CONFIG,
+            "",
+            "    if (i + 1) % ds['gradient_accumulation_steps'] == 0:\n        engine.step()",
+            ["HS188:warning"],
+        ),
     ],
 )
 def test_deepspeed_counts_and_divides(before, divided, step, expected):
@@ -381,3 +397,41 @@ def test_a_second_scaler_depends_on_the_accelerator(options, expected):
     )
     assert reported(text) == reported(both) == expected
     assert all(f.line == 3 for f in findings(both, "HS131"))
+
+
+FABRIC_WINDOW = """\
+import lightning as L
+fabric = L.Fabric(precision="16-mixed"{strategy})
+model, optimizer = fabric.setup(model, optimizer)
+for i, (x, y) in enumerate(loader):
+    fabric.backward(loss_fn(model(x), y){divided})
+    if (i + 1) % accumulation_steps == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+MANUAL_WINDOW = """\
+import lightning as L
+class Net(L.LightningModule):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = self.loss(batch){divided}
+        self.manual_backward(loss)
+        if (batch_idx + 1) % self.accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (FABRIC_WINDOW.format(strategy="", divided=""), ["HS180"]),
+        (FABRIC_WINDOW.format(strategy="", divided=" / accumulation_steps"), []),
+        (FABRIC_WINDOW.format(strategy=", strategy='deepspeed_stage_2'", divided=""), []),
+        (MANUAL_WINDOW.format(divided=""), ["HS180"]),
+        (MANUAL_WINDOW.format(divided=" / self.accumulate"), []),
+    ],
+)
+def test_fabric_and_manual_optimization_do_not_divide(text, expected):
+    """Neither fabric.backward nor manual_backward divides the loss by the length of a window."""
+    assert [f.code for f in findings(text, "HS180")] == expected

@@ -1,4 +1,4 @@
-"""HS120 and HS123: losses that leave a region in any form, and dtypes that the text leaves open."""
+"""HS120, HS123, HS125, HS134: losses that leave a region in any form, and dtypes that the text leaves open."""
 
 import pytest
 
@@ -215,3 +215,70 @@ def test_backward_inside_the_region_needs_a_scaler_too():
     """With the backward inside the float16 region both its place and the missing scaler are reported."""
     text = LOOP.format(dtype="float16", forward="loss = model(**batch)\n        loss.backward()", backward="pass")
     assert codes(text) == ["HS123:7", "HS140:7"]
+
+
+OPTIONAL = """\
+import torch
+import deepspeed
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    if args.deepspeed:
+        model.backward(loss)
+        model.step()
+    {other}
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("other", "expected"), [("else:", ["HS123"]), ("if True:", [])])
+def test_the_path_without_an_engine_needs_a_scaler(other, expected):
+    """An engine that only another branch uses does not scale the loss of this one."""
+    assert [f.code for f in findings(OPTIONAL.format(other=other), "HS123")] == expected
+
+
+WRAPPER = """\
+import torch
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.scaler = torch.amp.GradScaler("cuda")
+    def step(self, {parameter}):
+        self.scaler.step(self.optimizer, {argument})
+        self.scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameter", "argument", "expected"),
+    [("closure=None", "closure", []), ("x", "lambda: closure(x)", ["HS125"])],
+)
+def test_a_wrapper_may_pass_its_closure_on(parameter, argument, expected):
+    """`step(self, closure=None)` passes None on; only a closure of its own is wrong."""
+    text = WRAPPER.format(parameter=parameter, argument=argument)
+    assert [f.code for f in findings(text, "HS125")] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("torch.nn.DataParallel(Stereo(args)).cuda()", []),
+        ("torch.nn.DataParallel(torch.nn.Linear(8, 2)).cuda()", ["HS134"]),
+        ("torch.nn.parallel.DistributedDataParallel(net)", []),
+    ],
+)
+def test_a_wrapped_model_of_another_file_may_open_a_region(model, expected):
+    """DataParallel is torch's, the model inside it need not be."""
+    text = f"""\
+import torch
+from core.stereo import Stereo
+model = {model}
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    assert [f.code for f in findings(text, "HS134")] == expected

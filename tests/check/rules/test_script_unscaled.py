@@ -69,7 +69,7 @@ for x in loader:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        pytest.param(HELPER.format(returned="loss"), 11, id="helper"),
+        pytest.param(HELPER.format(returned="loss"), 4, id="helper"),
         pytest.param(INSIDE.format(dtype="float16"), 6, id="backward in the region"),
         pytest.param(FORWARD.format(decorator='    @torch.autocast("cuda")\n'), 10, id="decorated forward"),
         pytest.param(TWO.format(step="g_loss.backward(); opt_g.step()"), 13, id="one of two optimizers"),
@@ -100,6 +100,11 @@ def test_reports_a_loss_that_no_scaler_scales(text, line):
             "import torch\nfor x in loader:\n    with torch.autocast(torch.bfloat16):\n        loss = model(x)\n"
             "    loss.backward()\n    optimizer.step()\n",
             id="a dtype in the place of the device, which HS142 reports",
+        ),
+        pytest.param(
+            "import torch\nfor x in loader:\n    with torch.cuda.amp.autocast(device_type='cuda'):\n        loss = model(x)\n"
+            "    loss.backward()\n    optimizer.step()\n",
+            id="an argument that HS143 reports",
         ),
     ],
 )

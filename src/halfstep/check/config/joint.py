@@ -55,9 +55,7 @@ class Use:
     nodes: tuple[ast.AST, ...]
     trainers: tuple[Config, ...]  # TrainingArguments and its relatives
     initialize: ast.Call | None  # deepspeed.initialize, where it is called once and always
-    engine: str = (
-        ""  # the variable the engine is assigned to; a model that Accelerate prepares for DeepSpeed is one too
-    )
+    engine: str = ""  # the variable of the engine, by its assignment or its name; a model that Accelerate prepares for DeepSpeed is one too
     optimizer: str = ""  # the variable its optimizer is assigned to
 
     def calls(self, name: str, on: str = "") -> list[ast.Call]:
@@ -158,7 +156,7 @@ def read_use(tree: ast.Module, source: Source, configs: tuple[Config, ...]) -> U
     initialize = made[0] if len(made) == 1 and not _is_conditional(made[0], tree) else None
     engine, optimizer = _bound(nodes, initialize) if initialize is not None else ("", "")
     if not made:
-        engine = _prepared(nodes, names)
+        engine = _prepared(nodes, names) or _named(nodes, names)
     return Use(source, literals, names, nodes, trainers, initialize, engine, "" if optimizer == "_" else optimizer)
 
 
@@ -189,6 +187,19 @@ def _prepared(nodes: tuple[ast.AST, ...], names: Names) -> str:
     prepares = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "prepare"]
     models = {key_of(a) for c in prepares for a in c.args if re.search(r"(^|[._])(model|net)$", key_of(a))}
     return models.pop() if len(models) == 1 else ""
+
+
+def _named(nodes: tuple[ast.AST, ...], names: Names) -> str:
+    """The one variable such as `model_engine` that runs backward and steps, where another function or file creates it."""
+    if names.uses("colossalai"):  # its engine has the same methods
+        return ""
+    calls = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    owners = {
+        method: {key_of(c.func.value) for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == method}
+        for method in ("backward", "step")
+    }
+    engines = {key for key in owners["backward"] & owners["step"] if key.rsplit(".", 1)[-1].endswith("engine")}
+    return engines.pop() if len(engines) == 1 else ""
 
 
 def _partners(tree: ast.Module, source: Source, settings: Settings, configs: tuple[Config, ...]) -> Iterator[Config]:

@@ -149,7 +149,7 @@ def find_configs(root: Node) -> Iterator[Match]:
 def recipe_of(block: Block) -> Recipe | None:
     """The training program a mapping is a recipe of, or None."""
     keys = set(block.keys())
-    if "base_model" in keys and keys & {"datasets", "pretraining_dataset"} and len(keys & _AXOLOTL) >= 4:
+    if "base_model" in keys and keys & {"datasets", "pretraining_dataset"} and len(keys & _AXOLOTL) >= 2:
         return "axolotl"
     if "finetuning_type" in keys and keys & {"stage", "template"}:
         known = _text(block, "finetuning_type") in _LLAMAFACTORY_TYPES

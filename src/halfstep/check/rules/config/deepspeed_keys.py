@@ -135,6 +135,7 @@ class MisplacedKey(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "fp16": {"enabled": true}, "initial_scale_power": 12}',
         '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 1},\n  "max_grad_norm": 1.0\n}',
         '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "weight_decay": 0.01}}',
+        '{"zero_optimization": {"stage": 3}, "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9}',
     )
     good = ('{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}',)
     references = (_DOCS,)
@@ -179,6 +180,8 @@ class IgnoredKey(DeepSpeedRule):
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "msamp": {"enabled": true, "opt_level": "O3"}}',
+        '{"fsdp": {"sharding_strategy": "FULL_SHARD"}, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}}',
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "sequence_parallel_size": 2, "data_parallel_size": 4}',
     )
     references = (_DOCS, _EXTENSIONS["msamp"])
 

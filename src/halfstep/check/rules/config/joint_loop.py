@@ -44,12 +44,14 @@ class ClipsBehindEngine(JointRule):
         """Report clipping calls on the engine's parameters; without a known configuration, as advice."""
         deepspeed = DeepSpeed(config)
         undecided = deepspeed.fp16 is None and deepspeed.stage is None
-        if use.initialize is None or not use.engine or not (deepspeed.fp16 or deepspeed.stage or undecided):
+        runs = use.initialize is not None or (use.engine and use.calls("backward", use.engine))
+        if not runs or not use.engine or not (deepspeed.fp16 or deepspeed.stage or undecided):
             return
         state = "still scaled" if deepspeed.fp16 else f"sharded (ZeRO stage {deepspeed.stage})"
         state = "scaled in fp16 and sharded with ZeRO" if undecided else state
         # The model that was passed to the engine has the same parameters.
-        owners = [use.engine, key_of(next((k.value for k in use.initialize.keywords if k.arg == "model"), None))]
+        keywords = use.initialize.keywords if use.initialize is not None else []
+        owners = [use.engine, key_of(next((k.value for k in keywords if k.arg == "model"), None))]
         for node in use.nodes:
             if not isinstance(node, ast.Call) or not node.args:
                 continue

@@ -192,6 +192,14 @@ class RemovedTrainerArgument(LightningRule):
                 return
 
 
+_FIRST_VERSION = (
+    "gpus", "tpu_cores", "num_processes", "ipus", "amp_backend", "amp_level", "resume_from_checkpoint", "progress_bar_refresh_rate",
+    "weights_summary", "checkpoint_callback", "distributed_backend", "flush_logs_every_n_steps", "terminate_on_nan",
+    "auto_scale_batch_size", "auto_lr_find", "replace_sampler_ddp", "track_grad_norm", "multiple_trainloader_mode",
+    "reload_dataloaders_every_epoch", "prepare_data_per_node", "process_position", "auto_select_gpus",
+)  # fmt: skip
+
+
 class OldPrecisionName(LightningRule):
     """`precision` has a name that Lightning 2 supports for old code only."""
 
@@ -205,23 +213,26 @@ class OldPrecisionName(LightningRule):
     bad = (
         "import lightning as L\n\ntrainer = L.Trainer(precision=16)\n",
         "_target_: lightning.Trainer\naccelerator: gpu\ndevices: 1\nmax_epochs: 10\nprecision: 16\n",
+        "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(accelerator='gpu', precision=16)\n",
     )
     good = (
         'import lightning as L\n\ntrainer = L.Trainer(precision="16-mixed")\n',
-        "import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\n",
+        "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(gpus=1, precision=16)\n",  # of version 1
     )
     references = (_UPGRADE,)
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """Report old names if Lightning is certainly version 2: the package named lightning."""
+        """Report old names, unless another argument shows that Lightning is version 1."""
         value = self.precision(config)
         entry = config.entry("precision")
         target = config.value("_target_")  # Hydra's name of the class
         is_new = "lightning" in config.script or (isinstance(target, str) and target.startswith("lightning."))
-        if entry and value in _OLD_NAMES and is_new:
+        # pytorch_lightning is both versions; an argument that only version 1 has decides it.
+        is_old = any(config.entry(key) is not None for key in _FIRST_VERSION)
+        if entry and value in _OLD_NAMES and (is_new or not is_old):
             new = _OLD_NAMES[value]
             fix = replace_value(config, entry.value, new, f"Replace with {new}")
-            message = f"precision {value} is Lightning's old name for {new!r}."
+            message = f"precision {value} is the name of Lightning 1 for {new!r}."
             yield self.finding(config.where(entry), message, instead=f"Use {new!r}.", fix=fix)
 
 

@@ -94,7 +94,7 @@ class AccumulatedTwice(ScriptRule):
     def _accelerate(self, script: Script, call: ast.Call, engine: Engine, divisor: ast.expr) -> Iterator[Finding]:
         own = f"{engine.key}.{_KEY}"
         text = text_of(divisor)
-        if text != own and (engine.steps is None or constant(engine.steps) == 1 or not _same(divisor, engine.steps)):
+        if constant(engine.steps) == 1 or (text != own and (engine.steps is None or not _same(divisor, engine.steps))):
             return
         yield self.finding(
             script.where(call),
@@ -108,8 +108,9 @@ class AccumulatedTwice(ScriptRule):
         if any(k.arg == "scale_wrt_gas" for k in call.keywords):
             return
         text = text_of(divisor)
-        is_certain = steps is not None and _same(divisor, steps) and constant(steps) != 1
-        is_named = bool(_STEPS.search(last_name(text))) and steps is None
+        # `config["gradient_accumulation_steps"]` and `engine.gradient_accumulation_steps()` are the configured number.
+        is_certain = steps is not None and constant(steps) != 1 and (_is_entry(divisor) or _same(divisor, steps))
+        is_named = bool(_STEPS.search(_steps_name(divisor))) and steps is None
         # A script that steps on every micro-batch leaves the counting to the engine.
         if not is_certain and not (is_named and _steps_always(script, engine)):
             return
@@ -125,7 +126,7 @@ class AccumulatedTwice(ScriptRule):
     def _step(self, script: Script, call: ast.Call, engines: set[str], steps: ast.expr | None) -> Iterator[Finding]:
         engine = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         window = _window(script, call) if engine in engines and steps is not None else None
-        if window is None or steps is None or constant(steps) == 1 or not _same(window, steps):
+        if window is None or steps is None or constant(steps) == 1 or not (_is_entry(window) or _same(window, steps)):
             return
         if "set_gradient_accumulation_boundary" in script.outline.calls:
             return
@@ -142,7 +143,22 @@ def _same(a: ast.expr, b: ast.expr) -> bool:
     one, other = constant(a), constant(b)
     if one is not ... or other is not ...:
         return one == other
-    return bool(text_of(a)) and last_name(text_of(a)) == last_name(text_of(b))
+    return bool(_steps_name(a)) and _steps_name(a) == _steps_name(b)
+
+
+def _is_entry(node: ast.expr) -> bool:
+    """Whether an expression reads the steps from a configuration or an engine."""
+    return isinstance(node, ast.Subscript | ast.Call) and _steps_name(node) == _KEY
+
+
+def _steps_name(node: ast.expr) -> str:
+    """The last name of a variable, of an entry `config["steps"]` or `config.get("steps", 1)`, or of `engine.steps()`."""
+    key: object = ...
+    if isinstance(node, ast.Subscript):
+        key = constant(node.slice)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        key = constant(node.args[0]) if node.func.attr == "get" and node.args else node.func.attr
+    return key if isinstance(key, str) else last_name(text_of(node))
 
 
 @lru_cache(maxsize=8)  # one walk per function, however often it calls backward

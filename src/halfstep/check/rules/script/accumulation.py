@@ -14,6 +14,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over
+from halfstep.check.script.objects.engines import leaves_loss
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -87,11 +88,13 @@ class LossNotDivided(TraceRule):
     bad = (_LOOP.format(start="", divide="", end="        optimizer.zero_grad()\n"),)
     good = (_RIGHT, _RIGHT.replace(" / accumulation_steps", "\n    loss *= 1. / accumulation_steps"))
     references = (_DOCS,)
-    kinds = ("backward",)
+    kinds = ("backward", "owned_backward")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward in every iteration, a step in every n-th, and no division by n anywhere."""
         event = trace[index]
+        if event.kind == "owned_backward" and not leaves_loss(script, event):
+            return None
         window = accumulated_over(script, trace, index)
         if window is None:
             return None
@@ -99,7 +102,7 @@ class LossNotDivided(TraceRule):
         last = length.rsplit(".", 1)[-1]
         if last in {"0", "1"} or self._nominal(script, last) or not self._cleared_after(trace, event, window):
             return None
-        if any(e.kind == "backward" and e.loops == event.loops and e.function is event.function for e in trace[:index]):
+        if any(e.kind in self.kinds and e.loops == event.loops and e.function is event.function for e in trace[:index]):
             return None  # reported at the first backward
         if self._divided(script, last) or self._weighted(script, event) or _divides_gradients(script):
             return None

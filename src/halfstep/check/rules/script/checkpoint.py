@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.script.scaler import ScalerWithBf16
+from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
@@ -142,7 +142,7 @@ def _restored(script: Script, event: Event) -> str:
         return "weights only"
     # Saved after training, or only the best so far: not written for resuming.
     final = not event.loops and not saves(event.function.name)
-    best = any(re.search(r"best|[<>]", text) for text, _ in event.guards)
+    best = any(re.search(r"best|[<>](?!=? ?\d+$)", text) for text, _ in event.guards)
     return "weights only" if final or best else "unknown"
 
 

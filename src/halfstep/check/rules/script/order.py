@@ -7,13 +7,12 @@ import ast
 from halfstep.check.finding import Finding
 from halfstep.check.fixes.loops import scale_fix, unscale_fix, update_fix
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.gradients import is_trial, measures_only, skipped_unscale, unscaled_between
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
     between,
-    changes_in_loop,
     earlier,
     exclusive,
     implied,
@@ -24,6 +23,7 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.updates import seldom_updated
 from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -94,7 +94,7 @@ class MissingUpdate(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step without an update anywhere in its trace."""
         event = trace[index]
-        if seldom := self._seldom(script, trace, index):
+        if seldom := seldom_updated(script, trace, index):
             return self.finding(
                 script.where(event.node),
                 f"`{event.local.scaler}.step` repeats {seldom}: the second step raises RuntimeError",
@@ -115,30 +115,6 @@ class MissingUpdate(TraceRule):
             instead=f"call {event.scaler}.update() once, after the last step of the iteration",
             fix=update_fix(script, trace, index),
         )
-
-    @staticmethod
-    def _seldom(script: Script, trace: Trace, index: int) -> str:
-        """Why the updates of a scaler come less often than this step of one optimizer; "" if they do not, or may not."""
-        event = trace[index]
-        updates = [e for e in trace if e.kind == "update" and e.scaler == event.scaler]
-        others = any(e.kind == "handed" and e.scaler == event.scaler for e in trace)
-        if not updates or others or not event.loops or switched_off(script, event) or changes_in_loop(script, event):
-            return ""
-        if not any(e.kind == "backward" and e.scaled == "yes" and e.loops == event.loops for e in trace[:index]):
-            return ""
-        inside = [e for e in updates if e.loops[: len(event.loops)] == event.loops]
-        if not inside:
-            line = max(getattr(e.node, "lineno", 0) for e in updates)
-            return (
-                f"in the loop at line {event.loops[-1].line}, without `update()`, which follows the loop (line {line})"
-            )
-        if not any(compatible(e, event) for e in inside):
-            apart = all(only_settings(script, e, event) and only_settings(script, event, e) for e in inside)
-            return "without `update()`, which only the other branch calls" if apart else ""
-        extra = [next((g for g in e.accumulating if g not in event.guards), None) for e in inside]
-        if not all(extra) or extra[0] is None or not all(implied(event, e) for e in inside):
-            return ""
-        return f"without `update()` unless `{extra[0].text}`"
 
     @staticmethod
     def _is_complete(script: Script, trace: Trace, event: Event) -> bool:
@@ -184,7 +160,7 @@ class UnscaledBackward(TraceRule):
         if event.scaled != "no" or without_amp(event) or event.inside("no_grad"):
             return None
         following = next(later(trace, index, *STEPS, "zero_grad", "owned_backward"), None)
-        if following is None or trace[following].kind != "scaler_step":
+        if following is None or trace[following].kind != "scaler_step" or is_trial(trace, index, following):
             return None
         step = trace[following]
         if event.loops != step.loops[: len(event.loops)] and step.loops != event.loops[: len(step.loops)]:

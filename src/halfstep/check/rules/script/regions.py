@@ -21,6 +21,13 @@ _SIXTEEN = re.compile(
     r"autocast|half\(|float16|\bapex\b|fp16_run|fp16=True|deepspeed|fairscale|custom_fwd|precision_scope|\bAMP\(|amp_context|amp_ctx"
 )
 _LIBRARIES = ("torchvision.models", "timm.", "transformers.", "torch.nn.", "segmentation_models_pytorch.")
+_WRAPPERS = (
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.",
+    "torch.compile",
+    "torch.nn.SyncBatchNorm.",
+    "torch.distributed.fsdp.",
+)
 _CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
 _LOOP = """\
 import torch
@@ -91,19 +98,20 @@ class ScalerWithoutAutocast(TraceRule):
         calls = [v for v in values if isinstance(v, ast.Call)]
         if not calls or len(calls) != len(values):
             return False
-        for call in calls:
-            inner: ast.expr = call
-            while (
-                isinstance(inner, ast.Call)
-                and isinstance(inner.func, ast.Attribute)
-                and isinstance(inner.func.value, ast.Call)
-            ):
-                inner = inner.func.value  # Net().cuda()
-            full = script.outline.names.full(inner.func) if isinstance(inner, ast.Call) else ""
-            name = key_of(inner.func) if isinstance(inner, ast.Call) else ""
-            if name not in script.outline.classes and not full.startswith(_LIBRARIES):
-                return False
-        return True
+        return all(_creates_plain(script, call) for call in calls)
+
+
+def _creates_plain(script: Script, call: ast.expr | None) -> bool:
+    """Whether a call creates a model of this file or of such a library, perhaps inside DataParallel."""
+    while isinstance(call, ast.Call):
+        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
+            call = call.func.value  # Net().cuda()
+            continue
+        full = script.outline.names.full(call.func)
+        if not full.startswith(_WRAPPERS):
+            return key_of(call.func) in script.outline.classes or full.startswith(_LIBRARIES)
+        call = call.args[0] if call.args else None
+    return False
 
 
 class WeightsChangedInsideAutocast(ScriptRule):

@@ -127,6 +127,8 @@ class ScalerStepClosure(TraceRule):
             return None
         if not self._is_torch(script, trace[index]):
             return None  # a project's own scaler may accept one
+        if key_of(closure) in trace[index].function.params:
+            return None  # the `step(self, closure=None)` of a wrapper, which passes None on
         return self.finding(
             script.where(call),
             f"`{trace[index].scaler}.step` does not support closures",

@@ -6,7 +6,8 @@ import ast
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.order import TraceRule, earlier, later, together
+from halfstep.check.script.flow.event import Event, compatible, is_accumulation
+from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.script import Script
 
@@ -90,7 +91,7 @@ class SchedulerIgnoresSkips(TraceRule):
             return None  # stepped with a metric, as ReduceLROnPlateau is, or set to an epoch
         steps = [trace[i] for i in earlier(trace, index, "scaler_step") if trace[i].loops == event.loops]
         steps = [e for e in steps if e.function is event.function or event.loops]
-        steps = [e for e in steps if together(script, e, event)]
+        steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, event, e)]
         if (
             not steps
             or script.has("get_scale")
@@ -98,12 +99,18 @@ class SchedulerIgnoresSkips(TraceRule):
             or "_scale" in script.outline.loads
         ):
             return None
-        scaler, scheduler = steps[0].scaler, event.local.subject
+        scaler, scheduler = steps[0].local.scaler, event.local.subject
         return self.finding(
             script.where(event.node),
             f"`{scheduler}.step()` also runs when `{scaler}` skips the optimizer step",
             instead=f"call {scheduler}.step() only if {scaler}.get_scale() did not decrease",
         )
+
+    @staticmethod
+    def _in_each_pass(script: Script, event: Event, step: Event) -> bool:
+        """Whether a schedule advances wherever a step may be skipped, if only at the end of an accumulation window."""
+        waits = [g for g in step.guards if g not in event.guards and not (is_amp(g) or is_setting(script, g, step))]
+        return only_settings(script, event, step) and all(map(is_accumulation, waits))
 
 
 RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep, SchedulerIgnoresSkips)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.origin import comes_from
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.modules import regions_in_forward
-from halfstep.check.script.objects.values import DTYPES, Autocast, text_of
+from halfstep.check.script.objects.values import DTYPES, Autocast, constant, text_of
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES"]
+
+MAX_REGIONS = 8  # before one backward that its loss is traced to
 
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _SCALED = """\
@@ -76,7 +79,7 @@ class Fp16WithoutScaler(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward under float16 autocast that no scaler scales, in a script that leaves the scaling to no library."""
         event = trace[index]
-        if without_amp(event) or script.outline.names.uses(*_OWNERS) or script.has("owned_backward", "owned_step"):
+        if without_amp(event) or _is_owned(script, trace, event):
             return None
         if event.scaled == "yes" and switched_off(script, event):
             return self._switched_off(script, trace, index)
@@ -84,7 +87,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         if _has_scaler(script) and not _is_forgotten(script, trace, index):
             return None
-        for i in earlier(trace, index, "enter_autocast"):
+        for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
             opened = trace[i]
             autocasts = opened.regions[-1].autocasts
             if opened.inside("no_grad"):
@@ -106,6 +109,13 @@ class Fp16WithoutScaler(TraceRule):
         autocasts = opened.regions[-1].autocasts
         loss = f"`{event.local.subject or 'the loss'}`"
         if all(a.dtype == "float16" for a in autocasts):
+            if opened.function is not event.function:
+                line = event.node.lineno  # type: ignore[attr-defined]
+                return self.finding(
+                    script.where(autocasts[0].node),
+                    f"{loss} (line {line}) is computed under float16 autocast and not scaled: gradients below 6e-8 become zero",
+                    instead=_SCALE,
+                )
             return self.finding(
                 script.where(event.node),
                 f"{loss} is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
@@ -158,6 +168,14 @@ class Fp16WithoutScaler(TraceRule):
         return None
 
 
+def _is_owned(script: Script, trace: Trace, event: Event) -> bool:
+    """Whether a library scales the loss of a backward."""
+    # `if use_engine: engine.backward(loss)`, `else: loss.backward()`: the second path has no owner.
+    if any(e.kind == "owned_backward" and not compatible(e, event) for e in trace):
+        return False
+    return script.outline.names.uses(*_OWNERS) or script.has("owned_backward", "owned_step")
+
+
 def _has_scaler(script: Script) -> bool:
     """Whether the script uses a scaler, or anything called one."""
     if any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers):
@@ -182,8 +200,12 @@ def _is_forgotten(script: Script, trace: Trace, index: int) -> bool:
 
 
 def _is_misplaced(script: Script, region: Autocast) -> bool:
-    """Whether a dtype stands first, where neither function expects one."""
-    return bool(region.node.args) and script.outline.names.full(region.node.args[0]) in DTYPES
+    """Whether a dtype or a device type stands where the function does not expect one, so that it raises."""
+    first = region.node.args[0] if region.node.args else None
+    if first is not None and script.outline.names.full(first) in DTYPES:
+        return True
+    device = isinstance(constant(first), str) or any(k.arg == "device_type" for k in region.node.keywords)
+    return region.api == "torch.cuda.amp.autocast" and device
 
 
 def _condition(region: Autocast) -> str:

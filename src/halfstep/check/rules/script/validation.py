@@ -9,14 +9,17 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import TraceRule, without_amp
+from halfstep.check.script.flow.order import TraceRule, loops_around, without_amp
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
+_HARMLESS = re.compile(r"tqdm|open\(|profile|rng|timer|record_function|suppress|nullcontext|no_sync|capture|log")
+_VALIDATION = re.compile(r"val|test|eval|dev_?(loader|set|data)", re.IGNORECASE)
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _TRAIN = """\
 import torch
@@ -30,6 +33,7 @@ for x, y in loader:
     scaler.update()
 """
 _VALIDATE = 'with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):\n'
+MAX_FORWARDS = 100  # without gradients that are looked at; generated code has more
 _OTHER_MODEL = re.compile(
     r"(^|[._])(ref|reference|teacher|vae|reward|rm|old|frozen|lpips|clip)([._]|$)|ref_model|text_enc"
 )
@@ -91,16 +95,20 @@ class EvaluationWithoutAutocast(ScriptRule):
         validated = [e for e in forwards if e.autocast() and e.inside("no_grad")]
         if not trained or not script.has("backward"):
             return
-        for event in forwards:
-            if event.inside("no_grad") is None or any(r.kind in {"autocast", "owned", "other"} for r in event.regions):
+        nodes = {e.node for e in trained}
+        without = [e for e in forwards if e.inside("no_grad") is not None]
+        for event in without[:MAX_FORWARDS]:
+            if any(r.kind in {"autocast", "owned"} for r in event.regions):
                 continue
             if without_amp(event) or any(not compatible(e, event) for e in validated):
                 continue  # the branch without mixed precision
-            node, function, name = _site(script, event, trained)
+            node, function, name = _site(script, event, nodes)
             if _ASIDE.search(function.name):
                 continue
-            own = _is_own(script, function, name)
-            if not any(_is_same(script, event, e) and not (own and _is_apart(function, e)) for e in trained):
+            # A function that creates the model it runs trains it only if training is part of that function.
+            inner = set(ast.walk(function.node)) if _is_own(script, function, name) else None
+            near = trained if inner is None else [e for e in trained if inner.intersection((e.node, *e.roots))]
+            if all(_unknown_regions(event, e) for e in near if _is_same(script, event, e)):
                 continue
             yield self.finding(
                 script.where(node),
@@ -110,10 +118,30 @@ class EvaluationWithoutAutocast(ScriptRule):
             return
 
 
+def _unknown_regions(event: Event, trained: Event) -> bool:
+    """Whether a context around the validation, but not around the training, may be a region of another file."""
+    shared = {id(r.node) for r in trained.regions}
+    contexts = (text_of(r.node) for r in event.regions if r.kind == "other" and id(r.node) not in shared)
+    return any(not _HARMLESS.search(text) for text in contexts)
+
+
+def _is_validation(script: Script, event: Event) -> bool:
+    """Whether the function around a forward, or the loop around it, is named for validation."""
+    loops = loops_around(script, event)
+    return bool(loops) and bool(
+        _VALIDATION.search(event.function.name) or _VALIDATION.search(text_of(getattr(loops[-1], "iter", None)))
+    )
+
+
 def _is_same(script: Script, a: Event, b: Event) -> bool:
     """Whether two forwards may be of one model: the `self.model` of two unrelated classes are two models."""
     if _OTHER_MODEL.search(a.subject) and a.subject.rsplit(".", 1)[-1] != b.subject.rsplit(".", 1)[-1]:
         return False
+    names = [e.subject.rsplit(".", 1)[-1] for e in (a, b)]
+    if names[0] != names[1] and not all("model" in name or name in {"net", "network"} for name in names):
+        return False  # a generator and its discriminator
+    if "model" not in names[0] and names[0] not in {"net", "network"} and not _is_validation(script, a):
+        return False  # samples of a generator are not validation
     if not (a.subject.startswith("self.") and b.subject.startswith("self.")):
         return True
     one, other = a.function.cls, b.function.cls
@@ -121,9 +149,9 @@ def _is_same(script: Script, a: Event, b: Event) -> bool:
     return one == other or one in bases[other] or other in bases[one]
 
 
-def _site(script: Script, event: Event, trained: list[Event]) -> tuple[ast.AST, Function, str]:
+def _site(script: Script, event: Event, trained: set[ast.AST]) -> tuple[ast.AST, Function, str]:
     """Where a forward has no region, and the model's name there: in a helper that training calls too, at its call."""
-    if not event.roots or not any(e.node is event.node for e in trained):
+    if not event.roots or event.node not in trained:
         return event.node, event.function, event.local.subject
     parent: ast.AST | None = event.roots[-1]
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -144,12 +172,6 @@ def _wraps(call: ast.Call) -> bool:
     """Whether a call returns a model that it receives: `unwrap(model)`, `self.model.eval()`."""
     parts = [*call.args, *([call.func.value] if isinstance(call.func, ast.Attribute) else [])]
     return any(_wraps(p) if isinstance(p, ast.Call) else bool(_MODEL.search(key_of(p))) for p in parts)
-
-
-def _is_apart(function: Function, trained: Event) -> bool:
-    """Whether training happens outside a function and what it calls."""
-    inner = set(ast.walk(function.node))
-    return trained.node not in inner and not any(root in inner for root in trained.roots)
 
 
 RULES: tuple[type[Rule], ...] = (ScalerInValidation, EvaluationWithoutAutocast)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow.recognise import Recogniser
+from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -25,6 +26,7 @@ MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code h
 _NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
 # Names that contain "model" without being one: model_path, model_state.
 _ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
+_ABOUT_OPTIMIZER = re.compile(r"file|path|name|state|dict|config|cfg|args|ckpt|checkpoint|param|group|kwargs")
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
 
 
@@ -248,6 +250,8 @@ class _Walk:
         if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
             return
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(isinstance(t, ast.Subscript) and grad_of(t.value) for t in targets):  # p.grad[p.grad != p.grad] = 0
+            self.items.append(Event("grad_read", node, self.function, "", "", "grad", "no", guards, loops, regions))
         scaled = self.recogniser.scaled_by(node.value, self.function) if node in self.outline.scaling else "no"
         for target in targets:
             for element in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
@@ -286,8 +290,9 @@ class _Walk:
         kind = self.recogniser.kind_of(key, self.function)
         fresh = key_of(start) != key and all(key_of(a) != key for a in value.args)
         is_model = ("model" in last or last in {"net", "network"}) and not _ABOUT_MODEL.search(last)
-        if fresh and (kind == "optimizer" or is_model):
-            event = "set_optimizer" if kind == "optimizer" else "set_model"
+        is_optimizer = kind == "optimizer" and not _ABOUT_OPTIMIZER.search(last)
+        if fresh and (is_optimizer or is_model):
+            event = "set_optimizer" if is_optimizer else "set_model"
             self.items.append(Event(event, node, self.function, "", key, key, "no", guards, loops, regions))
         if dtype and key_of(start) != key:
             self.items.append(Event("cast", node, self.function, "", "", key, dtype, guards, loops, regions))

@@ -16,7 +16,7 @@ from halfstep.check.script.objects.owners import is_of_another
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 
-__all__ = ["measures_only", "skipped_unscale", "unscaled_between"]
+__all__ = ["is_trial", "measures_only", "skipped_unscale", "unscaled_between"]
 
 _INFINITE = re.compile(r"^(float\(['\"]\+?inf(inity)?['\"]\)|(math|np|numpy|torch)\.inf|sys\.maxsize)$", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z_]\w+")
@@ -64,3 +64,9 @@ def _independent(script: Script, unscale: Event, back: Event, use: Event) -> lis
         if guard not in use.guards and guard not in back.guards and not is_amp(guard)
         if is_setting(script, guard, unscale) and not (set(_WORD.findall(guard.text)) - _COMMON) & words
     ]
+
+
+def is_trial(trace: Trace, index: int, step: int) -> bool:
+    """Whether a backward comes before the loop of a step, which has a scaled backward of its own."""
+    own = (e for e in between(trace, index, step, "backward") if e.scaled == "yes")
+    return len(trace[index].loops) < len(trace[step].loops) and any(True for _ in own)

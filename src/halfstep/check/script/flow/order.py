@@ -132,13 +132,27 @@ def rebound_between(script: Script, a: Event, b: Event) -> bool:
 def is_setting(script: Script, guard: Guard, event: Event) -> bool:
     """Whether a condition around an event is the same in every iteration: `args.clip > 0`, not `norm > 10`."""
     text = guard.text
-    if is_accumulation(guard) or _VARYING.search(re.sub(r"'[^']*'", "''", text)):
+    if is_accumulation(guard):
+        return False
+    if _is_initial(script, text):
+        return True
+    if _VARYING.search(re.sub(r"'[^']*'", "''", text)):
         return False
     names = _NAME.findall(text)
-    if any(name.endswith("(") and name not in _PURE for name in names):
+    # `conf.get("clip", None)` reads a setting like `conf.clip`.
+    if any(name.endswith("(") and name not in _PURE and not name.endswith(".get(") for name in names):
         return False
     keys = {key for name in names if not name.endswith("(") for key in (name, name.partition(".")[0])}
     return not any(_rebinds(script, key, event) for key in keys)
+
+
+def _is_initial(script: Script, text: str) -> bool:
+    """Whether a condition is an attribute that only `__init__` assigns, from a parameter: `self.step_each_batch`."""
+    # Conditions follow copies, so that the attribute has the name of the parameter here.
+    functions = [f for f in script.outline.functions if text in f.params]
+    is_attribute = any(script.outline.bindings.get(f"self.{name}") for name in (text, f"_{text}"))
+    is_only_there = text.isidentifier() and text not in script.outline.bindings and is_attribute
+    return is_only_there and bool(functions) and all(f.name == "__init__" for f in functions)
 
 
 def _rebinds(script: Script, key: str, event: Event) -> bool:

@@ -10,7 +10,14 @@ import ast
 import re
 from dataclasses import dataclass
 
-from halfstep.check.script.objects.expressions import entries_of, first_key, hand_scaled
+from halfstep.check.script.objects.expressions import (
+    arguments_of,
+    first_key,
+    hand_scaled,
+    models_in,
+    options_of,
+)
+from halfstep.check.script.objects.losses import bce_of
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, make_scaler
@@ -20,6 +27,9 @@ from halfstep.check.script.syntax.outline import Function, Outline
 __all__ = ["Action", "Recogniser"]
 
 CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip_grad", "adaptive_clip_grad"}
+_READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "nan_to_num", "nan_to_num_"}
+_MAY_UNSCALE = re.compile(r"scal|amp", re.IGNORECASE)
+_OWN_CLIPS = {"clip_gradients", "clip_gradient", "clip_grads", "clip_grad", "clip_grad_value"}  # of other files
 BCE = {"torch.nn.functional.binary_cross_entropy", "torch.binary_cross_entropy"}
 WRAPS = {
     "torch.nn.DataParallel": "dp",
@@ -40,7 +50,6 @@ _MODEL = re.compile(
 )
 # methods like calling the model
 _FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
-_CRITERION = re.compile(r"crit|loss|bce|objective|cost|adversarial", re.IGNORECASE)
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
@@ -75,6 +84,13 @@ class Recogniser:
             # An engine whose `scale` result is used for backward, such as DeepSpeed's, steps and unscales by itself.
             if not _OWNERS.search(_last(key_of(call.func.value)))
         } - {""}
+        # Variables that are switched to evaluation, or whose parameters are read, are models, whatever their name.
+        self._models_by_use = {
+            _last(key_of(call.func.value))
+            for name in ("eval", "train", "parameters", "named_parameters")
+            for call, _ in outline.calls.get(name, ())
+            if isinstance(call.func, ast.Attribute) and (name != "train" or len(call.args) < 2)
+        } - {"", "self"}
         self._stepped = {
             _last(key_of(call.args[0])) for call, _ in outline.calls.get("step", ()) if len(call.args) == 1
         } - {""}
@@ -96,7 +112,7 @@ class Recogniser:
         name = _last(key)
         kinds = set()
         for value in self.outline.values(key, function):
-            for option in _options(value):
+            for option in options_of(value):
                 if isinstance(option, ast.Constant) and option.value is None:
                     continue
                 other = key_of(option)
@@ -120,7 +136,9 @@ class Recogniser:
         if _OPTIMIZER.search(name):
             return "optimizer"
         if "scaler" in name.lower() and not kinds and name not in self.outline.calls:
-            return "scaler" if self.outline.names.uses("torch") and not self._other_scaler() else ""
+            return (
+                "scaler" if self.outline.names.uses("torch") and not self.outline.names.uses("sklearn", "cuml") else ""
+            )
         return ""
 
     def _alias(self, key: str, function: Function) -> str:
@@ -130,9 +148,6 @@ class Recogniser:
             self._kinds[variable] = ""
             self._kinds[variable] = self._find_kind(key, function)
         return self._kinds[variable]
-
-    def _other_scaler(self) -> bool:
-        return self.outline.names.uses("sklearn", "cuml")
 
     def _created(self, value: ast.expr, function: Function) -> str:
         if not isinstance(value, ast.Call):
@@ -162,7 +177,7 @@ class Recogniser:
                 action: Action | None = method(call, func.value, function)
                 if action is not None:
                     return action
-            if grad_of(func.value) and func.attr in {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max"}:
+            if grad_of(func.value) and func.attr in _READS:
                 return Action("grad_read", subject=func.attr)
         return self._by_full_name(call, name, function)
 
@@ -170,9 +185,13 @@ class Recogniser:
         last = name.rsplit(".", 1)[-1] if name else _last(key_of(call.func))
         if last in CLIPS and not (isinstance(call.func, ast.Attribute) and not name):
             return Action("clip", subject=last)
+        # A function of another file that receives the model or its parameters, and not the scaler or the optimizer.
+        keys = [key_of(value) for value in arguments_of(call)] if last in _OWN_CLIPS and call.args else ["amp"]
+        if not any(_MAY_UNSCALE.search(key) or self.kind_of(key, function) for key in keys):
+            return Action("clip", subject=last)
         if last == "float" and len(call.args) == 1 and key_of(tensor_of(call.args[0])):
             return Action("item", subject=key_of(tensor_of(call.args[0])))
-        if name in BCE or (bce := self._is_bce(call.func, function)):
+        if name in BCE or (bce := bce_of(self.outline, call.func, function)):
             return Action("bce", subject=key_of(call.func), scaled="yes" if name in BCE else bce)
         if name in WRAPS:
             return Action(f"wrap_{WRAPS[name]}", subject=key_of(call.args[0]) if call.args else "")
@@ -185,11 +204,12 @@ class Recogniser:
         if make_scaler(self.outline, call, function):
             return Action("make_scaler")
         if name.startswith("torch.optim.") and "lr_scheduler" not in name:
-            return Action("make_optimizer", subject=self._owners_of(argument(call, 0, "params"), function))
+            return Action("make_optimizer", subject=models_in(self.outline, argument(call, 0, "params"), function))
         key = key_of(call.func)
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
-        if key and _MODEL.search(_last(key)) and call.args and not name:
+        is_model = _MODEL.search(_last(key)) or (_last(key) in self._models_by_use and not _LOSS.search(key))
+        if key and is_model and call.args and not name:
             return Action("forward", subject=key)
         owner = key.rpartition(".")[0]
         if owner and _MODEL.search(_last(owner)) and _FORWARD.search(_last(key)) and call.args and not name:
@@ -215,51 +235,12 @@ class Recogniser:
         """A scaler passed to a function that is not in this file, which may do anything with it."""
         if key_of(call.func) in {"print", "isinstance", "str", "repr", "type", "hasattr", "getattr", "id"}:
             return None
-        for value in (*call.args, *(k.value for k in call.keywords)):
+        for value in arguments_of(call):
             key = key_of(value)
             named = key and (_last(key) in self._scalers_by_use or "scal" in key.lower())
             if named and self.kind_of(key, function) == "scaler":
                 return Action("handed", scaler=key)
         return None
-
-    def _owners_of(self, params: ast.expr | None, function: Function) -> str:
-        """The models whose parameters an expression contains, with `|` between them."""
-        options = self.outline.values(key_of(params), function) if params is not None and key_of(params) else [params]
-        owners = {
-            key_of(part.func.value)
-            for option in options
-            if option is not None
-            for part in ast.walk(option)
-            if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
-            if part.func.attr in {"parameters", "named_parameters"}
-        }
-        return "|".join(sorted(owners - {""}))
-
-    def _is_bce(self, func: ast.expr, function: Function) -> str:
-        """Whether a called object is a BCELoss: yes, maybe (on one path of this function or class), or "" if not."""
-        options: list[ast.expr] = [func] if isinstance(func, ast.Call) else []
-        key = key_of(func)
-        if key and _CRITERION.search(key):
-            options = [
-                o for value in self.outline.values(key, function) for o in entries_of(value, self.outline, function)
-            ]
-        calls = [o for o in options if isinstance(o, ast.Call)]
-        created = [o for o in calls if self._creates_bce(o)]
-        if not created:
-            return ""
-        if len(created) == len(options):
-            return "yes"
-        is_own = key not in function.params and ("." not in key or key in self.outline.bindings)
-        return "maybe" if is_own and len(calls) == len(options) else ""
-
-    def _creates_bce(self, call: ast.Call) -> bool:
-        while (
-            isinstance(call.func, ast.Attribute)
-            and call.func.attr in {"cuda", "to"}
-            and isinstance(call.func.value, ast.Call)
-        ):
-            call = call.func.value
-        return self.outline.names.full(call.func) in {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
 
     def _on_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         if self.outline.names.full(call.func) == "torch.autograd.backward":
@@ -273,10 +254,9 @@ class Recogniser:
             return Action("owned_backward", subject=key)
         if call.args and (not key or "loss" not in _last(key).lower() or _OWNERS.search(key) or "scaler" in key):
             return Action("owned_backward", subject=key)
-        if any("scal" in key_of(a).lower() for a in (*call.args, *(k.value for k in call.keywords))):
-            return Action(
-                "owned_backward", subject=key
-            )  # a project's loss object, which scales with the scaler it is passed
+        if any("scal" in key_of(a).lower() for a in arguments_of(call)):
+            # A project's loss object, which scales with the scaler it is passed.
+            return Action("owned_backward", subject=key)
         scales = self._scales_in(receiver, function)
         if scales:
             whole = isinstance(receiver, ast.Call) and self.kind_of(scales[0], function) == "scaler"
@@ -325,7 +305,8 @@ class Recogniser:
         if kind == "wrapper":
             return Action("owned_step", scaler=key)
         if kind == "optimizer" or (_last(key) in self._stepped and kind != "scheduler"):
-            return Action("opt_step", optimizer=key)
+            # `optimizer.step(scaler=scaler)`: a project's optimizer, which steps with the scaler it is passed.
+            return self._passed_scaler(call, function) or Action("opt_step", optimizer=key)
         return Action("sched_step", subject=key) if kind == "scheduler" else None
 
     def _on_second_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
@@ -385,16 +366,8 @@ class Recogniser:
         return Action("owned_clip" if owned else "clip", subject="clip_grad_norm_")
 
     def _on_clip_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        return Action("owned_clip")
+        return None if self.outline.names.full(call.func) else Action("owned_clip")
 
 
 def _last(key: str) -> str:
     return key.rsplit(".", 1)[-1]
-
-
-def _options(value: ast.expr) -> list[ast.expr]:
-    if isinstance(value, ast.IfExp):
-        return [*_options(value.body), *_options(value.orelse)]
-    if isinstance(value, ast.BoolOp):
-        return [o for v in value.values for o in _options(v)]
-    return [value]

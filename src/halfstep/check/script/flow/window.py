@@ -23,6 +23,7 @@ ACCUMULATION = re.compile(
     r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq", re.IGNORECASE
 )
 _MODULO = re.compile(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
+_REACHED = re.compile(r"(?:==|>=) ([A-Za-z_][\w.\[\]'\"]*)$")  # the number that a counter has to reach
 _FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
 _COUNTER = re.compile(r"(==|>=) [A-Za-z_]")  # `count == accumulate`, `count >= accumulate`
 
@@ -124,7 +125,10 @@ def _length(script: Script, text: str) -> str:
     bound = script.outline.bindings.get(text, ())  # a flag that a caller computes and passes
     value = bound[0].value if len(bound) == 1 and bound[0].index is None else None
     match = _MODULO.search(text) or _MODULO.search(text_of(value))
-    return match.group(1) if match else ""
+    if match:
+        return match.group(1)
+    reached = _REACHED.search(text)
+    return reached.group(1) if reached and ACCUMULATION.search(reached.group(1)) else ""
 
 
 def _counted_loop(script: Script, event: Event, step: Event) -> Window | None:

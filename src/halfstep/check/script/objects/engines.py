@@ -29,6 +29,7 @@ __all__ = [
     "engines_of",
     "has_alternative",
     "last_name",
+    "leaves_loss",
     "loop_class",
     "prepared_for",
 ]
@@ -122,6 +123,17 @@ def engine_at(script: Script, key: str, function: Function) -> Engine | None:
     return replace(same[0], precision="?")
 
 
+def leaves_loss(script: Script, event: Event) -> bool:
+    """Whether an engine's backward uses the loss undivided: Lightning's manual_backward, and Fabric without DeepSpeed."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    if not isinstance(func, ast.Attribute):
+        return False
+    if func.attr == "manual_backward":
+        return True
+    engine = engine_at(script, key_of(func.value), event.function)
+    return engine is not None and engine.library == FABRIC and engine.plugin != "deepspeed"
+
+
 def _created(outline: Outline, call: ast.Call, function: Function, library: str) -> Engine:
     parent = outline.parents.get(call)
     while isinstance(parent, ast.IfExp | ast.BoolOp):
@@ -143,11 +155,17 @@ def _created(outline: Outline, call: ast.Call, function: Function, library: str)
 
 
 def _plugin_steps(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
-    """The steps of `gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4)`."""
-    plugin = argument(call, None, "gradient_accumulation_plugin")
-    options = [plugin] if isinstance(plugin, ast.Call) else outline.values(key_of(plugin), function)
-    calls = [option for option in options if isinstance(option, ast.Call)]
-    return argument(calls[0], 0, "num_steps") if len(calls) == 1 else None
+    """The steps of `GradientAccumulationPlugin(num_steps=4)` or `DeepSpeedPlugin(gradient_accumulation_steps=4)`."""
+    for name, position, steps in (
+        ("gradient_accumulation_plugin", 0, "num_steps"),
+        ("deepspeed_plugin", 1, "gradient_accumulation_steps"),
+    ):
+        plugin = argument(call, None, name)
+        options = [plugin] if isinstance(plugin, ast.Call) else outline.values(key_of(plugin), function)
+        calls = [option for option in options if isinstance(option, ast.Call)]
+        if plugin is not None and len(calls) == 1:
+            return argument(calls[0], position, steps)
+    return None
 
 
 def _precision(outline: Outline, node: ast.expr | None, function: Function, absent: str) -> str:

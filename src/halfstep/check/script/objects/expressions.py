@@ -7,7 +7,7 @@ import ast
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["arms_of", "entries_of", "first_key", "hand_scaled"]
+__all__ = ["arguments_of", "arms_of", "entries_of", "first_key", "hand_scaled", "models_in", "options_of"]
 
 
 def hand_scaled(node: ast.AST) -> bool:
@@ -52,3 +52,29 @@ def entries_of(value: ast.expr, outline: Outline, function: Function) -> list[as
     pairs = [(k, v) for t in tables for k, v in zip(t.keys, t.values, strict=True)]
     entries = [v for k, v in pairs if isinstance(k, ast.Constant) and k.value == index.value]
     return entries if tables and len(entries) == len(options) else [value]
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    """What a call passes, by position and by name."""
+    return [*call.args, *(k.value for k in call.keywords)]
+
+
+def options_of(value: ast.expr) -> list[ast.expr]:
+    """Every value that `a if x else b` or `a or b` may be."""
+    if isinstance(value, ast.IfExp):
+        return [*options_of(value.body), *options_of(value.orelse)]
+    return [o for v in value.values for o in options_of(v)] if isinstance(value, ast.BoolOp) else [value]
+
+
+def models_in(outline: Outline, params: ast.expr | None, function: Function) -> str:
+    """The models whose parameters an expression contains, with `|` between them."""
+    options = outline.values(key_of(params), function) if params is not None and key_of(params) else [params]
+    models = {
+        key_of(part.func.value)
+        for option in options
+        if option is not None
+        for part in ast.walk(option)
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
+        if part.func.attr in {"parameters", "named_parameters"}
+    }
+    return "|".join(sorted(models - {""}))

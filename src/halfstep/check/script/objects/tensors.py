@@ -8,7 +8,14 @@ import re
 __all__ = ["grad_of", "reads_gradients", "tensor_of"]
 
 _SAME_VALUE = {"detach", "float", "clone", "cpu", "double", "mean", "squeeze"}
-_READS = {"norm", "clamp", "vector_norm", "_foreach_norm"}  # functions of torch that take a gradient
+_READS = {
+    "norm",
+    "clamp",
+    "vector_norm",
+    "_foreach_norm",
+    "nan_to_num",
+    "nan_to_num_",
+}  # functions of torch that take a gradient
 # Functions of other files that read every gradient: `get_grad_norm`, `compute_gradient_norm`, `total_grad_norm_`.
 _GRAD_NORM = re.compile(
     r"^_?(?!clip|log)(\w+_)?(grad|gradient|grads|gradients)_?(l2_?)?norms?_?(fp32)?$", re.IGNORECASE

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from halfstep.check.script.objects.adapters import adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
+from halfstep.check.script.objects.freezing import freezes, freezing_loops
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
@@ -260,26 +261,11 @@ class Training:
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
                 if "print" not in name and any(lineage.has(key, function) for key in keys):
                     return True
-        return any(self._loops_over(lineage, loop, function) for loop, function in self._freezing_loops)
+        return any(freezes(lineage, loop, function) for loop, function in self._freezing_loops)
 
     @cached_property
     def _freezing_loops(self) -> tuple[tuple[ast.For, Function], ...]:
-        """Loops over parameters that freeze them or replace their data."""
-        loops = {}
-        for name in ("parameters", "named_parameters", "modules", "named_modules"):
-            for call, function in self.outline.calls.get(name, ()):
-                node: ast.AST | None = call
-                while node is not None and not isinstance(node, ast.stmt):
-                    node = self.outline.parents.get(node)
-                if isinstance(node, ast.For):
-                    body = " ".join(ast.unparse(statement) for statement in node.body)
-                    if re.search(r"requires_grad(_\(| = )(?!True)|\.float\(\)|float32", body):
-                        loops[node] = function
-        return tuple(loops.items())
-
-    def _loops_over(self, lineage: Lineage, loop: ast.For, function: Function) -> bool:
-        owners = [p.value for p in ast.walk(loop.iter) if isinstance(p, ast.Attribute)]
-        return any(lineage.has(key_of(owner), function) for owner in owners)
+        return freezing_loops(self.outline)
 
     def _reaches(self, cast: Cast, by: ast.Call, function: Function, owner: ast.expr) -> bool:
         """Whether the weights still have this cast's dtype when `by` trains them."""

@@ -1,0 +1,206 @@
+"""HS120: a scaler where the gradients have the range of float32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.script.scaler_calls import framework_precisions
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import earlier
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import Autocast, Scaler, text_of
+from halfstep.check.script.script import Script
+
+__all__ = ["RULES", "ScalerWithBf16"]
+
+_LOOP = """\
+import torch
+{scaler}
+for epoch in range(epochs):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.{dtype}):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+_RIGHT = _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
+_PLAIN = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+_FULL_PRECISION = re.compile(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
+_SWITCH = re.compile(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
+_ONLY_BF16 = re.compile(
+    r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$"
+)
+_BF16 = re.compile(r"bf(loat)?_?16", re.IGNORECASE)
+_NEGATED = re.compile(r"!=|\bnot\b|\bor\b|supported", re.IGNORECASE)
+_CALLS = re.compile(r"\b(half|float)\(")  # casts of a tensor, not of the computation
+_FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
+
+
+def _creation(script: Script, scaler: Scaler) -> Event | None:
+    return next((e for e in script.events("make_scaler") if e.node is scaler.node), None)
+
+
+class ScalerWithBf16(ScriptRule):
+    """A GradScaler is used with bfloat16 autocast."""
+
+    code = "HS120"
+    name = "scaler-with-bf16"
+    severity = "warning"
+    reason = (
+        "bfloat16 has the range of float32 (3.4e38), so gradients underflow or overflow only where float32 gradients do, and a "
+        "scaler does not help. It reads and writes every gradient and synchronizes with the GPU on each step, can still skip "
+        "steps, and with bfloat16 parameters `unscale_` raises on CUDA: not implemented for 'BFloat16'."
+    )
+    bad = (
+        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="bfloat16"),
+        _LOOP.format(scaler="scaler = torch.cuda.amp.GradScaler()", dtype="bfloat16"),
+    )
+    good = (
+        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
+        _RIGHT,
+        _PLAIN.format(dtype="bfloat16"),
+        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))', dtype="bfloat16"),
+    )
+    references = (
+        "https://github.com/pytorch/pytorch/issues/127176",
+        "https://github.com/huggingface/accelerate/pull/1036",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Scalers that may be enabled for a loss computed under bfloat16 autocast."""
+        certain = list(self.idle(script))
+        for scaler in certain:
+            yield self.finding(
+                script.where(scaler.node),
+                "autocast computes in bfloat16, which has the range of float32: the scaler only costs time and skips steps",
+                instead="remove the scaler: loss.backward(), optimizer.step()",
+            )
+        for scaler in script.scalers:
+            if scaler not in certain and _ONLY_BF16.search(scaler.enabled) and script.has("scaler_step"):
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"the scaler is enabled when `{scaler.enabled}`: bfloat16 needs no scaler, and float16 trains without one",
+                    instead="enable it for float16 only",
+                )
+        reported = {scaler.key for scaler in certain}
+        for scaler, region in self._idle_when_bf16(script):
+            if scaler.key not in reported:
+                reported.add(scaler.key)
+                dtype = text_of(region.dtype_node)
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"when `{dtype}` (line {region.node.lineno}) is bfloat16, the scaler is still enabled: it only costs time and skips steps",
+                    instead=f"enabled={dtype} == torch.float16",
+                )
+        yield from self._passed_in(script)
+
+    def _passed_in(self, script: Script) -> Iterator[Finding]:
+        """Scalers that another file creates, whose loss comes from a bfloat16 region of this one."""
+        reported = set()
+        for trace in script.traces:
+            for index, event in enumerate(trace):
+                if event.kind != "backward" or script.scalers_named(event.scaler) or event.scaler in reported:
+                    continue
+                last = self._in_bf16(script, trace, index)
+                if last and not any(last in text for text, _ in event.guards):  # `if scaler is not None` allows both
+                    reported.add(event.scaler)
+                    scaler = event.local.scaler
+                    yield self.finding(
+                        script.where(event.node),
+                        f"autocast computes in bfloat16: unless `{scaler}` is created with enabled=False, it only costs time and skips steps",
+                        instead="loss.backward(), optimizer.step()",
+                    )
+
+    @staticmethod
+    def _idle_when_bf16(script: Script) -> Iterator[tuple[Scaler, Autocast]]:
+        """Scalers that are enabled whichever dtype the regions use, with a region that may use bfloat16."""
+        chosen = [a for a in script.autocasts if a.dtype_node is not None and a.enabled != "no"]
+        either = [a for a in chosen if {"float16", "bfloat16"} <= a.dtypes]
+        stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step") if not _format_tests(script, e)}
+        if not either or len(either) != len([a for a in script.autocasts if a.enabled != "no"]):
+            return
+        for scaler in script.scalers:
+            creation = _creation(script, scaler)
+            if scaler.key.rsplit(".", 1)[-1] not in stepped or creation is None or _format_tests(script, creation):
+                continue
+            values = script.outline.values(scaler.key, scaler.function)
+            flags = script.outline.values(scaler.enabled, scaler.function) if scaler.enabled.isidentifier() else []
+            # A flag for mixed precision as a whole says nothing about the dtype.
+            amp = _SWITCH.search(scaler.enabled) and not any(
+                _FORMAT.search(text_of(f)) for f in (*flags, *scaler.node.keywords)
+            )
+            switches = {scaler.enabled, *map(text_of, flags)}
+            together = scaler.enabled == "yes" or all(a.enabled in switches for a in either)
+            if len(values) == 1 and (together or amp):  # else replaced by None, or switched by a flag of its own
+                yield scaler, either[0]
+
+    @classmethod
+    def idle(cls, script: Script) -> Iterator[Scaler]:
+        """The scalers that certainly run in bfloat16; other rules do not report scalers that should be removed."""
+        owned = framework_precisions(script) == {"bfloat16"}
+        if not owned and not any(a.dtype == "bfloat16" for a in script.autocasts):
+            return
+        if owned and not script.autocasts:
+            stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
+        else:
+            stepped = {
+                last for trace in script.traces for i in range(len(trace)) if (last := cls._in_bf16(script, trace, i))
+            }
+        for scaler in script.scalers:
+            creation = _creation(script, scaler)
+            flags = (
+                {scaler.enabled, *(text for text, _ in creation.guards)} if creation is not None else {scaler.enabled}
+            )
+            # A flag that names a number format may be set for float16 only.
+            if scaler.key.rsplit(".", 1)[-1] in stepped and not any(_FORMAT.search(f) or f == "no" for f in flags):
+                yield scaler
+
+    @staticmethod
+    def _in_bf16(script: Script, trace: Trace, index: int) -> str:
+        """The scaler of a scaled backward or step whose loss comes from a bfloat16 region; "" if that is uncertain."""
+        event = trace[index]
+        if event.kind != "scaler_step" and not (event.kind == "backward" and event.scaled == "yes"):
+            return ""
+        if any(_FORMAT.search(text) and not (is_true and _is_bf16(text)) for text, is_true in event.guards):
+            return ""
+        before = next(earlier(trace, index, "enter_autocast"), None)
+        if before is not None and not trace[before].inside("no_grad"):
+            regions = list(trace[before].regions[-1].autocasts)
+        else:
+            regions = [a for a in script.autocasts if a.enabled != "no"]
+        # One region with a literal dtype is in bfloat16 whatever its flag is called; of several, one may be for float16.
+        named = [a for a in regions if _FORMAT.search(a.enabled) and not _is_bf16(a.enabled)]
+        certain = bool(regions) and all(a.dtype == "bfloat16" for a in regions) and (len(regions) == 1 or not named)
+        return event.scaler.rsplit(".", 1)[-1] if certain else ""
+
+
+def _is_bf16(flag: str) -> bool:
+    """Whether a flag, when true, means bfloat16: `use_bf16`, not `dtype != torch.bfloat16`."""
+    return bool(_BF16.search(flag)) and not _NEGATED.search(flag)
+
+
+def _format_tests(script: Script, event: Event) -> bool:
+    """Whether a condition on an event, or what a flag in it is assigned, mentions a number format."""
+    for text, _ in event.guards:
+        if _FULL_PRECISION.search(text):
+            continue  # `dtype == torch.float32` leaves both 16-bit formats
+        values = script.outline.values(text, event.function) if text.isidentifier() else []
+        if any(_FORMAT.search(_CALLS.sub("", t)) for t in (text, *map(text_of, values))):
+            return True
+    return False
+
+
+RULES: tuple[type[Rule], ...] = (ScalerWithBf16,)

@@ -1,0 +1,40 @@
+"""Which called objects are losses that autocast forbids."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.check.script.objects.expressions import entries_of
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["bce_of"]
+
+_CRITERION = re.compile(r"crit|loss|bce|objective|cost|adversarial", re.IGNORECASE)
+
+
+def bce_of(outline: Outline, func: ast.expr, function: Function) -> str:
+    """Whether a called object is a BCELoss: yes, maybe (on one path of this function or class), or "" if not."""
+    options: list[ast.expr] = [func] if isinstance(func, ast.Call) else []
+    key = key_of(func)
+    if key and _CRITERION.search(key):
+        options = [o for value in outline.values(key, function) for o in entries_of(value, outline, function)]
+    calls = [o for o in options if isinstance(o, ast.Call)]
+    created = [o for o in calls if _creates_bce(outline, o)]
+    if not created:
+        return ""
+    if len(created) == len(options):
+        return "yes"
+    is_own = key not in function.params and ("." not in key or key in outline.bindings)
+    return "maybe" if is_own and len(calls) == len(options) else ""
+
+
+def _creates_bce(outline: Outline, call: ast.Call) -> bool:
+    while (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr in {"cuda", "to"}
+        and isinstance(call.func.value, ast.Call)
+    ):
+        call = call.func.value
+    return outline.names.full(call.func) in {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
