@@ -144,7 +144,7 @@ class Training:
                 yield tie
 
     def _optimizer_ties(self) -> Iterator[Trained]:
-        tied: set[ast.AST] = set()  # one optimizer is enough
+        tied: set[ast.AST] = set()
         for call, function in self.optimizers[:MAX_OPTIMIZERS]:
             params = argument(call, 0, "params")
             for owner, scope in self.owners(params, function) if params is not None else ():
@@ -291,10 +291,8 @@ class Training:
     @cached_property
     def _last_backward(self) -> dict[Function, int]:
         """The last line with a `backward` in each function."""
-        lines: dict[Function, int] = {}
-        for call, function in self.outline.calls.get("backward", ()):
-            lines[function] = max(call.lineno, lines.get(function, 0))
-        return lines
+        sites = self.outline.calls.get("backward", ())
+        return {site.function: site.call.lineno for site in sorted(sites, key=lambda site: site.call.lineno)}
 
     def _ends_run(self, cast: Cast, by: ast.Call) -> bool:
         """Whether the branch that casts a model ends without training it: `if args.export: ...; return`."""
