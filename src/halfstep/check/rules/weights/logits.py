@@ -15,7 +15,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "in_autocast"]
 
 _SAME_DTYPE = {
     "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda", "clone", "mT",
@@ -69,7 +69,7 @@ class CrossEntropyInSixteenBits(ScriptRule):
 
     def _judge(self, script: Script, call: ast.Call, function: Function) -> Iterator[Finding]:
         logits = argument(call, 0, "input")
-        if logits is None or _in_autocast(script, call, function):
+        if logits is None or in_autocast(script, call, function):
             return
         formats = _logit_formats(script, logits, function, call.lineno)
         if formats and formats <= SIXTEEN_BIT:
@@ -97,7 +97,7 @@ def _is_cross_entropy(script: Script, func: ast.expr, function: Function) -> boo
     return bool(made) and len(made) == len(options) and all(names.full(m) == "torch.nn.CrossEntropyLoss" for m in made)
 
 
-def _in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
+def in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
     """Whether a `with` around a node may enter autocast, or whether a function may be called from inside one."""
     parent = script.outline.parents.get(node)
     while parent is not None:
