@@ -94,7 +94,7 @@ class Fp16WithoutScaler(TraceRule):
             return self._switched_off(script, trace, index)
         if event.scaled != "no" or not any(True for _ in later(trace, index, "opt_step")):
             return None
-        if _has_scaler(script) and not _is_forgotten(script, trace, index) and not _is_elsewhere(script, trace, index):
+        if _has_scaler(script) and not _is_forgotten(script, trace, index) and not _is_elsewhere(script, trace):
             return None
         for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
             opened = trace[i]
@@ -218,7 +218,7 @@ def _imports_owner(script: Script) -> bool:
     return False
 
 
-def _is_elsewhere(script: Script, trace: Trace, index: int) -> bool:
+def _is_elsewhere(script: Script, trace: Trace) -> bool:
     """Whether the scalers of a script belong to other functions: none is in reach of this loop."""
     functions = {e.function for e in trace}
     if not all(s.key for s in script.scalers) or not script.scalers:
