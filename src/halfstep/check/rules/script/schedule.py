@@ -104,11 +104,12 @@ class SchedulerIgnoresSkips(TraceRule):
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, event, e)]
         if not steps:
             return None
-        scaler, scheduler = steps[0].local.scaler, event.local.subject
+        scaler = steps[0].local.scaler
+        call = text_of(event.node.func) if isinstance(event.node, ast.Call) else event.local.subject
         return self.finding(
             script.where(event.node),
-            f"`{scheduler}.step()` also runs when `{scaler}` skips the optimizer step",
-            instead=f"call {scheduler}.step() only if {scaler}.get_scale() did not decrease",
+            f"`{call}()` also runs when `{scaler}` skips the optimizer step",
+            instead=f"call {call}() only if {scaler}.get_scale() did not decrease",
         )
 
     @staticmethod

@@ -46,7 +46,7 @@ _OPTIMIZER = re.compile(
 )
 _MODEL = re.compile(
     r"^(ddp_)?(model|net|network)(_(train|ddp|dp|parallel|without_ddp))?$"
-    r"|^(?!save|load|build|get_|create|make|init|set|prepare|export).*_model$"
+    r"|^(?!_*(save|load|build|get_|create|make|init|set|prepare|export)).*_model$"
 )
 # methods like calling the model
 _FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
