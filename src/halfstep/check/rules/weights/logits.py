@@ -66,7 +66,7 @@ class CrossEntropyInSixteenBits(ScriptRule):
             logits = argument(call, 0, "input")
             if logits is None or in_no_grad(script, call):
                 continue
-            formats = frozenset()
+            formats: frozenset[str] = frozenset()
             if not in_autocast(script, call, function):
                 formats = _logit_formats(script, logits, function, call.lineno)
             if formats and formats <= SIXTEEN_BIT:
