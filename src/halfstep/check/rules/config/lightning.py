@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.edits import replace_value
@@ -27,6 +28,7 @@ _CORRECTIONS = {
 }  # fmt: skip
 _ADAPTER = re.compile(r"^(?:lora_|adapter|quantize)")  # LitGPT's keys
 _TRAINS = frozenset({"train", "max_epochs", "min_epochs", "max_steps", "gradient_clip_val", "accumulate_grad_batches"})
+_INFERS = re.compile(r"\.(?:test|predict|validate)\(")
 _OLD_NAMES = {"16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -35,8 +37,10 @@ class LightningRule(ConfigRule):
 
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in `config`, if it belongs to Lightning."""
-        if config.kind == "lightning":
+        if config.kind == "lightning" and not config.assembled:
             yield from self.inspect(config)
+        elif config.kind == "lightning":
+            yield from (replace(finding, fix=None) for finding in self.inspect(config))
 
     def inspect(self, config: Config) -> Iterator[Finding]:
         """The findings in one configuration."""
@@ -79,7 +83,7 @@ class UnknownPrecision(LightningRule):
         """Report a literal that is not a valid precision."""
         value = self.precision(config)
         entry = config.entry("precision")
-        if value is None or entry is None or value in _VALID or not value:
+        if value is None or entry is None or value in _VALID or not value or not config.strict:
             return
         name = _CORRECTIONS.get(value.casefold())
         fix = replace_value(config, entry.value, name, f"Replace with {name}") if name else None
@@ -145,7 +149,9 @@ class PureHalf(LightningRule):
         entry = config.entry("precision")
         if entry is None or value not in {"16-true", "bf16-true"}:
             return
-        if config.root.call and not config.script & {".fit()", ".backward()"}:
+        trains = bool(set(config.root.keys()) & _TRAINS)
+        fits = bool(config.script & {".fit()", ".backward()"})
+        if config.root.call and not fits and (not trains or _INFERS.search(config.source.text)):
             return
         strategy = config.entry("strategy")
         text = config.source.text[strategy.value.span.start : strategy.value.span.end].casefold() if strategy else ""
@@ -153,8 +159,11 @@ class PureHalf(LightningRule):
         if "deepspeed" in text or adapter:
             return  # DeepSpeed keeps fp32 master weights, and an adapter's own weights start near 0
         unknown = config.value("strategy") is UNKNOWN and not re.search("auto|ddp|fsdp|single", text)
-        trains = config.root.call or bool(set(config.root.keys()) & _TRAINS)
-        mild = unknown or not trains or (config.root.call and "lora" in config.source.text.casefold())
+        mild = (
+            unknown
+            or not (trains or config.root.call)
+            or (config.root.call and "lora" in config.source.text.casefold())
+        )
         severity: Severity | None = "advice" if mild else None
         message = f"precision {value!r} trains 16-bit weights without an fp32 master copy; small updates are lost."
         instead = f"Use {value.split('-')[0] + '-mixed'!r}."
@@ -200,6 +209,8 @@ _FIRST_VERSION = (
 )  # fmt: skip
 
 
+# Methods of version 1 that version 2 rejects or does not have.
+_FIRST_API = re.compile(r"\b(?:add|from)_argparse_args\b|def (?:training|validation|test)_epoch_end\b|\bDDPPlugin\b")
 _NEMO = re.compile(r"exp_manager|megatron_amp|nemo", re.IGNORECASE)  # has its own names
 
 
@@ -233,10 +244,14 @@ class OldPrecisionName(LightningRule):
         is_new = "lightning" in config.script or (isinstance(target, str) and target.startswith("lightning."))
         # pytorch_lightning is both versions; an argument that only version 1 has decides it.
         is_old = any(config.entry(key) is not None for key in _FIRST_VERSION)
+        is_old |= bool(_FIRST_API.search(config.source.text))
         is_old |= not config.script and bool(_NEMO.search(config.source.text))
-        if entry and value in _OLD_NAMES and (is_new or not is_old):
+        # A part of a file may configure another trainer, for which "bf16" is a common name and 16 is not.
+        unclear = not config.strict and value != "16"
+        if entry and value in _OLD_NAMES and (is_new or not is_old) and not unclear:
             new = _OLD_NAMES[value]
-            fix = replace_value(config, entry.value, new, f"Replace with {new}")
+            # Version 1 raises an error for the new name.
+            fix = replace_value(config, entry.value, new, f"Replace with {new}", safe=is_new)
             message = f"precision {value} is the name of Lightning 1 for {new!r}."
             yield self.finding(config.where(entry), message, instead=f"Use {new!r}.", fix=fix)
 
