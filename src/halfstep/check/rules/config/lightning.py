@@ -134,11 +134,18 @@ class PureHalf(LightningRule):
         "from lightning.fabric import Fabric\n\nfabric = Fabric(precision='16-true')\nfabric.backward(loss)\n",
         "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 9\n  precision: bf16-true\n",
         "checkpoint_dir: x\nprecision: bf16-true\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
+        "from lightning import Fabric\n\ndef main(precision='bf16-true'):\n    fabric = Fabric(precision=precision)\n"
+        "    fabric.backward(loss)\n",
+        "import lightning as L\nfrom lightning.pytorch.plugins import HalfPrecision\n\n"
+        "trainer = L.Trainer(plugins=HalfPrecision('bf16-true'))\ntrainer.fit(model)\n",
+        "import lightning as L\n\ndef build():\n    return L.Trainer(precision='bf16-true', max_epochs=9)\n",
+        "trainer:\n  precision: bf16-true\n  max_steps: 1000\n",
     )
     good = (
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='bf16-true', strategy='deepspeed_stage_2')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true')\ntrainer.predict(model)\n",
+        "import lightning as L\n\ntrainer = L.Trainer(precision='16-true', max_epochs=1)\ntrainer.test(model)\n",
         "checkpoint_dir: x\nprecision: bf16-true\nlora_r: 8\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
     )
     references = (_TRUE, "https://arxiv.org/abs/1710.03740")
@@ -228,10 +235,20 @@ class OldPrecisionName(LightningRule):
         "import lightning as L\n\ntrainer = L.Trainer(precision=16)\n",
         "_target_: lightning.Trainer\naccelerator: gpu\ndevices: 1\nmax_epochs: 10\nprecision: 16\n",
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(accelerator='gpu', precision=16)\n",
+        "import lightning as L\n\nparser.add_argument('--precision', type=int, default=16)\nargs = parser.parse_args()\n"
+        "trainer = L.Trainer(precision=args.precision)\n",
+        "import lightning as L\n\ntrainer = L.Trainer(precision=16 if args.amp else 32)\n",
+        "import lightning as L\n\nconfig = {'trainer': {'precision': 16}}\ntrainer = L.Trainer(**config['trainer'])\n",
+        "import lightning as L\n\nclass Trainer(L.Trainer):\n    def __init__(self):\n        super().__init__(precision=16)\n",
+        "from functools import partial\nfrom lightning import Trainer\n\nmake = partial(Trainer, precision=16)\n",
+        "from lightning.pytorch.cli import LightningCLI\n\ncli = LightningCLI(Net, trainer_defaults={'precision': 16})\n",
+        "trainer:\n  precision: 16\n  max_epochs: 9\n",
     )
     good = (
         'import lightning as L\n\ntrainer = L.Trainer(precision="16-mixed")\n',
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(gpus=1, precision=16)\n",  # of version 1
+        "import pytorch_lightning as pl\n\npl.Trainer.add_argparse_args(parser)\ntrainer = pl.Trainer(precision=16)\n",
+        "trainer:\n  precision: bf16\n  max_epochs: 9\n",  # perhaps another trainer's
         "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 10\n  precision: bf16\nexp_manager:\n  name: gpt\n",
     )
     references = (_UPGRADE,)
