@@ -101,14 +101,15 @@ def test_a_logged_scale_is_not_a_saved_one():
 @pytest.mark.parametrize(
     ("loop", "after", "severity"),
     [
-        ('torch.save({"o": optimizer.state_dict()}, "x")', "", ["advice"]),
+        ('torch.save({"o": optimizer.state_dict()}, "x")', "print(args.resume)\n", ["advice"]),
+        ('torch.save({"o": optimizer.state_dict()}, "x")', "", []),
         ('torch.save({"o": optimizer.state_dict()}, "x")', 'model.load_state_dict(torch.load("x")["m"])\n', []),
         ('if loss < best_loss:\n        torch.save({"o": optimizer.state_dict()}, "x")', "", []),
         ("pass", 'torch.save({"o": optimizer.state_dict()}, "x")\n', []),
     ],
 )
 def test_checkpoint_that_nothing_restores(loop, after, severity):
-    """If nothing in the file loads a checkpoint, one written in the loop gets advice; final and best weights get nothing."""
+    """A checkpoint that another file may restore gets advice; final and best weights, and a file without resuming, get nothing."""
     text = HEAD + LOOP.format(save=loop) + after
     assert [f.severity for f in findings(text, "HS170")] == severity
 
@@ -135,5 +136,33 @@ def test_asking_for_a_scaler_is_no_checkpoint_key():
 @pytest.mark.parametrize(("guard", "expected"), [("step > 0", ["HS170"]), ("loss < best", []), ("loss < lowest", [])])
 def test_a_counter_is_no_comparison_with_the_best(guard, expected):
     """`step > 0` saves regularly, so the checkpoint may be resumed from; a comparison of losses saves the best weights only."""
-    save = f'if {guard}:\n        torch.save({{"o": optimizer.state_dict()}}, "x")'
+    save = f'if {guard} and start_epoch:\n        torch.save({{"o": optimizer.state_dict()}}, "x")'
     assert [code.partition(":")[0] for code in codes(HEAD + LOOP.format(save=save))] == expected
+
+
+def test_a_printed_name_is_no_checkpoint_key():
+    """`print("scaler", ...)` saves nothing."""
+    log = 'print("scaler", scaler.get_scale())\n    torch.save({"o": optimizer.state_dict()}, "x")'
+    assert codes(HEAD + LOAD + LOOP.format(save=log)) == ["HS170:11"]
+
+
+def test_a_base_class_that_saves_what_a_derived_one_trains():
+    """The checkpoint of a base class contains the optimizer that the loop of a derived class steps."""
+    text = (
+        "import torch\nclass Base:\n    def save(self):\n        torch.save({'optim': self.optimizer.state_dict()}, 'x')\n"
+        "    def load(self):\n        self.optimizer.load_state_dict(torch.load('x')['optim'])\n"
+        "class Trainer(Base):\n    def __init__(self):\n        self.scaler = torch.amp.GradScaler('cuda')\n"
+        "    def fit(self):\n        for x in self.data:\n            self.optimizer.zero_grad()\n"
+        "            with torch.autocast('cuda', dtype=torch.float16):\n                loss = self.net(x).mean()\n"
+        "            self.scaler.scale(loss).backward()\n            self.scaler.step(self.optimizer)\n            self.scaler.update()\n"
+    )
+    assert codes(text) == ["HS170:4"]
+
+
+def test_a_long_checkpoint_is_reported_at_the_call_that_saves_it():
+    """The finding is at `torch.save(`, not six lines below it."""
+    entries = "".join(f'        "{name}": {name},\n' for name in "abcdef")
+    save = f'torch.save({{\n{entries}        "o": optimizer.state_dict(),\n    }}, "x")'
+    text = HEAD + LOAD + LOOP.format(save=save)
+    (finding,) = findings(text, "HS170")
+    assert text.splitlines()[finding.line - 1] == "    torch.save({"

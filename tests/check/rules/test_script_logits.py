@@ -75,3 +75,80 @@ def test_bce_in_the_forward_of_a_module_under_autocast_is_reported():
     assert codes(text) == ["HS146:6"]
     assert codes(text.replace("BCELoss", "BCEWithLogitsLoss")) == []
     assert codes(text.replace("with torch.autocast('cuda', dtype=torch.float16):\n    ", "")) == []
+
+
+REGION = """\
+import torch
+from torch import nn
+import torch.nn.functional as F
+class Net(nn.Module):
+    def forward(self, x):
+        return self.head(x){cast}
+net = Net().cuda()
+criterion = nn.CrossEntropyLoss().cuda()
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16{enabled}):
+        logits = net(x)
+    loss = {loss}
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize("loss", ["F.cross_entropy(logits.view(-1, 9), y)", "criterion(logits, y)"])
+def test_logits_that_leave_autocast_are_reported(loss):
+    """A loss after the region computes in the dtype of the model's last layer."""
+    text = REGION.format(cast="", enabled="", loss=loss)
+    assert [(f.line, f.severity) for f in findings(text, "HS154")] == [(12, "warning")]
+    unknown = text.replace("net = Net().cuda()", "net = build(config)")
+    assert [f.severity for f in findings(unknown, "HS154")] == ["advice"]
+
+
+@pytest.mark.parametrize(
+    ("cast", "enabled", "loss"),
+    [
+        (".float()", "", "criterion(logits, y)"),
+        ("", "", "criterion(logits.float(), y)"),
+        ("", ", enabled=False", "criterion(logits, y)"),
+        ("", "", "F.mse_loss(logits, y)"),
+    ],
+)
+def test_logits_in_float32_after_autocast_are_silent(cast, enabled, loss):
+    """A cast in the model or in the loss, a disabled region, and another loss."""
+    assert findings(REGION.format(cast=cast, enabled=enabled, loss=loss), "HS154") == []
+
+
+def test_validation_after_autocast_is_silent():
+    """Without gradients the loss is only a number to print."""
+    text = REGION.format(cast="", enabled="", loss="criterion(logits, y)").replace("    loss.backward()\n", "")
+    body = text[text.index("for x") :].replace("\n", "\n    ")
+    assert findings(f"{text[: text.index('for x')]}with torch.no_grad():\n    {body}\n", "HS154") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "logp = F.log_softmax(scores.to(torch.bfloat16), -1)\nloss = F.nll_loss(logp, y)\n",
+        "loss = F.cross_entropy(scores.bfloat16() / 0.7, y)\n",
+        "from einops import rearrange\nloss = F.cross_entropy(rearrange(scores.bfloat16(), 'b n c -> b c n'), y)\n",
+        "net = torch.nn.Linear(4, 2).bfloat16()\nloss = F.cross_entropy(net(x), y)\n",
+    ],
+)
+def test_16_bit_logits_are_followed_through_operations(text):
+    """log_softmax, a temperature, einops and the output of a module that is cast."""
+    assert [f.code for f in findings(MODEL + text, "HS154")] == ["HS154"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("p = scores.half().softmax(-1)\n", 1),
+        ("p = torch.softmax(x, -1, torch.float16)\n", 1),
+        ("h = x.to(torch.float16)\nn = torch.norm(h)\n", 1),
+        ("n = x.half().float().norm()\n", 0),
+        ("with torch.autocast('cuda'):\n    p = scores.half().softmax(-1)\n", 0),
+        ("n = x.half().sum(dtype=torch.float32)\n", 0),
+    ],
+)
+def test_reductions_of_float16_values(text, count):
+    """A reduction right after a cast to float16 computes in it, except under autocast or with a dtype."""
+    assert len(findings("import torch\n" + text, "HS165")) == count

@@ -339,3 +339,74 @@ def test_trainer_with_an_optional_adapter():
     choice = "from peft import LoraConfig\nlora = LoraConfig() if args.use_lora else None\n"
     assert len(findings(trainer(choice + load, more=", peft_config=lora"), "HS277")) == 1
     assert findings(trainer(choice.partition(" if ")[0] + "\n" + load, more=", peft_config=lora"), "HS277") == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flag", "count"),
+    [
+        ("torch.float16 if opt.fp16 else torch.float32", "opt.fp16", 1),
+        ("torch.float16", "torch.cuda.is_available()", 1),
+        ("torch.float16 if opt.half else torch.float32", "opt.fp16", 0),
+        ("torch.float32 if opt.fp16 else torch.float16", "opt.fp16", 0),
+    ],
+)
+def test_one_flag_that_casts_the_weights_and_scales_is_reported(dtype, flag, count):
+    """The load is float16 exactly when fp16 is on; two independent flags are no finding of HS166."""
+    text = trainer(f"model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype={dtype})", f"fp16={flag}")
+    assert len(findings(text, "HS166")) == count
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code"), [("torch.bfloat16", "HS277"), ("'bfloat16'", "HS277"), ("torch.float32", None)]
+)
+def test_the_dtype_with_which_trl_loads_a_model_is_read(dtype, code):
+    """`model_init_kwargs` of a configuration decides the dtype of a model that is passed by its name."""
+    text = (
+        "import torch\nfrom trl import SFTConfig, SFTTrainer\n"
+        f"args = SFTConfig('out', bf16=True, model_init_kwargs={{'torch_dtype': {dtype}}})\n"
+        "SFTTrainer(model='Qwen/Qwen3-0.6B', args=args).train()\n"
+    )
+    assert [f.code for f in findings(text, "HS277")] == ([code] if code else [])
+
+
+@pytest.mark.parametrize(
+    ("setup", "count"),
+    [
+        (
+            "class Net(torch.nn.Module):\n    def __init__(self):\n        self.fc = torch.nn.Linear(4, 4, dtype=torch.{0})\nmodel = Net()",
+            1,
+        ),
+        ("model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.{0}))", 1),
+        ("class Config:\n    dtype = torch.{0}\nmodel = Net().to(Config.dtype)", 1),
+        ("def build(dtype=torch.{0}):\n    return Net().to(dtype)\nmodel = build()", 1),
+        ("def build(dtype=torch.{0}):\n    return Net().to(dtype)\nmodel = build(torch.float32)", 0),
+    ],
+)
+def test_a_dtype_of_layers_classes_and_defaults_is_followed(setup, count):
+    """Layers with a dtype, class attributes and parameter defaults give the weights their format."""
+    assert len(findings(loop(setup.format("bfloat16")), "HS151")) == count
+    assert findings(loop(setup.format("float32")), "HS151") == []
+
+
+@pytest.mark.parametrize(("mode", "count"), [("fp16", 1), ("bf16", 0), ("no", 0)])
+def test_accelerate_rejects_float16_weights_in_fp16(mode, count):
+    """Accelerate steps through a GradScaler in fp16, which rejects float16 gradients."""
+    text = (
+        f"import torch\nfrom accelerate import Accelerator\n{HF}accelerator = Accelerator(mixed_precision='{mode}')\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.float16)\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)\nmodel, optimizer = accelerator.prepare(model, optimizer)\n"
+        "for x in loader:\n    loss = model(x)\n    accelerator.backward(loss)\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    assert len(findings(text, "HS160")) == count
+
+
+@pytest.mark.parametrize(("enabled", "count"), [("opt.fp16", 1), ("opt.amp", 0)])
+def test_a_flag_that_casts_and_enables_the_scaler_is_reported(enabled, count):
+    """`if opt.fp16: model.half()` meets a scaler that the same flag enables."""
+    text = (
+        "import torch\nmodel = Net().cuda()\nif opt.fp16:\n    model = model.half()\n"
+        f"optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)\nscaler = torch.amp.GradScaler('cuda', enabled={enabled})\n"
+        "for x in loader:\n    optimizer.zero_grad()\n    loss = model(x)\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n"
+    )
+    assert len(findings(text, "HS160")) == count

@@ -111,3 +111,115 @@ def test_reports_a_loss_that_no_scaler_scales(text, line):
 def test_is_silent_where_the_loss_is_scaled_or_not_float16(text):
     """A scaled loss, a bfloat16 or disabled region, and a loss from elsewhere are no finding."""
     assert findings(text, "HS123") == []
+
+
+LOOP = """\
+import torch
+{before}for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+PARTS = """\
+import torch
+class Trainer:
+    def forward(self):
+        with torch.cuda.amp.autocast():
+            self.loss = self.criterion(self.model(self.x), self.y)
+    def optimize(self):
+        self.forward()
+        self.optimizer.zero_grad()
+        {backward}
+        self.optimizer.step()
+"""
+PASSED = """\
+import torch
+class Trainer:
+    def step(self, x, y):
+        with torch.cuda.amp.autocast():
+            loss = self.criterion(self.model(x), y)
+        self.update({passed})
+    def update(self, loss):
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+"""
+DECORATED = """\
+import torch
+{decorator}
+def compute(model, x, y):
+    return torch.nn.functional.cross_entropy(model(x), y)
+def train(model, loader, optimizer):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = compute(model, x, y)
+        loss.backward()
+        optimizer.step()
+"""
+ELSEWHERE = """\
+import torch
+def pretrain(model, loader, optimizer):
+    scaler = torch.cuda.amp.GradScaler()
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.cuda.amp.autocast():
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+def finetune(model, loader, optimizer{param}):
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.cuda.amp.autocast():
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(
+            LOOP.format(before="from accelerate.utils import set_seed\nset_seed(0)\n"), id="a seed of Accelerate"
+        ),
+        pytest.param(
+            LOOP.format(before="import pytorch_lightning as pl\npl.seed_everything(0)\n"), id="a seed of Lightning"
+        ),
+        pytest.param(LOOP.format(before="from apex.normalization import FusedLayerNorm\n"), id="a kernel of Apex"),
+        pytest.param(
+            LOOP.format(
+                before="from sklearn.preprocessing import StandardScaler\nscaler = StandardScaler()\nscaler.fit(data)\n"
+            ),
+            id="a scaler of data",
+        ),
+        pytest.param(PARTS.format(backward="self.loss.backward()"), id="an attribute that another method computes"),
+        pytest.param(PASSED.format(passed="loss"), id="a parameter"),
+        pytest.param(DECORATED.format(decorator='@torch.autocast("cuda")'), id="a decorated function"),
+        pytest.param(ELSEWHERE.format(param=""), id="a scaler of another function"),
+    ],
+)
+def test_reports_a_loss_that_takes_another_way(text):
+    """A loss from a float16 region is followed to its backward, and helpers of a library scale nothing."""
+    assert [f.severity for f in findings(text, "HS123")] == ["error"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(LOOP.format(before="from accelerate import Accelerator\n"), id="Accelerate itself"),
+        pytest.param(LOOP.format(before="import pytorch_lightning as pl\npl.Trainer()\n"), id="Lightning itself"),
+        pytest.param(LOOP.format(before="from apex import amp\n"), id="Apex itself"),
+        pytest.param(PARTS.format(backward="self.penalty.backward()"), id="another attribute"),
+        pytest.param(PASSED.format(passed="self.penalty"), id="another value is passed"),
+        pytest.param(
+            DECORATED.format(decorator='@torch.autocast("cuda", dtype=torch.bfloat16)'), id="bfloat16 decorator"
+        ),
+        pytest.param(ELSEWHERE.format(param=", scaler=None"), id="a scaler may be passed"),
+    ],
+)
+def test_is_silent_where_the_loss_may_be_scaled_elsewhere(text):
+    """A library that scales, a loss from elsewhere and a scaler within reach are no finding."""
+    assert findings(text, "HS123") == []

@@ -263,3 +263,137 @@ def test_gradients_that_are_replaced_before_they_are_unscaled(change):
     """Replacing NaN in scaled gradients hides the overflow from the scaler; after unscale_ it has been recorded."""
     assert reported(LOOP.format(first=change, second="pass"), "HS110") == ["HS110:8"]
     assert reported(LOOP.format(first="scaler.unscale_(optimizer)", second=change), "HS110") == []
+
+
+@pytest.mark.parametrize(
+    ("validation", "count"),
+    [
+        ("@torch.no_grad()\ndef evaluate(model):\n    for batch in valid:\n        model(**batch)\n", 1),
+        ("@torch.no_grad()\ndef evaluate(model):\n    for x in valid:\n        model.module(x)\n", 1),
+        ("@torch.no_grad()\ndef evaluate(model_ema):\n    for x in valid:\n        model_ema.ema(x)\n", 1),
+        ("def evaluate(model):\n    torch.set_grad_enabled(False)\n    for x in valid:\n        model(x)\n", 1),
+        (
+            "def evaluate(model):\n    torch.set_grad_enabled(False)\n    torch.set_grad_enabled(True)\n"
+            "    for x in valid:\n        model(x)\n",
+            0,
+        ),
+        ("with torch.set_grad_enabled(train):\n    if not train:\n        model(x)\n", 1),
+        ("with torch.set_grad_enabled(train):\n    if not debug:\n        model(x)\n", 0),
+        ("import pytest\ndef test_a(model):\n    with torch.no_grad():\n        model(x)\n", 0),
+        ("with torch.no_grad():\n    other = self._create_model(x)\n", 0),
+    ],
+)
+def test_validation_in_every_form(validation, count):
+    """Validation is recognised by its contexts, switches and wrappers; training, test cases and factories are not validation."""
+    assert len(reported(TRAIN.format(name="model") + validation, "HS149")) == count
+
+
+ITERATION = TRAIN.format(name="model").replace("model.eval()\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("if epoch < args.warmup_epochs: scheduler.step()", 1),
+        ("if (epoch + 1) % 2 == 0: scheduler.step()", 0),
+        ("for s in schedulers: s.step()", 1),
+        ("for s in samplers: s.step()", 0),
+        ("sch.step()", 1),
+        ("lr_scheduler.step_update(num_updates)", 1),
+        ("scheduler.step(); print(scaler.get_scale())", 1),
+        ("if scaler.get_scale() >= before: scheduler.step()", 0),
+        ("skipped = scaler.get_scale()\n    if skipped >= before: scheduler.step()", 0),
+    ],
+)
+def test_schedule_in_every_form(line, count):
+    """A schedule that advances with the loop is found in any form, unless the scale is compared."""
+    assert len(reported(ITERATION + f"    {line}\n", "HS196")) == count
+
+
+def test_schedule_of_a_factory():
+    """The result of `get_linear_schedule_with_warmup` is a schedule, whatever its name."""
+    text = ITERATION.replace("for x, y", "lr = get_linear_schedule_with_warmup(optimizer, 10, 100)\nfor x, y")
+    assert reported(text + "    lr.step()\n", "HS196") == ["HS196:11"]
+
+
+PLAIN = """\
+import torch
+from torchvision.models import resnet50
+from torch.cuda.amp import (
+    autocast,
+    GradScaler,
+)
+scaler = GradScaler()
+{create}
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = loss_fn(model(x), y)  # under autocast?
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("create", "count"),
+    [
+        ("model = resnet50()\nmodel = model.cuda()", 1),
+        ("net = resnet50()\nmodel = torch.nn.DataParallel(net.cuda())", 1),
+        ("model = resnet50()\nmodel = torch.compile(model)", 1),
+        ("model = resnet50()\nif multi:\n    model = torch.nn.parallel.DistributedDataParallel(model.to(rank))", 1),
+        ("model = build()\nmodel = model.cuda()", 0),
+        ("model = resnet50()\nmodel = wrap(model)", 0),
+        ("model = torch.nn.DataParallel(net)", 0),
+        ("model = resnet50()\ncontext = autocast()", 0),
+    ],
+)
+def test_scaler_without_region_with_an_unused_import(create, count):
+    """An import of autocast opens no region; a model that is moved or wrapped is still that model."""
+    assert len(reported(PLAIN.format(create=create), "HS134")) == count
+
+
+BRANCHES = """\
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16, enabled=use_amp):
+        loss = loss_fn(model(x), y)
+    if {test}:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        {clip}
+        optimizer.step()
+"""
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (BRANCHES.format(test="use_amp", clip="clip_gradient(optimizer, 0.5)"), 1),
+        (BRANCHES.format(test="device.type == 'cuda'", clip=CLIP), 1),
+        (BRANCHES.format(test="use_amp", clip=CLIP) + "    clip_gradient(optimizer, 0.5)\n", 0),
+        (BRANCHES.format(test="use_amp", clip=CLIP).replace("    scaler.step", f"    {CLIP}\n        scaler.step"), 0),
+        (ITERATION.replace("('cuda')", "('cuda', enabled=amp)").replace("    scaler.step", f"    if not amp: {CLIP}\n    scaler.step"), 1),
+        (ITERATION.replace("('cuda')", "('cuda', enabled=amp)").replace("    scaler.step", f"    if not warm: {CLIP}\n    scaler.step"), 0),
+    ],
+)  # fmt: skip
+def test_clipping_that_mixed_precision_leaves_out(text, count):
+    """Clipping by a function of the project, or only where the scaler is disabled, is found; a clip on both paths is not."""
+    assert len(reported(text, "HS113")) == count
+
+
+def test_clipping_in_one_of_two_functions():
+    """A function for float32 clips, the one for mixed precision does not."""
+    text = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\n"
+        "def step_amp(loss):\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+        f"def step_plain(loss):\n    loss.backward()\n    {CLIP}\n    optimizer.step()\n"
+        "for x in loader:\n    optimizer.zero_grad()\n    if amp:\n        with torch.autocast('cuda', dtype=torch.float16):\n"
+        "            loss = model(x).mean()\n        step_amp(loss)\n    else:\n        step_plain(model(x).mean())\n"
+    )
+    assert reported(text, "HS113") == ["HS113:5"]

@@ -104,3 +104,49 @@ def test_lines_that_run_on_every_micro_batch_are_reported(text, code):
 def test_correct_windows_are_silent(text):
     """What runs once per window, under the window's own condition or another that may be it, is correct."""
     assert not {c.partition(":")[0] for c in codes(text)} & {"HS105", "HS106", "HS107", "HS180", "HS181"}
+
+
+def cleared(
+    first="",
+    last="",
+    backward="scaler.scale(loss).backward()",
+    step="scaler.step(optimizer)",
+    ends="(i + 1) % accum == 0",
+):
+    """A loop that clears gradients at the start or the end of every iteration, and steps at the end of a window."""
+    text = HEAD + "for i, (x, y) in enumerate(loader):\n" + "".join(f"    {line}\n" for line in first.splitlines())
+    text += "    with torch.autocast('cuda', dtype=torch.float16):\n        loss = loss_fn(model(x), y) / accum\n"
+    text += f"    {backward}\n    if {ends}:\n        {step}\n        scaler.update()\n"
+    return text + (f"    {last}\n" if last else "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        cleared("optimizer.zero_grad(set_to_none=True)"),
+        cleared("model.zero_grad()"),
+        cleared("for p in model.parameters():\n    p.grad = None"),
+        cleared(last="optimizer.zero_grad()"),
+        cleared("optimizer.zero_grad()", ends="(i + 1) % 4 == 0"),
+        cleared("optimizer.zero_grad()", backward="if amp: scaler.scale(loss).backward()"),
+        cleared("optimizer.zero_grad()", backward="accelerator.backward(loss)", step="optimizer.step()"),
+    ],
+)
+def test_gradients_cleared_on_every_micro_batch(text):
+    """However gradients are cleared, and wherever in the iteration, only those of the last micro-batch reach the step."""
+    assert "HS181" in {c.partition(":")[0] for c in codes(text)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        cleared("if i % accum == 0: optimizer.zero_grad()"),
+        cleared("other.zero_grad()"),
+        cleared("optimizer.zero_grad()", ends="use_step"),
+        cleared("for p in other.parameters():\n    p.grad = None"),
+        cleared("with accelerator.accumulate(model): optimizer.zero_grad()", backward="accelerator.backward(loss)"),
+    ],
+)
+def test_gradients_cleared_once_per_window(text):
+    """Gradients cleared once per window, or of another model, are no finding."""
+    assert "HS181" not in {c.partition(":")[0] for c in codes(text)}

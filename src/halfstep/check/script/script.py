@@ -32,6 +32,7 @@ from halfstep.check.script.objects.modules import classes_under_autocast
 from halfstep.check.script.objects.training import Training
 from halfstep.check.script.objects.values import AUTOCASTS, Autocast, Scaler, autocasts_of, make_scaler
 from halfstep.check.script.syntax.edits import Lines
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline, read_outline
 from halfstep.check.settings import Settings
 
@@ -134,6 +135,7 @@ class Script:
             functions = {event.function for event in trace}
             # Test methods share a class and nothing else.
             names = {f.cls for f in functions if f.cls and not f.name.lstrip("_").startswith("test")}
+            names |= {key_of(b) for cls in names for b in self.outline.bases.get(cls, ())} & self.outline.classes.keys()
             names |= {"<module>"} if any(self._is_global(event) for event in trace) else set()
             members: set[Function | str] = {*functions, *names}
             for member in members:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, implied, later, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over
 from halfstep.check.script.objects.engines import leaves_loss
@@ -38,6 +38,7 @@ _RIGHT = _LOOP.format(start="", divide=" / accumulation_steps", end="        opt
 # What a schedule divides, not a loss: `len(loader) / accumulation_steps` counts optimizer steps.
 _COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|steps|epochs|batches|total", re.IGNORECASE)
 _LOSS = re.compile(r"loss|err|grad|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
+_BACKWARDS = ("backward", "owned_backward")
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _LOSS_FUNCTION = re.compile(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
@@ -193,24 +194,46 @@ class ClearedEveryMicroBatch(TraceRule):
     kinds = ("zero_grad",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A zero_grad before the backward of every iteration, in a loop that steps in every n-th."""
+        """A zero_grad in the iteration of every backward, in a loop that steps in every n-th."""
         event = trace[index]
-        back = next(later(trace, index, "backward"), None)
-        if back is None or event.guards != trace[back].guards or event.loops != trace[back].loops:
+        back = self._backward(script, trace, index)
+        window = accumulated_over(script, trace, back) if back is not None else None
+        if back is None or window is None or not self._clears(trace, index, back, window):
             return None
-        window = accumulated_over(script, trace, back)
-        if window is None or (event.optimizer and event.optimizer != window.step.optimizer):
-            return None
-        if not ACCUMULATION.search(f"{window.length} {window.ends}") or any(
-            trace[i].loops == event.loops for i in earlier(trace, index, *STEPS, "backward")
-        ):
-            return None
+        steps = {e.optimizer for e in trace if e.kind in STEPS and e.loops == window.step.loops}
+        if len(steps) > 1 and not ACCUMULATION.search(f"{window.length} {window.ends}"):
+            return None  # a generator that is updated in every n-th iteration
+        cleared = f"{event.local.optimizer}.zero_grad()" if isinstance(event.node, ast.Call) else text_of(event.node)
         return self.finding(
             script.where(event.node),
-            f"`{event.local.optimizer}.zero_grad()` runs on every micro-batch, but the step of line {window.line} runs only when {window.ends}: "
+            f"`{cleared}` runs on every micro-batch, but the step of line {window.line} runs only when {window.ends}: "
             "the earlier gradients are discarded",
-            instead="call zero_grad() right after the step",
+            instead="clear the gradients right after the step",
         )
+
+    @staticmethod
+    def _backward(script: Script, trace: Trace, index: int) -> int | None:
+        """The backward whose gradients are cleared in its own iteration, before it or after the step that may follow it."""
+        event = trace[index]
+        before = [i for i in earlier(trace, index, *STEPS, *_BACKWARDS) if trace[i].loops == event.loops]
+        backs = [i for i in before if trace[i].kind in _BACKWARDS]
+        if before:
+            # After the step; without one in between the gradients of this very backward are discarded, which has other reasons.
+            back = backs[0] if len(backs) == 1 and before[0] != backs[0] else None
+        else:
+            back = next(later(trace, index, *_BACKWARDS), None)
+        if back is None or event.loops != trace[back].loops or not implied(event, trace[back]):
+            return None
+        if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
+            return None  # Accelerate clears gradients only at the end of a window there
+        return back if only_settings(script, trace[back], event) else None
+
+    @staticmethod
+    def _clears(trace: Trace, index: int, back: int, window: Window) -> bool:
+        """Whether a zero_grad clears the gradients that the step of a window uses."""
+        name = trace[index].optimizer
+        models = {e.subject for e in trace[:back] if e.kind == "forward" and e.loops == trace[back].loops}
+        return not name or name == window.step.optimizer or name in models
 
 
 class LossDividedTwice(TraceRule):

@@ -40,7 +40,14 @@ if resume:
 _SAVES = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
 # Calls whose keywords are the parts of a checkpoint: save(optimizer=...), state.update(...), TrainState(...).
 _HOLDS = re.compile(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$")
+_RESUMES = re.compile(
+    r"resum|restart|restore|continue_?(train|from)|load_?(ckpt|checkpoint|check_point|state|model|snapshot)|last_(ckpt|checkpoint)|"
+    r"auto_load|(initial|init|start|begin|last|first)_?(global_?)?(epoch|iter|step|it$)",
+    re.IGNORECASE,
+)
 _TRAINS = re.compile(r"train|fit|epoch|step|loop", re.IGNORECASE)
+_ABOUT = re.compile(r"^(getattr|hasattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
+MAX_LINES = 5  # between the start of a checkpoint and the entry that is reported
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 _LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
 _SAVE = ', "scaler": scaler.state_dict()'
@@ -118,10 +125,11 @@ class ScalerNotSaved(ScriptRule):
             restored = _restored(script, event)
             if _entry(script, event.node) is None or not near or restored == "weights only":
                 continue
-            scaler = near[0].scaler
+            own = [e for e in near if e.optimizer.rsplit(".", 1)[-1] == event.optimizer.rsplit(".", 1)[-1]]
+            scaler = (own or near)[0].scaler
             resumed = "a resumed run" if restored == "yes" else "a run that resumes from it"
             yield self.finding(
-                script.where(event.node),
+                script.where(_place(script, event)),
                 f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {resumed} restarts at the initial scale",
                 instead=f'save "scaler": {scaler}.state_dict() and call {scaler}.load_state_dict(...) where the optimizer is restored',
                 fix=_fix(script, scalers) if scalers and restored == "yes" else None,
@@ -129,6 +137,14 @@ class ScalerNotSaved(ScriptRule):
             )
             if restored != "yes":
                 return  # once is enough for advice
+
+
+def _place(script: Script, event: Event) -> ast.AST:
+    """The optimizer's entry; the call that saves it, if it is written out there and the entry is far below."""
+    statement = script.statement(event.node)
+    if not isinstance(statement, ast.Expr):
+        return event.node
+    return statement if getattr(event.node, "lineno", 0) - statement.lineno > MAX_LINES else event.node
 
 
 def _restored(script: Script, event: Event) -> str:
@@ -140,6 +156,8 @@ def _restored(script: Script, event: Event) -> str:
         script.outline.names.full(c.func) == "torch.load" for c, _ in calls.get("load", ())
     ):
         return "weights only"
+    if not any(_RESUMES.search(name) for name in (*script.outline.loads, *script.outline.bindings, *calls)):
+        return "weights only"  # nothing in the file is about resuming
     # Saved after training, or only the best so far: not written for resuming.
     final = not event.loops and not saves(event.function.name)
     best = any(re.search(r"best|[<>](?!=? ?\d+$)", text) for text, _ in event.guards)
@@ -155,8 +173,8 @@ def _names_scaler(script: Script) -> bool:
             logged = [v for k, v in zip(node.keys, node.values, strict=True) if "scaler" in str(constant(k))]
             if not all(isinstance(v, ast.Call) and text_of(v.func).endswith("get_scale") for v in logged):
                 return True
-        elif isinstance(node, ast.Call) and text_of(node.func) in {"getattr", "hasattr"}:
-            continue  # whether there is a scaler, not what a checkpoint contains
+        elif isinstance(node, ast.Call) and _ABOUT.search(text_of(node.func)):
+            continue  # whether there is a scaler, or its name in a log, not what a checkpoint contains
         elif not isinstance(node, ast.Constant):
             texts = [c.value for c in ast.iter_child_nodes(node) if isinstance(c, ast.Constant)]
             if any(isinstance(t, str) and t.isidentifier() and "scaler" in t for t in texts):

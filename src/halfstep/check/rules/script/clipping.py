@@ -9,13 +9,16 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.gradients import measures_only
-from halfstep.check.script.flow.order import TraceRule, switched_off, without_amp
+from halfstep.check.script.flow.order import TraceRule, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.weights import conditions_of
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES"]
 
 _CLIPS = re.compile(r"clip", re.IGNORECASE)
+_OWN = re.compile(r"clip_?grad(ient)?s?(_|$)|grad(ient)?s?_clip", re.IGNORECASE)
 _BRANCHES = """\
 import torch
 scaler = torch.amp.GradScaler("cuda", enabled=use_amp)
@@ -57,13 +60,11 @@ class ClipOnlyWithoutAmp(TraceRule):
         if switched_off(script, step):
             return None
         clips = [e for e in trace if e.kind == "clip" and not measures_only(e.node) and e.loops[:1] == step.loops[:1]]
-        skipped = [e for e in clips if e.function is step.function and without_amp(e) and not compatible(e, step)]
-        if not skipped or any(compatible(e, step) for e in clips) or _clips_otherwise(script, clips):
+        clips += _own_clips(script, clips, step)
+        skipped = [e for e in clips if _is_without_scaler(trace, e, step) or _is_switched_off(script, e, step)]
+        if not skipped or len(skipped) != len(clips) or _clips_otherwise(script, clips):
             return None
-        # Without the contrary of a condition on the clip, the branch may be about something else.
         clip = skipped[0]
-        if not any((text, not is_true) in step.guards for text, is_true in clip.guards):
-            return None
         line = script.where(clip.node).line
         return self.finding(
             script.where(step.node),
@@ -71,6 +72,32 @@ class ClipOnlyWithoutAmp(TraceRule):
             "mixed precision",
             instead=f"call {step.local.scaler}.unscale_({step.local.optimizer or 'optimizer'}), then {clip.subject}, before this step",
         )
+
+
+def _is_without_scaler(trace: Trace, clip: Event, step: Event) -> bool:
+    """Whether a clip is in the branch, contrary to that of the step, in which the loss is not scaled."""
+    # Without the contrary of a condition on the clip, the branch may be about something else.
+    if compatible(clip, step) or not any((text, not is_true) in step.guards for text, is_true in clip.guards):
+        return False
+    plain = (e for e in trace if e.kind == "backward" and e.scaled == "no" and compatible(e, clip))
+    return without_amp(clip) or any(not compatible(e, step) for e in plain)
+
+
+def _is_switched_off(script: Script, clip: Event, step: Event) -> bool:
+    """Whether a clip runs only where the scaler is disabled: `if not amp:` with `GradScaler(enabled=amp)`."""
+    flags = {s.enabled for s in scalers_at(script, step)}
+    return len(flags) == 1 and any(not is_true and text in flags for text, is_true in clip.guards)
+
+
+def _own_clips(script: Script, clips: list[Event], step: Event) -> list[Event]:
+    """Calls in the step's function that clip by a function of the project: `clip_gradient(optimizer, limit)`."""
+    recognised = {e.node for e in clips}
+    sites = [site for name, calls in script.outline.calls.items() if _OWN.search(name) for site in calls]
+    return [
+        Event("clip", call, function, subject=text_of(call.func), guards=conditions_of(script.outline, call))
+        for call, function in sites
+        if call not in recognised and function is step.function and not script.outline.names.full(call.func)
+    ]
 
 
 def _clips_otherwise(script: Script, clips: list[Event]) -> bool:

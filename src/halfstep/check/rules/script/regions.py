@@ -13,6 +13,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import autocasts_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
@@ -28,6 +29,8 @@ _WRAPPERS = (
     "torch.nn.SyncBatchNorm.",
     "torch.distributed.fsdp.",
 )
+_MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
+_COMMENT = re.compile(r"#[^'\"]*$")
 _CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
 _LOOP = """\
 import torch
@@ -76,7 +79,7 @@ class ScalerWithoutAutocast(TraceRule):
             event.scaled != "yes"
             or not event.scaler
             or switched_off(script, event)
-            or _SIXTEEN.search(script.source.text)
+            or _SIXTEEN.search(_code_of(script))
         ):
             return None
         scalers = script.scalers_named(event.scaler)
@@ -94,14 +97,41 @@ class ScalerWithoutAutocast(TraceRule):
     @staticmethod
     def _is_plain(script: Script, key: str, function: object) -> bool:
         """Whether a model is of a class of this file, or of a library whose models open no region."""
-        values = script.outline.values(key, function)  # type: ignore[arg-type]
-        calls = [v for v in values if isinstance(v, ast.Call)]
-        if not calls or len(calls) != len(values):
-            return False
-        return all(_creates_plain(script, call) for call in calls)
+        return _is_created_plain(script, key, function)  # type: ignore[arg-type]
 
 
-def _creates_plain(script: Script, call: ast.expr | None) -> bool:
+def _code_of(script: Script) -> str:
+    """The text without comments and without imports from torch: `autocast` may be imported and never used."""
+    lines = [_COMMENT.sub("", line) for line in script.lines.text.splitlines()]
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[number] = "" if number < len(lines) else lines[number]
+    return "\n".join(lines)
+
+
+def _is_created_plain(script: Script, key: str, function: Function, depth: int = 3) -> bool:
+    """Whether everything that a variable may be is a model of this file or of such a library."""
+    values = script.outline.values(key, function)
+    created = [v for v in values if isinstance(v, ast.Call) and not _is_wrapped(script, v, key)]
+    if not created or any(not isinstance(v, ast.Call) for v in values):
+        return False
+    return all(_creates_plain(script, call, function, depth) for call in created)
+
+
+def _is_wrapped(script: Script, call: ast.Call, key: str) -> bool:
+    """Whether a call returns the model `key` itself, or a wrapper around it: `model.cuda()`, `DistributedDataParallel(model)`."""
+    node: ast.expr | None = call
+    while isinstance(node, ast.Call):
+        if script.outline.names.full(node.func).startswith(_WRAPPERS):
+            node = node.args[0] if node.args else None
+        else:
+            is_moved = isinstance(node.func, ast.Attribute) and node.func.attr in _MOVES
+            node = node.func.value if is_moved and isinstance(node.func, ast.Attribute) else None
+    return node is not None and key_of(node) == key
+
+
+def _creates_plain(script: Script, call: ast.expr | None, function: Function, depth: int) -> bool:
     """Whether a call creates a model of this file or of such a library, perhaps inside DataParallel."""
     while isinstance(call, ast.Call):
         if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call):
@@ -109,9 +139,13 @@ def _creates_plain(script: Script, call: ast.expr | None) -> bool:
             continue
         full = script.outline.names.full(call.func)
         if not full.startswith(_WRAPPERS):
+            if isinstance(call.func, ast.Attribute) and call.func.attr in _MOVES:
+                call = call.func.value
+                break
             return key_of(call.func) in script.outline.classes or full.startswith(_LIBRARIES)
         call = call.args[0] if call.args else None
-    return False
+    key = key_of(call) if call is not None else ""
+    return bool(key) and depth > 0 and _is_created_plain(script, key, function, depth - 1)
 
 
 class WeightsChangedInsideAutocast(ScriptRule):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible, is_accumulation
-from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, only_settings
+from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.window import targets_of
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -24,6 +29,8 @@ for x, y in loader:
     scaler.step(optimizer)
     scaler.update()
 """
+# `epoch < warmup_epochs` chooses between schedules; each advances once per iteration.
+_PHASE = re.compile(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
 _BF16 = """\
 import torch
 for x, y in loader:
@@ -50,6 +57,8 @@ class SchedulerBeforeStep(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scheduler step between a backward and its optimizer step."""
         event = trace[index]
+        if isinstance(event.node, ast.Call) and text_of(event.node.func).endswith("step_update"):
+            return None
         back = next(earlier(trace, index, "backward", "scaler_step", "opt_step"), None)
         step = next(later(trace, index, "scaler_step", "opt_step", "backward"), None)
         if back is None or step is None or trace[back].kind != "backward" or trace[step].kind == "backward":
@@ -87,30 +96,63 @@ class SchedulerIgnoresSkips(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scheduler step in the same iteration as scaler.step, in a script that never reads the scale."""
         event = trace[index]
-        if isinstance(event.node, ast.Call) and (event.node.args or event.node.keywords):
-            return None  # stepped with a metric, as ReduceLROnPlateau is, or set to an epoch
-        steps = [trace[i] for i in earlier(trace, index, "scaler_step") if trace[i].loops == event.loops]
+        if not self._counts(event) or script.outline.names.uses("accelerate") or _reads_scale(script):
+            return None
+        loops = event.loops[:-1] if self._is_looped(script, event) else event.loops
+        steps = [trace[i] for i in earlier(trace, index, "scaler_step") if trace[i].loops == loops]
         steps = [e for e in steps if e.function is event.function or event.loops]
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, event, e)]
-        if (
-            not steps
-            or script.has("get_scale")
-            or script.outline.names.uses("accelerate")
-            or "_scale" in script.outline.loads
-        ):
+        if not steps:
             return None
-        scaler, scheduler = steps[0].local.scaler, event.local.subject
+        scaler = steps[0].local.scaler
+        call = text_of(event.node.func) if isinstance(event.node, ast.Call) else event.local.subject
         return self.finding(
             script.where(event.node),
-            f"`{scheduler}.step()` also runs when `{scaler}` skips the optimizer step",
-            instead=f"call {scheduler}.step() only if {scaler}.get_scale() did not decrease",
+            f"`{call}()` also runs when `{scaler}` skips the optimizer step",
+            instead=f"call {call}() only if {scaler}.get_scale() did not decrease",
         )
+
+    @staticmethod
+    def _counts(event: Event) -> bool:
+        """Whether a schedule counts its steps; one with a metric, as of ReduceLROnPlateau, or with an epoch does not."""
+        call = event.node
+        if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Attribute) and call.func.attr == "step_update"):
+            return True
+        return not call.args and not call.keywords
+
+    @staticmethod
+    def _is_looped(script: Script, event: Event) -> bool:
+        """Whether the innermost loop is one over schedules: `for s in schedulers: s.step()`."""
+        loops = loops_around(script, event)
+        return len(loops) == len(event.loops) > 0 and event.local.subject in targets_of(loops[-1])
 
     @staticmethod
     def _in_each_pass(script: Script, event: Event, step: Event) -> bool:
         """Whether a schedule advances wherever a step may be skipped, if only at the end of an accumulation window."""
         waits = [g for g in step.guards if g not in event.guards and not (is_amp(g) or is_setting(script, g, step))]
-        return only_settings(script, event, step) and all(map(is_accumulation, waits))
+        guards = tuple(g for g in event.guards if g in step.guards or not _PHASE.match(g.text))
+        return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
+            map(is_accumulation, waits)
+        )
+
+
+def _reads_scale(script: Script) -> bool:
+    """Whether the script compares the scale, by which a skipped step is recognised; printing it is no comparison."""
+    if "_scale" in script.outline.loads:
+        return True
+    statements = [script.statement(e.node) for e in script.events("get_scale")]
+    assigned = [s for s in statements if isinstance(s, ast.Assign)]
+    if any(not isinstance(s, (ast.Assign, ast.Expr)) for s in statements):
+        return True
+    keys = {key_of(target) for s in assigned for target in s.targets}
+    if "" in keys:
+        return True
+    parts = (n for c in ast.walk(script.tree) if isinstance(c, ast.Compare) for n in ast.walk(c)) if statements else ()
+    return any(
+        (key_of(n) in keys and isinstance(n, (ast.Name, ast.Attribute)))
+        or (isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "get_scale")
+        for n in parts
+    )
 
 
 RULES: tuple[type[Rule], ...] = (SchedulerBeforeStep, SchedulerIgnoresSkips)

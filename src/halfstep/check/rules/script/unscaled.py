@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 
@@ -9,7 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, scalers_at, switched_off, without_amp
-from halfstep.check.script.flow.origin import comes_from
+from halfstep.check.script.flow.origin import comes_from, comes_from_call
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.modules import regions_in_forward
 from halfstep.check.script.objects.values import DTYPES, Autocast, constant, text_of
@@ -52,6 +53,14 @@ for batch in loader:
 """
 # Scripts that import these have their loss scaled by the library.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
+# What these provide does not touch the loss: seeds, loaders, kernels, offloading.
+_HELPERS = re.compile(
+    r"^accelerate\.(utils\.)?(set_seed|init_empty_weights|infer_auto_device_map|dispatch_model|load_checkpoint\w*|"
+    r"find_executable_batch_size|logging|get_logger|init_on_device|cpu_offload)(\.|$)|^accelerate\.logging\.|"
+    r"lightning(\.pytorch)?(\.utilities(\.seed)?)?\.(seed_everything|LightningDataModule)$|lightning\.(pytorch\.)?loggers|"
+    r"^deepspeed\.ops\.|^apex\.(parallel|normalization|optimizers|contrib)(\.|$)"
+)
+_DATA_SCALER = re.compile(r"(Standard|MinMax|Robust|MaxAbs|Data|Feature|Target)Scaler$")
 _SCALE = 'use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16'
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
@@ -85,7 +94,7 @@ class Fp16WithoutScaler(TraceRule):
             return self._switched_off(script, trace, index)
         if event.scaled != "no" or not any(True for _ in later(trace, index, "opt_step")):
             return None
-        if _has_scaler(script) and not _is_forgotten(script, trace, index):
+        if _has_scaler(script) and not _is_forgotten(script, trace, index) and not _is_elsewhere(script, trace):
             return None
         for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
             opened = trace[i]
@@ -102,7 +111,7 @@ class Fp16WithoutScaler(TraceRule):
             if not around and not comes_from(opened, event, script.outline):
                 continue
             return self._report(script, event, opened)
-        return self._in_forward(script, trace, index)
+        return self._decorated(script, trace, index) or self._in_forward(script, trace, index)
 
     def _report(self, script: Script, event: Event, opened: Event) -> Finding | None:
         """The finding for a loss from a region that is or may be float16."""
@@ -149,6 +158,24 @@ class Fp16WithoutScaler(TraceRule):
             instead="enabled=True, or autocast with dtype=torch.bfloat16",
         )
 
+    def _decorated(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a loss of a function that a decorator runs under float16 autocast."""
+        event = trace[index]
+        for called in (event, *(trace[i] for i in earlier(trace, index, "forward"))):
+            region = called.autocast()
+            if region is None or called.inside("no_grad") or not _is_decorator(region.node, called):
+                continue
+            if called is not event and not comes_from_call(called, event, script.outline):
+                continue
+            if all(a.dtype == "float16" and a.enabled == "yes" for a in region.autocasts):
+                return self.finding(
+                    script.where(event.node),
+                    f"`{event.local.subject or 'the loss'}` is computed under float16 autocast (the decorator at line "
+                    f"{region.autocasts[0].node.lineno}) and not scaled: gradients below 6e-8 become zero",
+                    instead=_SCALE,
+                )
+        return None
+
     def _in_forward(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a loss of a model of this file whose forward opens a float16 region."""
         event = trace[index]
@@ -173,14 +200,56 @@ def _is_owned(script: Script, trace: Trace, event: Event) -> bool:
     # `if use_engine: engine.backward(loss)`, `else: loss.backward()`: the second path has no owner.
     if any(e.kind == "owned_backward" and not compatible(e, event) for e in trace):
         return False
-    return script.outline.names.uses(*_OWNERS) or script.has("owned_backward", "owned_step")
+    return _imports_owner(script) or script.has("owned_backward", "owned_step")
+
+
+def _imports_owner(script: Script) -> bool:
+    """Whether a library that scales losses is imported, for more than its helpers."""
+    outline = script.outline
+    for local, full in outline.names.table.items():
+        if full.split(".")[0] not in _OWNERS or _HELPERS.search(full):
+            continue
+        # `import pytorch_lightning as pl`: what is used of it decides.
+        uses = [full_use for full_use in outline.library_calls if full_use.startswith(f"{full}.")]
+        bases = [names for bases in outline.bases.values() for names in map(outline.names.full, bases)]
+        uses += [base for base in bases if base.startswith(f"{full}.")]
+        if not uses or outline.loads[local] > len(uses) or not all(map(_HELPERS.search, uses)):
+            return True
+    return False
+
+
+def _is_elsewhere(script: Script, trace: Trace) -> bool:
+    """Whether the scalers of a script belong to other functions: none is in reach of this loop."""
+    functions = {e.function for e in trace}
+    if not all(s.key for s in script.scalers) or not script.scalers:
+        return False
+    scopes = {s.function for s in script.scalers}
+    classes = {f.cls for f in functions} - {""}
+    if scopes & functions or any(s.function.parent is None or s.function.cls in classes for s in script.scalers):
+        return False
+    names = (n for f in functions for n in ast.walk(f.node) if f.parent is not None)
+    inside = any("scale" in _identifier(n).lower() for n in names)
+    return not inside and all(f.parent is not None for f in functions)
+
+
+def _identifier(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") or getattr(node, "arg", "") or ""
 
 
 def _has_scaler(script: Script) -> bool:
     """Whether the script uses a scaler, or anything called one."""
     if any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers):
         return True
-    return any("scaler" in name.lower() and name != "GradScaler" for name in script.outline.loads)
+    return any("scaler" in name.lower() and not _is_other_scaler(script, name) for name in script.outline.loads)
+
+
+def _is_other_scaler(script: Script, name: str) -> bool:
+    """Whether a name is the class itself, or a scaler of data: `StandardScaler`, or a variable that only is one."""
+    if name == "GradScaler" or _DATA_SCALER.search(name):
+        return True
+    values = [b.value for b in script.outline.bindings.get(name, ())]
+    calls = [text_of(v.func) for v in values if isinstance(v, ast.Call)]
+    return bool(calls) and len(calls) == len(values) and all(_DATA_SCALER.search(call) for call in calls)
 
 
 def _is_forgotten(script: Script, trace: Trace, index: int) -> bool:
@@ -206,6 +275,10 @@ def _is_misplaced(script: Script, region: Autocast) -> bool:
         return True
     device = isinstance(constant(first), str) or any(k.arg == "device_type" for k in region.node.keywords)
     return region.api == "torch.cuda.amp.autocast" and device
+
+
+def _is_decorator(node: ast.AST, event: Event) -> bool:
+    return any(node is decorator for decorator in getattr(event.function.node, "decorator_list", ()))
 
 
 def _condition(region: Autocast) -> str:

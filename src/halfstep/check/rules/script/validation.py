@@ -18,7 +18,9 @@ from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
-_HARMLESS = re.compile(r"tqdm|open\(|profile|rng|timer|record_function|suppress|nullcontext|no_sync|capture|log")
+_HARMLESS = re.compile(
+    r"tqdm|open\(|profile|rng|timer|set_grad_enabled|record_function|suppress|nullcontext|no_sync|capture|log"
+)
 _VALIDATION = re.compile(r"val|test|eval|dev_?(loader|set|data)", re.IGNORECASE)
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _TRAIN = """\
@@ -91,12 +93,12 @@ class EvaluationWithoutAutocast(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """The first forward without gradients outside any autocast region, in scripts that train inside one."""
         forwards = list(script.events("forward"))
-        trained = [e for e in forwards if e.autocast() and not e.inside("no_grad")]
-        validated = [e for e in forwards if e.autocast() and e.inside("no_grad")]
-        if not trained or not script.has("backward"):
-            return
+        trained = [e for e in forwards if e.autocast() and not _without_gradients(e)]
+        validated = [e for e in forwards if e.autocast() and _without_gradients(e)]
+        if not trained or not script.has("backward") or script.outline.names.uses("pytest", "unittest"):
+            return  # the test cases of a file have nothing to do with each other
         nodes = {e.node for e in trained}
-        without = [e for e in forwards if e.inside("no_grad") is not None]
+        without = [e for e in forwards if _without_gradients(e)]
         for event in without[:MAX_FORWARDS]:
             if any(r.kind in {"autocast", "owned"} for r in event.regions):
                 continue
@@ -118,6 +120,21 @@ class EvaluationWithoutAutocast(ScriptRule):
             return
 
 
+def _without_gradients(event: Event) -> bool:
+    """Whether an event is under no_grad, or under `set_grad_enabled(phase == "train")` in a branch where that is false."""
+    if event.inside("no_grad") is not None:
+        return True
+    calls = [r.node for r in event.regions if isinstance(r.node, ast.Call) and r.node.args]
+    switches = [c for c in calls if text_of(c.func).endswith("set_grad_enabled")]
+    return any((text_of(call.args[0]), False) in event.guards for call in switches)
+
+
+def _name_of(model: str) -> str:
+    """The last name of a model, not of the wrapper around it: `model.module`, `model_ema.ema`."""
+    name = model.removesuffix(".module").removesuffix(".ema")
+    return name.rsplit(".", 1)[-1]
+
+
 def _unknown_regions(event: Event, trained: Event) -> bool:
     """Whether a context around the validation, but not around the training, may be a region of another file."""
     shared = {id(r.node) for r in trained.regions}
@@ -137,7 +154,7 @@ def _is_same(script: Script, a: Event, b: Event) -> bool:
     """Whether two forwards may be of one model: the `self.model` of two unrelated classes are two models."""
     if _OTHER_MODEL.search(a.subject) and a.subject.rsplit(".", 1)[-1] != b.subject.rsplit(".", 1)[-1]:
         return False
-    names = [e.subject.rsplit(".", 1)[-1] for e in (a, b)]
+    names = [_name_of(e.subject) for e in (a, b)]
     if names[0] != names[1] and not all("model" in name or name in {"net", "network"} for name in names):
         return False  # a generator and its discriminator
     if "model" not in names[0] and names[0] not in {"net", "network"} and not _is_validation(script, a):

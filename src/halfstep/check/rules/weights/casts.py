@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, is_stepped, remedy, subject, when
-from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import implied, is_amp, switched_off, without_amp
+from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -116,7 +116,19 @@ def _scaler_steps(script: Script, tie: Trained) -> bool:
     names = {key_of(t).rsplit(".", 1)[-1] for t in targets}
     conditions = set(conditions_of(script.outline, tie.cast.node))
     steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
-    return any(conditions <= set(e.guards) and not switched_off(script, e) for e in steps)
+    for step in steps:
+        # `enabled=args.fp16` and `if args.fp16: model.half()`: one flag decides both.
+        flags = {Guard(scaler.enabled, True) for scaler in scalers_at(script, step)}
+        if conditions <= {*step.guards, *flags} and not switched_off(script, step):
+            return True
+    return False
+
+
+def _accelerate_scales(script: Script) -> bool:
+    """Whether Accelerate steps through a scaler: `Accelerator(mixed_precision="fp16")` and its own backward."""
+    calls = script.outline.calls.get("Accelerator", ())
+    modes = {constant(argument(call, None, "mixed_precision") or ast.Constant(None)) for call, _ in calls}
+    return modes == {"fp16"} and script.has("owned_backward")
 
 
 class HalfModelWithScaler(ScriptRule):
@@ -153,7 +165,14 @@ class HalfModelWithScaler(ScriptRule):
             )
         for tie in script.training.by_optimizers:
             cast = tie.cast
-            if cast.formats == {"float16"} and cast.node not in reported and _scaler_steps(script, tie):
+            if (
+                cast.formats == {"float16"}
+                and cast.node not in reported
+                and (
+                    _scaler_steps(script, tie)
+                    or (_accelerate_scales(script) and not conditions_of(script.outline, cast.node))
+                )
+            ):
                 yield self.finding(
                     script.where(cast.node),
                     f"{when(script, cast)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",

@@ -9,13 +9,15 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
-from halfstep.check.script.objects.values import argument, autocasts_of, text_of
-from halfstep.check.script.objects.weights import cast_formats
+from halfstep.check.script.objects.outputs import Exit, in_no_grad, keeps_dtype, leaves_autocast
+from halfstep.check.script.objects.values import argument, autocasts_of, constant, text_of
+from halfstep.check.script.objects.weights import base_of, cast_formats, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.scope import CallSite
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "in_autocast"]
 
 _SAME_DTYPE = {
     "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda", "clone", "mT",
@@ -54,33 +56,61 @@ class CrossEntropyInSixteenBits(ScriptRule):
         "https://github.com/huggingface/trl/issues/4303",
     )
 
+    words = ("log_softmax", "CrossEntropyLoss")
+
     def check(self, script: Script) -> Iterator[Finding]:
-        """Cross-entropies of logits that are certainly 16-bit, outside autocast."""
+        """Cross-entropies of logits that are 16-bit, outside autocast."""
         if is_exercise(script):
             return
-        for call, function in script.outline.calls.get("cross_entropy", ()):
-            if script.outline.names.full(call.func) == "torch.nn.functional.cross_entropy":
-                yield from self._judge(script, call, function)
-        for name, sites in script.outline.calls.items():
-            if "crit" in name.lower() or "loss" in name.lower() or name in {"ce", "CrossEntropyLoss"}:
-                for call, function in sites:
-                    if _is_cross_entropy(script, call.func, function):
-                        yield from self._judge(script, call, function)
+        for call, function in _losses(script):
+            logits = argument(call, 0, "input")
+            if logits is None or in_no_grad(script, call):
+                continue
+            formats = frozenset()
+            if not in_autocast(script, call, function):
+                formats = _logit_formats(script, logits, function, call.lineno)
+            if formats and formats <= SIXTEEN_BIT:
+                yield self._report(script, call, logits, formats)
+            elif not _with_autocast(script, call, function):
+                exit_ = leaves_autocast(script, logits, function, call.lineno)
+                if exit_ is not None:
+                    yield self._report_exit(script, call, logits, exit_)
 
-    def _judge(self, script: Script, call: ast.Call, function: Function) -> Iterator[Finding]:
-        logits = argument(call, 0, "input")
-        if logits is None or _in_autocast(script, call, function):
-            return
-        formats = _logit_formats(script, logits, function, call.lineno)
-        if formats and formats <= SIXTEEN_BIT:
-            name = " or ".join(sorted(formats))
-            yield self.finding(
-                script.where(call),
-                f"the logits `{_short(logits)}` are {name}, and so are the log-probabilities: values near -10 are rounded to 1/16"
-                if "bfloat16" in formats
-                else f"the logits `{_short(logits)}` are {name}, and so are the log-probabilities and the loss",
-                instead="cast the logits with .float() before the loss",
-            )
+    def _report(self, script: Script, call: ast.Call, logits: ast.expr, formats: frozenset[str]) -> Finding:
+        name = " or ".join(sorted(formats))
+        return self.finding(
+            script.where(call),
+            f"the logits `{_short(logits)}` are {name}, and so are the log-probabilities: values near -10 are rounded to 1/16"
+            if "bfloat16" in formats
+            else f"the logits `{_short(logits)}` are {name}, and so are the log-probabilities and the loss",
+            instead="cast the logits with .float() before the loss",
+        )
+
+    def _report_exit(self, script: Script, call: ast.Call, logits: ast.expr, exit_: Exit) -> Finding:
+        unless = "" if exit_.is_certain else f" unless `{exit_.model}` casts its output"
+        return self.finding(
+            script.where(call),
+            f"the logits `{_short(logits)}` are {' or '.join(sorted(exit_.formats))}{unless} (autocast ends before this loss): so are the "
+            "log-probabilities and the loss",
+            instead="move the loss into the autocast region, or cast the logits with .float()",
+            severity=None if exit_.is_certain else "advice",
+        )
+
+
+def _losses(script: Script) -> Iterator[CallSite]:
+    """The calls that compute a cross-entropy from logits; of nll_loss, the log_softmax before it."""
+    outline = script.outline
+    for name in ("cross_entropy", "log_softmax"):
+        for site in outline.calls.get(name, ()):
+            full = outline.names.full(site.call.func)
+            if full == "torch.nn.functional.cross_entropy" or full in {
+                "torch.log_softmax",
+                "torch.nn.functional.log_softmax",
+            }:
+                yield site
+    for name, sites in outline.calls.items():
+        if "crit" in name.lower() or "loss" in name.lower() or name in {"ce", "CrossEntropyLoss"}:
+            yield from (site for site in sites if _is_cross_entropy(script, site.call.func, site.function))
 
 
 def _short(node: ast.expr) -> str:
@@ -93,39 +123,49 @@ def _is_cross_entropy(script: Script, func: ast.expr, function: Function) -> boo
     options = (
         [func] if isinstance(func, ast.Call) else script.outline.values(key_of(func), function) if key_of(func) else []
     )
-    made = [o.func for o in options if isinstance(o, ast.Call)]
+    made = [base_of(o).func for o in options if isinstance(base_of(o), ast.Call)]  # type: ignore[attr-defined]
     return bool(made) and len(made) == len(options) and all(names.full(m) == "torch.nn.CrossEntropyLoss" for m in made)
 
 
-def _in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
+def in_autocast(script: Script, node: ast.AST, function: Function) -> bool:
     """Whether a `with` around a node may enter autocast, or whether a function may be called from inside one."""
+    inside = isinstance(function.node, (ast.FunctionDef, ast.AsyncFunctionDef)) and bool(script.autocasts)
+    return inside or _with_autocast(script, node, function)
+
+
+def _with_autocast(script: Script, node: ast.AST, function: Function) -> bool:
+    """Whether a `with` or a decorator around a node may enter autocast."""
+    contexts: list[ast.expr] = []
     parent = script.outline.parents.get(node)
     while parent is not None:
-        if isinstance(parent, ast.With) and any(
-            autocasts_of(script.outline, item.context_expr, function) or "autocast" in ast.unparse(item.context_expr)
-            for item in parent.items
-        ):
-            return True
-        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)) and script.autocasts:
-            return True
+        if isinstance(parent, (ast.With, ast.AsyncWith)):
+            contexts += [item.context_expr for item in parent.items]
+        elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            contexts += parent.decorator_list
         parent = script.outline.parents.get(parent)
-    return False
+    return any("autocast" in ast.unparse(c) or autocasts_of(script.outline, c, function) for c in contexts)
 
 
 def _logit_formats(script: Script, node: ast.expr, function: Function, line: int, depth: int = 6) -> frozenset[str]:
-    """The formats of logits, if the text decides them: cast explicitly, or the output of a 16-bit transformers model."""
+    """The formats of logits, if the text decides them: cast explicitly, or the output of a 16-bit model."""
     outline = script.outline
     while depth:
         depth -= 1
         if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
             node = node.value
+        elif isinstance(node, ast.BinOp) and isinstance(constant(node.right), (int, float)):
+            node = node.left  # a number does not change the dtype
+        elif isinstance(node, ast.Call) and outline.names.full(node.func) == "einops.rearrange" and node.args:
+            node = node.args[0]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             formats = cast_formats(outline, node, function)
             if formats:
                 return formats
             if node.func.attr not in _SAME_DTYPE:
-                return frozenset()
+                return _called_formats(script, node, function)
             node = node.func.value
+        elif isinstance(node, ast.Call):
+            return _called_formats(script, node, function)
         elif isinstance(node, ast.Attribute) and node.attr == "logits":
             return _output_formats(script, node.value, function, line)
         else:
@@ -172,6 +212,18 @@ def _output_formats(script: Script, node: ast.expr, function: Function, line: in
     if not loads or lineage.is_restored or lineage.is_adapted or len(lineage.casts) != len(loads):
         return frozenset()
     return frozenset().union(*(c.formats for c in loads))
+
+
+def _called_formats(script: Script, call: ast.Call, function: Function) -> frozenset[str]:
+    """The format of `model(...)`, for a model that is cast to 16 bits and whose class casts nothing back."""
+    if script.autocasts or script.outline.names.uses(*_FRAMEWORKS) or not key_of(call.func):
+        return frozenset()
+    lineage = script.training.model(call.func, function)
+    if lineage.is_restored or not lineage.creations or not all(keeps_dtype(script, c) for c in lineage.creations):
+        return frozenset()
+    if not lineage.casts or not all(c.is_certain and not conditions_of(script.outline, c.node) for c in lineage.casts):
+        return frozenset()
+    return frozenset().union(*(c.formats for c in lineage.casts))
 
 
 RULES: tuple[type[Rule], ...] = (CrossEntropyInSixteenBits,)

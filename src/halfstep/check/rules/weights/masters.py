@@ -1,4 +1,4 @@
-"""HS151, HS152, HS166, HS277: 16-bit weights that are trained without float32 master weights."""
+"""HS151, HS152, HS277: 16-bit weights that are trained without float32 master weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.settings import Settings
 
-__all__ = ["RULES", "is_exercise", "is_stepped", "remedy", "subject", "when"]
+__all__ = ["RULES", "TRAINER", "dtype_values", "is_exercise", "is_stepped", "remedy", "subject", "when"]
 
 _LOOP = """\
 import torch
@@ -30,7 +30,7 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
-_TRAINER = """\
+TRAINER = """\
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 model = AutoModelForCausalLM.from_pretrained("{name}"{dtype})
@@ -60,7 +60,7 @@ def when(script: Script, cast: Cast) -> str:
     conditions = conditions_of(script.outline, cast.node)
     flags = [text if is_true else f"not {text}" for text, is_true in conditions if len(text) < 60]
     low = " or ".join(sorted(cast.low))
-    names = (v for v in _dtype_values(cast) if key_of(v))
+    names = (v for v in dtype_values(cast) if key_of(v))
     option = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
     parts = [f"`{flag}`" for flag in flags]
     if script.training.adapters == "optional" and not asks_for_adapters(conditions):
@@ -70,7 +70,8 @@ def when(script: Script, cast: Cast) -> str:
     return f"when {' and '.join(parts)}, " if parts else ""
 
 
-def _dtype_values(cast: Cast) -> Iterator[ast.expr]:
+def dtype_values(cast: Cast) -> Iterator[ast.expr]:
+    """The arguments of a cast or a load that name its dtype."""
     yield from (k.value for k in cast.node.keywords if k.arg in {"dtype", "torch_dtype"})
     yield from (cast.node.args if cast.form == "cast" else ())
 
@@ -198,12 +199,12 @@ class CheckpointDtypeTrained(ScriptRule):
         "and the moments of Adam then have 16 bits, and at a learning rate of 1e-5 only 14.7 % of the weights moved at all in 20 steps."
     )
     bad = (
-        _TRAINER.format(name=_QWEN, dtype="", flags=", bf16=True"),
-        _TRAINER.format(name=_QWEN, dtype=', dtype="auto"', flags=", bf16=True"),
+        TRAINER.format(name=_QWEN, dtype="", flags=", bf16=True"),
+        TRAINER.format(name=_QWEN, dtype=', dtype="auto"', flags=", bf16=True"),
     )
     good = (
-        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.float32", flags=", bf16=True"),
-        _TRAINER.format(name="gpt2", dtype="", flags=", bf16=True"),
+        TRAINER.format(name=_QWEN, dtype=", dtype=torch.float32", flags=", bf16=True"),
+        TRAINER.format(name="gpt2", dtype="", flags=", bf16=True"),
     )
     references = (
         "https://github.com/huggingface/trl/issues/5457",
@@ -284,46 +285,6 @@ def _scales_gradients(script: Script, tie: Trained) -> bool:
     return value is not None and constant(value) not in {False, None}
 
 
-class HalfLoadWithFp16Training(ScriptRule):
-    """A model with float16 weights is trained by a Trainer with fp16=True."""
-
-    code = "HS166"
-    name = "half-load-with-fp16-training"
-    severity = "error"
-    reason = (
-        "`fp16=True` means float32 weights with float16 autocast and a scaler. With float16 weights the first step raises "
-        "ValueError: Attempting to unscale FP16 gradients. Transformers 5 loads the checkpoint's own dtype unless `dtype` names another."
-    )
-    bad = (
-        _TRAINER.format(name="gpt2", dtype=", dtype=torch.float16", flags=", fp16=True"),
-        _TRAINER.format(name="gpt2", dtype=", torch_dtype=torch.float16", flags=", fp16=True"),
-        _TRAINER.format(name="gpt2", dtype=").half(", flags=", fp16=True"),
-    )
-    good = (
-        _TRAINER.format(name="gpt2", dtype=", dtype=torch.float32", flags=", fp16=True"),
-        "import torch\nfrom peft import LoraConfig, get_peft_model\n"
-        "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n\n"
-        "model = AutoModelForCausalLM.from_pretrained('gpt2', torch_dtype=torch.float16)\n"
-        "model = get_peft_model(model, LoraConfig())\nargs = TrainingArguments('out', fp16=True)\nTrainer(model, args).train()\n",
-    )
-    references = (
-        "https://github.com/huggingface/transformers/issues/23165",
-        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/945",
-        "https://huggingface.co/docs/peft/developer_guides/troubleshooting",
-    )
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """float16 weights that are passed to a Trainer with fp16=True."""
-        for tie in script.training.by_trainers:
-            if tie.cast.formats == {"float16"} and _flag(script, tie, "fp16") is True:
-                yield self.finding(
-                    script.where(tie.cast.node),
-                    f"{when(script, tie.cast)}{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
-                    "unscale FP16 gradients",
-                    instead=f"{remedy(script, tie.cast)}; fp16=True runs the computation in float16",
-                )
-
-
 class Bf16WeightsTrained(ScriptRule):
     """A Trainer updates bfloat16 weights without a float32 copy."""
 
@@ -336,16 +297,16 @@ class Bf16WeightsTrained(ScriptRule):
         "float32, the same flag trains float32 weights; DeepSpeed and FSDP through Accelerate keep float32 copies themselves."
     )
     bad = (
-        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True"),
-        _TRAINER.format(name=_QWEN, dtype=', torch_dtype="bfloat16"', flags=""),
-        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True").replace(
+        TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True"),
+        TRAINER.format(name=_QWEN, dtype=', torch_dtype="bfloat16"', flags=""),
+        TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True").replace(
             "Trainer(", "SFTTrainer("
         ),
     )
     good = (
-        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.float32", flags=", bf16=True"),
-        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True, deepspeed='ds.json'"),
-        _TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True").replace(
+        TRAINER.format(name=_QWEN, dtype=", dtype=torch.float32", flags=", bf16=True"),
+        TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True, deepspeed='ds.json'"),
+        TRAINER.format(name=_QWEN, dtype=", dtype=torch.bfloat16", flags=", bf16=True").replace(
             "data)", "data, peft_config=lora)"
         ),
     )
@@ -376,6 +337,5 @@ class Bf16WeightsTrained(ScriptRule):
 RULES: tuple[type[Rule], ...] = (
     WeightsWithoutMaster,
     CheckpointDtypeTrained,
-    HalfLoadWithFp16Training,
     Bf16WeightsTrained,
 )

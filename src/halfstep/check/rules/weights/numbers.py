@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.logits import in_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -45,6 +46,8 @@ _PRESERVES_DTYPE = {
     "clone",
     "contiguous",
 }
+
+_REDUCTIONS = ("softmax", "log_softmax", "sum", "mean", "cumsum", "norm", "prod", "cumprod", "logsumexp", "var")
 
 
 class MaskOverflowsHalf(ScriptRule):
@@ -190,21 +193,65 @@ class ReductionInHalf(ScriptRule):
     bad = (
         "import torch\np = torch.softmax(scores, dim=-1, dtype=torch.float16)\n",
         "import torch\ntotal = x.sum(dim=1, dtype=torch.half)\n",
+        "import torch\np = scores.half().softmax(-1)\n",
+        "import torch\nnorm = torch.norm(grads.to(torch.float16))\n",
     )
     good = ("import torch\np = torch.softmax(scores, dim=-1, dtype=torch.float32).to(torch.float16)\n",)
     references = ("https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Reductions with dtype=torch.float16."""
-        for name in ("softmax", "log_softmax", "sum", "cumsum", "norm", "prod", "cumprod", "logsumexp"):
-            for call, _ in script.outline.calls.get(name, ()):
-                dtype = argument(call, None, "dtype")
-                if dtype is not None and DTYPES.get(script.outline.names.full(dtype)) == "float16":
+        """Reductions with dtype=torch.float16, or of a value that was just cast to float16, outside autocast."""
+        for name in _REDUCTIONS:
+            for call, function in script.outline.calls.get(name, ()):
+                dtype = _dtype_argument(script, call)
+                formats = dtypes_of(script.outline, dtype, function) if dtype is not None else frozenset()
+                value = _reduced(script, call) if dtype is None else None
+                if value is not None and _is_half(script, value, function) and not in_autocast(script, call, function):
+                    formats = frozenset({"float16"})
+                if formats == {"float16"}:
                     yield self.finding(
                         script.where(call),
                         f"`{name}` computes in float16: small terms are lost and sums overflow beyond 65504",
                         instead="dtype=torch.float32, and cast the result",
                     )
+
+
+def _dtype_argument(script: Script, call: ast.Call) -> ast.expr | None:
+    """The dtype of a reduction: a keyword, or the third argument of torch.softmax(x, dim, dtype)."""
+    third = call.args[2] if len(call.args) > 2 else None
+    if third is not None and script.outline.names.full(third) in DTYPES:
+        return third
+    return argument(call, None, "dtype")
+
+
+def _reduced(script: Script, call: ast.Call) -> ast.expr | None:
+    """What a reduction of torch reduces: the receiver of a method, or the first argument of a function."""
+    func = call.func
+    if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Call):
+        return func.value
+    full = script.outline.names.full(func)
+    return argument(call, 0, "input") if full.startswith(("torch.", "torch.nn.functional.")) else None
+
+
+def _is_half(script: Script, node: ast.expr, function: Function) -> bool:
+    """Whether a value is cast to float16 in the same expression, or by the assignment just before."""
+    name = node.id if isinstance(node, ast.Name) else ""
+    if name:
+        lines = [b for b in script.outline.lookup(name, function) if b.function is function]
+        before = [b for b in lines if getattr(b.node, "lineno", 0) < node.lineno]
+        if len(before) != 1 or len(lines) != 1 or before[0].value is None or before[0].index is not None:
+            return False
+        node = before[0].value
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == "half" and not node.args:
+            return True
+        if node.func.attr in {"to", "type"}:
+            values = (*node.args, *(k.value for k in node.keywords if k.arg == "dtype"))
+            return any(dtypes_of(script.outline, value, function) == {"float16"} for value in values)
+        if node.func.attr not in _PRESERVES_DTYPE:
+            return False
+        node = node.func.value
+    return False
 
 
 class EmulatedBf16(ScriptRule):

@@ -29,6 +29,8 @@ _ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|ty
 _ABOUT_OPTIMIZER = re.compile(r"file|path|name|state|dict|config|cfg|args|ckpt|checkpoint|param|group|kwargs")
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
 
+_SWITCHES = {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}
+
 
 @dataclass(frozen=True, eq=False)
 class Jump:
@@ -90,6 +92,10 @@ class _Walk:
     ) -> None:
         for statement in body:
             self.statement(statement, guards, loops, regions)
+            if isinstance(statement, ast.Expr) and self.is_gradient_switch(statement.value):
+                switch = self.region(statement.value, guards, len(loops))
+                regions = tuple(r for r in regions if not self.is_gradient_switch(r.node))
+                regions = (*regions, switch) if switch.kind == "no_grad" else regions
             if isinstance(statement, ast.If):
                 leaves, leaves_else = _leaves(statement.body), bool(statement.orelse) and _leaves(statement.orelse)
                 if len(guards) > MAX_GUARDS:
@@ -252,6 +258,8 @@ class _Walk:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(t, ast.Subscript) and grad_of(t.value) for t in targets):  # p.grad[p.grad != p.grad] = 0
             self.items.append(Event("grad_read", node, self.function, "", "", "grad", "no", guards, loops, regions))
+        if loops and isinstance(node.value, ast.Constant) and node.value.value is None:
+            self.clearing(node, targets, guards, loops, regions)
         scaled = self.recogniser.scaled_by(node.value, self.function) if node in self.outline.scaling else "no"
         for target in targets:
             for element in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
@@ -272,6 +280,22 @@ class _Walk:
                 elif key in self.scaled:
                     self.scaled[key] = _Scaled("maybe", guards)
                 self.creation(node, key, guards, loops, regions)
+
+    def clearing(
+        self,
+        node: ast.stmt,
+        targets: list[ast.expr],
+        guards: tuple[Guard, ...],
+        loops: tuple[Loop, ...],
+        regions: tuple[Region, ...],
+    ) -> None:
+        """Record `for p in model.parameters(): p.grad = None`, which clears the gradients once, not once per iteration."""
+        loop = self.outline.parents.get(node)
+        source = loop.iter if isinstance(loop, ast.For) else None
+        func = source.func if isinstance(source, ast.Call) else None
+        if any(grad_of(t) for t in targets) and isinstance(func, ast.Attribute) and func.attr == "parameters":
+            key = key_of(func.value)
+            self.items.append(Event("zero_grad", node, self.function, "", key, "", "no", guards, loops[:-1], regions))
 
     def creation(
         self,
@@ -314,7 +338,7 @@ class _Walk:
         full = names.full(func)
         if full in _NO_GRAD:
             return Region("no_grad", node, (), guards, num_loops)
-        if full in {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}:
+        if full in _SWITCHES:
             off = isinstance(node, ast.Call) and node.args and text_of(node.args[0]) == "False"
             return Region("no_grad" if off else "other", node, (), guards, num_loops)
         if full == "apex.amp.scale_loss" or key_of(func).endswith(".scale_loss"):
@@ -322,6 +346,10 @@ class _Walk:
         if key_of(func).endswith("autocast"):
             return Region("owned", node, (), guards, num_loops)
         return Region("other", node, (), guards, num_loops)
+
+    def is_gradient_switch(self, node: ast.AST) -> bool:
+        """Whether a call turns gradients on or off, for the rest of a block if it is a statement."""
+        return isinstance(node, ast.Call) and self.outline.names.full(node.func) in _SWITCHES
 
     def mixed(self, node: ast.expr) -> bool:
         """Whether a context variable may be something other than autocast or a null context, such as `no_sync`."""

@@ -8,7 +8,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["comes_from"]
+__all__ = ["comes_from", "comes_from_call"]
 
 MAX_DEPTH = 3  # assignments between a value and the loss
 
@@ -27,8 +27,25 @@ def comes_from(opened: Event, event: Event, outline: Outline) -> bool:
         if inside & {key_of(part) for part in loss}:
             return True
         return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline, 1))
+    if _assigned_to_self(block) & {key_of(part) for part in loss} and opened.function.cls == event.function.cls:
+        return True  # `self.loss`, which one method computes and another one uses
+    if _passes_on(opened, event, loss):
+        return True
+    return _returns(opened, outline) and _is_result(opened, event, loss, outline)
+
+
+def comes_from_call(called: Event, event: Event, outline: Outline) -> bool:
+    """Whether the loss of a backward is what the function of an earlier event returns: its body is all in one region."""
+    if not isinstance(event.node, ast.Call) or called.function is event.function:
+        return False
+    loss = [part for node in (event.node.func, *event.node.args) for part in ast.walk(node)]
+    return _is_result(called, event, loss, outline)
+
+
+def _is_result(opened: Event, event: Event, loss: list[ast.AST], outline: Outline) -> bool:
+    """Whether a loss is computed from the result of the call that led to an event."""
     depth = len(event.roots)
-    if opened.roots[:depth] != event.roots or len(opened.roots) == depth or not _returns(opened, outline):
+    if opened.roots[:depth] != event.roots or len(opened.roots) == depth:
         return False
     call = opened.roots[depth]
     if call in loss:
@@ -38,6 +55,20 @@ def comes_from(opened: Event, event: Event, outline: Outline) -> bool:
         statement = outline.parents.get(statement)
     inside = _assigned(statement) if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else set()
     return bool(inside & _behind({p.id for p in loss if isinstance(p, ast.Name)}, event.function, outline, MAX_DEPTH))
+
+
+def _passes_on(opened: Event, event: Event, loss: list[ast.AST]) -> bool:
+    """Whether a loss is a parameter for which the function of a region passes what the region computes."""
+    depth = len(opened.roots)
+    call = event.roots[depth] if len(event.roots) == depth + 1 and event.roots[:depth] == opened.roots else None
+    if not isinstance(call, ast.Call) or not {key_of(part) for part in loss} & set(event.function.params):
+        return False
+    values = (*call.args, *(k.value for k in call.keywords))
+    return bool(_assigned(opened.node) & {key_of(part) for value in values for part in ast.walk(value)})
+
+
+def _assigned_to_self(block: ast.AST) -> set[str]:
+    return {key for key in _assigned(block) if key.startswith("self.")}
 
 
 def _returns(opened: Event, outline: Outline) -> bool:

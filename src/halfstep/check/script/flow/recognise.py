@@ -46,12 +46,12 @@ _OPTIMIZER = re.compile(
 )
 _MODEL = re.compile(
     r"^(ddp_)?(model|net|network)(_(train|ddp|dp|parallel|without_ddp))?$"
-    r"|^(?!save|load|build|get_|create|make|init|set|prepare|export).*_model$"
+    r"|^(?!_*(save|load|build|get_|create|make|init|set|prepare|export)).*_model$"
 )
 # methods like calling the model
 _FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
-_SCHEDULER = re.compile(r"sched|warmup|annealing|decay", re.IGNORECASE)
+_SCHEDULER = re.compile(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
 _OPTIM_CLASS = re.compile(
     r"(Adam|SGD|Lion|Adafactor|Adagrad|RMSprop|LAMB|Lamb|RAdam|AdaBelief|Ranger|Muon|Shampoo|Optimizer|Adadelta|NAdam)"
@@ -156,7 +156,7 @@ class Recogniser:
             return "scaler"
         name = self.outline.names.full(value.func) or ".".join(chain(value.func))
         last = name.rsplit(".", 1)[-1]
-        if "lr_scheduler" in name or "scheduler" in last.lower() or last.endswith("LR"):
+        if "lr_scheduler" in name or "schedule" in last.lower() or last.endswith("LR"):
             return "scheduler"
         if name.startswith("torch.optim") or _OPTIM_CLASS.search(last) or "optim" in last.lower():
             return "optimizer"
@@ -209,9 +209,10 @@ class Recogniser:
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
         is_model = _MODEL.search(_last(key)) or (_last(key) in self._models_by_use and not _LOSS.search(key))
-        if key and is_model and call.args and not name:
-            return Action("forward", subject=key)
         owner = key.rpartition(".")[0]
+        is_wrapped = _last(key) in {"module", "ema"} and "model" in _last(owner).lower()  # model.module, model_ema.ema
+        if key and (is_model or is_wrapped) and (call.args or call.keywords) and not name:
+            return Action("forward", subject=key)
         if owner and _MODEL.search(_last(owner)) and _FORWARD.search(_last(key)) and call.args and not name:
             return Action("forward", subject=owner)
         return self._passed_scaler(call, function) or self._checkpoint(call, function)
@@ -307,7 +308,14 @@ class Recogniser:
         if kind == "optimizer" or (_last(key) in self._stepped and kind != "scheduler"):
             # `optimizer.step(scaler=scaler)`: a project's optimizer, which steps with the scaler it is passed.
             return self._passed_scaler(call, function) or Action("opt_step", optimizer=key)
-        return Action("sched_step", subject=key) if kind == "scheduler" else None
+        looped = looped_objects(self.outline, call, key, function) if not kind and key.isidentifier() else []
+        is_schedule = kind == "scheduler" or any(self.kind_of(k, function) == "scheduler" for k in looped)
+        return Action("sched_step", subject=key) if is_schedule else None
+
+    def _on_step_update(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
+        """The step of timm's schedulers, which receives the number of updates."""
+        key = key_of(receiver)
+        return Action("sched_step", subject=key) if self.kind_of(key, function) == "scheduler" else None
 
     def _on_second_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         """The step of sharpness-aware minimization, after `first_step`."""

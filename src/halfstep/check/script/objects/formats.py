@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from halfstep.check.script.objects.choices import default_of, strings_of
 from halfstep.check.script.objects.values import DTYPES, MAX_VALUES, UNKNOWN, argument, constant
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -60,11 +61,41 @@ def formats_of(outline: Outline, node: ast.expr | None, function: Function, dept
 def _assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
     """The values of a variable: assigned to it, or passed for a parameter by calls in this file."""
     if key in function.params:
-        yield from passed_for(outline, key, function)
+        passed = list(passed_for(outline, key, function))
+        yield from passed
+        default = default_of(function, key)
+        if default is not None and len(passed) < _num_calls(outline, function):
+            yield default, outline.module
+        return
+    attribute = list(_class_attribute(outline, key, function))
+    if attribute:
+        yield from attribute
         return
     for binding in outline.lookup(key, function):
         if binding.value is not None and binding.index is None:
             yield binding.value, binding.function
+
+
+def _num_calls(outline: Outline, function: Function) -> int:
+    """How many calls in this file run a function."""
+    name = function.cls if function.name == "__init__" else function.name
+    return sum(outline.call_target(call, caller) is function for call, caller in outline.calls.get(name, ()))
+
+
+def _class_attribute(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The value of `Config.dtype`, or of `cfg.dtype` after `cfg = Config()`, in the body of a class of this file."""
+    owner, _, name = key.rpartition(".")
+    if not owner.isidentifier() or outline.bindings.get(key):
+        return
+    classes = {owner}
+    if owner not in outline.classes:
+        made = [v for v in outline.values(owner, function)[:MAX_VALUES] if isinstance(v, ast.Call)]
+        calls = {key_of(v.func) for v in made if not any(k.arg in {None, name} for k in v.keywords) and not v.args}
+        classes = calls if len(calls) == 1 else set()
+    for binding in outline.bindings.get(name, ()):
+        parent = outline.parents.get(binding.node)
+        if isinstance(parent, ast.ClassDef) and parent.name in classes and binding.value is not None:
+            yield binding.value, outline.module
 
 
 def passed_for(outline: Outline, param: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
@@ -102,8 +133,9 @@ def _options_of_call(outline: Outline, call: ast.Call, function: Function) -> It
         return
     if isinstance(func, ast.Name) and func.id == "getattr" and len(call.args) > 1:
         wanted = _literal(outline, call.args[1], function)
-        if wanted is not None and outline.names.full(call.args[0]) == "torch":
-            yield ast.Constant(wanted), function
+        if outline.names.full(call.args[0]) == "torch":
+            names = {wanted} if wanted is not None else strings_of(outline, call.args[1], function)
+            yield from ((ast.Constant(name), function) for name in sorted(names))
         return
     target = outline.call_target(call, function)
     if target is not None:

@@ -15,7 +15,7 @@ from halfstep.check.script.objects.values import Autocast, autocasts_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["classes_under_autocast", "regions_in_forward"]
+__all__ = ["classes_under_autocast", "created_classes", "regions_in_forward"]
 
 MAX_DEPTH = 4  # functions of the file followed from a region to the call of a model
 Classes = dict[str, set[str]]
@@ -42,7 +42,7 @@ def regions_in_forward(outline: Outline, model: str, function: Function) -> list
     """The regions around the whole forward of a model of the file: a decorator, or the first statement of its body."""
     regions: list[Autocast] = []
     for value in outline.values(model, function):
-        for name in _created(outline, value):
+        for name in created_classes(outline, value):
             forward = outline.classes[name].get("forward")
             if forward is None:
                 continue
@@ -92,12 +92,12 @@ def _classes_of(outline: Outline, func: ast.expr, function: Function) -> set[str
     if isinstance(func, ast.Attribute) and func.attr in {"forward", "module"} and key_of(func.value) != "self":
         func = func.value
     if isinstance(func, ast.Call):  # Net()(x)
-        return _created(outline, func)
+        return created_classes(outline, func)
     key = key_of(func)
     if not key or key in outline.classes:
         return set()
     values = outline.values(key, function) or _attribute(outline, key, function)
-    return {name for value in values for name in _created(outline, value)}
+    return {name for value in values for name in created_classes(outline, value)}
 
 
 def _attribute(outline: Outline, key: str, function: Function) -> list[ast.expr]:
@@ -107,7 +107,7 @@ def _attribute(outline: Outline, key: str, function: Function) -> list[ast.expr]
     return [assign.value for assign in assigns if any(key_of(target) == key for target in assign.targets)]
 
 
-def _created(outline: Outline, value: ast.expr) -> set[str]:
+def created_classes(outline: Outline, value: ast.expr) -> set[str]:
     """The classes of the file with a forward that an expression creates, also inside DDP(...) or .to(device)."""
     names = {part.func.id for part in ast.walk(value) if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
     return {name for name in names if name in outline.classes and _has_forward(outline, name)}
@@ -146,7 +146,7 @@ def _parts(outline: Outline, name: str) -> set[str]:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 keys = {key_of(target) for target in targets}
                 if not keys & calls or keys & enabled:  # a list of modules is called through another variable
-                    parts |= _created(outline, node.value)
+                    parts |= created_classes(outline, node.value)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
-                parts |= {inner for value in node.args for inner in _created(outline, value)}
+                parts |= {inner for value in node.args for inner in created_classes(outline, value)}
     return parts - {name}

@@ -15,6 +15,7 @@ from functools import cached_property
 from halfstep.check.script.objects.adapters import adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import freezes, freezing_loops
+from halfstep.check.script.objects.loading import initialized, loading_options
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
@@ -323,7 +324,7 @@ class Training:
             if not name.endswith("Trainer"):
                 continue
             for call, function in sites:
-                model = argument(call, 0, "model")
+                model = argument(call, 0, "model") or initialized(call)
                 arguments = self._arguments(call, function)
                 if model is None or arguments is None or self._is_sharded(arguments, function):
                     continue
@@ -331,6 +332,7 @@ class Training:
                 if own is not None and constant(own) is not None and not may_be_none(self.outline, own, function):
                     continue
                 lineage = self.model(model, function)
+                lineage.casts += loading_options(self.outline, model, arguments, function)
                 if not self._is_spared(lineage):
                     for cast in lineage.casts:
                         if self._reaches(cast, call, function, model):

@@ -202,6 +202,7 @@ def _flow_of_call(
         else:
             lineage.creations.append(Creation(call, function))
             _add_constructor(lineage, call, function, name)
+            _add_layers(lineage, call, function, target, name)
 
 
 def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
@@ -272,6 +273,22 @@ def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name:
         return
     if text_of(call.func).rsplit(".", 1)[-1][:1].isupper():
         lineage.casts.append(Cast(call, function, name, formats_of(lineage.outline, value, function), "constructor"))
+
+
+def _add_layers(lineage: Lineage, call: ast.Call, function: Function, target: Function | None, name: str) -> None:
+    """Layers that a class of this file, or a Sequential, creates with `nn.Linear(..., dtype=torch.bfloat16)`."""
+    names = lineage.outline.names
+    is_module = target is not None and target.name == "__init__"
+    if not is_module and names.full(call.func) != "torch.nn.Sequential":
+        return
+    scope = target if is_module and target is not None else function
+    for layer in ast.walk(target.node if is_module and target is not None else call):
+        if isinstance(layer, ast.Call) and layer is not call and names.full(layer.func).startswith("torch.nn."):
+            dtype = next((k.value for k in layer.keywords if k.arg == "dtype"), None)
+            formats = formats_of(lineage.outline, dtype, scope) if dtype is not None else frozenset()
+            if formats and formats <= SIXTEEN_BIT:
+                lineage.casts.append(Cast(layer, scope, name, formats, "constructor"))
+                return
 
 
 def cast_formats(outline: Outline, call: ast.Call, function: Function) -> frozenset[str]:

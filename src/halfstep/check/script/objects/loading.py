@@ -1,0 +1,33 @@
+"""Models that a Trainer loads itself: `model_init=load`, and TRL's `model_init_kwargs` with the name of a model."""
+
+from __future__ import annotations
+
+import ast
+
+from halfstep.check.script.objects.formats import formats_of, keyword_of
+from halfstep.check.script.objects.values import argument, constant
+from halfstep.check.script.objects.weights import Cast
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["initialized", "loading_options"]
+
+
+def initialized(trainer: ast.Call) -> ast.expr | None:
+    """The model of `Trainer(model_init=load)`: what that function returns."""
+    load = argument(trainer, None, "model_init")
+    return ast.copy_location(ast.Call(load, [], []), load) if load is not None and key_of(load) else None
+
+
+def loading_options(outline: Outline, model: ast.expr, arguments: ast.Call, function: Function) -> list[Cast]:
+    """The dtype in `model_init_kwargs`, with which TRL loads a model from its name."""
+    names = outline.values(key_of(model), function) if key_of(model) else [model]
+    options = keyword_of(outline, arguments, function, "model_init_kwargs")
+    if options is None or any(isinstance(name, ast.Call) for name in names):
+        return []
+    spread = ast.Call(arguments.func, [], [ast.keyword(None, options)])
+    dtype = keyword_of(outline, spread, function, "torch_dtype", "dtype")
+    if dtype is None or constant(dtype) is None or keyword_of(outline, spread, function, "quantization_config"):
+        return []
+    load = ast.copy_location(ast.Call(ast.Name("dict", ast.Load()), [], [ast.keyword("dtype", dtype)]), dtype)
+    return [Cast(load, function, "", formats_of(outline, dtype, function), "load")]
