@@ -31,15 +31,15 @@ class Alternatives:
 
     def _read(self, node: ast.AST) -> None:
         if isinstance(node, ast.Assign):
-            for target in node.targets:
-                self._bind(target, node.value)
+            for bound in node.targets:
+                self._bind(bound, node.value)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._bind(node.target, node.value)
         elif isinstance(node, ast.AugAssign | ast.For):
             self._bind(node.target, None)
         elif isinstance(node, ast.ClassDef):
             for statement in node.body:
-                target = statement.target if isinstance(statement, ast.AnnAssign) else None
+                target: ast.expr | None = statement.target if isinstance(statement, ast.AnnAssign) else None
                 if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
                     target = statement.targets[0]
                 value = statement.value if isinstance(statement, ast.AnnAssign | ast.Assign) else None

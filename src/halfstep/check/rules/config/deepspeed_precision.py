@@ -311,23 +311,22 @@ class Fp16WithoutZero(DeepSpeedRule):
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in a DeepSpeed configuration, or in an Accelerate file that DeepSpeed's is made from."""
         yield from super().check(config)
-        stage, mode = config.value("deepspeed_config", "zero_stage"), config.value("mixed_precision")
+        fp16 = config.kind == "accelerate" and config.value("mixed_precision") == "fp16"
         entry = config.entry("mixed_precision")
-        if config.kind == "accelerate" and stage == 0 and mode == "fp16" and stage is not False and entry is not None:
-            message = (
-                "With `zero_stage` 0, DeepSpeed 0.18.3 and later do not scale the loss but divide by the loss scale."
-            )
+        affected = DeepSpeed(config).since(0, 18, 3) is not False
+        if fp16 and entry and affected and config.number("deepspeed_config", "zero_stage") == 0:
+            message = "With `zero_stage` 0, DeepSpeed 0.18.3 and later divide by the loss scale but do not apply it."
             yield self.finding(config.where(entry), message, instead="Set `zero_stage: 1`, or use bf16.")
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report fp16 at stage 0; as advice where the Trainer's --fp16 decides it."""
         broken = deepspeed.since(0, 18, 3)
         only_fp16 = not deepspeed.amp and not deepspeed.bf16
-        entry = config.entry("fp16", "enabled")
-        is_auto = entry is not None and isinstance(entry.value, Scalar) and entry.value.value == "auto"
+        node = entry.value if (entry := config.entry("fp16", "enabled")) else None
+        is_auto = isinstance(node, Scalar) and node.value == "auto"
         if is_auto and deepspeed.stage == 0 and deepspeed.bf16 is False and broken is not False:
             message = (
-                "With --fp16, DeepSpeed 0.18.3 and later do not scale the loss without ZeRO but divide by the scale."
+                "With --fp16 and no ZeRO, DeepSpeed 0.18.3 and later divide by the loss scale but do not apply it."
             )
             instead = 'Set `"zero_optimization": {"stage": 1}`, or use bf16.'
             yield self.at(config, ("fp16", "enabled"), message, instead=instead, severity="advice")
