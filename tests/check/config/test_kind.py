@@ -77,3 +77,33 @@ def test_filling_a_template_keeps_every_position(text):
 def test_a_slot_inside_a_string_is_left_alone(text):
     """A quoted slot is already a string, and part of a word is not a value."""
     assert fill_template(text) == text
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("exp.yaml", "trainer:\n  precision: 16\n  max_epochs: 9\nlr: 1\n"),
+        ("exp.yaml", "pl_trainer:\n  precision: 16\n  devices: 2\n"),
+        ("exp.yaml", "precision: 16\naccumulate_grad_batches: 2\ngradient_clip_val: 1.0\n"),
+        ("trainer/gpu.yaml", "accelerator: gpu\nprecision: 16\n"),
+        ("gpu.yaml", "# @package _global_.trainer\naccelerator: gpu\nprecision: 16\n"),
+    ],
+)
+def test_a_part_of_the_trainers_arguments_is_recognised_by_its_name(path, text):
+    """Hydra's files have a few keys each; the block's or folder's name decides, and unknown values are not errors."""
+    configs = read_configs(Source(path, text, "yaml"), Settings())
+    assert [(config.kind, config.strict, config.value("precision")) for config in configs] == [("lightning", False, 16)]
+
+
+@pytest.mark.parametrize(
+    "text", ["trainer:\n  precision: 16\n", "model:\n  precision: 16\n  devices: 2\n", "precision: 16\nmax_epochs: 3\n"]
+)
+def test_a_precision_without_a_trainers_keys_is_no_part_of_one(text):
+    """One common key next to `precision` is not enough outside a block with the Trainer's name."""
+    assert kinds(text) == []
+
+
+def test_an_interpolated_precision_is_the_value_it_names():
+    """`${precision}` of OmegaConf is read where the same document has it."""
+    text = "precision: 16\ntrainer:\n  precision: ${precision}\n  accelerator: gpu\n  devices: 1\n  max_epochs: 3\n"
+    assert [c.value("precision") for c in read_configs(Source("x.yaml", text, "yaml"), Settings())] == [16]

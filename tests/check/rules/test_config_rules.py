@@ -279,7 +279,7 @@ def test_accelerate_reads_no_deepspeed_settings_in_its_own_file():
     """Each ignored block is reported at its key, and nothing is judged as if DeepSpeed read it."""
     text = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: fp16\ndeepspeed_config:\n"
-        "  zero_stage: 0\n  fp16:\n    enabled: true\n    hysteresis: 0\n  optimizer:\n    type: Nadam\n"
+        "  zero_stage: 2\n  fp16:\n    enabled: true\n    hysteresis: 0\n  optimizer:\n    type: Nadam\n"
     )
     assert [(f.code, f.line) for f in check(text)] == [("HS266", 6), ("HS266", 9)]
 

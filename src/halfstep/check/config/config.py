@@ -11,6 +11,7 @@ import functools
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from halfstep.check.config import kind
 from halfstep.check.config.kind import Kind
@@ -24,6 +25,9 @@ from halfstep.precision.node import UNKNOWN, Block, Entry, Node, Scalar, Span
 __all__ = ["Config", "Kind", "case_source", "parse_any", "place_of", "read_configs"]
 
 _TABLE = re.compile(r"\s*\[\[?[\w.-]+\]\]?\s*\n")  # the header of a TOML table
+_PACKAGE = re.compile(
+    r"^# @package ([\w.]+)", re.MULTILINE
+)  # where Hydra puts the file; by default at its folder's name
 _MAX_CHARS = 2**18  # configurations are a few kilobytes; a quarter of a megabyte is data, and slow to parse
 
 
@@ -117,10 +121,12 @@ def read_configs(source: Source, settings: Settings) -> tuple[Config, ...]:
         if kind.is_surely_config(source.text):
             raise
         roots = _parse_template(source)
+    package = _PACKAGE.search(source.text)
+    name = package.group(1).rpartition(".")[2] if package else PurePath(source.path).parent.name
     return tuple(
         Config(match.kind, match.block, source, settings, strict=match.strict)
         for root in roots
-        for match in kind.find_configs(root)
+        for match in kind.find_configs(root, name)
     )
 
 

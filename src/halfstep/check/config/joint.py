@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.check.config.config import Config, place_of, read_configs
+from halfstep.check.config.engines import Engines, read_engines
 from halfstep.check.config.literals import Literals, literals_of
 from halfstep.check.config.objects import optimizer_config
 from halfstep.check.config.python_reader import expects_error, find_in_script
@@ -57,6 +58,7 @@ class Use:
     initialize: ast.Call | None  # deepspeed.initialize, where it is called once and always
     engine: str = ""  # the variable of the engine, by its assignment or its name; a model that Accelerate prepares for DeepSpeed is one too
     optimizer: str = ""  # the variable its optimizer is assigned to
+    engines: Engines | None = None  # every engine, also where the script creates several, or one under a condition
 
     def calls(self, name: str, on: str = "") -> list[ast.Call]:
         """The calls of a method, `on.name(...)`; of any object if `on` is empty."""
@@ -110,7 +112,7 @@ def joint_configs(
     if not _HINT.search(source.text):
         return
     use = read_use(tree, source, configs)
-    if use.initialize is None and not use.engine and not use.trainers:
+    if use.initialize is None and not use.engine and not use.trainers and not use.engines:
         return
     partners = tuple(_partners(tree, source, settings, configs))
     # A script that takes its configuration from the command line can still misuse the engine.
@@ -157,7 +159,9 @@ def read_use(tree: ast.Module, source: Source, configs: tuple[Config, ...]) -> U
     engine, optimizer = _bound(nodes, initialize) if initialize is not None else ("", "")
     if not made:
         engine = _prepared(nodes, names) or _named(nodes, names)
-    return Use(source, literals, names, nodes, trainers, initialize, engine, "" if optimizer == "_" else optimizer)
+    optimizer = "" if optimizer == "_" else optimizer
+    engines = read_engines(nodes, names) if made else None
+    return Use(source, literals, names, nodes, trainers, initialize, engine, optimizer, engines)
 
 
 def _bound(nodes: tuple[ast.AST, ...], initialize: ast.Call) -> tuple[str, str]:

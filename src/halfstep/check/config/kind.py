@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from halfstep.check.config.deepspeed_schema import PARENT_BLOCK
 from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REJECTED
-from halfstep.precision.node import Block, Node, Scalar, walk
+from halfstep.precision.node import Block, Entry, Node, Scalar, walk
 
 __all__ = [
     "DEEPSPEED_KEYS",
@@ -25,6 +25,7 @@ __all__ = [
     "has_own_keys",
     "is_deepspeed",
     "is_surely_config",
+    "is_trainer_part",
     "kind_of",
     "may_be_config",
     "recipe_of",
@@ -89,6 +90,17 @@ _LIGHTNING = frozenset({
     "accelerator", "devices", "max_epochs", "gpus", "strategy", "num_nodes", "gradient_clip_val", "max_steps",
     "accumulate_grad_batches", "check_val_every_n_epoch", "log_every_n_steps", "val_check_interval",
 })  # fmt: skip
+# Keys that no other trainer has.
+_LIGHTNING_ALONE = frozenset({
+    "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval",
+    "num_sanity_val_steps", "limit_train_batches", "limit_val_batches", "limit_test_batches", "log_every_n_steps",
+    "enable_progress_bar", "enable_checkpointing", "enable_model_summary", "fast_dev_run", "overfit_batches", "sync_batchnorm",
+    "use_distributed_sampler", "reload_dataloaders_every_n_epochs",
+})  # fmt: skip
+_INTERPOLATION = re.compile(r"""["']?\$\{([\w.]+)\}["']?$""")  # of OmegaConf
+_LIGHTNING_NAME = re.compile(
+    r"(?:^|_)(?:trainer|fabric)(?:_(?:args|kwargs|params|config|cfg|defaults))?$", re.IGNORECASE
+)
 
 # Keys of axolotl's files; a few of them together are no other program's.
 _AXOLOTL = frozenset({
@@ -127,17 +139,24 @@ def fill_template(text: str) -> str:
     return _SLOT.sub(lambda slot: '"${' + "_" * (len(slot.group()) - 5) + '}"', text)
 
 
-def find_configs(root: Node) -> Iterator[Match]:
-    """Every configuration in a document, outer ones first."""
+def find_configs(root: Node, name: str = "") -> Iterator[Match]:
+    """Every configuration in a document, outer ones first; `name` is what the document as a whole is called."""
     inside: set[int] = set()
+    names = {id(root): name}
     for node in walk(root):
         if not isinstance(node, Block) or id(node) in inside:
             continue
+        names |= {id(entry.value): entry.key for entry in node.entries}
         recipe = recipe_of(node)
         if recipe is not None:
             yield Match(recipe, node, strict=True)
         kind = kind_of(node) if recipe in {None, "llamafactory"} else None  # LLaMA-Factory reads TrainingArguments too
         if kind is None:
+            if recipe is None and is_trainer_part(node, names.get(id(node), "")):
+                yield Match("lightning", _interpolated(node, root), strict=False)
+            continue
+        if kind == "lightning":
+            yield Match(kind, _interpolated(node, root), strict=True)
             continue
         yield Match(kind, node, kind != "deepspeed" or has_own_keys(node))
         if kind == "deepspeed":
@@ -198,6 +217,29 @@ def kind_of(block: Block) -> Kind | None:
     if "precision" in keys and (is_target or len(keys & _LIGHTNING) >= 3 or _is_litgpt(block)):
         return "lightning"
     return None
+
+
+def _interpolated(block: Block, root: Node) -> Block:
+    """The block with a `precision` of `${trainer.precision}` replaced by the value the document has there."""
+    entry = block.entry("precision")
+    path = _INTERPOLATION.match(entry.value.text) if entry is not None and isinstance(entry.value, Scalar) else None
+    node: Node | None = root
+    for key in path.group(1).split(".") if path else ():
+        inner = node.entry(key) if isinstance(node, Block) else None
+        node = inner.value if inner is not None else None
+    if path is None or entry is None or not isinstance(node, Scalar):
+        return block
+    new = Entry("precision", node.span, node)
+    return replace(block, entries=tuple(new if e is entry else e for e in block.entries))
+
+
+def is_trainer_part(block: Block, name: str) -> bool:
+    """Whether a mapping with few keys is a part of the Trainer's arguments, by its name or by keys of Lightning alone."""
+    keys = set(block.keys())
+    if "precision" not in keys or block.entry("_target_") or block.entry("class_path"):
+        return False
+    known = keys & (_LIGHTNING | _LIGHTNING_ALONE)
+    return len(keys & _LIGHTNING_ALONE) >= 2 or len(known) >= 3 or (bool(known) and bool(_LIGHTNING_NAME.search(name)))
 
 
 def _is_litgpt(block: Block) -> bool:

@@ -146,7 +146,7 @@ class Literals:
             name = ".".join(chain(options))
             source = options if self.is_block(options) else self.blocks.get(name)
             changes = self.changes.get(name, ()) if source is not options else ()
-            root = self.node(source) if source is not None else None
+            root = self.node(source) if source is not None else self._part(options)
             if not isinstance(root, Block) or None in changes:
                 is_open = True
                 continue
@@ -158,6 +158,18 @@ class Literals:
             is_open = is_open or root.open or bool(changed - {e.key for e in root.entries})
         return replace(block, entries=tuple(entries), open=is_open)
 
+    def _part(self, node: ast.expr) -> Node | None:
+        """The part of a dictionary that `config["trainer"]` is; None if the script may change it."""
+        name, path = subscript(node)
+        source = self.blocks.get(name) if isinstance(node, ast.Subscript) else None
+        if source is None or path is None or name in self.changes:
+            return None
+        root: Node | None = self.node(source)
+        for key in path:
+            entry = root.entry(key) if isinstance(root, Block) else None
+            root = entry.value if entry is not None else None
+        return root
+
     def _scalar(self, node: ast.AST) -> object:
         if isinstance(node, ast.Constant):
             return node.value
@@ -167,6 +179,9 @@ class Literals:
                 return self.constants[name].value
             full = self.names.full(node)
             return full if full in {"torch.float16", "torch.bfloat16", "torch.float32"} else UNKNOWN
+        if isinstance(node, ast.Subscript):
+            part = self._part(node)
+            return part.value if isinstance(part, Scalar) else UNKNOWN
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             value = self._scalar(node.operand)
             return -value if isinstance(value, int | float) and not isinstance(value, bool) else UNKNOWN

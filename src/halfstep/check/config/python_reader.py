@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
+from halfstep.check.config.alternatives import Alternatives
 from halfstep.check.config.assigned import Assignments
 from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, recipe_of
@@ -21,7 +22,7 @@ from halfstep.check.files.source import Source
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain, read_names
 from halfstep.check.settings import Settings
-from halfstep.precision.node import Block, Entry
+from halfstep.precision.node import UNKNOWN, Block, Entry
 
 __all__ = ["expects_error", "find_in_script"]
 
@@ -38,6 +39,8 @@ _TRAINER_ARGUMENTS = frozenset({
     "ORPOConfig", "KTOConfig", "GRPOConfig", "CPOConfig", "RewardConfig", "RLOOConfig", "OnlineDPOConfig", "GKDConfig",
     "BCOConfig", "PRMConfig", "AdapterTrainingArguments", "GaudiTrainingArguments",
 })  # fmt: skip
+_WRAPS = frozenset({"partial", "builds"})  # of functools and hydra_zen: the class is the first argument
+_HALF_PLUGINS = frozenset({"HalfPrecision", "HalfPrecisionPlugin"})
 _LIGHTNING_PACKAGES = frozenset({"pytorch_lightning", "lightning", "lightning_fabric", "lightning_lite"})
 # call -> its arguments that accept a DeepSpeed configuration
 _TAKES_DEEPSPEED = {
@@ -171,14 +174,77 @@ class _Finder:
         last = full.rpartition(".")[2]
         if self._is_trainer_class(call.func):
             yield self._keywords("transformers", call, last or "TrainingArguments")
-        elif last in {"Trainer", "Fabric"} and full.split(".")[0] in _LIGHTNING_PACKAGES:
-            yield replace(self._keywords("lightning", call, last), script=self._facts_around(call))
+        elif self._is_lightning(call):
+            yield from self._lightning(call, last)
+        elif last in _HALF_PLUGINS and full.split(".")[0] in _LIGHTNING_PACKAGES:
+            value = next((k.value for k in call.keywords if k.arg == "precision"), call.args[0] if call.args else None)
+            config = self._positional("lightning", call, last, precision=value or ast.Constant("16-true"))
+            yield replace(config, assembled=True)
+        elif last.endswith("LightningCLI") and full.split(".")[0] in _LIGHTNING_PACKAGES:
+            defaults = next((k.value for k in call.keywords if k.arg == "trainer_defaults"), None)
+            root = self.literals.node(defaults) if defaults is not None else None
+            if isinstance(root, Block):
+                yield self._config("lightning", root, last)
         elif last == "Accelerator" and full.split(".")[0] == "accelerate":
             yield self._keywords("accelerate", call, last)
         elif full.startswith("halfstep.") and last == "Engine":
             yield self._keywords("halfstep", call, last)
         elif full.startswith("halfstep.") and full.endswith("Policy.parse") and call.args:
             yield self._positional("halfstep", call, "Policy.parse", precision=call.args[0])
+
+    def _is_lightning(self, call: ast.Call) -> bool:
+        """Whether a call creates a Trainer or Fabric: the class, a subclass, or `partial(Trainer, ...)`."""
+        if self._is_lightning_class(call.func):
+            return True
+        if _WRAPS.intersection(chain(call.func)[-1:]) and call.args and self._is_lightning_class(call.args[0]):
+            return True
+        # `super().__init__(precision=16)` of a subclass
+        func = call.func
+        inner = func.value if isinstance(func, ast.Attribute) and func.attr == "__init__" else None
+        is_super = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "super"
+        return is_super and any(n.lineno <= call.lineno <= (n.end_lineno or 0) for n in self.trainers)
+
+    def _is_lightning_class(self, node: ast.AST) -> bool:
+        full = self.names.full(node)
+        if full.rpartition(".")[2] in {"Trainer", "Fabric"} and full.split(".")[0] in _LIGHTNING_PACKAGES:
+            return True
+        return isinstance(node, ast.Name) and any(node.id == n.name for n in self.trainers)
+
+    @cached_property
+    def trainers(self) -> list[ast.ClassDef]:
+        """The subclasses of Lightning's Trainer."""
+        classes = [n for n in self.nodes if isinstance(n, ast.ClassDef)]
+        return [
+            n
+            for n in classes
+            if any(
+                self.names.full(b).rpartition(".")[2] == "Trainer"
+                and self.names.full(b).split(".")[0] in _LIGHTNING_PACKAGES
+                for b in n.bases
+            )
+        ]
+
+    @cached_property
+    def alternatives(self) -> Alternatives:
+        """What the script's variables may be."""
+        return Alternatives(self.nodes)
+
+    def _lightning(self, call: ast.Call, last: str) -> Iterator[Config]:
+        """A Trainer's arguments; once for each literal that its precision may be."""
+        config = replace(self._keywords("lightning", call, last), script=self._facts_around(call))
+        precision = next((k.value for k in call.keywords if k.arg == "precision"), None)
+        entry = config.entry("precision")
+        decided = precision is None or config.value("precision") is not UNKNOWN
+        literals = [] if decided or precision is None else list(self.alternatives.of(precision))
+        if entry is None or not literals:
+            yield config
+            return
+        for literal in dict.fromkeys(literals):
+            node = self.literals.node(literal)
+            new = Entry("precision", node.span, node)
+            entries = tuple(new if e is entry else e for e in config.root.entries)
+            inside = entry.span.start <= node.span.start and node.span.end <= entry.span.end
+            yield replace(config, root=replace(config.root, entries=entries), assembled=not inside)
 
     def _keywords(self, kind: Kind, call: ast.Call, origin: str) -> Config:
         root = self.literals.spread(call)

@@ -48,7 +48,7 @@ _RULED_SHORT = tuple(
     map(re.compile, (r"apex(?!\w)(?<!\wapex)", r"\.amp(?!\w)", r"amp\.(?<!\wamp\.)", r"import amp(?!\w)"))
 )
 _MENTIONED = ("fp16", "bf16", "deepspeed", "loss_scale", "TrainingArguments", "mixed_precision")
-_MENTIONED_SHORT = tuple(map(re.compile, (r"amp(?!\w)(?<!\wamp)", r"precision(?<!\wprecision)\s*=")))
+_MENTIONED_SHORT = tuple(map(re.compile, (r"amp(?!\w)(?<!\wamp)", r"precision(?<!\wprecision)[\"']?\s*[=:]")))
 # Without any of these calls there is no training loop whose order could be wrong.
 _ACTS = {"backward", "manual_backward", "autocast", "GradScaler", "scale", "unscale_", "scale_loss", "initialize"}
 

@@ -10,6 +10,7 @@ from halfstep.check.config.edits import remove
 from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.precision.node import Scalar
 
 __all__ = ["RULES"]
 
@@ -291,11 +292,15 @@ class Fp16WithoutZero(DeepSpeedRule):
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "gradient_clipping": 1.0}',
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 0}}',
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": false}',
+        '{"train_batch_size": "auto", "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 0}}',
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 0\nmixed_precision: fp16\n",
     )
     good = (
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}',
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": true}',
+        '{"train_batch_size": "auto", "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 0}}',
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 1\nmixed_precision: fp16\n",
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "zero_optimization": {"stage": "${STAGE}"}}',
     )
     references = (
@@ -303,10 +308,28 @@ class Fp16WithoutZero(DeepSpeedRule):
         "measured: DeepSpeed 0.18.2 (correct), 0.18.3 to 0.19.8 (gradient 1/scale)",
     )
 
+    def check(self, config: Config) -> Iterator[Finding]:
+        """The findings in a DeepSpeed configuration, or in an Accelerate file that DeepSpeed's is made from."""
+        yield from super().check(config)
+        fp16 = config.kind == "accelerate" and config.value("mixed_precision") == "fp16"
+        entry = config.entry("mixed_precision")
+        affected = DeepSpeed(config).since(0, 18, 3) is not False
+        if fp16 and entry and affected and config.number("deepspeed_config", "zero_stage") == 0:
+            message = "With `zero_stage` 0, DeepSpeed 0.18.3 and later divide by the loss scale but do not apply it."
+            yield self.finding(config.where(entry), message, instead="Set `zero_stage: 1`, or use bf16.")
+
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Report fp16 at stage 0."""
+        """Report fp16 at stage 0; as advice where the Trainer's --fp16 decides it."""
         broken = deepspeed.since(0, 18, 3)
         only_fp16 = not deepspeed.amp and not deepspeed.bf16
+        node = entry.value if (entry := config.entry("fp16", "enabled")) else None
+        is_auto = isinstance(node, Scalar) and node.value == "auto"
+        if is_auto and deepspeed.stage == 0 and deepspeed.bf16 is False and broken is not False:
+            message = (
+                "With --fp16 and no ZeRO, DeepSpeed 0.18.3 and later divide by the loss scale but do not apply it."
+            )
+            instead = 'Set `"zero_optimization": {"stage": 1}`, or use bf16.'
+            yield self.at(config, ("fp16", "enabled"), message, instead=instead, severity="advice")
         if deepspeed.fp16 and deepspeed.stage == 0 and only_fp16 and broken is not False:
             versions = "" if broken else " 0.18.3 and later (0.18.2 and earlier are correct)"
             verbs = ("does", "divides") if broken else ("do", "divide")

@@ -18,6 +18,10 @@ from halfstep.precision.node import UNKNOWN, Block, Entry, Scalar, Span, walk
 __all__ = ["RULES"]
 
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
+_INITIALIZES = re.compile(r"\bdeepspeed\.initialize\(")
+# The classes of Transformers that replace "auto", and code that does it by itself.
+_TRAINERS = re.compile(r"\b(?:Seq2Seq|SFT|DPO|PPO|GRPO|Reward)?Trainer\b")
+_RESOLVES = re.compile(r"""TrainingArguments|DeepSpeedConfig|[=!]= *["']auto["']|deepspeed_config_process|fill_match""")
 
 
 class DuplicateKey(ConfigRule):
@@ -171,10 +175,17 @@ class AutoWithoutTransformers(DeepSpeedRule):
     bad = (
         "import deepspeed\n\nds_config = {\n    'train_batch_size': 8,\n    'fp16': {'enabled': 'auto'},\n"
         "    'zero_optimization': {'stage': 2},\n}\nengine, *_ = deepspeed.initialize(model=model, config=ds_config)\n",
+        "import deepspeed\nfrom transformers import AutoModel\n\ndef config():\n    return {'train_batch_size': 8,\n"
+        "            'bf16': {'enabled': True}, 'zero_optimization': {'stage': 2},\n"
+        "            'optimizer': {'type': 'AdamW', 'params': {'lr': 'auto'}}}\n\n"
+        "engine, *_ = deepspeed.initialize(model=AutoModel.from_pretrained(name), config=config())\n",
     )
     good = (
         "import deepspeed\n\nds_config = {\n    'train_batch_size': 8,\n    'bf16': {'enabled': True},\n"
         "    'zero_optimization': {'stage': 2},\n}\nengine, *_ = deepspeed.initialize(model=model, config=ds_config)\n",
+        "import deepspeed\n\nds_config = {'train_batch_size': 'auto', 'zero_optimization': {'stage': 2}}\n"
+        "if ds_config['train_batch_size'] == 'auto':\n    fill(ds_config)\n"
+        "engine, *_ = deepspeed.initialize(model=model, config=ds_config)\n",
         '{"train_batch_size": "auto", "fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}',
     )
     references = (
@@ -183,10 +194,18 @@ class AutoWithoutTransformers(DeepSpeedRule):
     )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
-        """Report a literal "auto" in a configuration passed to deepspeed.initialize."""
-        if config.origin != "deepspeed.initialize" or config.script & {"transformers", "accelerate", "lightning"}:
+        """Report a literal "auto" in a dictionary of a script that calls deepspeed.initialize and does not resolve it."""
+        text = config.source.text
+        passed = config.origin == "deepspeed.initialize" or (
+            config.origin == "a dictionary" and _INITIALIZES.search(text) and config.script & {"deepspeed"}
+        )
+        hugging_face = config.script & {"transformers", "trl"} and _TRAINERS.search(text)
+        if not passed or hugging_face or _RESOLVES.search(text):
             return
-        for path in (("fp16", "enabled"), ("bf16", "enabled"), *((key,) for key in TOP_NUMBERS)):
+        if config.script & {"accelerate", "lightning", "pytorch_lightning"}:
+            return
+        params = [("optimizer", "params", key) for key in ("lr", "betas", "eps", "weight_decay")]
+        for path in (("fp16", "enabled"), ("bf16", "enabled"), *((key,) for key in TOP_NUMBERS), *params):
             entry = config.entry(*path)
             if entry and isinstance(entry.value, Scalar) and entry.value.value == "auto":
                 message = f'`{".".join(path)}` is "auto", which only Hugging Face resolves; DeepSpeed does not.'

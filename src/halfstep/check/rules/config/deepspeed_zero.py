@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
@@ -16,6 +18,8 @@ __all__ = ["RULES"]
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _ZERO = _DOCS + "#zero-optimizations-for-fp16-training"
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_INFERENCE = re.compile(r"infer|eval|^test_|generat|predict", re.IGNORECASE)  # in the name of a file
+_TRAINING = re.compile(r"\.(?:backward|train_batch|fit|train)\(|TrainingArguments|Config\(|\breturn\b")
 _COMPLETE = 5  # top-level keys of a file that is a whole configuration
 
 
@@ -291,6 +295,8 @@ class ClippingByDefault(DeepSpeedRule):
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_clipping": 1.0}',
         '{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
         ' "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}',
+        "import deepspeed\n\nds_config = {'train_batch_size': 8, 'zero_optimization': {'stage': 3}, 'bf16': {'enabled': True}}\n"
+        "engine = deepspeed.initialize(model=model, config=ds_config)[0]\nengine.eval()\n",
     )
     references = (_DOCS + "#gradient-clipping", "https://github.com/deepspeedai/DeepSpeed/pull/8068")
     settings = Settings(deepspeed=(0, 19, 8))
@@ -299,6 +305,9 @@ class ClippingByDefault(DeepSpeedRule):
         """Report a complete configuration without the key."""
         if not config.strict or config.entry("gradient_clipping") or config.may_hold("gradient_clipping"):
             return
+        text = config.source.text
+        if _INFERENCE.search(PurePath(config.source.path).name) or (config.origin and not _TRAINING.search(text)):
+            return  # the default changes nothing without an optimizer step
         changed = deepspeed.since(0, 19, 3)
         trains = any(key in config.root for key in ("optimizer", "fp16", "torch_autocast", deepspeed.bf16_name))
         # A short file is often a part that a program completes; it is reported only for a known release.

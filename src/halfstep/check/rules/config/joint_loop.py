@@ -175,21 +175,39 @@ class BareBackward(JointRule):
     )
 
     def inspect(self, use: Use, config: Config) -> Iterator[Finding]:
-        """Report loss.backward() where the engine runs the forward and steps, and never runs backward."""
-        if use.initialize is None or not use.engine or use.calls("backward", use.engine):
+        """Report loss.backward() where an engine runs the forward or steps, and no engine runs backward."""
+        if any(use.calls("backward", name) for name in (use.engine, use.optimizer) if name):
+            return  # of an optimizer: the fp16 branch of scripts for old releases
+        bare = {id(call): (call, engine) for call, engine in (*self._single(use), *self._all(use))}
+        for call, engine in bare.values():
+            effect, severity = self._effect(DeepSpeed(config), engine)
+            loss = call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
+            if not effect or loss is None:
+                continue
+            if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and loss.func.attr == "scale":
+                effect = f"This bypasses `{engine}`, which applies its own loss scale and averages over the ranks."
+                loss = loss.args[0] if loss.args else loss
+            text = ast.unparse(loss)
+            instead = f"Use `{engine}.backward({text if len(text) <= 40 else 'loss'})`."
+            yield self.finding(use.where(call), effect, instead=instead, severity=severity)
+
+    @staticmethod
+    def _all(use: Use) -> Iterator[tuple[ast.Call, str]]:
+        yield from use.engines.bare_backwards() if use.engines is not None else ()
+
+    @staticmethod
+    def _single(use: Use) -> Iterator[tuple[ast.Call, str]]:
+        """The calls anywhere in a script with one engine that always exists."""
+        if use.initialize is None or not use.engine:
             return
-        if use.optimizer and use.calls("backward", use.optimizer):
-            return  # the fp16 branch of scripts for old releases
         steps = use.calls("step", use.engine) or (use.calls("step", use.optimizer) if use.optimizer else [])
         forwards = any(isinstance(n, ast.Call) and key_of(n.func) == use.engine for n in use.nodes)
         if not steps or not (forwards or use.calls("step", use.engine)):
             return
-        effect, severity = self._effect(DeepSpeed(config), use.engine)
-        for call in use.calls("backward") if effect else ():
+        for call in use.calls("backward"):
             loss = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
             if not call.args and loss and (loss.isidentifier() or "loss" in loss.lower()):
-                instead = f"Use `{use.engine}.backward({loss})`."
-                yield self.finding(use.where(call), effect, instead=instead, severity=severity)
+                yield call, use.engine
 
     @staticmethod
     def _effect(deepspeed: DeepSpeed, engine: str) -> tuple[str, Severity | None]:

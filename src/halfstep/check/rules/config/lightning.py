@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from halfstep.check.config.config import Config
 from halfstep.check.config.edits import replace_value
@@ -27,6 +28,7 @@ _CORRECTIONS = {
 }  # fmt: skip
 _ADAPTER = re.compile(r"^(?:lora_|adapter|quantize)")  # LitGPT's keys
 _TRAINS = frozenset({"train", "max_epochs", "min_epochs", "max_steps", "gradient_clip_val", "accumulate_grad_batches"})
+_INFERS = re.compile(r"\.(?:test|predict|validate)\(")
 _OLD_NAMES = {"16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -35,8 +37,10 @@ class LightningRule(ConfigRule):
 
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in `config`, if it belongs to Lightning."""
-        if config.kind == "lightning":
+        if config.kind == "lightning" and not config.assembled:
             yield from self.inspect(config)
+        elif config.kind == "lightning":
+            yield from (replace(finding, fix=None) for finding in self.inspect(config))
 
     def inspect(self, config: Config) -> Iterator[Finding]:
         """The findings in one configuration."""
@@ -79,7 +83,7 @@ class UnknownPrecision(LightningRule):
         """Report a literal that is not a valid precision."""
         value = self.precision(config)
         entry = config.entry("precision")
-        if value is None or entry is None or value in _VALID or not value:
+        if value is None or entry is None or value in _VALID or not value or not config.strict:
             return
         name = _CORRECTIONS.get(value.casefold())
         fix = replace_value(config, entry.value, name, f"Replace with {name}") if name else None
@@ -130,11 +134,18 @@ class PureHalf(LightningRule):
         "from lightning.fabric import Fabric\n\nfabric = Fabric(precision='16-true')\nfabric.backward(loss)\n",
         "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 9\n  precision: bf16-true\n",
         "checkpoint_dir: x\nprecision: bf16-true\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
+        "from lightning import Fabric\n\ndef main(precision='bf16-true'):\n    fabric = Fabric(precision=precision)\n"
+        "    fabric.backward(loss)\n",
+        "import lightning as L\nfrom lightning.pytorch.plugins import HalfPrecision\n\n"
+        "trainer = L.Trainer(plugins=HalfPrecision('bf16-true'))\ntrainer.fit(model)\n",
+        "import lightning as L\n\ndef build():\n    return L.Trainer(precision='bf16-true', max_epochs=9)\n",
+        "trainer:\n  precision: bf16-true\n  max_steps: 1000\n",
     )
     good = (
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='bf16-true', strategy='deepspeed_stage_2')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true')\ntrainer.predict(model)\n",
+        "import lightning as L\n\ntrainer = L.Trainer(precision='16-true', max_epochs=1)\ntrainer.test(model)\n",
         "checkpoint_dir: x\nprecision: bf16-true\nlora_r: 8\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
     )
     references = (_TRUE, "https://arxiv.org/abs/1710.03740")
@@ -145,7 +156,9 @@ class PureHalf(LightningRule):
         entry = config.entry("precision")
         if entry is None or value not in {"16-true", "bf16-true"}:
             return
-        if config.root.call and not config.script & {".fit()", ".backward()"}:
+        trains = bool(set(config.root.keys()) & _TRAINS)
+        fits = bool(config.script & {".fit()", ".backward()"})
+        if config.root.call and not fits and (not trains or _INFERS.search(config.source.text)):
             return
         strategy = config.entry("strategy")
         text = config.source.text[strategy.value.span.start : strategy.value.span.end].casefold() if strategy else ""
@@ -153,8 +166,11 @@ class PureHalf(LightningRule):
         if "deepspeed" in text or adapter:
             return  # DeepSpeed keeps fp32 master weights, and an adapter's own weights start near 0
         unknown = config.value("strategy") is UNKNOWN and not re.search("auto|ddp|fsdp|single", text)
-        trains = config.root.call or bool(set(config.root.keys()) & _TRAINS)
-        mild = unknown or not trains or (config.root.call and "lora" in config.source.text.casefold())
+        mild = (
+            unknown
+            or not (trains or config.root.call)
+            or (config.root.call and "lora" in config.source.text.casefold())
+        )
         severity: Severity | None = "advice" if mild else None
         message = f"precision {value!r} trains 16-bit weights without an fp32 master copy; small updates are lost."
         instead = f"Use {value.split('-')[0] + '-mixed'!r}."
@@ -200,6 +216,8 @@ _FIRST_VERSION = (
 )  # fmt: skip
 
 
+# Methods of version 1 that version 2 rejects or does not have.
+_FIRST_API = re.compile(r"\b(?:add|from)_argparse_args\b|def (?:training|validation|test)_epoch_end\b|\bDDPPlugin\b")
 _NEMO = re.compile(r"exp_manager|megatron_amp|nemo", re.IGNORECASE)  # has its own names
 
 
@@ -217,10 +235,20 @@ class OldPrecisionName(LightningRule):
         "import lightning as L\n\ntrainer = L.Trainer(precision=16)\n",
         "_target_: lightning.Trainer\naccelerator: gpu\ndevices: 1\nmax_epochs: 10\nprecision: 16\n",
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(accelerator='gpu', precision=16)\n",
+        "import lightning as L\n\nparser.add_argument('--precision', type=int, default=16)\nargs = parser.parse_args()\n"
+        "trainer = L.Trainer(precision=args.precision)\n",
+        "import lightning as L\n\ntrainer = L.Trainer(precision=16 if args.amp else 32)\n",
+        "import lightning as L\n\nconfig = {'trainer': {'precision': 16}}\ntrainer = L.Trainer(**config['trainer'])\n",
+        "import lightning as L\n\nclass Trainer(L.Trainer):\n    def __init__(self):\n        super().__init__(precision=16)\n",
+        "from functools import partial\nfrom lightning import Trainer\n\nmake = partial(Trainer, precision=16)\n",
+        "from lightning.pytorch.cli import LightningCLI\n\ncli = LightningCLI(Net, trainer_defaults={'precision': 16})\n",
+        "trainer:\n  precision: 16\n  max_epochs: 9\n",
     )
     good = (
         'import lightning as L\n\ntrainer = L.Trainer(precision="16-mixed")\n',
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(gpus=1, precision=16)\n",  # of version 1
+        "import pytorch_lightning as pl\n\npl.Trainer.add_argparse_args(parser)\ntrainer = pl.Trainer(precision=16)\n",
+        "trainer:\n  precision: bf16\n  max_epochs: 9\n",  # perhaps another trainer's
         "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 10\n  precision: bf16\nexp_manager:\n  name: gpt\n",
     )
     references = (_UPGRADE,)
@@ -233,10 +261,14 @@ class OldPrecisionName(LightningRule):
         is_new = "lightning" in config.script or (isinstance(target, str) and target.startswith("lightning."))
         # pytorch_lightning is both versions; an argument that only version 1 has decides it.
         is_old = any(config.entry(key) is not None for key in _FIRST_VERSION)
+        is_old |= bool(_FIRST_API.search(config.source.text))
         is_old |= not config.script and bool(_NEMO.search(config.source.text))
-        if entry and value in _OLD_NAMES and (is_new or not is_old):
+        # A part of a file may configure another trainer, for which "bf16" is a common name and 16 is not.
+        unclear = not config.strict and value != "16"
+        if entry and value in _OLD_NAMES and (is_new or not is_old) and not unclear:
             new = _OLD_NAMES[value]
-            fix = replace_value(config, entry.value, new, f"Replace with {new}")
+            # Version 1 raises an error for the new name.
+            fix = replace_value(config, entry.value, new, f"Replace with {new}", safe=is_new)
             message = f"precision {value} is the name of Lightning 1 for {new!r}."
             yield self.finding(config.where(entry), message, instead=f"Use {new!r}.", fix=fix)
 

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.objects.values import argument, constant
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -39,11 +42,17 @@ class FsdpPlainScaler(ScriptRule):
     bad = (
         "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nmodel = FSDP(Net())\n"
         + _TRAIN.partition("\n")[2],
+        "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nif args.fsdp:\n    model = FSDP(Net())\nelse:\n"
+        "    model = DDP(Net())\n" + _TRAIN.partition("\n")[2],
     )
     good = (
         "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
         "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\nmodel = FSDP(Net())\n"
         + _TRAIN.partition("\n")[2].replace('torch.amp.GradScaler("cuda")', "ShardedGradScaler()"),
+        "import torch\nimport torch.distributed.fsdp as fsdp\n"
+        "model = fsdp.FullyShardedDataParallel(Net(), sharding_strategy=fsdp.ShardingStrategy.NO_SHARD)\n"
+        + _TRAIN.partition("\n")[2],
     )
     references = ("https://docs.pytorch.org/docs/stable/fsdp.html", "https://github.com/pytorch/pytorch/issues/64632")
 
@@ -55,22 +64,30 @@ class FsdpPlainScaler(ScriptRule):
             for s in script.scalers
             if s.api in {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"} and s.enabled != "no"
         ]
-        if not wraps or len(plain) != len(script.scalers) or not script.has("scaler_step") or script.has("wrap_ddp"):
+        if not wraps or len(plain) != len(script.scalers) or not script.has("scaler_step"):
             return
-        together = any(
-            e.kind == "wrap_fsdp" and not e.guards
-            for t in script.traces
-            if any(x.kind == "scaler_step" for x in t)
-            for e in t
-        )
-        if not together or any("Sharded" in name for name in script.outline.loads):
+        other = any("Sharded" in name and "DataParallel" not in name for name in script.outline.loads)
+        if other or all(map(_keeps_whole, wraps)):
             return
+        sharded = [e for e in wraps if any(possible(e.guards, s.guards) for s in script.near(e, "scaler_step"))]
+        if not sharded:
+            return
+        # A script that also wraps with DistributedDataParallel chooses; the scaler is wrong where it chooses FSDP.
+        chosen = script.has("wrap_ddp") or all(e.guards for e in sharded)
+        state = "the model is sharded by FullyShardedDataParallel"
+        state = f"where {state}, " if chosen else f"{state}, but "
         for scaler in plain:
             yield self.finding(
                 script.where(scaler.node),
-                "the model is sharded by FullyShardedDataParallel, but this scaler detects overflows only on its own rank",
+                f"{state}this scaler detects overflows only on its own rank",
                 instead="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()",
             )
+
+
+def _keeps_whole(event: Event) -> bool:
+    """Whether FSDP only replicates: NO_SHARD reduces the gradients as DistributedDataParallel does."""
+    strategy = argument(event.node, None, "sharding_strategy") if isinstance(event.node, ast.Call) else None
+    return key_of(strategy).endswith("NO_SHARD")
 
 
 class ShardedScalerFused(ScriptRule):

@@ -1,0 +1,151 @@
+"""The literals that an expression of a script may be: the arms of a ternary, a default of the command line or of a field.
+
+A default is what most runs use, so a mistake in it is a mistake. Nothing is returned for a variable that the script also
+sets to something that is not a literal.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from halfstep.check.script.syntax.names import chain, key_of
+
+__all__ = ["Alternatives"]
+
+_MAX_DEPTH = 5
+_CONVERTS = frozenset({"int", "str"})
+AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Alternatives:
+    """The bindings of one script, by the last name of what is bound."""
+
+    def __init__(self, nodes: Sequence[ast.AST]) -> None:
+        self.functions = [n for n in nodes if isinstance(n, AnyFunction)]  # outer ones first
+        self.values: dict[str, list[tuple[str, ast.expr | None]]] = {}  # last name -> (variable, its value)
+        self.options: dict[str, list[ast.expr]] = {}  # of an argparse or click parser: name -> default
+        self.fields: dict[str, list[ast.expr]] = {}  # of a class: name -> default
+        for node in nodes:
+            self._read(node)
+
+    def _read(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Assign):
+            for bound in node.targets:
+                self._bind(bound, node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._bind(node.target, node.value)
+        elif isinstance(node, ast.AugAssign | ast.For):
+            self._bind(node.target, None)
+        elif isinstance(node, ast.ClassDef):
+            for statement in node.body:
+                target: ast.expr | None = statement.target if isinstance(statement, ast.AnnAssign) else None
+                if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                    target = statement.targets[0]
+                value = statement.value if isinstance(statement, ast.AnnAssign | ast.Assign) else None
+                if isinstance(target, ast.Name) and value is not None:
+                    self.fields.setdefault(target.id, []).append(_field_default(value))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            self._option(node, node.func.attr)
+
+    def _option(self, call: ast.Call, method: str) -> None:
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        if method == "set_defaults":
+            for name, value in keywords.items():
+                self.options.setdefault(name, []).append(value)
+        if method not in {"add_argument", "option"}:
+            return
+        flags = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        dest = keywords.get("dest")
+        long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
+        name = str(dest.value) if isinstance(dest, ast.Constant) else long.lstrip("-").replace("-", "_")
+        if "default" in keywords:
+            self.options.setdefault(name.rpartition(".")[2], []).append(keywords["default"])
+
+    def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            for item in target.elts:
+                self._bind(item, None)
+            return
+        names = chain(target)
+        if names:
+            self.values.setdefault(names[-1], []).append((".".join(names), value))
+
+    def of(self, node: ast.expr, depth: int = 0) -> Iterator[ast.Constant]:
+        """The literals that an expression may be, each once."""
+        if depth > _MAX_DEPTH:
+            return
+        if isinstance(node, ast.Constant):
+            yield node
+        elif isinstance(node, ast.IfExp):
+            yield from self.of(node.body, depth + 1)
+            yield from self.of(node.orelse, depth + 1)
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+            for value in node.values:
+                yield from (c for c in self.of(value, depth + 1) if c.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CONVERTS:
+            yield from self.of(node.args[0], depth + 1) if len(node.args) == 1 else ()
+        elif isinstance(node, ast.Name | ast.Attribute):
+            for value in self._bound(node):
+                yield from self.of(value, depth + 1)
+
+    def _bound(self, node: ast.Name | ast.Attribute) -> Iterator[ast.expr]:
+        """The values of a variable, a parameter's default, an option's or a field's."""
+        key = key_of(node)
+        last = node.attr if isinstance(node, ast.Attribute) else node.id
+        assigned = [(name, value) for name, value in self.values.get(last, ()) if name == key]
+        if isinstance(node, ast.Name):
+            parameter = self._parameter(node)
+            if parameter is not None:
+                option = self.options.get(last, ()) if not parameter and self._has_decorator(node) else ()
+                yield from (parameter or option) if not self._inside(node, assigned) else ()
+                return
+            assigned = [(name, value) for name, value in assigned if self._visible(node, value)]
+        values = [value for _, value in assigned]
+        # One of them is not a literal: what it is then depends on the others (`precision = f"{precision}-mixed"`).
+        if any(value is None or not list(self.of(value, _MAX_DEPTH - 1)) for value in values) and len(values) > 1:
+            return
+        yield from (value for value in values if value is not None)
+        if isinstance(node, ast.Attribute) and not values:
+            options = self.options.get(last, ())
+            fields = self.fields.get(last, ())
+            yield from options if len(options) == 1 else fields if len(fields) == 1 and not options else ()
+
+    def _parameter(self, node: ast.Name) -> list[ast.expr] | None:
+        """The default of the parameter that a name is, empty if it has none; None if it is no parameter."""
+        for function in reversed(self.functions):
+            if not function.lineno <= node.lineno <= (function.end_lineno or 0):
+                continue
+            args = function.args
+            positional = [*args.posonlyargs, *args.args]
+            defaults = dict(zip([a.arg for a in positional][::-1], args.defaults[::-1], strict=False))
+            defaults |= {a.arg: d for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d is not None}
+            if any(a.arg == node.id for a in (*positional, *args.kwonlyargs)):
+                return [defaults[node.id]] if node.id in defaults else []
+        return None
+
+    def _function(self, line: int) -> AnyFunction | None:
+        return next((f for f in reversed(self.functions) if f.lineno <= line <= (f.end_lineno or 0)), None)
+
+    def _has_decorator(self, node: ast.Name) -> bool:
+        """Whether the function of a parameter has decorators, such as click's options."""
+        function = self._function(node.lineno)
+        return function is not None and bool(function.decorator_list)
+
+    def _inside(self, node: ast.Name, assigned: list[tuple[str, ast.expr | None]]) -> bool:
+        """Whether the function of a parameter assigns to it, before or after."""
+        function = self._function(node.lineno)
+        return any(v is None or self._function(v.lineno) is function for _, v in assigned)
+
+    def _visible(self, node: ast.Name, value: ast.expr | None) -> bool:
+        """Whether a binding is in the function of `node` or around it."""
+        function = self._function(value.lineno) if value is not None else None
+        return function is None or function.lineno <= node.lineno <= (function.end_lineno or 0)
+
+
+def _field_default(value: ast.expr) -> ast.expr:
+    """The default of a dataclass or pydantic field, `field(default=16)`, or the value itself."""
+    if isinstance(value, ast.Call) and chain(value.func)[-1:] in {("field",), ("Field",), ("Option",)}:
+        default = next((k.value for k in value.keywords if k.arg == "default"), None)
+        return default or (value.args[0] if value.args else value)
+    return value

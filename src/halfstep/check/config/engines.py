@@ -1,0 +1,211 @@
+"""Every variable of a script that is an engine of DeepSpeed: created here, returned by a helper, or passed to a function.
+
+`read_engines` follows `deepspeed.initialize` through assignments, `return` and arguments of the script's own functions, and
+`Engines.bare_backwards` finds the calls of `loss.backward()` that run where an engine's `backward` should.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from halfstep.check.script.syntax.names import Names, key_of
+
+__all__ = ["Engines", "read_engines"]
+
+AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
+_ROUNDS = 4  # helpers of helpers
+_OPTIMIZER = re.compile(r"opt(?:im|imizer)?s?(?:$|[\[_])", re.IGNORECASE)
+_ABOUT_ENGINE = re.compile(r"deepspeed|engine|zero|\bds\b|hasattr", re.IGNORECASE)
+
+
+@dataclass(eq=False)
+class Engines:
+    """The engines of one script, by the function or class in which their variable is visible."""
+
+    nodes: tuple[ast.AST, ...]
+    names: Names
+    parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    keys: dict[ast.AST | None, set[str]] = field(default_factory=dict)  # None: the module
+    optimizers: set[str] = field(default_factory=set)
+    made: list[ast.Call] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return any(self.keys.values())
+
+    def scope(self, node: ast.AST, *kinds: type[ast.AST]) -> ast.AST | None:
+        """The innermost function (or node of these kinds) around a node; None for the module."""
+        parent = self.parents.get(node)
+        while parent is not None and not isinstance(parent, kinds or (ast.FunctionDef, ast.AsyncFunctionDef)):
+            parent = self.parents.get(parent)
+        return parent
+
+    def add(self, target: ast.AST, at: ast.AST) -> None:
+        """Record that a variable is an engine where `at` stands."""
+        key = key_of(target)
+        if key and key != "_":
+            scope = self.scope(at, ast.ClassDef) if key.startswith("self.") else self.scope(at)
+            self.keys.setdefault(scope, set()).add(key)
+
+    def visible(self, node: ast.AST) -> set[str]:
+        """The engines that a statement can name."""
+        keys: set[str] = set()
+        scope = self.parents.get(node)
+        hidden: set[str] = set()
+        while scope is not None:
+            if isinstance(scope, AnyFunction | ast.ClassDef):
+                keys |= self.keys.get(scope, set()) - hidden
+            if isinstance(scope, AnyFunction):
+                hidden |= set(_parameters(scope))
+            scope = self.parents.get(scope)
+        return keys | (self.keys.get(None, set()) - hidden)
+
+    def bare_backwards(self) -> Iterator[tuple[ast.Call, str]]:
+        """The calls of `loss.backward()` in functions that run an engine and step, each with that engine.
+
+        None where any call such as `engine.backward(loss)` exists: the script then chooses between the two.
+        """
+        calls = [n for n in self.nodes if isinstance(n, ast.Call)]
+        methods = [(c, c.func) for c in calls if isinstance(c.func, ast.Attribute)]
+        if any(f.attr == "backward" and c.args and self.names.full(f) != "torch.autograd.backward" for c, f in methods):
+            return
+        if any(self.names.full(c.func).endswith("Accelerator") for c in calls):
+            return  # another rule's
+        for call, func in methods:
+            is_function = self.names.full(func) == "torch.autograd.backward"
+            if self._scales(func.value):
+                continue
+            if func.attr != "backward" or (call.args and not is_function) or self._excluded(call):
+                continue
+            around = self.scope(call)
+            inside = [(c, f) for c, f in methods if self.scope(c) is around]
+            run = {key_of(c.func) for c in calls if self.scope(c) is around}
+            stepped = {key_of(f.value) for _, f in inside if f.attr == "step"}
+            for key in sorted(self.visible(call)):
+                forward = {key, f"{key}.module", f"{key}.forward"} & run
+                if key in stepped or (forward and any(_OPTIMIZER.search(s.rpartition(".")[2]) for s in stepped)):
+                    yield call, key
+                    break
+
+    def _scales(self, loss: ast.expr) -> bool:
+        """Whether a loss is `engine.scale(loss)`, DeepSpeed's API for a separate backward pass."""
+        func = loss.func if isinstance(loss, ast.Call) else None
+        return isinstance(func, ast.Attribute) and func.attr == "scale" and key_of(func.value) in self.visible(loss)
+
+    def _excluded(self, call: ast.Call) -> bool:
+        """Whether a call cannot run, or may not run, where the engine exists."""
+        created = {g for made in self.made for g in self._guards(made)}
+        for test, is_true in self._guards(call):
+            if (test, not is_true) in created:
+                return True
+            if _ABOUT_ENGINE.search(test) and (test, is_true) not in created:
+                return True
+        tests = {test for test, _ in created}
+        # `if args.deepspeed: ...; return` further up
+        leaves = [n for n in self.nodes if isinstance(n, ast.If) and isinstance(n.body[-1], ast.Return | ast.Continue)]
+        return any(_guard(n.test, is_true=True)[0] in tests for n in leaves)
+
+    def _guards(self, node: ast.AST) -> Iterator[tuple[str, bool]]:
+        """The conditions around a node, as text and truth value."""
+        parent = self.parents.get(node)
+        while parent is not None:
+            if isinstance(parent, ast.If):
+                is_main = "__main__" in ast.dump(parent.test)
+                if not is_main:
+                    yield _guard(parent.test, is_true=node in parent.body)
+            node, parent = parent, self.parents.get(parent)
+
+
+def _guard(test: ast.expr, *, is_true: bool) -> tuple[str, bool]:
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, is_true = test.operand, not is_true
+    return ast.unparse(test), is_true
+
+
+def _parameters(function: AnyFunction) -> list[str]:
+    args = function.args
+    return [a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+
+
+def read_engines(nodes: tuple[ast.AST, ...], names: Names) -> Engines:
+    """The engines of a script; empty if it does not call deepspeed.initialize."""
+    engines = Engines(nodes, names)
+    engines.made = [n for n in nodes if isinstance(n, ast.Call) and names.full(n.func) == "deepspeed.initialize"]
+    if not engines.made:
+        return engines
+    engines.parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    functions = {n.name: n for n in nodes if isinstance(n, AnyFunction)}
+    tuples: dict[str, int] = {}  # function -> position of the engine in the tuple that it returns, or -1
+    for _ in range(_ROUNDS):
+        for node in nodes:
+            if isinstance(node, ast.Assign):
+                _assign(engines, node, tuples)
+            elif isinstance(node, ast.Return) and node.value is not None:
+                position = _position(engines, node.value, tuples)
+                scope = engines.scope(node)
+                if position is not None and isinstance(scope, AnyFunction):
+                    tuples[scope.name] = position
+            elif isinstance(node, ast.Call):
+                _pass(engines, node, functions)
+    return engines
+
+
+def _position(engines: Engines, value: ast.expr, tuples: dict[str, int]) -> int | None:
+    """Where an expression has the engine: -1 if it is one, i if it is a tuple with the engine at i, None if neither."""
+    if isinstance(value, ast.Call):
+        if value in engines.made:
+            return 0
+        name = key_of(value.func).rpartition(".")[2]
+        return tuples.get(name) if key_of(value.func) in {name, f"self.{name}"} else None
+    if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
+        return -1 if _position(engines, value.value, tuples) == value.slice.value else None
+    visible = engines.visible(value)
+    if isinstance(value, ast.Tuple):
+        return next((i for i, item in enumerate(value.elts) if key_of(item) in visible), None)
+    return -1 if key_of(value) in visible else None
+
+
+def _assign(engines: Engines, node: ast.Assign, tuples: dict[str, int]) -> None:
+    position = _position(engines, node.value, tuples)
+    target = node.targets[0]
+    if position is None:
+        return
+    if isinstance(target, ast.Tuple | ast.List):
+        if 0 <= position < len(target.elts):
+            engines.add(target.elts[position], node)
+        if node.value in engines.made and len(target.elts) > 1:
+            engines.optimizers |= {key_of(target.elts[1])} - {"", "_"}
+    elif position == -1:
+        engines.add(target, node)
+    elif isinstance(target, ast.Name):  # `parts = deepspeed.initialize(...)`, then `parts[0]`
+        for other in engines.nodes:
+            if not isinstance(other, ast.Assign) or engines.scope(other) is not engines.scope(node):
+                continue
+            value = other.value
+            index = (
+                value.slice.value
+                if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant)
+                else None
+            )
+            if isinstance(value, ast.Subscript) and key_of(value.value) == target.id and index == position:
+                engines.add(other.targets[0], other)
+            first = other.targets[0]
+            if key_of(value) == target.id and isinstance(first, ast.Tuple) and len(first.elts) > position:
+                engines.add(first.elts[position], other)
+
+
+def _pass(engines: Engines, call: ast.Call, functions: dict[str, AnyFunction]) -> None:
+    """Record the parameters of the script's functions that are engines."""
+    name = key_of(call.func).rpartition(".")[2]
+    function = functions.get(name) if key_of(call.func) in {name, f"self.{name}"} else None
+    if function is None:
+        return
+    visible = engines.visible(call)
+    parameters = _parameters(function)
+    parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
+    passed = [*zip(parameters, call.args, strict=False), *((k.arg, k.value) for k in call.keywords)]
+    for parameter, value in passed:
+        if parameter in parameters and key_of(value) in visible:
+            engines.keys.setdefault(function, set()).add(str(parameter))

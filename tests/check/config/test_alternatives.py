@@ -1,0 +1,55 @@
+"""The literals that an expression may be."""
+
+import ast
+
+import pytest
+
+from halfstep.check.config.alternatives import Alternatives
+from halfstep.check.script.syntax.children import all_nodes
+
+
+def values(text):
+    """The literals that the argument of `use(...)` may be."""
+    nodes = all_nodes(ast.parse(text))
+    call = next(n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "use")
+    return [constant.value for constant in Alternatives(nodes).of(call.args[0])]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("use(16 if amp else 32)", [16, 32]),
+        ("p = 16 if amp else 32\nuse(p)", [16, 32]),
+        ("if amp:\n    p = 16\nelse:\n    p = 32\nuse(p)", [16, 32]),
+        ("use(args.p or 16)", [16]),
+        ("parser.add_argument('-q', '--p', default=16)\nuse(args.p)", [16]),
+        ("parser.add_argument('--q', dest='p', default='16')\nuse(int(args.p))", ["16"]),
+        ("parser.set_defaults(p=16)\nuse(parser.parse_args().p)", [16]),
+        ("class C:\n    p: int = 16\nuse(cfg.p)", [16]),
+        ("class C:\n    p: int = field(default=16)\nuse(cfg.p)", [16]),
+        ("def f(a, p=16):\n    use(p)", [16]),
+        ("def f(*, p=16):\n    use(p)", [16]),
+        ("class C:\n    def __init__(self, p=16):\n        self.p = p\n    def run(self):\n        use(self.p)", [16]),
+        ("@click.option('--p', default=16)\ndef f(p):\n    use(p)", [16]),
+    ],
+)
+def test_literals_of_branches_and_defaults(text, expected):
+    """Both arms of a choice and the default of an option, a field or a parameter are possible."""
+    assert values(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "use(other())",
+        "def f(p):\n    use(p)",
+        "def f(p=16):\n    if p == 16:\n        p = '16-mixed'\n    use(p)",
+        "p = 16\np = f'{p}-mixed'\nuse(p)",
+        "parser.add_argument('--p', default=16)\nargs.p = convert(args.p)\nuse(args.p)",
+        "class A:\n    p = 16\nclass B:\n    p = 32\nuse(cfg.p)",
+        "def g():\n    p = 16\ndef f():\n    use(p)",
+    ],
+)
+def test_nothing_where_the_text_does_not_decide(text):
+    """A variable that is also computed, or belongs to another function, has no literal."""
+    assert values(text) == []

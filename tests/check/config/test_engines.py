@@ -1,0 +1,64 @@
+"""Engines of DeepSpeed are followed through helpers, conditions and arguments."""
+
+import ast
+
+import pytest
+
+from halfstep.check.config.joint import configs_in_script
+from halfstep.check.files.source import Settings, Source
+from halfstep.check.rules.config.joint_loop import BareBackward
+
+CREATE = "engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model)\n"
+HELPER = "def setup(model):\n    engine, *_ = deepspeed.initialize(args=args, model=model)\n    return {returned}\n"
+CONDITIONAL = "if args.deepspeed:\n    model, optimizer, _, _ = deepspeed.initialize(args=args, model=model)\n"
+LOOP = "for x in loader:\n    loss = {engine}(x)\n    {backward}\n    {stepper}.step()\n"
+
+
+def lines(text):
+    """The lines with a finding of HS294."""
+    text = "import deepspeed\nimport torch\n" + text
+    configs = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
+    return [f.line for config in configs for f in BareBackward().check(config)]
+
+
+def loop(engine="engine", backward="loss.backward()", stepper=""):
+    return LOOP.format(engine=engine, backward=backward, stepper=stepper or engine)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CREATE + loop(backward="loss.mean().backward()"),
+        CREATE + loop(backward="(loss / 4).backward()"),
+        CREATE + loop(backward="torch.autograd.backward(loss)"),
+        CREATE + loop(backward="scaler.scale(loss).backward()"),
+        CREATE.replace("optimizer, ", "_, ") + loop(stepper="optimizer"),
+        "parts = deepspeed.initialize(args=args, model=model)\nengine = parts[0]\n" + loop(),
+        "parts = deepspeed.initialize(args=args, model=model)\nengine, *_ = parts\n" + loop(),
+        HELPER.format(returned="engine") + "net = setup(model)\n" + loop("net"),
+        HELPER.format(returned="None, engine") + "_, net = setup(model)\n" + loop("net"),
+        CONDITIONAL + loop("model", stepper="optimizer"),
+        CREATE + "critic, *_ = deepspeed.initialize(args=args, model=c)\n" + loop() + loop("critic"),
+        "def train(net, loader):\n" + "".join(f"    {line}\n" for line in loop("net").splitlines()) + CREATE + "train(engine, loader)\n",
+    ],
+)  # fmt: skip
+def test_every_engine_is_followed_to_its_loop(text):
+    """A bare backward is reported wherever the variable of its loop is an engine."""
+    assert lines(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CREATE + loop(backward="engine.scale(loss).backward()"),
+        CONDITIONAL + loop("model", "model.backward(loss) if args.deepspeed else loss.backward()"),
+        CONDITIONAL + "else:\n" + "".join(f"    {line}\n" for line in loop("model").splitlines()),
+        CONDITIONAL + "if not args.deepspeed:\n" + "".join(f"    {line}\n" for line in loop("model").splitlines()),
+        HELPER.format(returned="engine")
+        + "def plain(model, optimizer):\n    model().backward()\n    optimizer.step()\n",
+        CREATE + "critic = Critic()\n" + loop(backward="engine.backward(loss)") + loop("critic", stepper="optim"),
+    ],
+)
+def test_a_loop_without_an_engine_or_with_a_choice_is_silent(text):
+    """Nothing is reported where the engine runs backward, does not exist, or is another function's."""
+    assert not lines(text)
