@@ -137,6 +137,27 @@ def test_gradients_cleared_on_every_micro_batch(text):
     assert "HS181" in {c.partition(":")[0] for c in codes(text)}
 
 
+OWNED = """\
+import torch
+from timm.utils import NativeScaler
+loss_scaler = NativeScaler()
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y) / accum
+    loss_scaler(loss, optimizer, update_grad=(i + 1) % accum == 0)
+    {clear}
+"""
+
+
+@pytest.mark.parametrize(
+    ("clear", "expected"),
+    [("optimizer.zero_grad()", ["HS181:8"]), ("if (i + 1) % accum == 0: optimizer.zero_grad()", [])],
+)
+def test_gradients_cleared_next_to_a_scaler_with_backward(clear, expected):
+    """timm's scaler runs backward on every call and steps at the end of a window."""
+    assert [c for c in codes(OWNED.format(clear=clear)) if c.startswith("HS181")] == expected
+
+
 @pytest.mark.parametrize(
     "text",
     [

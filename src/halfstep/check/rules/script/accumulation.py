@@ -39,6 +39,7 @@ _RIGHT = _LOOP.format(start="", divide=" / accumulation_steps", end="        opt
 _COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|steps|epochs|batches|total", re.IGNORECASE)
 _LOSS = re.compile(r"loss|err|grad|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
 _BACKWARDS = ("backward", "owned_backward")
+_UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _LOSS_FUNCTION = re.compile(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
@@ -199,6 +200,8 @@ class ClearedEveryMicroBatch(TraceRule):
         back = self._backward(script, trace, index)
         window = accumulated_over(script, trace, back) if back is not None else None
         if back is None or window is None or not self._clears(trace, index, back, window):
+            window = self._owned_window(script, trace, index)
+        if window is None:
             return None
         steps = {e.optimizer for e in trace if e.kind in STEPS and e.loops == window.step.loops}
         if len(steps) > 1 and not ACCUMULATION.search(f"{window.length} {window.ends}"):
@@ -227,6 +230,23 @@ class ClearedEveryMicroBatch(TraceRule):
         if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
             return None  # Accelerate clears gradients only at the end of a window there
         return back if only_settings(script, trace[back], event) else None
+
+    @staticmethod
+    def _owned_window(script: Script, trace: Trace, index: int) -> Window | None:
+        """The window of timm's scaler, which also runs backward: `scaler(loss, optimizer, update_grad=(i + 1) % n == 0)`."""
+        event = trace[index]
+        for step in trace:
+            if step.kind != "owned_step" or step.loops != event.loops or not implied(event, step):
+                continue
+            passed = (
+                [k.value for k in step.node.keywords if k.arg in _UPDATES] if isinstance(step.node, ast.Call) else []
+            )
+            for value in passed:
+                options = [value, *script.outline.values(key_of(value), step.function)]
+                ends = next((text_of(v) for v in options if isinstance(v, ast.Compare) and "%" in text_of(v)), "")
+                if ends:
+                    return Window(step, f"`{ends}`")
+        return None
 
     @staticmethod
     def _clears(trace: Trace, index: int, back: int, window: Window) -> bool:

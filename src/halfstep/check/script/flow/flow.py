@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.check.script.flow.conditions import Conditions
@@ -284,7 +285,7 @@ class _Walk:
     def clearing(
         self,
         node: ast.stmt,
-        targets: list[ast.expr],
+        targets: Sequence[ast.expr],
         guards: tuple[Guard, ...],
         loops: tuple[Loop, ...],
         regions: tuple[Region, ...],
