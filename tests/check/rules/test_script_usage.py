@@ -397,3 +397,22 @@ def test_clipping_in_one_of_two_functions():
         "            loss = model(x).mean()\n        step_amp(loss)\n    else:\n        step_plain(model(x).mean())\n"
     )
     assert reported(text, "HS113") == ["HS113:5"]
+
+
+def test_schedules_under_the_name_of_a_scaler_are_no_scaler():
+    """`[s.step() for s in schedules]` next to `[s.step(o) for s, o in ...]` is not a step of the scaler."""
+    text = """\
+import torch
+scalers = [torch.amp.GradScaler("cuda") for _ in optimizers]
+for _ in range(start * len(loader)):
+    [s.step() for s in schedules]
+    [w.step() for w in wd_schedulers]
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.float16):
+        losses = model(x, y)
+    [s.scale(l).backward() for s, l in zip(scalers, losses)]
+    [s.step(o) for s, o in zip(scalers, optimizers)]
+    [s.update() for s in scalers]
+    [o.zero_grad() for o in optimizers]
+"""
+    assert codes(text) == []

@@ -308,6 +308,8 @@ class ClippingByDefault(DeepSpeedRule):
         text = config.source.text
         if _INFERENCE.search(PurePath(config.source.path).name) or (config.origin and not _TRAINING.search(text)):
             return  # the default changes nothing without an optimizer step
+        if config.origin and "DeepSpeedStrategy" in text:
+            return  # Lightning sets it from the Trainer's gradient_clip_val
         changed = deepspeed.since(0, 19, 3)
         trains = any(key in config.root for key in ("optimizer", "fp16", "torch_autocast", deepspeed.bf16_name))
         # A short file is often a part that a program completes; it is reported only for a known release.

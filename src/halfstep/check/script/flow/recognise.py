@@ -301,6 +301,8 @@ class Recogniser:
     def _on_step(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         key = key_of(receiver)
         kind = self.kind_of(key, function)
+        if kind == "scaler" and not call.args and not call.keywords:
+            return None  # another object under a scaler's name: `[s.step() for s in schedulers]`
         if kind == "scaler":
             return Action("scaler_step", scaler=key, optimizer=key_of(argument(call, 0, "optimizer")))
         if kind == "wrapper":
