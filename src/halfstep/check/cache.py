@@ -207,9 +207,10 @@ def _prepare(folder: Path) -> None:
 
 def _remove_old(folder: Path) -> None:
     oldest = time.time() - _MAX_AGE_SECONDS
-    for entry in os.scandir(folder):
-        if entry.name.startswith("check-") and entry.stat().st_mtime < oldest:
-            Path(entry.path).unlink(missing_ok=True)
+    with os.scandir(folder) as entries:  # closed even if another run removes a file in between
+        for entry in entries:
+            if entry.name.startswith("check-") and entry.stat().st_mtime < oldest:
+                Path(entry.path).unlink(missing_ok=True)
 
 
 def _values(finding: Finding) -> dict[str, Any]:

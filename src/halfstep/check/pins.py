@@ -86,7 +86,8 @@ def _folders(folder: Path) -> tuple[Path, ...]:
 def pins_in_folder(folder: Path) -> tuple[Pin, ...]:
     """The exact pins of the requirement files in a folder."""
     try:
-        names = sorted(e.name for e in os.scandir(folder) if e.name == "pyproject.toml" or _is_requirements(e.name))
+        with os.scandir(folder) as entries:
+            names = sorted(e.name for e in entries if e.name == "pyproject.toml" or _is_requirements(e.name))
     except OSError:
         return ()
     pins = []
@@ -123,7 +124,8 @@ def installed_pins() -> tuple[Pin, ...]:
     pins: dict[str, Pin] = {}
     for folder in sys.path:
         try:
-            names = [entry.name for entry in os.scandir(folder or ".")]
+            with os.scandir(folder or ".") as entries:
+                names = [entry.name for entry in entries]
         except OSError:
             continue
         for name in names:

@@ -237,7 +237,7 @@ class OldPrecisionName(LightningRule):
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(accelerator='gpu', precision=16)\n",
         "import lightning as L\n\nparser.add_argument('--precision', type=int, default=16)\nargs = parser.parse_args()\n"
         "trainer = L.Trainer(precision=args.precision)\n",
-        "import lightning as L\n\ntrainer = L.Trainer(precision=16 if args.amp else 32)\n",
+        "import lightning as L\n\namp = True\ntrainer = L.Trainer(precision=16 if amp else 32)\n",
         "import lightning as L\n\nconfig = {'trainer': {'precision': 16}}\ntrainer = L.Trainer(**config['trainer'])\n",
         "import lightning as L\n\nclass Trainer(L.Trainer):\n    def __init__(self):\n        super().__init__(precision=16)\n",
         "from functools import partial\nfrom lightning import Trainer\n\nmake = partial(Trainer, precision=16)\n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
@@ -75,12 +76,7 @@ class ScalerWithoutAutocast(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scaled backward in a file without any region, of a model that opens none itself."""
         event = trace[index]
-        if (
-            event.scaled != "yes"
-            or not event.scaler
-            or switched_off(script, event)
-            or _SIXTEEN.search(_code_of(script))
-        ):
+        if event.scaled != "yes" or not event.scaler or switched_off(script, event) or _mentions_16_bits(script):
             return None
         scalers = script.scalers_named(event.scaler)
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
@@ -100,14 +96,15 @@ class ScalerWithoutAutocast(TraceRule):
         return _is_created_plain(script, key, function)  # type: ignore[arg-type]
 
 
-def _code_of(script: Script) -> str:
-    """The text without comments and without imports from torch: `autocast` may be imported and never used."""
+@lru_cache(maxsize=1)  # the same for every event of a script
+def _mentions_16_bits(script: Script) -> bool:
+    """Whether anything may compute in 16 bits; comments and imports from torch do not: `autocast` may be imported and never used."""
     lines = [_COMMENT.sub("", line) for line in script.lines.text.splitlines()]
     for node in ast.walk(script.tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             for number in range(node.lineno - 1, node.end_lineno or node.lineno):
                 lines[number] = "" if number < len(lines) else lines[number]
-    return "\n".join(lines)
+    return bool(_SIXTEEN.search("\n".join(lines)))
 
 
 def _is_created_plain(script: Script, key: str, function: Function, depth: int = 3) -> bool:
