@@ -18,7 +18,7 @@ imports only from the lines after it:
     config/                     facts about configurations: JSON, YAML, dictionaries and calls in scripts
     script/                     facts about Python: names, values, training loops as traces of events
     files/                      bytes to text and back, notebooks, findings about unreadable files (HS0xx)
-    rule                        base classes, and how to write a rule
+    rule  examples              base classes, and how to write a rule; loops that examples vary
     finding  settings           the values that everything else passes around
     pins                        the versions of libraries that a program runs with
 """

@@ -12,6 +12,7 @@ the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104
        ScriptRule      check(script)                     a script: imports, calls, scalers, autocast regions
        TraceRule       judge(script, trace, index)       one event of a training loop   (halfstep.check.script.flow.order)
        ConfigRule      check(config)                     one configuration of any tool
+       KindRule        inspect(config)                   one configuration of the tool `kind`
        DeepSpeedRule   inspect(deepspeed, config)        one DeepSpeed configuration    (...config.deepspeed_facts)
        JointRule       inspect(use, config)              a script with the DeepSpeed configuration it runs (...config.joint)
 
@@ -50,7 +51,7 @@ from typing import Any, ClassVar
 from halfstep.check.finding import Finding, Fix, Place, Severity
 from halfstep.check.settings import Settings
 
-__all__ = ["ConfigRule", "Rule", "ScriptRule"]
+__all__ = ["ConfigRule", "KindRule", "Rule", "ScriptRule"]
 
 
 class Rule:
@@ -113,4 +114,19 @@ class ConfigRule(Rule):
 
     def check(self, config: Any) -> Iterator[Finding]:
         """The findings in `config`."""
+        raise NotImplementedError
+
+
+class KindRule(ConfigRule):
+    """A rule over the configurations of one tool."""
+
+    kind: ClassVar[str]  # as `halfstep.check.config.kind` names it
+
+    def check(self, config: Any) -> Iterator[Finding]:
+        """The findings in `config`, if it configures this tool."""
+        if config.kind == self.kind:
+            yield from self.inspect(config)
+
+    def inspect(self, config: Any) -> Iterator[Finding]:
+        """The findings in one configuration of this tool."""
         raise NotImplementedError

@@ -55,8 +55,6 @@ _OLD_KEYS = (
 )
 DEEPSPEED_KEYS = frozenset({*READ, *NOT_READ, *REJECTED, *_OLD_KEYS})
 
-# Keys that identify a DeepSpeed configuration whatever else it contains.
-_DEEPSPEED_ALONE = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
 _DEEPSPEED_WITH = frozenset({
     "train_batch_size", "gradient_clipping", "gradient_accumulation_steps", "steps_per_print", "wall_clock_breakdown",
     "optimizer", "scheduler", "communication_data_type", "prescale_gradients", "activation_checkpointing", "data_types",

@@ -122,8 +122,8 @@ class _Reader:
             self.skip_blanks()
             start = self.position
             quoted = _STRING.match(self.text, start)
-            bare = None if quoted else _BARE_KEY.match(self.text, start)
-            end = (quoted or bare).end() if quoted or bare else start + 1  # type: ignore[union-attr]
+            match = quoted or _BARE_KEY.match(self.text, start)
+            end = match.end() if match else start + 1
             written = self.text[start:end]
             keys.append((str(_plain(written)) if quoted else written, Span(start, end)))
             self.position = end

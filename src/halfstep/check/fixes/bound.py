@@ -31,7 +31,7 @@ from halfstep.check.fixes.certain import (
     is_used_later,
     may_be_none,
 )
-from halfstep.check.script.syntax.children import all_children_of
+from halfstep.check.script.syntax.children import all_children_of, blocks_of
 from halfstep.check.script.syntax.edits import Lines
 from halfstep.check.script.syntax.names import key_of
 
@@ -259,7 +259,7 @@ class _Facts:
         nodes = [scope, *reversed(path)]
         level = 2 if use.needs_value else 1
         for outer, inner in itertools.pairwise(nodes):
-            block = next((b for b in _blocks(outer) if inner in b), None)
+            block = next((b for b in blocks_of(outer) if inner in b), None)
             if block is None:
                 continue
             if isinstance(outer, (ast.With, ast.AsyncWith, ast.For, ast.AsyncFor)):
@@ -288,11 +288,3 @@ def _params(scope: _Scope) -> list[str]:
 
 def _last(key: str) -> str:
     return key.rsplit(".", 1)[-1]
-
-
-def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """The statement lists directly in a node."""
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(node, name, None)
-        if isinstance(block, list):
-            yield block

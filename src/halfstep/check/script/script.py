@@ -182,6 +182,15 @@ class Script:
         """The classes whose forward runs under autocast in this file, with the dtypes it may use ("?": unknown)."""
         return classes_under_autocast(self.outline, self.events("enter_autocast"))
 
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The ancestors of a node, innermost first, up to its function or the module."""
+        parent = self.outline.parents.get(node)
+        while parent is not None:
+            yield parent
+            if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                return
+            parent = self.outline.parents.get(parent)
+
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """The statement a node is part of."""
         parent: ast.AST | None = node

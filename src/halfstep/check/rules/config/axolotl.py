@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from halfstep.check.config.config import Config
 from halfstep.check.config.recipes import PLAIN_OPTIMIZERS, axolotl_fsdp, is_absent, trains_all_weights
 from halfstep.check.finding import Finding
-from halfstep.check.rule import ConfigRule, Rule
+from halfstep.check.rule import KindRule, Rule
 from halfstep.precision.node import UNKNOWN, Entry, Scalar
 
 __all__ = ["RULES"]
@@ -18,17 +18,10 @@ _MODEL = "base_model: Qwen/Qwen3-1.7B\ndatasets:\n  - path: tatsu-lab/alpaca\n  
 _TRAIN = "micro_batch_size: 2\nnum_epochs: 1\noptimizer: adamw_torch_fused\nlearning_rate: 1e-5\n"
 
 
-class AxolotlRule(ConfigRule):
+class AxolotlRule(KindRule):
     """A rule for axolotl's files."""
 
-    def check(self, config: Config) -> Iterator[Finding]:
-        """The findings in `config`, if it is axolotl's."""
-        if config.kind == "axolotl":
-            yield from self.inspect(config)
-
-    def inspect(self, config: Config) -> Iterator[Finding]:
-        """The findings in one file."""
-        raise NotImplementedError
+    kind = "axolotl"
 
 
 class AxolotlBf16Weights(AxolotlRule):

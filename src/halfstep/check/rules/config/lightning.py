@@ -9,7 +9,7 @@ from dataclasses import replace
 from halfstep.check.config.config import Config
 from halfstep.check.config.edits import replace_value
 from halfstep.check.finding import Finding, Severity
-from halfstep.check.rule import ConfigRule, Rule
+from halfstep.check.rule import KindRule, Rule
 from halfstep.precision.node import UNKNOWN
 
 __all__ = ["RULES"]
@@ -32,19 +32,17 @@ _INFERS = re.compile(r"\.(?:test|predict|validate)\(")
 _OLD_NAMES = {"16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-class LightningRule(ConfigRule):
+class LightningRule(KindRule):
     """A rule for the precision of a Trainer or Fabric."""
+
+    kind = "lightning"
 
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in `config`, if it belongs to Lightning."""
-        if config.kind == "lightning" and not config.assembled:
+        if config.kind == self.kind and not config.assembled:
             yield from self.inspect(config)
-        elif config.kind == "lightning":
+        elif config.kind == self.kind:
             yield from (replace(finding, fix=None) for finding in self.inspect(config))
-
-    def inspect(self, config: Config) -> Iterator[Finding]:
-        """The findings in one configuration."""
-        raise NotImplementedError
 
     @staticmethod
     def precision(config: Config) -> str | None:

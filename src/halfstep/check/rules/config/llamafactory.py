@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from halfstep.check.config.config import Config
 from halfstep.check.config.recipes import is_absent
 from halfstep.check.finding import Finding, Severity
-from halfstep.check.rule import ConfigRule, Rule
+from halfstep.check.rule import KindRule, Rule
 
 __all__ = ["RULES"]
 
@@ -16,18 +16,16 @@ _FULL = "model_name_or_path: Qwen/Qwen3-4B\nstage: sft\ndo_train: true\nfinetuni
 _MEMORY_SAVERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini")
 
 
-class LlamaFactoryRule(ConfigRule):
+class LlamaFactoryRule(KindRule):
     """A rule for LLaMA-Factory's arguments."""
+
+    kind = "llamafactory"
 
     def check(self, config: Config) -> Iterator[Finding]:
         """The findings in `config`, if it is LLaMA-Factory's and trains all weights or some layers."""
         trains_weights = config.value("finetuning_type") in {"full", "freeze"}
-        if config.kind == "llamafactory" and trains_weights and config.value("do_train") is True:
+        if config.kind == self.kind and trains_weights and config.value("do_train") is True:
             yield from self.inspect(config)
-
-    def inspect(self, config: Config) -> Iterator[Finding]:
-        """The findings in one file."""
-        raise NotImplementedError
 
 
 class PureBf16(LlamaFactoryRule):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.finding import Finding
-from halfstep.check.rule import ConfigRule, Rule
+from halfstep.check.rule import KindRule, Rule
 from halfstep.precision.node import Items, Scalar
 
 __all__ = ["RULES"]
@@ -26,17 +26,10 @@ _FLOAT8_BLOCKS = (("float8",), ("quantize", "linear", "float8"))
 _OUTPUT = ("output", "lm_head")
 
 
-class TorchtitanRule(ConfigRule):
+class TorchtitanRule(KindRule):
     """A rule for torchtitan's files."""
 
-    def check(self, config: Config) -> Iterator[Finding]:
-        """The findings in `config`, if it is torchtitan's."""
-        if config.kind == "torchtitan":
-            yield from self.inspect(config)
-
-    def inspect(self, config: Config) -> Iterator[Finding]:
-        """The findings in one file."""
-        raise NotImplementedError
+    kind = "torchtitan"
 
 
 class TorchtitanBf16Weights(TorchtitanRule):

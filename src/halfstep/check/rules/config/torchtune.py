@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
 from halfstep.check.finding import Finding
-from halfstep.check.rule import ConfigRule, Rule
+from halfstep.check.rule import KindRule, Rule
 from halfstep.precision.formats import canonical_name
 
 __all__ = ["RULES"]
@@ -22,17 +22,10 @@ _FULL = (
 )
 
 
-class TorchtuneRule(ConfigRule):
+class TorchtuneRule(KindRule):
     """A rule for torchtune's configurations that train."""
 
-    def check(self, config: Config) -> Iterator[Finding]:
-        """The findings in `config`, if it is torchtune's."""
-        if config.kind == "torchtune":
-            yield from self.inspect(config)
-
-    def inspect(self, config: Config) -> Iterator[Finding]:
-        """The findings in one configuration."""
-        raise NotImplementedError
+    kind = "torchtune"
 
 
 class TorchtuneBf16Weights(TorchtuneRule):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from halfstep.check.config.config import Config
 from halfstep.check.config.recipes import trained_dtype
 from halfstep.check.finding import Finding
-from halfstep.check.rule import ConfigRule, Rule
+from halfstep.check.rule import KindRule, Rule
 
 __all__ = ["RULES"]
 
@@ -15,17 +15,10 @@ _DOCS = "https://huggingface.co/docs/transformers/main_classes/trainer#transform
 _APEX = "https://github.com/NVIDIA/apex/pull/1896"
 
 
-class TrainerRule(ConfigRule):
+class TrainerRule(KindRule):
     """A rule for TrainingArguments."""
 
-    def check(self, config: Config) -> Iterator[Finding]:
-        """The findings in `config`, if it belongs to a Trainer."""
-        if config.kind == "transformers":
-            yield from self.inspect(config)
-
-    def inspect(self, config: Config) -> Iterator[Finding]:
-        """The findings in one set of arguments."""
-        raise NotImplementedError
+    kind = "transformers"
 
 
 class Fp16AndBf16(TrainerRule):

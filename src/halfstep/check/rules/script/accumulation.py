@@ -17,6 +17,7 @@ from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_
 from halfstep.check.script.objects.engines import leaves_loss
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
@@ -342,7 +343,7 @@ def _assignments_before(script: Script, statement: ast.stmt) -> Iterator[_Assign
     """The assignments that certainly run before a statement in its iteration, nearest first."""
     node: ast.AST = statement
     while (parent := script.outline.parents.get(node)) is not None:
-        block = next((b for b in _blocks(parent) if any(node is s for s in b)), [])
+        block = next((b for b in blocks_of(parent) if any(node is s for s in b)), [])
         before = block[: next((i for i, s in enumerate(block) if s is node), 0)]
         yield from _straight(reversed(before))
         if isinstance(parent, (ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
@@ -359,10 +360,6 @@ def _straight(statements: Iterable[ast.stmt]) -> Iterator[_Assignment]:
             yield _Assignment(statement, key_of(statement.target))
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             yield _Assignment(statement, key_of(statement.targets[0]))
-
-
-def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
-    return [b for name in ("body", "orelse", "finalbody") if isinstance(b := getattr(node, name, None), list)]
 
 
 def _joins_cached(script: Script) -> bool:

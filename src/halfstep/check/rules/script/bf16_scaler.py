@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.scaler_calls import framework_precisions
@@ -16,28 +17,7 @@ from halfstep.check.script.script import Script
 
 __all__ = ["RULES", "ScalerWithBf16"]
 
-_LOOP = """\
-import torch
-{scaler}
-for epoch in range(epochs):
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.{dtype}):
-            loss = loss_fn(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
-_RIGHT = _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
-_PLAIN = """\
-import torch
-for x, y in loader:
-    optimizer.zero_grad()
-    with torch.autocast("cuda", dtype=torch.{dtype}):
-        loss = loss_fn(model(x), y)
-    loss.backward()
-    optimizer.step()
-"""
+_RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
 _FULL_PRECISION = re.compile(r"== (torch\.)?['\"]?(float32|fp32|float)['\"]?$")
 _SWITCH = re.compile(r"(^|[._])(use_|with_)?(amp|mixed_precision)$")
 _ONLY_BF16 = re.compile(
@@ -65,14 +45,16 @@ class ScalerWithBf16(ScriptRule):
         "steps, and with bfloat16 parameters `unscale_` raises on CUDA: not implemented for 'BFloat16'."
     )
     bad = (
-        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="bfloat16"),
-        _LOOP.format(scaler="scaler = torch.cuda.amp.GradScaler()", dtype="bfloat16"),
+        SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="bfloat16"),
+        SCALED_LOOP.format(scaler="scaler = torch.cuda.amp.GradScaler()", dtype="bfloat16"),
     )
     good = (
-        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
+        SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=False)', dtype="bfloat16"),
         _RIGHT,
-        _PLAIN.format(dtype="bfloat16"),
-        _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))', dtype="bfloat16"),
+        PLAIN_LOOP.format(dtype="bfloat16"),
+        SCALED_LOOP.format(
+            scaler='scaler = torch.amp.GradScaler("cuda", enabled=(dtype == "float16"))', dtype="bfloat16"
+        ),
     )
     references = (
         "https://github.com/pytorch/pytorch/issues/127176",

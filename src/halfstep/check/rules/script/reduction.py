@@ -72,15 +72,8 @@ class UnscaleBeforeReduction(ScriptRule):
     @staticmethod
     def _same_path(script: Script, first: ast.Call, last: ast.Call) -> bool:
         """Whether the second call follows the first in the same pass: no loop or branch around the first excludes it."""
-        around = set(_above(script, last))
-        return all(node in around for node in _above(script, first) if isinstance(node, (ast.For, ast.While, ast.If)))
-
-
-def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    parent = script.outline.parents.get(node)
-    while parent is not None:
-        yield parent
-        parent = script.outline.parents.get(parent)
+        around = set(script.above(last))
+        return all(node in around for node in script.above(first) if isinstance(node, (ast.For, ast.While, ast.If)))
 
 
 def _reductions(script: Script) -> Iterator[CallSite]:

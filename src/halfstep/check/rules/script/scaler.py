@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
@@ -18,28 +19,7 @@ __all__ = ["RULES"]
 
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
-_LOOP = """\
-import torch
-{scaler}
-for epoch in range(epochs):
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.{dtype}):
-            loss = loss_fn(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
-_RIGHT = _LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
-_PLAIN = """\
-import torch
-for x, y in loader:
-    optimizer.zero_grad()
-    with torch.autocast("cuda", dtype=torch.{dtype}):
-        loss = loss_fn(model(x), y)
-    loss.backward()
-    optimizer.step()
-"""
+_RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -64,7 +44,7 @@ class ScalerInLoop(TraceRule):
         "adapts, and a model that overflows at 65536 never takes a step."
     )
     bad = (
-        _LOOP.replace("{scaler}\n", "")
+        SCALED_LOOP.replace("{scaler}\n", "")
         .replace("    for x, y in loader:", '    scaler = torch.amp.GradScaler("cuda")\n    for x, y in loader:')
         .format(dtype="float16"),
         "import torch\nfrom torch.cuda.amp import GradScaler\ndef train(model, loader, optimizer):\n    scaler = GradScaler()\n"
@@ -142,13 +122,13 @@ class ScalerUnused(ScriptRule):
         "the optimizer and be updated."
     )
     bad = (
-        _PLAIN.format(dtype="bfloat16").replace(
+        PLAIN_LOOP.format(dtype="bfloat16").replace(
             "import torch\n", 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
         ),
         "import torch\nfrom torch.cuda.amp import GradScaler, autocast\nscaler = GradScaler()\nfor x in loader:\n"
         "    with autocast(dtype=torch.bfloat16):\n        loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
     )
-    good = (_PLAIN.format(dtype="bfloat16"), _RIGHT)
+    good = (PLAIN_LOOP.format(dtype="bfloat16"), _RIGHT)
     references = (f"{_AMP}#gradient-scaling",)
 
     def check(self, script: Script) -> Iterator[Finding]:

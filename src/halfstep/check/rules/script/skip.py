@@ -12,6 +12,7 @@ from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, is_amp, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
@@ -156,7 +157,7 @@ def _find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
     Its branch ends in `continue` in a loop, and in `return` in a function that a loop calls once per iteration.
     """
     start = node = _place(script, event, depth)
-    above = list(_above(script, start))
+    above = list(script.above(start))
     in_loop = any(isinstance(parent, _LOOPS) for parent in above)
     if not in_loop and not _is_repeated(script, event, depth, above[-1] if above else None):
         return None
@@ -164,7 +165,7 @@ def _find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
     for parent in above:
         if isinstance(parent, (ast.Try, ast.TryStar)) and parent.finalbody:
             return None  # `finally` runs after `return` too
-        block = next((b for b in _blocks(parent) if node in b), [])
+        block = next((b for b in blocks_of(parent) if node in b), [])
         rest = block[block.index(node) + (node is not start) :] if block else []
         tests = [s for s in rest if isinstance(s, ast.If) and isinstance(s.body[-1], leave)]
         for test in tests[:MAX_TESTS]:
@@ -179,7 +180,7 @@ def _find_skip(script: Script, event: Event, depth: int) -> ast.If | None:
 def _find_branch(script: Script, event: Event, depth: int, updates: list[Event]) -> ast.If | None:
     """The test of the gradients, in one function, whose one branch contains every update and whose other continues."""
     start = _place(script, event, depth)
-    above = list(_above(script, start))
+    above = list(script.above(start))
     in_loop = any(isinstance(parent, _LOOPS) for parent in above)
     if any(u.kind == "handed" or u.roots[:depth] != event.roots[:depth] for u in updates):
         return None
@@ -198,7 +199,7 @@ def _find_branch(script: Script, event: Event, depth: int, updates: list[Event])
 def _branches(script: Script, node: ast.AST, above: list[ast.AST]) -> list[tuple[ast.If, bool]]:
     """The tests around a statement, each with whether it is in the body, up to a block that contains `above` as well."""
     tests = []
-    for parent in _above(script, node):
+    for parent in script.above(node):
         if parent in above:
             break
         if isinstance(parent, ast.If):
@@ -207,21 +208,11 @@ def _branches(script: Script, node: ast.AST, above: list[ast.AST]) -> list[tuple
     return tests
 
 
-def _above(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    """The ancestors of a statement, innermost first, up to its function or the module."""
-    parent = script.outline.parents.get(node)
-    while parent is not None:
-        yield parent
-        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return
-        parent = script.outline.parents.get(parent)
-
-
 def _is_repeated(script: Script, event: Event, depth: int, function: ast.AST | None) -> bool:
     """Whether the caller continues with the next batch when a function returns."""
     if depth == 0:  # no caller in this file: decide by the name
         return isinstance(function, ast.FunctionDef) and bool(_STEP.search(function.name))
-    looped = any(isinstance(node, _LOOPS) for root in event.roots[:depth] for node in _above(script, root))
+    looped = any(isinstance(node, _LOOPS) for root in event.roots[:depth] for node in script.above(root))
     return looped and not _stops(script, _place(script, event, depth - 1))
 
 
@@ -229,7 +220,7 @@ def _stops(script: Script, call: ast.stmt) -> bool:
     """Whether the caller tests the return value and may leave the loop: `if not train_step(batch): break`."""
     targets = call.targets if isinstance(call, ast.Assign) else []
     results = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-    block = next((b for b in _blocks(script.outline.parents.get(call)) if call in b), [])
+    block = next((b for b in blocks_of(script.outline.parents.get(call)) if call in b), [])
     for test in block[block.index(call) :] if block else ():
         if isinstance(test, ast.If):
             read = {node.id for node in ast.walk(test.test) if isinstance(node, ast.Name)}
@@ -287,10 +278,6 @@ def _is_elsewhere(script: Script, call: ast.Call, event: Event) -> bool:
     key = key_of(call.func)
     inherited = key.startswith("self.") and key.count(".") == 1 and not _LOGS.search(key)
     return inherited and script.outline.call_target(call, event.function) is None
-
-
-def _blocks(node: ast.AST | None) -> list[list[ast.stmt]]:
-    return [b for name in ("body", "orelse", "finalbody") if isinstance(b := getattr(node, name, None), list)]
 
 
 RULES: tuple[type[Rule], ...] = (SkipWithoutUpdate,)

@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 
+from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible
@@ -21,27 +22,7 @@ __all__ = ["RULES"]
 MAX_REGIONS = 8  # before one backward that its loss is traced to
 
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
-_SCALED = """\
-import torch
-scaler = torch.amp.GradScaler("cuda")
-for epoch in range(epochs):
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = loss_fn(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
-_PLAIN = """\
-import torch
-for x, y in loader:
-    optimizer.zero_grad()
-    with torch.autocast("cuda", dtype=torch.{dtype}):
-        loss = loss_fn(model(x), y)
-    loss.backward()
-    optimizer.step()
-"""
+_SCALED = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
 _ITEM = """\
 import torch
 for batch in loader:
@@ -76,12 +57,12 @@ class Fp16WithoutScaler(TraceRule):
         "their weights stop learning; the loss stalls or becomes NaN. bfloat16 has the range of float32 and needs no scaler."
     )
     bad = (
-        _PLAIN.format(dtype="float16"),
+        PLAIN_LOOP.format(dtype="float16"),
         "import torch\nfrom torch.cuda.amp import autocast\nfor x, y in loader:\n    optimizer.zero_grad()\n    with autocast():\n"
         "        out = model(x)\n        loss = criterion(out, y)\n    loss.backward()\n    optimizer.step()\n",
         _ITEM.format(dtype="float16"),
     )
-    good = (_PLAIN.format(dtype="bfloat16"), _SCALED, _ITEM.format(dtype="bfloat16"))
+    good = (PLAIN_LOOP.format(dtype="bfloat16"), _SCALED, _ITEM.format(dtype="bfloat16"))
     references = (f"{_AMP}#gradient-scaling", "https://arxiv.org/abs/1710.03740")
     kinds = ("backward",)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import lru_cache
 
-__all__ = ["all_children_of", "all_nodes", "children_of"]
+__all__ = ["all_children_of", "all_nodes", "blocks_of", "children_of"]
 
 # Fields without nodes that rules look at, such as contexts and operators.
 _SKIP = {"ctx", "op", "ops", "type_comment", "names", "level", "returns", "annotation", "type_params", "kind"}
@@ -20,14 +20,7 @@ def children_of(node: ast.AST) -> list[ast.AST]:
     fields = _FIELDS.get(kind)
     if fields is None:
         fields = _FIELDS[kind] = tuple(f for f in kind._fields if f not in _SKIP)
-    children: list[ast.AST] = []
-    for name in fields:
-        value = getattr(node, name, None)
-        if isinstance(value, list):
-            children += [v for v in value if isinstance(v, ast.AST)]
-        elif isinstance(value, ast.AST):
-            children.append(value)
-    return children
+    return _nodes_in(node, fields)
 
 
 def all_children_of(node: ast.AST) -> list[ast.AST]:
@@ -36,6 +29,10 @@ def all_children_of(node: ast.AST) -> list[ast.AST]:
     fields = _ALL_FIELDS.get(kind)
     if fields is None:
         fields = _ALL_FIELDS[kind] = tuple(f for f in kind._fields if f not in _NO_NODES)
+    return _nodes_in(node, fields)
+
+
+def _nodes_in(node: ast.AST, fields: tuple[str, ...]) -> list[ast.AST]:
     children: list[ast.AST] = []
     for name in fields:
         value = getattr(node, name, None)
@@ -44,6 +41,11 @@ def all_children_of(node: ast.AST) -> list[ast.AST]:
         elif isinstance(value, ast.AST):
             children.append(value)
     return children
+
+
+def blocks_of(node: ast.AST | None) -> list[list[ast.stmt]]:
+    """The lists of statements directly in a node."""
+    return [b for name in ("body", "orelse", "finalbody") if isinstance(b := getattr(node, name, None), list)]
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,27 @@
+"""Training loops that the examples of several rules vary."""
+
+from __future__ import annotations
+
+__all__ = ["PLAIN_LOOP", "SCALED_LOOP"]
+
+SCALED_LOOP = """\
+import torch
+{scaler}
+for epoch in range(epochs):
+    for x, y in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.{dtype}):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+PLAIN_LOOP = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
