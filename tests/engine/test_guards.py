@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from halfstep.engine.engine import Engine
-from halfstep.engine.guards import GradientGuard, ModelGuard
+from halfstep.engine.guards import GradientGuard, ModelGuard, count_registrations, num_registrations
 from halfstep.errors import SettingError
 
 
@@ -385,6 +385,21 @@ def test_what_is_written_into_a_modules_tables_is_noticed_a_few_checks_later():
     with pytest.raises(SettingError, match=r"1.bias came into the model"):
         for _ in range(16):
             guard.check("step")
+
+
+def test_only_registrations_in_the_model_itself_are_counted():
+    """A forward that iterates over a slice of its layers makes a new ModuleList, and that changes nothing in the model."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    before = count_registrations(model)
+    assert len(model.layers[:3]) == 3
+    nn.Sequential(nn.Linear(1, 1))
+    assert num_registrations() == before
+    model.layers[0].bias = None
+    model.layers[1].weight = nn.Parameter(torch.zeros(2, 2))
+    model.layers[2].register_buffer("seen", torch.zeros(1))
+    model.layers.append(nn.Linear(2, 2))
+    assert num_registrations() >= before + 3
 
 
 def test_a_loss_of_another_model_is_reported_once(caplog):

@@ -11,7 +11,7 @@ from torch import nn
 
 from halfstep import optim
 from halfstep.backends import Backend, SingleDevice
-from halfstep.engine.steps import Decision, StepPath, choose_path, coalesce, decide, take_step, unscale_in_place
+from halfstep.engine.steps import Decision, StepPath, choose_path, decide, gradients_of, take_step, unscale_in_place
 
 # Some versions of torch say so whenever a sparse tensor is made, here or in coalesce().
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -159,7 +159,7 @@ def test_sparse_gradients_made_by_a_function_are_stepped():
     model = Table()
     path = choose_path(torch.optim.SGD(model.parameters(), lr=1.0), model)
     model(torch.tensor([1, 1])).sum().backward()
-    coalesce(list(model.parameters()))
+    gradients_of(dict(model.named_parameters()))
     take_step([path], decide([model.weight.grad], torch.tensor(2.0), None, ONE_RANK), ONE_RANK, divides=True)
     assert model.weight.detach()[:, 0].tolist() == [1, 0, 1, 1, 1]
 
@@ -276,9 +276,11 @@ def test_coalescing_shows_a_sum_that_overflows():
     dense.grad = torch.ones(2)
     assert decide([param.grad], torch.tensor(1.0), None, ONE_RANK).found_inf.item() == 0
     before = dense.grad
-    coalesce([param, dense, none])
+    gradients = gradients_of({"param": param, "dense": dense, "none": none})
+    assert gradients.keys() == {"param", "dense"}
+    assert gradients["param"] is param.grad
     assert param.grad.is_coalesced()
-    assert dense.grad is before
+    assert gradients["dense"] is dense.grad is before
     assert decide([param.grad], torch.tensor(1.0), None, ONE_RANK).found_inf.item() == 1
 
 
@@ -426,7 +428,7 @@ def test_sparse_gradients_are_unscaled_clipped_and_stepped():
     path = choose_path(torch.optim.SGD(sparse.parameters(), lr=0.5), sparse)
     index = torch.tensor([1, 1, 4, 2, 1])
     (sparse(index).square().sum() * 256).backward()
-    coalesce([sparse.weight])
+    gradients_of({"weight": sparse.weight})
     take_step([path], decide([sparse.weight.grad], torch.tensor(256.0), 1.0, ONE_RANK), ONE_RANK, divides=True)
     dense(index).square().sum().backward()
     nn.utils.clip_grad_norm_(dense.parameters(), 1.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from halfstep.engine.guards import num_registrations
+from halfstep.engine.guards import count_registrations, num_registrations
 from halfstep.events import log_warning
 
 __all__ = ["RESTORE_COPIES", "BufferGuard"]
@@ -28,7 +28,7 @@ class BufferGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._tables, self._registered = _tables(model), num_registrations()
+        self._tables, self._registered = _tables(model), count_registrations(model)
         self._saved: dict[str, Tensor] | None = None
 
     def save(self) -> None:
@@ -62,7 +62,7 @@ class BufferGuard:
 
     def _buffers(self) -> dict[str, Tensor]:
         if self._registered != num_registrations():
-            self._tables, self._registered = _tables(self._model), num_registrations()
+            self._tables, self._registered = _tables(self._model), count_registrations(self._model)
         own = ((prefix, *item) for prefix, table in self._tables if table for item in table.items())
         # A buffer that two modules share is listed once.
         buffers = {b: f"{prefix}.{name}" if prefix else name for prefix, name, b in own if b is not None}

@@ -29,6 +29,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -38,21 +39,32 @@ from halfstep.errors import SettingError
 from halfstep.events import log_warning
 from halfstep.hardware.units import few
 
-__all__ = ["GradientGuard", "ModelGuard", "num_registrations"]
+__all__ = ["GradientGuard", "ModelGuard", "count_registrations", "num_registrations"]
 
 _EVERY = 16  # checks: the tables are compared although nothing was registered
 _registrations = 0
+_counted: WeakSet[nn.Module] = WeakSet()
 
 
 def num_registrations() -> int:
-    """How often a parameter, module or buffer was registered in this process since this was first called."""
-    _start_counting()
+    """How often a parameter, module or buffer was registered in a module of a model that `count_registrations` saw."""
     return _registrations
 
 
-def _count(*_: object) -> None:
+def count_registrations(model: nn.Module) -> int:
+    """Count registrations in this model's modules from now on; returns the count so far.
+
+    Those in other modules do not count: a slice of a ModuleList, as many models take in every forward, registers its layers
+    in a new list.
+    """
+    _start_counting()
+    _counted.update(model.modules())
+    return _registrations
+
+
+def _count(module: nn.Module, *_: object) -> None:
     global _registrations  # noqa: PLW0603 - torch's hooks are global too
-    _registrations += 1
+    _registrations += module in _counted
 
 
 @functools.cache
@@ -180,7 +192,7 @@ class ModelGuard:
         # Weak: a part of the model that is dropped later must not stay in memory.
         self._idle = WeakTensorKeyDictionary({p: None for p in module.parameters() if id(p) not in self._owned})
         self._structure = _structure(module)
-        self._registered, self._num_checks = num_registrations(), 0
+        self._registered, self._num_checks = count_registrations(module), 0
         self.parameters = list(module.parameters())  # all of the module, as of the last check
         self._new: dict[str, Tensor] = {}
         self._warned = False
@@ -198,6 +210,7 @@ class ModelGuard:
                 "model on its device in fp32, then its optimizer and the Engine, and choose the precision with Engine(precision=...)."
             )
         if self._has_changed():
+            count_registrations(self._module)
             self._structure = _structure(self._module)
             self.parameters = list(self._module.parameters())
             named = self._module.named_parameters()

@@ -18,7 +18,7 @@ Several optimizers share one decision: a non-finite gradient anywhere skips them
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,8 @@ __all__ = [
     "Decision",
     "StepPath",
     "choose_path",
-    "coalesce",
     "decide",
+    "gradients_of",
     "reject_foreign_steps",
     "take_step",
     "unscale_in_place",
@@ -149,11 +149,13 @@ def _own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @torch.no_grad()
-def coalesce(params: Sequence[Tensor]) -> None:
-    """Sum duplicate rows of sparse gradients, so that a sum that overflows is detected."""
-    for param in params:
-        if param.grad is not None and param.grad.is_sparse and not param.grad.is_coalesced():
-            param.grad = param.grad.coalesce()
+def gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients that there are, by name; duplicate rows of sparse ones are summed, so that an overflow is detected."""
+    gradients = {name: grad for name, param in params.items() if (grad := param.grad) is not None}
+    for name, grad in gradients.items():
+        if grad.is_sparse and not grad.is_coalesced():
+            gradients[name] = params[name].grad = grad.coalesce()
+    return gradients
 
 
 @torch.no_grad()

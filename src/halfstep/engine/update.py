@@ -18,7 +18,7 @@ from halfstep.engine.buffers import BufferGuard
 from halfstep.engine.ema import Ema
 from halfstep.engine.release import GradientRelease
 from halfstep.engine.setup import PreparedRun
-from halfstep.engine.steps import Decision, coalesce, decide, take_step, unscale_in_place, widen
+from halfstep.engine.steps import Decision, decide, gradients_of, take_step, unscale_in_place, widen
 from halfstep.engine.watch import hook_of
 from halfstep.engine.window import Window
 from halfstep.kernels.gradstats import dense_values, total_norm
@@ -55,8 +55,7 @@ class Update:
         if reference is not window.reference:
             self._multiply(window, window.adopt(reference))
         self.backend.reduce_gradients()
-        coalesce(list(self.run.params.values()))
-        return {name: p.grad for name, p in self.run.params.items() if p.grad is not None}
+        return gradients_of(self.run.params)
 
     def unscale(self, window: Window) -> None:
         """Divide the gradients in place, and remember in the window whether all were finite."""

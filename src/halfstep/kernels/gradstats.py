@@ -31,14 +31,20 @@ def dense_values(grad: Tensor) -> Tensor:
 
 
 def known_sums(grads: Sequence[Tensor], tables: dict[Any, Any] | None) -> Tensor | None:
-    """The sums of squares, by one launch, if these gradients have the addresses of those in the last `total_norm`.
+    """The sums of squares, by one launch, if all gradients are of the kind of those in the last `total_norm`.
 
-    That is the usual step: the allocator returned the same memory, and the host need not examine each gradient.
+    That is the usual step. If the allocator even returned the same memory, the host need not examine each gradient.
     """
     known = None if tables is None or not grads else tables.get("all")
-    if known is None or not known.knows(grads):
+    if known is None:
         return None
-    sums: Tensor = known.same_sums(grads)
+    if known.knows(grads):
+        same: Tensor = known.same_sums(grads)
+        return same
+    device, dtype = known.device, known.dtype
+    if not all(g.dtype is dtype and g.layout is torch.strided and g.is_contiguous() and g.device == device for g in grads):
+        return None
+    sums: Tensor = known.sums(grads)
     return sums
 
 

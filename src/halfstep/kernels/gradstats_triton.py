@@ -111,6 +111,7 @@ class GradStats:
     """Sums of squares of a list of gradients of one dtype on one device; reuses its tables from step to step."""
 
     def __init__(self) -> None:
+        self.device, self.dtype = torch.device("cpu"), torch.float32  # of the last call
         self._pointers = PointerTable()
         self._chunks: ChunkTable | None = None
 
@@ -120,6 +121,7 @@ class GradStats:
         key = (tuple(g.numel() for g in grads), self._pointers.aligned())
         if self._chunks is None or self._chunks.key != key:
             self._chunks = ChunkTable(*key, CHUNK, grads[0].device)
+        self.device, self.dtype = grads[0].device, grads[0].dtype
         return self._launch(pointers, grads[0], len(grads), out)
 
     def knows(self, grads: Sequence[Tensor]) -> bool:
