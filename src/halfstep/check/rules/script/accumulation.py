@@ -13,13 +13,13 @@ from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, implied, later, only_settings
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over
+from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched
 from halfstep.check.script.objects.engines import leaves_loss
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import MAX_BINDINGS
+from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding
 
 __all__ = ["RULES"]
 
@@ -39,6 +39,7 @@ _RIGHT = _LOOP.format(start="", divide=" / accumulation_steps", end="        opt
 # What a schedule divides, not a loss: `len(loader) / accumulation_steps` counts optimizer steps.
 _COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|steps|epochs|batches|total", re.IGNORECASE)
 _LOSS = re.compile(r"loss|err|grad|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
+_NUMBER = re.compile(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.item() / accumulation_steps`
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
@@ -105,7 +106,9 @@ class LossNotDivided(TraceRule):
         last = length.rsplit(".", 1)[-1]
         if last in {"0", "1"} or self._nominal(script, last) or not self._cleared_after(trace, event, window):
             return None
-        if any(e.kind in self.kinds and e.loops == event.loops and e.function is event.function for e in trace[:index]):
+        others = [e for e in trace[:index] if e.loops == event.loops and e.function is event.function]
+        twins = {(g.text, not g.is_true) for g in branched(trace, event)}
+        if any(e.kind in self.kinds and not twins & set(e.guards) for e in others):
             return None  # reported at the first backward
         if self._divided(script, last) or self._weighted(script, event) or _divides_gradients(script):
             return None
@@ -120,16 +123,19 @@ class LossNotDivided(TraceRule):
     @staticmethod
     def _cleared_after(trace: Trace, event: Event, window: Window) -> bool:
         """Whether gradients are cleared once per window, and not on every micro-batch."""
-        cleared = [e for e in trace if e.kind == "zero_grad" and e.loops[: len(window.step.loops)] == window.step.loops]
-        if window.step.loops != event.loops:
+        depth = min(len(window.step.loops), len(event.loops))
+        cleared = [e for e in trace if e.kind == "zero_grad" and e.loops[:depth] == event.loops[:depth]]
+        if window.by_loop:
             return bool(cleared) and all(e.loops != event.loops for e in cleared)
-        cleared = [e for e in cleared if e.loops == event.loops]
-        return bool(cleared) and all(any(g not in event.guards for g in e.accumulating) for e in cleared)
+        shared = set(event.guards) - set(branched(trace, event))
+        return bool(cleared) and all(any(g not in shared for g in e.accumulating) for e in cleared)
 
     @staticmethod
     def _divided(script: Script, last: str) -> bool:
-        """Whether anything but a number of steps is divided by the number of micro-batches."""
+        """Whether anything but a number of steps, or a number for the log, is divided by the number of micro-batches."""
         for divisor, divided in _divisions(script):
+            if _NUMBER.search(divided):
+                continue
             if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not (
                 _COUNTS.search(divided) and not _LOSS.search(divided)
             ):
@@ -172,12 +178,19 @@ class LossNotDivided(TraceRule):
     def _weighted(script: Script, event: Event) -> bool:
         """Whether the loss is divided by something other than a constant, under any name."""
         names = {n.id for n in ast.walk(event.node) if isinstance(n, ast.Name)} | {event.subject.partition(".")[0]}
-        bound = [b for name in names - {"", "self"} for b in script.outline.lookup(name, event.function)]
+        bound = [b for name in names - {"", "self"} for b in _before(script, name, event)]
         nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]
         return any(
             isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div) and not isinstance(n.right, ast.Constant)
             for n in nodes
         )
+
+
+def _before(script: Script, name: str, event: Event) -> list[Binding]:
+    """The assignments that may bind a variable at an event: those before it, where its own function has any."""
+    every = script.outline.lookup(name, event.function)
+    line = getattr(event.node, "lineno", 0)
+    return [b for b in every if b.function is event.function and getattr(b.node, "lineno", 0) <= line] or every
 
 
 class ClearedEveryMicroBatch(TraceRule):

@@ -47,6 +47,22 @@ class Conditions:
             )
         return (Guard(self._flag(test), is_true),)
 
+    def targets(self, call: ast.Call) -> list[tuple[Function, tuple[Guard, ...]]]:
+        """The functions of this file that a call may run, each with the guards under which it does."""
+        target = self.outline.call_target(call, self.function)
+        methods = [target] if target is not None else self.outline.possible_targets(call, self.function)
+        if any(map(self._is_optimizer_step, methods)):
+            return []  # the step itself is what matters, not how the optimizer computes it
+        # Of several classes one at a time, and the same one at every call.
+        labels = [Guard(f"class@{method.cls}", is_true=True) for method in methods] if len(methods) > 1 else []
+        others = [Guard(label.text, is_true=False) for label in labels]
+        choices = [(*others[:i], label) for i, label in enumerate(labels)] or [()]
+        return list(zip(methods, choices, strict=False))
+
+    def _is_optimizer_step(self, method: Function) -> bool:
+        bases = self.outline.bases.get(method.cls, ()) if method.name in {"step", "zero_grad"} else ()
+        return any(text_of(base).endswith("Optimizer") or ".optim." in self.outline.names.full(base) for base in bases)
+
     def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr, *, is_true: bool) -> tuple[Guard, ...]:
         """The guards of `left op right`, if they are written differently."""
         if isinstance(right, ast.Constant) and (right.value is None or isinstance(right.value, bool)):
@@ -68,7 +84,7 @@ class Conditions:
         """A condition's text; a variable that copies another, counts a window or is a scaler created under a flag is replaced."""
         key = key_of(test)
         if not key:
-            return text_of(test)
+            return (self.window(test) if isinstance(test, ast.Call) else "") or text_of(test)
         bindings = self.outline.lookup(key, self.function)
         if len(bindings) == 1 and bindings[0].value is not None and bindings[0].index is None:
             value = bindings[0].value
@@ -84,7 +100,18 @@ class Conditions:
             return text_of(node)
         bindings = self.outline.lookup(key_of(node), self.function) if key_of(node) else ()
         value = bindings[0].value if len(bindings) == 1 and bindings[0].index is None else None
+        if not bindings:
+            value = self._returned(node)
         return text_of(value) if value is not None and _counts(value) else ""
+
+    def _returned(self, node: ast.expr) -> ast.expr | None:
+        """What a call of a one-line function, or a property of this class, returns: `self.is_last(i)`."""
+        name = key_of(node)
+        method = self.outline.call_target(node, self.function) if isinstance(node, ast.Call) else None
+        if method is None and name.startswith("self."):
+            method = self.outline.classes.get(self.function.cls, {}).get(name[len("self.") :])
+        last = method.body[-1] if method is not None and method.body else None
+        return last.value if isinstance(last, ast.Return) else None
 
 
 def _counts(value: ast.expr) -> bool:

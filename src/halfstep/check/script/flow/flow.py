@@ -167,20 +167,12 @@ class _Walk:
             under = guards
             for choice in choices:
                 under = (*under, *self.tests.guards(choice.test, is_true=choice.is_true))
-            target = self.outline.call_target(call, self.function)
-            if target is not None:
+            targets = self.tests.targets(call)
+            for target, chosen in targets:
                 if target is not self.function:
-                    self.items.append(
-                        Jump(
-                            call,
-                            target,
-                            self.arguments(call, target),
-                            self.literals(call, target),
-                            under,
-                            loops,
-                            regions,
-                        )
-                    )
+                    arguments, literals = self.arguments(call, target), self.literals(call, target)
+                    self.items.append(Jump(call, target, arguments, literals, (*under, *chosen), loops, regions))
+            if targets:
                 continue
             action = self.recogniser.action_of(call, self.function)
             if action is not None:

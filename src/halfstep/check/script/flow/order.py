@@ -50,6 +50,8 @@ _VARYING = re.compile(
     r"\b(i|it|iter|iteration|epoch|batch|batch_(i|num|id))\b|except@|case@",
     re.IGNORECASE,
 )
+# What is read from settings does not vary, whatever it is called: `args.skip_nan`, `config.training.unscale`.
+_CONFIGURED = re.compile(r"\b(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+\b(?!\()", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
 _PURE = {"len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "torch.cuda.is_available("}
 AnyLoop = ast.For | ast.AsyncFor | ast.While
@@ -134,9 +136,9 @@ def is_setting(script: Script, guard: Guard, event: Event) -> bool:
     text = guard.text
     if is_accumulation(guard):
         return False
-    if _is_initial(script, text):
+    if text.startswith("class@") or _is_initial(script, text):
         return True
-    if _VARYING.search(re.sub(r"'[^']*'", "''", text)):
+    if _VARYING.search(_CONFIGURED.sub("", re.sub(r"'[^']*'", "''", text))):
         return False
     names = _NAME.findall(text)
     # `conf.get("clip", None)` reads a setting like `conf.clip`.

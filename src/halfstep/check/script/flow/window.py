@@ -10,13 +10,13 @@ import ast
 import re
 from dataclasses import dataclass
 
-from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import STEPS, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 
-__all__ = ["ACCUMULATION", "Window", "accumulated_over", "targets_of", "window_of"]
+__all__ = ["ACCUMULATION", "Window", "accumulated_over", "branched", "micro_batches", "targets_of", "window_of"]
 
 # Names of the number of micro-batches.
 ACCUMULATION = re.compile(
@@ -25,6 +25,8 @@ ACCUMULATION = re.compile(
 _MODULO = re.compile(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
 _REACHED = re.compile(r"(?:==|>=) ([A-Za-z_][\w.\[\]'\"]*)$")  # the number that a counter has to reach
 _FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
+_AROUND = {"enumerate", "tqdm", "zip", "list", "iter", "reversed"}  # functions that iterate over their first argument
+_MICRO = re.compile(r"^_?(micro|mini|sub)_?batches$", re.IGNORECASE)
 _COUNTER = re.compile(r"(==|>=) [A-Za-z_]")  # `count == accumulate`, `count >= accumulate`
 
 
@@ -35,6 +37,7 @@ class Window:
     step: Event
     ends: str  # in words: `(i + 1) % n == 0`, or the end of a loop
     length: str = ""  # the number of micro-batches, as the script writes it
+    by_loop: bool = False  # whether it is a loop of its own, with the step after it
 
     @property
     def line(self) -> int:
@@ -111,13 +114,28 @@ def accumulated_over(script: Script, trace: Trace, index: int) -> Window | None:
     step = trace[following] if following is not None else None
     if step is None or step.kind == "owned_step" or any(g not in step.guards for g in event.accumulating):
         return None
-    if step.loops != event.loops:
-        return _counted_loop(script, event, step)
+    depth = min(len(step.loops), len(event.loops))
+    if step.loops[:depth] != event.loops[:depth] or not _is_over_optimizers(script, step, depth):
+        return None
+    shared = set(event.guards) - set(branched(trace, event))
     for guard in step.accumulating:
-        length = "" if guard in event.guards else _length(script, guard.text)
+        length = "" if guard in shared else _length(script, guard.text)
         if length:
             return Window(step, f"`{guard.text}`", length)
-    return None
+    return _counted_loop(script, event, step) if len(event.loops) > depth else None
+
+
+def branched(trace: Trace, event: Event) -> list[Guard]:
+    """The ends of a window around a backward that another one complements: `if last: backward`, `else: with no_sync(): backward`."""
+    others = [e for e in trace if e.kind == event.kind and e.loops == event.loops and e is not event]
+    return [g for g in event.accumulating if any((g.text, not g.is_true) in e.guards for e in others)]
+
+
+def _is_over_optimizers(script: Script, step: Event, depth: int) -> bool:
+    """Whether the loops around a step, from a depth on, are over the optimizers: `for o in optimizers: o.step()`."""
+    names = set(re.findall(r"\w+", step.local.optimizer))
+    loops = loops_around(script, step)
+    return len(loops) == len(step.loops) and all(names & targets_of(loop) for loop in loops[depth:])
 
 
 def _length(script: Script, text: str) -> str:
@@ -134,15 +152,27 @@ def _length(script: Script, text: str) -> str:
 def _counted_loop(script: Script, event: Event, step: Event) -> Window | None:
     """The window of a backward inside `for micro in range(n)`, with the step after that loop."""
     depth, loops = len(step.loops), loops_around(script, event)
-    if event.loops[:depth] != step.loops or len(loops) != len(event.loops) or len(loops) != depth + 1:
+    if len(loops) != len(event.loops) or len(loops) != depth + 1:
         return None
     loop = loops[depth]
-    call = loop.iter if isinstance(loop, ast.For) else None
-    if not isinstance(call, ast.Call) or text_of(call.func) not in {"range", "trange"} or len(call.args) != 1:
-        return None
-    length = text_of(call.args[0])
-    if not (ACCUMULATION.search(length) or any(map(ACCUMULATION.search, targets_of(loop)))):
-        return None
-    if any(isinstance(n, ast.Slice) and (n.lower is None) != (n.upper is None) for n in ast.walk(loop)):
-        return None  # `cached[:j] + [x] + cached[j + 1:]`: one loss over the entire window, as with cached features
-    return Window(step, f"the loop at line {loop.lineno} ends", length)
+    length = micro_batches(loop)
+    return Window(step, f"the loop at line {loop.lineno} ends", length, by_loop=True) if length else None
+
+
+def micro_batches(loop: ast.AST) -> str:
+    """The number of micro-batches over which a loop runs, as the script writes it; "" for any other loop."""
+    source = loop.iter if isinstance(loop, ast.For) else None
+    while isinstance(source, ast.Call) and text_of(source.func).rsplit(".", 1)[-1] in _AROUND and source.args:
+        source = source.args[0]
+    if isinstance(source, ast.Call):
+        name = text_of(source.func).rsplit(".", 1)[-1]
+        if name in {"range", "trange"} and len(source.args) == 1:
+            length = text_of(source.args[0])
+            is_window = ACCUMULATION.search(length) or any(map(ACCUMULATION.search, targets_of(loop)))
+            return length if is_window else ""
+        if name == "chunk":  # torch.chunk(x, n), x.chunk(n)
+            chunks = source.args[1:] if text_of(source.func) == "torch.chunk" else source.args
+            return text_of(chunks[0]) if chunks else ""
+        return ""
+    name = text_of(source)
+    return f"len({name})" if _MICRO.search(name.rsplit(".", 1)[-1]) else ""

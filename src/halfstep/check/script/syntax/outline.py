@@ -22,6 +22,7 @@ from halfstep.check.script.syntax.scope import Binding, CallSite, Choice, Functi
 
 __all__ = ["Binding", "Function", "Outline", "read_outline"]
 
+MAX_CLASSES = 4  # of one object: each is followed
 MAX_BINDINGS = 50  # of one variable: more are a generated table
 
 
@@ -143,6 +144,14 @@ class Outline:
             if cls and cls in self.classes and cls not in self.names.table:
                 return self._method(cls, func.attr)
         return target
+
+    def possible_targets(self, call: ast.Call, function: Function) -> list[Function]:
+        """The methods that a call may run on an object that is created from one of several classes of this file."""
+        owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        classes = dict.fromkeys(_maker(v) for v in self.values(owner, function)) if owner else {}
+        methods = [self._method(cls, _last(call.func)) for cls in classes if cls and cls not in self.names.table]
+        is_certain = 1 < len(methods) <= MAX_CLASSES and len(methods) == len(classes.keys() - {None})
+        return [m for m in methods if m is not None] if is_certain and None not in methods else []
 
     def _plain_target(self, call: ast.Call, function: Function) -> Function | None:
         """The function a call names directly: by its name, through self, or through its class."""
