@@ -25,3 +25,14 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
+ACCUMULATING_LOOP = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+{start}    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y){divide}
+    scaler.scale(loss).backward()
+    if (i + 1) % accumulation_steps == 0:
+        scaler.step(optimizer)
+        scaler.update()
+{end}"""

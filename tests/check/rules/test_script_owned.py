@@ -296,7 +296,7 @@ GUARDED = "    if (i + 1) % args.accum == 0:\n        engine.step()"
         ("", " / args.accum_steps", "    engine.step()", ["HS188:advice"]),
         ("", " / args.accum_steps", GUARDED, []),
         ("", " / num_tokens", "    engine.step()", []),
-        (CONFIG, "", GUARDED, ["HS188:warning"]),
+        (CONFIG, "", GUARDED, ["HS188:error"]),
         ("", "", GUARDED, []),
         (CONFIG, "", "    engine.step()", []),
         (CONFIG, " / args.accum, scale_wrt_gas=False", "    engine.step()", []),
@@ -308,7 +308,7 @@ GUARDED = "    if (i + 1) % args.accum == 0:\n        engine.step()"
             CONFIG,
             "",
             "    if (i + 1) % ds['gradient_accumulation_steps'] == 0:\n        engine.step()",
-            ["HS188:warning"],
+            ["HS188:error"],
         ),
     ],
 )

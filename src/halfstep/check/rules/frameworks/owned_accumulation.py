@@ -6,9 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import takewhile
 
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import earlier, loops_around
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
@@ -39,10 +42,21 @@ for i, (x, y) in enumerate(loader):
     engine.backward(loss{divided})
 {step}
 """
+_NESTED = """\
+import deepspeed
+
+engine, _, _, _ = deepspeed.initialize(model=model, config="ds_config.json")
+for step in range(num_steps):
+    for micro in range(engine.gradient_accumulation_steps()):
+        loss = engine(next(batches))
+        engine.backward(loss)
+{after}
+"""
 _STEP = "    engine.step()"
 _STEPS = re.compile(r"accum|grad_acc|acc_steps|^gas$", re.IGNORECASE)
 _DEEPSPEED_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16"}
 _KEY = "gradient_accumulation_steps"
+_BOUNDARY = "is_gradient_accumulation_boundary"
 
 
 class AccumulatedTwice(ScriptRule):
@@ -61,18 +75,20 @@ class AccumulatedTwice(ScriptRule):
         _ACCELERATE.format(divided=" / args.accumulation_steps"),
         _DEEPSPEED.format(divided=" / 8", step=_STEP),
         _DEEPSPEED.format(divided="", step="    if (i + 1) % 8 == 0:\n        engine.step()"),
+        _NESTED.format(after=_STEP),
     )
     good = (
         _ACCELERATE.format(divided=""),
         _DEEPSPEED.format(divided="", step=_STEP),
         _DEEPSPEED.format(divided="", step=_STEP),
+        _NESTED.format(after=f"    {_STEP}"),
     )
     references = (
         "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation",
         "https://www.deepspeed.ai/getting-started/",
         "measured: source code of accelerate 1.15.0 and DeepSpeed 0.19.8, backward and step",
     )
-    words = ("Accelerator", "deepspeed.initialize")
+    words = ("Accelerator", "deepspeed.initialize", "gradient_accumulation_steps()")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Divided losses passed to an engine's backward, and engine steps under a window's condition."""
@@ -88,8 +104,7 @@ class AccumulatedTwice(ScriptRule):
                 yield from self._accelerate(script, call, engine, divisor)
             elif divisor is not None and owner in engines:
                 yield from self._deepspeed(script, call, owner, divisor, steps)
-        for call, _ in script.outline.calls.get("step", ()) if engines else ():
-            yield from self._step(script, call, engines, steps)
+        yield from self._steps(script, engines, steps)
 
     def _accelerate(self, script: Script, call: ast.Call, engine: Engine, divisor: ast.expr) -> Iterator[Finding]:
         own = f"{engine.key}.{_KEY}"
@@ -123,19 +138,69 @@ class AccumulatedTwice(ScriptRule):
             severity=severity,
         )
 
-    def _step(self, script: Script, call: ast.Call, engines: set[str], steps: ast.expr | None) -> Iterator[Finding]:
-        engine = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        window = _window(script, call) if engine in engines and steps is not None else None
-        if window is None or steps is None or constant(steps) == 1 or not (_is_entry(window) or _same(window, steps)):
+    def _steps(self, script: Script, engines: set[str], steps: ast.expr | None) -> Iterator[Finding]:
+        """Engine steps that come once per window: after a loop over its micro-batches, or under a condition."""
+        if constant(steps) == 1 or "set_gradient_accumulation_boundary" in script.outline.calls:
             return
-        if "set_gradient_accumulation_boundary" in script.outline.calls:
-            return
-        yield self.finding(
-            script.where(call),
-            f"`{engine}.step()` counts micro-batches itself; on every `{text_of(window)}`-th call it updates every "
-            f"`{text_of(window)}`-th of those",
-            instead=f"call `{engine}.step()` after every backward",
-        )
+        reported: set[ast.AST] = set()
+        names = {last_name(engine) for engine in engines}
+        for trace in script.traces:
+            for index, event in enumerate(trace):
+                before = next(earlier(trace, index, "owned_backward"), None) if event.kind == "engine_step" else None
+                back = trace[before] if before is not None else event
+                place = _parting(event, back)
+                if back is event or place in reported or last_name(back.subject) != last_name(event.subject):
+                    continue
+                window = _window(script, place) or _looped_over(script, event, back)
+                name = last_name(event.subject)
+                if window is None or not _is_configured(script, window, steps, event, is_engine=name in names):
+                    continue
+                reported.add(place)
+                call = text_of(place.func) if isinstance(place, ast.Call) else f"{event.local.subject}.step"
+                length = text_of(window)
+                effect = f"called once per `{length}` of them, it updates the weights once per `{length}` calls"
+                if _BOUNDARY in length:
+                    effect = "without a call on every one it never reaches the end of a window"
+                yield self.finding(
+                    script.where(place),
+                    f"`{call}()` counts micro-batches itself: {effect}",
+                    instead=f"call `{call}()` after every backward",
+                    severity="error",
+                )
+
+
+def _parting(event: Event, other: Event) -> ast.AST:
+    """The call at which the way to an event parts from that to another one: the event itself in the same function."""
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(event.roots, other.roots, strict=False)))
+    return event.roots[shared] if shared < len(event.roots) else event.node
+
+
+def _looped_over(script: Script, step: Event, back: Event) -> ast.expr | None:
+    """n of `for micro in range(n)`, if a backward is in that loop and the step after it."""
+    loops = loops_around(script, back)
+    if back.loops[: len(step.loops)] != step.loops or len(loops) != len(back.loops) or len(loops) <= len(step.loops):
+        return None
+    loop = loops[len(step.loops)]
+    source = loop.iter if isinstance(loop, ast.For) else None
+    while isinstance(source, ast.Call) and source.args and last_name(text_of(source.func)) in {"tqdm", "enumerate"}:
+        source = source.args[0]
+    is_range = isinstance(source, ast.Call) and last_name(text_of(source.func)) in {"range", "trange"}
+    return source.args[-1] if isinstance(source, ast.Call) and is_range and source.args else None
+
+
+def _is_configured(script: Script, window: ast.expr, steps: ast.expr | None, event: Event, *, is_engine: bool) -> bool:
+    """Whether the length of a window is certainly the number of micro-batches that the engine counts itself."""
+    if is_engine and steps is not None and _same(window, steps):
+        return True
+    if _BOUNDARY in text_of(window):
+        return steps is not None
+    for value in (window, *script.outline.values(key_of(window), event.function)):
+        asked = value.func if isinstance(value, ast.Call) else None
+        if isinstance(asked, ast.Attribute) and asked.attr == _KEY:
+            return True  # engine.gradient_accumulation_steps()
+        if is_engine and steps is not None and _is_entry(value):
+            return True
+    return False
 
 
 def _same(a: ast.expr, b: ast.expr) -> bool:
@@ -246,6 +311,8 @@ def _window(script: Script, node: ast.AST) -> ast.expr | None:
             for part in ast.walk(parent.test):
                 if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
                     return part.right
+                if isinstance(part, ast.Call) and text_of(part.func).endswith(f".{_BOUNDARY}"):
+                    return part
         child, parent = parent, script.outline.parents.get(parent)
     return None
 

@@ -1,4 +1,4 @@
-"""HS186, HS189: gradients that a framework scales, clipped by the script."""
+"""HS186: gradients that a framework scales, clipped by the script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.order import TraceRule, earlier, later
+from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import (
     ACCELERATE,
@@ -17,7 +17,6 @@ from halfstep.check.script.objects.engines import (
 )
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -65,30 +64,6 @@ trainer = L.Trainer(precision="16-mixed")
 """
 _CLIP = "torch.nn.utils.clip_grad_norm_({}.parameters(), 1.0)"
 _HOOK = f"\n    def on_before_optimizer_step(self, optimizer):\n        {_CLIP.format('self')}\n"
-_ACCUMULATE = """\
-from accelerate import Accelerator
-
-accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=4)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for x, y in loader:
-    with accelerator.accumulate(model):
-        loss = loss_fn(model(x), y)
-        accelerator.backward(loss)
-{clip}
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-_WINDOW = """\
-from accelerate import Accelerator
-
-accelerator = Accelerator(mixed_precision="fp16")
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for i, (x, y) in enumerate(loader):
-    accelerator.backward(loss_fn(model(x), y) / 4)
-{outside}    if (i + 1) % 4 == 0:
-{inside}        optimizer.step()
-        optimizer.zero_grad()
-"""
 _OWN_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"
 _DOCS = "https://huggingface.co/docs/accelerate/package_reference/accelerator#accelerate.Accelerator.clip_grad_norm_"
 
@@ -190,62 +165,4 @@ class ClipBehindFramework(TraceRule):
         )
 
 
-class ClipEveryMicroBatch(TraceRule):
-    """Accelerate's clipping runs on every micro-batch of an accumulation window."""
-
-    code = "HS189"
-    name = "clip-every-micro-batch"
-    severity = "warning"
-    reason = (
-        "Every micro-batch of a window runs the body of `accelerator.accumulate`; only the optimizer's step waits for the last one. "
-        "`accelerator.clip_grad_norm_` unscales first, so in fp16 its second call raises 'unscale_() has already been called on this "
-        "optimizer since the last update()'; in other precisions it clips incomplete sums, which gives early micro-batches more weight. "
-        "Guard it with `if accelerator.sync_gradients`."
-    )
-    bad = (_ACCUMULATE.format(clip=f"        {_OWN_CLIP}"), _WINDOW.format(outside=f"    {_OWN_CLIP}\n", inside=""))
-    good = (
-        _ACCUMULATE.format(clip=f"        if accelerator.sync_gradients:\n            {_OWN_CLIP}"),
-        _WINDOW.format(outside="", inside=f"        {_OWN_CLIP}\n"),
-    )
-    references = ("https://github.com/huggingface/accelerate/issues/641", _DOCS)
-    words = ("Accelerator",)
-    kinds = ("owned_clip",)
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A clip inside accumulate() that is not limited to the end of the window."""
-        event = trace[index]
-        func = event.node.func if isinstance(event.node, ast.Call) else None
-        if not isinstance(func, ast.Attribute) or not func.attr.startswith("clip_grad_"):
-            return None
-        engine = engine_at(script, key_of(func.value), event.function)
-        if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed":
-            return None
-        if event.accumulating or any("sync" in text for text, _ in event.guards):
-            return None
-        if any(".accumulate(" in text_of(region.node) for region in event.regions):
-            steps = constant(engine.steps) if engine.steps is not None else None
-            if steps in {None, 1}:
-                return None  # without accumulation every micro-batch is the last one
-            condition = "" if isinstance(steps, int) else f"if `{text_of(engine.steps)}` is above 1, "
-            window = f"`{engine.key}.accumulate`"
-        else:
-            step = next(later(trace, index, "opt_step"), None)
-            if step is None or not trace[step].accumulating or trace[step].loops != event.loops or not event.loops:
-                return None
-            condition = ""
-            window = f"the window at whose end `{trace[step].optimizer}` steps"
-        effect = "raises in fp16 and clips incomplete sums otherwise"
-        severity: Severity = "warning"
-        if engine.precision == "fp16":
-            effect, severity = "raises RuntimeError on the second one", "warning" if condition else "error"
-        elif engine.precision in {"bf16", "fp32"}:
-            effect, severity = "clips incomplete sums", "advice" if condition else "warning"
-        return self.finding(
-            script.where(event.node),
-            f"{condition}this clips on every micro-batch of {window}, which {effect}",
-            instead=f"call `{engine.key}.{func.attr}` only where the optimizer steps, or under `{engine.key}.sync_gradients`",
-            severity=severity,
-        )
-
-
-RULES: tuple[type[Rule], ...] = (ClipBehindFramework, ClipEveryMicroBatch)
+RULES: tuple[type[Rule], ...] = (ClipBehindFramework,)

@@ -1,41 +1,30 @@
-"""HS180-HS182: gradient accumulation over several micro-batches."""
+"""HS180, HS182: the division of a loss by the number of micro-batches."""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
+from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, implied, later, only_settings
+from halfstep.check.script.flow.order import TraceRule
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched
 from halfstep.check.script.objects.engines import leaves_loss
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import blocks_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Binding
 
 __all__ = ["RULES"]
 
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
-_LOOP = """\
-import torch
-scaler = torch.amp.GradScaler("cuda")
-for i, (x, y) in enumerate(loader):
-{start}    with torch.autocast("cuda", dtype=torch.float16):
-        loss = loss_fn(model(x), y){divide}
-    scaler.scale(loss).backward()
-    if (i + 1) % accumulation_steps == 0:
-        scaler.step(optimizer)
-        scaler.update()
-{end}"""
-_RIGHT = _LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
+_RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
 # What a schedule divides, not a loss: `len(loader) / accumulation_steps` counts optimizer steps.
 _COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|steps|epochs|batches|total", re.IGNORECASE)
 _LOSS = re.compile(r"loss|err|grad|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
@@ -89,7 +78,7 @@ class LossNotDivided(TraceRule):
         "the effective learning rate of SGD is n times higher, clipping by norm removes n times more, and float16 gradients "
         "overflow n times sooner."
     )
-    bad = (_LOOP.format(start="", divide="", end="        optimizer.zero_grad()\n"),)
+    bad = (ACCUMULATING_LOOP.format(start="", divide="", end="        optimizer.zero_grad()\n"),)
     good = (_RIGHT, _RIGHT.replace(" / accumulation_steps", "\n    loss *= 1. / accumulation_steps"))
     references = (_DOCS,)
     kinds = ("backward", "owned_backward")
@@ -193,83 +182,6 @@ def _before(script: Script, name: str, event: Event) -> list[Binding]:
     return [b for b in every if b.function is event.function and getattr(b.node, "lineno", 0) <= line] or every
 
 
-class ClearedEveryMicroBatch(TraceRule):
-    """Gradients are cleared on every micro-batch, so nothing accumulates."""
-
-    code = "HS181"
-    name = "cleared-every-micro-batch"
-    severity = "warning"
-    reason = (
-        "With `zero_grad()` in every iteration and a step in every n-th, the step uses the gradients of the last micro-batch only: "
-        "n - 1 of n backward passes are wasted."
-    )
-    bad = (_LOOP.format(start="    optimizer.zero_grad()\n", divide=" / accumulation_steps", end=""),)
-    good = (_RIGHT,)
-    references = (_DOCS,)
-    kinds = ("zero_grad",)
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A zero_grad in the iteration of every backward, in a loop that steps in every n-th."""
-        event = trace[index]
-        back = self._backward(script, trace, index)
-        window = accumulated_over(script, trace, back) if back is not None else None
-        if back is None or window is None or not self._clears(trace, index, back, window):
-            window = self._owned_window(script, trace, index)
-        if window is None:
-            return None
-        steps = {e.optimizer for e in trace if e.kind in STEPS and e.loops == window.step.loops}
-        if len(steps) > 1 and not ACCUMULATION.search(f"{window.length} {window.ends}"):
-            return None  # a generator that is updated in every n-th iteration
-        cleared = f"{event.local.optimizer}.zero_grad()" if isinstance(event.node, ast.Call) else text_of(event.node)
-        return self.finding(
-            script.where(event.node),
-            f"`{cleared}` runs on every micro-batch, but the step of line {window.line} runs only when {window.ends}: "
-            "the earlier gradients are discarded",
-            instead="clear the gradients right after the step",
-        )
-
-    @staticmethod
-    def _backward(script: Script, trace: Trace, index: int) -> int | None:
-        """The backward whose gradients are cleared in its own iteration, before it or after the step that may follow it."""
-        event = trace[index]
-        before = [i for i in earlier(trace, index, *STEPS, *_BACKWARDS) if trace[i].loops == event.loops]
-        backs = [i for i in before if trace[i].kind in _BACKWARDS]
-        if before:
-            # After the step; without one in between the gradients of this very backward are discarded, which has other reasons.
-            back = backs[0] if len(backs) == 1 and before[0] != backs[0] else None
-        else:
-            back = next(later(trace, index, *_BACKWARDS), None)
-        if back is None or event.loops != trace[back].loops or not implied(event, trace[back]):
-            return None
-        if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
-            return None  # Accelerate clears gradients only at the end of a window there
-        return back if only_settings(script, trace[back], event) else None
-
-    @staticmethod
-    def _owned_window(script: Script, trace: Trace, index: int) -> Window | None:
-        """The window of timm's scaler, which also runs backward: `scaler(loss, optimizer, update_grad=(i + 1) % n == 0)`."""
-        event = trace[index]
-        for step in trace:
-            if step.kind != "owned_step" or step.loops != event.loops or not implied(event, step):
-                continue
-            passed = (
-                [k.value for k in step.node.keywords if k.arg in _UPDATES] if isinstance(step.node, ast.Call) else []
-            )
-            for value in passed:
-                options = [value, *script.outline.values(key_of(value), step.function)]
-                ends = next((text_of(v) for v in options if isinstance(v, ast.Compare) and "%" in text_of(v)), "")
-                if ends:
-                    return Window(step, f"`{ends}`")
-        return None
-
-    @staticmethod
-    def _clears(trace: Trace, index: int, back: int, window: Window) -> bool:
-        """Whether a zero_grad clears the gradients that the step of a window uses."""
-        name = trace[index].optimizer
-        models = {e.subject for e in trace[:back] if e.kind == "forward" and e.loops == trace[back].loops}
-        return not name or name == window.step.optimizer or name in models
-
-
 class LossDividedTwice(TraceRule):
     """The loss is divided by the number of micro-batches twice."""
 
@@ -294,10 +206,10 @@ class LossDividedTwice(TraceRule):
         statement = script.statement(event.node)
         if statement is None or not isinstance(event.node, ast.Call):
             return None
-        before = list(itertools.islice(_assignments_before(script, statement), MAX_ASSIGNMENTS))
-        divisors = {d for node in (event.node, *(a.statement for a in before)) for d in _divided_by(node)}
+        before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS))
+        divisors = {d for node in (event.node, *(a.statement for a in before)) for d in divided_by(node)}
         lengths = sorted(d for d in divisors if ACCUMULATION.search(d))
-        twice = next((d for d in lengths if _Divisions(d, before).of(event.node) > 1), "")
+        twice = next((d for d in lengths if Divisions(d, before).of(event.node) > 1), "")
         if not twice:
             return None
         return self.finding(
@@ -305,74 +217,6 @@ class LossDividedTwice(TraceRule):
             f"`{event.local.subject or 'the loss'}` is divided by `{twice}` twice: gradients are too small by that factor",
             instead=f"divide the loss by {twice} once",
         )
-
-
-def _divided_by(node: ast.AST) -> list[str]:
-    """The divisors in an expression or statement."""
-    divisors = [text_of(n.right) for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-        divisors.append(text_of(node.value))
-    return divisors
-
-
-class _Assignment(NamedTuple):
-    statement: ast.Assign | ast.AugAssign
-    target: str
-
-
-class _Divisions:
-    """How often a value was divided by one divisor, with assignments (nearest first) followed."""
-
-    def __init__(self, divisor: str, before: list[_Assignment]) -> None:
-        self.divisor = divisor
-        self.before = before
-        self.known: dict[tuple[str, int], int] = {}
-
-    def of(self, node: ast.AST, start: int = 0) -> int:
-        """The divisions of an expression; of a sum, those of the term with the most."""
-        if isinstance(node, (ast.Name, ast.Attribute)) and key_of(node):
-            return self._of_variable(key_of(node), start)
-        own = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and text_of(node.right) == self.divisor
-        parts = [node.left] if isinstance(node, ast.BinOp) and own else ast.iter_child_nodes(node)
-        return own + max((self.of(part, start) for part in parts), default=0)
-
-    def _of_variable(self, key: str, start: int) -> int:
-        if (key, start) not in self.known:
-            self.known[key, start] = 0
-            position = next((i for i in range(start, len(self.before)) if self.before[i].target == key), None)
-            if position is not None:
-                self.known[key, start] = self._of_assignment(self.before[position].statement, key, position + 1)
-        return self.known[key, start]
-
-    def _of_assignment(self, statement: ast.Assign | ast.AugAssign, key: str, start: int) -> int:
-        if isinstance(statement, ast.Assign):
-            return self.of(statement.value, start)
-        own = isinstance(statement.op, ast.Div) and text_of(statement.value) == self.divisor
-        added = self.of(statement.value, start) if isinstance(statement.op, (ast.Add, ast.Sub)) else 0
-        return max(own + self._of_variable(key, start), added)
-
-
-def _assignments_before(script: Script, statement: ast.stmt) -> Iterator[_Assignment]:
-    """The assignments that certainly run before a statement in its iteration, nearest first."""
-    node: ast.AST = statement
-    while (parent := script.outline.parents.get(node)) is not None:
-        block = next((b for b in blocks_of(parent) if any(node is s for s in b)), [])
-        before = block[: next((i for i, s in enumerate(block) if s is node), 0)]
-        yield from _straight(reversed(before))
-        if isinstance(parent, (ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
-            return
-        node = parent
-
-
-def _straight(statements: Iterable[ast.stmt]) -> Iterator[_Assignment]:
-    """The assignments of a block and of the `with` blocks in it, last first."""
-    for statement in statements:
-        if isinstance(statement, (ast.With, ast.AsyncWith)):
-            yield from _straight(reversed(statement.body))
-        elif isinstance(statement, ast.AugAssign):
-            yield _Assignment(statement, key_of(statement.target))
-        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            yield _Assignment(statement, key_of(statement.targets[0]))
 
 
 def _joins_cached(script: Script) -> bool:
@@ -391,4 +235,4 @@ def _joins_cached(script: Script) -> bool:
     return False
 
 
-RULES: tuple[type[Rule], ...] = (LossNotDivided, ClearedEveryMicroBatch, LossDividedTwice)
+RULES: tuple[type[Rule], ...] = (LossNotDivided, LossDividedTwice)

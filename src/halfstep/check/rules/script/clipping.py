@@ -9,7 +9,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.gradients import measures_only
-from halfstep.check.script.flow.order import TraceRule, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.order import TraceRule, earlier, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -66,11 +66,24 @@ class ClipOnlyWithoutAmp(TraceRule):
             return None
         clip = skipped[0]
         line = script.where(clip.node).line
+        # Gradients that are unscaled for a clip which never comes: the place where it is missing.
+        before = next(
+            (i for i in earlier(trace, index, "unscale", "backward") if trace[i].scaler == step.scaler), index
+        )
+        unscaled = (
+            trace[before] if trace[before].kind == "unscale" and trace[before].function is step.function else step
+        )
+        scaler, optimizer = step.local.scaler, step.local.optimizer or "optimizer"
+        if unscaled is not step:
+            return self.finding(
+                script.where(unscaled.node),
+                f"`{scaler}.unscale_` is followed by no clipping: `{clip.subject}` (line {line}) runs only without mixed precision",
+                instead=f"call {clip.subject} after {scaler}.unscale_ as well",
+            )
         return self.finding(
             script.where(step.node),
-            f"`{step.local.scaler}.step` uses gradients that are not clipped: `{clip.subject}` (line {line}) runs only without "
-            "mixed precision",
-            instead=f"call {step.local.scaler}.unscale_({step.local.optimizer or 'optimizer'}), then {clip.subject}, before this step",
+            f"`{scaler}.step` uses gradients that are not clipped: `{clip.subject}` (line {line}) runs only without mixed precision",
+            instead=f"call {scaler}.unscale_({optimizer}), then {clip.subject}, before this step",
         )
 
 

@@ -1,4 +1,4 @@
-"""HS105-HS111: calls that belong once per accumulation window, and values read while they are scaled."""
+"""HS105-HS108: calls of the scaler that belong once per accumulation window."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
 from halfstep.check.script.flow.order import (
     TraceRule,
     between,
@@ -17,8 +16,6 @@ from halfstep.check.script.flow.order import (
     loops_around,
     only_settings,
     rebound_between,
-    scaled_before,
-    switched_off,
     together,
     without_amp,
 )
@@ -143,7 +140,7 @@ class UnscaleEveryMicroBatch(TraceRule):
         scaler = event.local.scaler
         return self.finding(
             script.where(event.node),
-            f"`{scaler}.unscale_` runs on every micro-batch, but the step of line {window.line} runs only when "
+            f"`{scaler}.unscale_` runs on every micro-batch, but the step of line {window.line(script)} runs only when "
             f"{window.ends}: the second call raises RuntimeError",
             instead="move unscale_ (and clipping) into the condition of the step",
         )
@@ -182,7 +179,7 @@ class UpdateEveryMicroBatch(TraceRule):
             return None  # an unscale_ each time records an inf check; HS106 reports it
         return self.finding(
             script.where(event.node),
-            f"`{event.local.scaler}.update()` runs on every micro-batch, but the step of line {window.line} runs only when "
+            f"`{event.local.scaler}.update()` runs on every micro-batch, but the step of line {window.line(script)} runs only when "
             f"{window.ends}: update() without a step raises AssertionError",
             instead="move update() into the condition of the step",
         )
@@ -274,98 +271,4 @@ class UpdateBeforeStep(TraceRule):
         return loops[-1].lineno if backs and trace[backs[0]].loops[: len(before)] == before else None
 
 
-class ScaledGradientsRead(TraceRule):
-    """Gradients are read or modified while still multiplied by the loss scale."""
-
-    code = "HS110"
-    name = "scaled-gradients-read"
-    severity = "warning"
-    reason = (
-        "Between the scaled backward and `unscale_` every `.grad` is multiplied by the scale, which starts at 65536: a norm that is "
-        "logged or compared with a threshold is wrong by that factor and jumps whenever the scale changes, and a clamp cuts off "
-        "nearly everything."
-    )
-    bad = (
-        _START.replace(" / accumulate", "")
-        + "    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n    scaler.step(optimizer)\n    scaler.update()\n",
-        _START.replace(" / accumulate", "")
-        + "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n    log(norm)\n    scaler.step(optimizer)\n"
-        + "    scaler.update()\n",
-    )
-    good = (
-        _START.replace(" / accumulate", "")
-        + "    scaler.unscale_(optimizer)\n    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n"
-        + "    scaler.step(optimizer)\n    scaler.update()\n",
-    )
-    references = (
-        f"{_DOCS}#working-with-unscaled-gradients",
-        "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
-    )
-    kinds = ("grad_read", "clip")
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A gradient read or a norm measured after a scaled backward without unscale_ in between."""
-        event = trace[index]
-        if without_amp(event) or (event.kind == "clip" and not measures_only(event.node)):
-            return None
-        start = scaled_before(trace, index)
-        if start is None or switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
-            return None
-        if not any(trace[i].scaler == trace[start].scaler for i in later(trace, index, "scaler_step")):
-            return None
-        unless = skipped_unscale(script, trace, start, index)
-        read = (
-            f"the norm of `{event.subject}` is measured" if event.subject.endswith(("norm", "_")) else "`.grad` is read"
-        )
-        return self.finding(
-            script.where(event.node),
-            f"{read} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
-            + (f", unless `{unless}`" if unless else ""),
-            instead=f"call {trace[start].scaler}.unscale_(optimizer) first",
-        )
-
-
-class ScaledLossLogged(TraceRule):
-    """The scaled loss is logged instead of the loss."""
-
-    code = "HS111"
-    name = "scaled-loss-logged"
-    severity = "warning"
-    reason = (
-        "`scaler.scale(loss)` returns the loss times the scale, initially 65536. Assigned to the name of the loss, the scaled value "
-        "is also what gets logged, averaged and compared with the best loss."
-    )
-    bad = (
-        "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n"
-        "    loss = scaler.scale(loss)\n    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()\n    total += loss.item()\n",
-        "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n    if amp:\n"
-        "        loss = scaler.scale(loss)\n        loss.backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
-        "    else:\n        loss.backward()\n        optimizer.step()\n    total += loss.item()\n",
-    )
-    good = (
-        "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n"
-        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    total += loss.item()\n",
-    )
-    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.scale",)
-    kinds = ("item",)
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """The value of a variable that contains the scaled loss."""
-        event = trace[index]
-        if event.scaled != "yes" or without_amp(event):
-            return None
-        return self.finding(
-            script.where(event.node),
-            f"`{event.local.subject}` is the scaled loss here: its value is multiplied by the scale, which starts at 65536",
-            instead="assign the scaled loss to a separate name, or call scaler.scale(loss).backward() directly",
-        )
-
-
-RULES: tuple[type[Rule], ...] = (
-    DoubleUnscale,
-    UnscaleEveryMicroBatch,
-    UpdateEveryMicroBatch,
-    UpdateBeforeStep,
-    ScaledGradientsRead,
-    ScaledLossLogged,
-)
+RULES: tuple[type[Rule], ...] = (DoubleUnscale, UnscaleEveryMicroBatch, UpdateEveryMicroBatch, UpdateBeforeStep)

@@ -51,7 +51,9 @@ _VARYING = re.compile(
     re.IGNORECASE,
 )
 # What is read from settings does not vary, whatever it is called: `args.skip_nan`, `config.training.unscale`.
-_CONFIGURED = re.compile(r"\b(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+\b(?!\()", re.IGNORECASE)
+_CONFIGURED = re.compile(
+    r"\b(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+\b(?!\()", re.IGNORECASE
+)
 _NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
 _PURE = {"len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "torch.cuda.is_available("}
 AnyLoop = ast.For | ast.AsyncFor | ast.While
@@ -271,6 +273,9 @@ def scalers_at(script: Script, event: Event) -> list[Scaler]:
 
 
 def switched_off(script: Script, event: Event) -> bool:
-    """Whether the scaler of an event is created with enabled=False, so that it does nothing."""
+    """Whether the scaler of an event is created with enabled=False, so that it does nothing, or is always None."""
     scalers = scalers_at(script, event)
-    return bool(scalers) and all(s.enabled == "no" for s in scalers)
+    if scalers:
+        return all(s.enabled == "no" for s in scalers)
+    values = script.outline.values(event.scaler, event.function) if event.scaler else []
+    return bool(values) and all(isinstance(value, ast.Constant) and value.value is None for value in values)

@@ -91,6 +91,12 @@ class Recogniser:
             for call, _ in outline.calls.get(name, ())
             if isinstance(call.func, ast.Attribute) and (name != "train" or len(call.args) < 2)
         } - {"", "self"}
+        # Objects with a `backward(loss)` of their own, such as the engine of DeepSpeed.
+        self._engines = {
+            _last(key_of(call.func.value))
+            for call, _ in outline.calls.get("backward", ())
+            if isinstance(call.func, ast.Attribute) and call.args
+        } - {""}
         self._stepped = {
             _last(key_of(call.args[0])) for call, _ in outline.calls.get("step", ()) if len(call.args) == 1
         } - {""}
@@ -312,6 +318,8 @@ class Recogniser:
             return self._passed_scaler(call, function) or Action("opt_step", optimizer=key)
         looped = looped_objects(self.outline, call, key, function) if not kind and key.isidentifier() else []
         is_schedule = kind == "scheduler" or any(self.kind_of(k, function) == "scheduler" for k in looped)
+        if not is_schedule and _last(key) in self._engines and not call.args:
+            return Action("engine_step", subject=key)
         return Action("sched_step", subject=key) if is_schedule else None
 
     def _on_step_update(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:

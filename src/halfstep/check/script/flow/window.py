@@ -39,10 +39,9 @@ class Window:
     length: str = ""  # the number of micro-batches, as the script writes it
     by_loop: bool = False  # whether it is a loop of its own, with the step after it
 
-    @property
-    def line(self) -> int:
+    def line(self, script: Script) -> int:
         """The line of the step."""
-        return int(getattr(self.step.node, "lineno", 0))
+        return script.where(self.step.node).line
 
 
 def window_of(script: Script, trace: Trace, index: int) -> Window | None:
@@ -98,7 +97,7 @@ def _inner_window(script: Script, trace: Trace, index: int, steps: list[Event]) 
         return None
     if set(re.findall(r"\w+", event.local.optimizer)) & set().union(*map(targets_of, loops[depth:])):
         return None  # a loop over optimizers
-    return Window(after[0], f"the loop at line {loop.lineno} ends")
+    return Window(after[0], f"the loop at line {script.where(loop).line} ends")
 
 
 def targets_of(loop: ast.AST) -> set[str]:
@@ -156,7 +155,7 @@ def _counted_loop(script: Script, event: Event, step: Event) -> Window | None:
         return None
     loop = loops[depth]
     length = micro_batches(loop)
-    return Window(step, f"the loop at line {loop.lineno} ends", length, by_loop=True) if length else None
+    return Window(step, f"the loop at line {script.where(loop).line} ends", length, by_loop=True) if length else None
 
 
 def micro_batches(loop: ast.AST) -> str:

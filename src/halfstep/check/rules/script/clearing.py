@@ -1,0 +1,216 @@
+"""HS181: gradients that are cleared, or used, on every micro-batch of an accumulation window."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+
+from halfstep.check.examples import ACCUMULATING_LOOP
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, implied, later, loops_around, only_settings
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, targets_of
+from halfstep.check.script.objects.engines import ACCELERATE, engine_at
+from halfstep.check.script.objects.tensors import grad_of
+from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+
+__all__ = ["RULES"]
+
+MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
+_DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
+_RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
+_ACCELERATE = """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    {start}
+        accelerator.backward(loss_fn(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+_BACKWARDS = ("backward", "owned_backward")
+_UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
+_MODEL = re.compile(r"(^|[._])(model|net|network)(_\w+)?$|(^|\.)\w+_(model|net)$")
+_COLLECTS = re.compile(r"grad", re.IGNORECASE)  # a function that may read the gradients before they are cleared
+_CLEARS = re.compile(r"^(zero_grad|no_grad|clip_grad\w*|set_grad_enabled|enable_grad|requires_grad_?)$")
+_SYNCHRONISES = {"accumulate", "no_sync", "_do_sync", "trigger_sync_in_backward"}
+
+
+class ClearedEveryMicroBatch(TraceRule):
+    """Gradients are cleared on every micro-batch, so nothing accumulates."""
+
+    code = "HS181"
+    name = "cleared-every-micro-batch"
+    severity = "warning"
+    reason = (
+        "With `zero_grad()` in every iteration and a step in every n-th, the step uses the gradients of the last micro-batch only: "
+        "n - 1 of n backward passes are wasted. A step in every iteration is no better if the loss is divided by n, by the script or "
+        "by an Accelerator with gradient_accumulation_steps whose `accumulate()` is not used: nothing accumulates, and the gradients "
+        "are n times too small."
+    )
+    bad = (
+        ACCUMULATING_LOOP.format(start="    optimizer.zero_grad()\n", divide=" / accumulation_steps", end=""),
+        _ACCELERATE.format(start="if True:"),
+    )
+    good = (_RIGHT, _ACCELERATE.format(start="with accelerator.accumulate(model):"))
+    references = (_DOCS, "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation")
+    words = ("Accelerator",)
+    kinds = ("zero_grad",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A zero_grad in the iteration of every backward, in a loop that steps in every n-th."""
+        event = trace[index]
+        back = self._backward(script, trace, index)
+        window = accumulated_over(script, trace, back) if back is not None else None
+        if back is None or window is None or not self._clears(trace, index, back, window):
+            window = self._owned_window(script, trace, index) or self._discarding_loop(script, trace, index)
+        if window is None:
+            return self._steps_always(script, trace, index)
+        steps = {e.optimizer for e in trace if e.kind in STEPS and e.loops == window.step.loops}
+        if len(steps) > 1 and not ACCUMULATION.search(f"{window.length} {window.ends}"):
+            return None  # a generator that is updated in every n-th iteration
+        return self.finding(
+            script.where(event.node),
+            f"`{_cleared(event)}` runs on every micro-batch, but the step of line {window.line(script)} runs only when {window.ends}: "
+            "the earlier gradients are discarded",
+            instead="clear the gradients right after the step",
+        )
+
+    @staticmethod
+    def _backward(script: Script, trace: Trace, index: int) -> int | None:
+        """The backward whose gradients are cleared in its own iteration, before it or after the step that may follow it."""
+        event = trace[index]
+        before = [i for i in earlier(trace, index, *STEPS, *_BACKWARDS) if trace[i].loops == event.loops]
+        backs = [i for i in before if trace[i].kind in _BACKWARDS]
+        if before:
+            # After the step; without one in between the gradients of this very backward are discarded, which has other reasons.
+            back = backs[0] if len(backs) == 1 and before[0] != backs[0] else None
+        else:
+            back = next(later(trace, index, *_BACKWARDS), None)
+        if back is None or event.loops != trace[back].loops or not implied(event, trace[back]):
+            return None
+        if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
+            return None  # Accelerate clears gradients only at the end of a window there
+        return back if only_settings(script, trace[back], event) else None
+
+    @staticmethod
+    def _owned_window(script: Script, trace: Trace, index: int) -> Window | None:
+        """The window of timm's scaler, which also runs backward: `scaler(loss, optimizer, update_grad=(i + 1) % n == 0)`."""
+        event = trace[index]
+        for step in trace:
+            if step.kind != "owned_step" or step.loops != event.loops or not implied(event, step):
+                continue
+            passed = (
+                [k.value for k in step.node.keywords if k.arg in _UPDATES] if isinstance(step.node, ast.Call) else []
+            )
+            for value in passed:
+                options = [value, *script.outline.values(key_of(value), step.function)]
+                ends = next((text_of(v) for v in options if isinstance(v, ast.Compare) and "%" in text_of(v)), "")
+                if ends:
+                    return Window(step, f"`{ends}`")
+        return None
+
+    @staticmethod
+    def _clears(trace: Trace, index: int, back: int, window: Window) -> bool:
+        """Whether a zero_grad clears the gradients that the step of a window uses."""
+        name = trace[index].optimizer
+        models = {e.subject for e in trace[:back] if e.kind == "forward" and e.loops == trace[back].loops}
+        if not name or name == window.step.optimizer or name in models:
+            return True
+        optimizers = {e.optimizer for e in trace if e.kind in STEPS}
+        return len(optimizers) == 1 and bool(_MODEL.search(name))
+
+    @staticmethod
+    def _discarding_loop(script: Script, trace: Trace, index: int) -> Window | None:
+        """The window of a loop over samples that clears before each backward, with the only step after the loop."""
+        event = trace[index]
+        back, step = (next(later(trace, index, *kinds), None) for kinds in (_BACKWARDS, STEPS))
+        loops = loops_around(script, event)
+        if back is None or step is None or step < back or not loops or len(loops) != len(event.loops):
+            return None
+        after, loop = trace[step], loops[-1]
+        if trace[back].loops != event.loops or after.loops != event.loops[:-1] or not implied(event, trace[back]):
+            return None
+        is_same = event.optimizer == after.optimizer or _MODEL.search(event.optimizer)
+        if not is_same or not isinstance(loop, ast.For) or not only_settings(script, after, event):
+            return None
+        if set(re.findall(r"\w+", event.local.optimizer)) & targets_of(loop) or _may_use(loop):
+            return None
+        if any(e.loops == event.loops for e in trace if e.kind in {*STEPS, "handed", "grad_read", "autograd_grad"}):
+            return None
+        return Window(after, f"the loop at line {script.where(loop).line} ends", by_loop=True)
+
+    def _steps_always(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a step on every micro-batch of a loss that is divided by their number."""
+        event = trace[index]
+        steps = [e for e in trace if e.kind in {"opt_step", "scaler_step"} and e.loops == event.loops]
+        backs = [e for e in trace if e.kind in _BACKWARDS and e.loops == event.loops]
+        if not event.loops or not steps or len(backs) != 1:
+            return None
+        if not all(only_settings(script, e, backs[0]) for e in (event, *steps)) or script.has("owned_step"):
+            return None
+        divisor = self._divisor(script, backs[0])
+        if not divisor:
+            return None
+        line = script.where(steps[0].node).line
+        return self.finding(
+            script.where(event.node),
+            f"{divisor}, but the step of line {line} and `{_cleared(event)}` run on every micro-batch: nothing accumulates, and "
+            "the gradients are too small by that factor",
+            instead="step and clear only at the end of a window"
+            if backs[0].kind == "backward"
+            else f"with {backs[0].local.subject}.accumulate(model): around forward, backward, step and zero_grad",
+        )
+
+    @staticmethod
+    def _divisor(script: Script, back: Event) -> str:
+        """What divides the loss of a backward by the number of micro-batches, in words; "" if nothing certainly does."""
+        engine = engine_at(script, back.local.subject, back.function) if back.kind == "owned_backward" else None
+        if engine is not None and engine.library == ACCELERATE and engine.plugin != "deepspeed":
+            is_set = engine.steps is not None and constant(engine.steps) not in {1, None}
+            is_own = not _SYNCHRONISES & (script.outline.calls.keys() | script.outline.loads.keys())
+            text = text_of(engine.steps) if engine.steps is not None else ""
+            return (
+                f"`{engine.key}` divides the loss by its gradient_accumulation_steps `{text}`"
+                if is_set and is_own
+                else ""
+            )
+        statement = script.statement(back.node)
+        if back.kind != "backward" or statement is None:
+            return ""
+        before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS))
+        divisors = {d for node in (back.node, *(a.statement for a in before)) for d in divided_by(node)}
+        length = next((d for d in sorted(divisors) if _is_length(d) and Divisions(d, before).of(back.node)), "")
+        return f"the loss is divided by `{length}`" if length else ""
+
+
+def _cleared(event: Event) -> str:
+    """The call that clears gradients, as the line has it."""
+    return f"{event.local.optimizer}.zero_grad()" if isinstance(event.node, ast.Call) else text_of(event.node)
+
+
+def _is_length(divisor: str) -> bool:
+    """Whether a divisor is named like the number of micro-batches of a window."""
+    return bool(re.search(r"accum", divisor, re.IGNORECASE)) and divisor.replace(".", "").isidentifier()
+
+
+def _may_use(loop: ast.For) -> bool:
+    """Whether a loop steps, reads gradients or may leave early, so that clearing them there has a purpose."""
+    for node in ast.walk(loop):
+        if isinstance(node, (ast.Break, ast.Return)) or grad_of(node):
+            return True
+        name = text_of(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
+        if name.endswith("step") or (_COLLECTS.search(name) and not _CLEARS.search(name)):
+            return True
+    return False
+
+
+RULES: tuple[type[Rule], ...] = (ClearedEveryMicroBatch,)

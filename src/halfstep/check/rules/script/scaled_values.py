@@ -1,0 +1,183 @@
+"""HS110, HS111: gradients and losses that are read while they are multiplied by the loss scale."""
+
+from __future__ import annotations
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.gradients import measures_only, skipped_unscale, unscaled_between
+from halfstep.check.script.flow.order import TraceRule, earlier, later, scaled_before, switched_off, without_amp
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class
+from halfstep.check.script.script import Script
+
+__all__ = ["RULES"]
+
+_DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
+_START = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+"""
+_MANUAL = """\
+import lightning as L
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.compute_loss(batch))
+{read}        optimizer.step()
+{hook}
+trainer = L.Trainer(precision="16-mixed")
+"""
+_READ = 'self.log("norm", self.head.weight.grad.norm())'
+_HOOK = f"\n    def on_before_optimizer_step(self, optimizer):\n        {_READ}\n"
+_HOOKS = {
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "on_before_zero_grad",
+}  # Lightning has unscaled here
+
+
+class ScaledGradientsRead(TraceRule):
+    """Gradients are read or modified while still multiplied by the loss scale."""
+
+    code = "HS110"
+    name = "scaled-gradients-read"
+    severity = "warning"
+    reason = (
+        "Between the scaled backward and `unscale_` every `.grad` is multiplied by the scale, which starts at 65536: a norm that is "
+        "logged or compared with a threshold is wrong by that factor and jumps whenever the scale changes, and a clamp cuts off "
+        "nearly everything."
+    )
+    bad = (
+        _START
+        + "    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n    scaler.step(optimizer)\n    scaler.update()\n",
+        _START
+        + "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n    log(norm)\n    scaler.step(optimizer)\n"
+        + "    scaler.update()\n",
+        _MANUAL.format(read=f"        {_READ}\n", hook=""),
+    )
+    good = (
+        _START
+        + "    scaler.unscale_(optimizer)\n    total = sum(p.grad.norm() ** 2 for p in model.parameters()) ** 0.5\n"
+        + "    scaler.step(optimizer)\n    scaler.update()\n",
+        _START
+        + "    scaler.unscale_(optimizer)\n"
+        + "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n    log(norm)\n    scaler.step(optimizer)\n"
+        + "    scaler.update()\n",
+        _MANUAL.format(read="", hook=_HOOK),
+    )
+    references = (
+        f"{_DOCS}#working-with-unscaled-gradients",
+        "https://github.com/Lightning-AI/pytorch-lightning/issues/9205",
+    )
+    words = ("Accelerator", "Fabric(", "automatic_optimization")
+    kinds = ("grad_read", "clip")
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A gradient read or a norm measured after a scaled backward without unscale_ in between."""
+        event = trace[index]
+        if without_amp(event) or (event.kind == "clip" and not measures_only(event.node)):
+            return None
+        start = scaled_before(trace, index)
+        if start is None:
+            return self._owned(script, trace, index)
+        if switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
+            return None
+        if not any(trace[i].scaler == trace[start].scaler for i in later(trace, index, "scaler_step")):
+            return None
+        unless = skipped_unscale(script, trace, start, index)
+        return self.finding(
+            script.where(event.node),
+            f"{_read(event)} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
+            + (f", unless `{unless}`" if unless else ""),
+            instead=f"call {trace[start].scaler}.unscale_(optimizer) first",
+        )
+
+    def _owned(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding after a framework's backward: it unscales the gradients only in its own clipping and step."""
+        event = trace[index]
+        before = next(earlier(trace, index, "backward", "owned_backward", "owned_clip", "opt_step", "zero_grad"), None)
+        if (
+            before is None
+            or trace[before].kind != "owned_backward"
+            or next(later(trace, index, "opt_step"), None) is None
+        ):
+            return None
+        if event.function.name in _HOOKS or script.outline.calls.keys() & {"unscale_gradients", "unscale_"}:
+            return None
+        back = trace[before]
+        owner = loop_class(script, event.function.cls) if event.function.cls else None
+        engine = engine_at(script, back.local.subject, back.function)
+        if owner is not None and owner.base == "manual" and back.subject == "self":
+            precision, state = owner.precision, "with precision='16-mixed' "
+            instead = "read them in `on_before_optimizer_step`"
+        elif owner is None and engine is not None:
+            precision, state = engine.precision, "in fp16 "
+            instead = f"call {engine.key}.clip_grad_norm_ first, which unscales and returns the norm"
+            if engine.library != ACCELERATE:
+                instead = f"call {engine.key}.clip_gradients first, which unscales and returns the norm"
+        else:
+            return None
+        if precision not in {"fp16", "?"}:
+            return None
+        state = "" if precision == "fp16" else state
+        return self.finding(
+            script.where(event.node),
+            f"{state}{_read(event)} while gradients are still multiplied by the loss scale, until the step unscales them",
+            instead=instead,
+        )
+
+
+def _read(event: Event) -> str:
+    """What an event reads, in words."""
+    is_norm = event.subject.endswith(("norm", "_"))
+    return f"the norm of `{event.subject}` is measured" if is_norm else "`.grad` is read"
+
+
+class ScaledLossLogged(TraceRule):
+    """The scaled loss is logged instead of the loss."""
+
+    code = "HS111"
+    name = "scaled-loss-logged"
+    severity = "warning"
+    reason = (
+        "`scaler.scale(loss)` returns the loss times the scale, initially 65536. Assigned to the name of the loss, the scaled value "
+        "is also what gets logged, averaged and compared with the best loss."
+    )
+    bad = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n"
+        "    loss = scaler.scale(loss)\n    loss.backward()\n    scaler.step(optimizer)\n    scaler.update()\n    total += loss.item()\n",
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n    if amp:\n"
+        "        loss = scaler.scale(loss)\n        loss.backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
+        "    else:\n        loss.backward()\n        optimizer.step()\n    total += loss.item()\n",
+    )
+    good = (
+        "import torch\nscaler = torch.amp.GradScaler('cuda')\ntotal = 0\nfor x in loader:\n    loss = model(x)\n"
+        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    total += loss.item()\n",
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.scale",)
+    kinds = ("item",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The value of a variable that contains the scaled loss."""
+        event = trace[index]
+        if event.scaled != "yes" or without_amp(event):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.subject}` is the scaled loss here: its value is multiplied by the scale, which starts at 65536",
+            instead="assign the scaled loss to a separate name, or call scaler.scale(loss).backward() directly",
+        )
+
+
+RULES: tuple[type[Rule], ...] = (ScaledGradientsRead, ScaledLossLogged)

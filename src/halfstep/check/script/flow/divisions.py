@@ -1,0 +1,84 @@
+"""How often a loss was divided by one number, with the assignments before its backward followed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import blocks_of
+from halfstep.check.script.syntax.names import key_of
+
+__all__ = ["Assignment", "Divisions", "assignments_before", "divided_by"]
+
+
+def divided_by(node: ast.AST) -> list[str]:
+    """The divisors in an expression or statement."""
+    divisors = [text_of(n.right) for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        divisors.append(text_of(node.value))
+    return divisors
+
+
+class Assignment(NamedTuple):
+    """An assignment and the variable that it binds."""
+
+    statement: ast.Assign | ast.AugAssign
+    target: str
+
+
+class Divisions:
+    """How often a value was divided by one divisor, with assignments (nearest first) followed."""
+
+    def __init__(self, divisor: str, before: list[Assignment]) -> None:
+        self.divisor = divisor
+        self.before = before
+        self.known: dict[tuple[str, int], int] = {}
+
+    def of(self, node: ast.AST, start: int = 0) -> int:
+        """The divisions of an expression; of a sum, those of the term with the most."""
+        if isinstance(node, (ast.Name, ast.Attribute)) and key_of(node):
+            return self._of_variable(key_of(node), start)
+        own = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and text_of(node.right) == self.divisor
+        parts = [node.left] if isinstance(node, ast.BinOp) and own else ast.iter_child_nodes(node)
+        return own + max((self.of(part, start) for part in parts), default=0)
+
+    def _of_variable(self, key: str, start: int) -> int:
+        if (key, start) not in self.known:
+            self.known[key, start] = 0
+            position = next((i for i in range(start, len(self.before)) if self.before[i].target == key), None)
+            if position is not None:
+                self.known[key, start] = self._of_assignment(self.before[position].statement, key, position + 1)
+        return self.known[key, start]
+
+    def _of_assignment(self, statement: ast.Assign | ast.AugAssign, key: str, start: int) -> int:
+        if isinstance(statement, ast.Assign):
+            return self.of(statement.value, start)
+        own = isinstance(statement.op, ast.Div) and text_of(statement.value) == self.divisor
+        added = self.of(statement.value, start) if isinstance(statement.op, (ast.Add, ast.Sub)) else 0
+        return max(own + self._of_variable(key, start), added)
+
+
+def assignments_before(script: Script, statement: ast.stmt) -> Iterator[Assignment]:
+    """The assignments that certainly run before a statement in its iteration, nearest first."""
+    node: ast.AST = statement
+    while (parent := script.outline.parents.get(node)) is not None:
+        block = next((b for b in blocks_of(parent) if any(node is s for s in b)), [])
+        before = block[: next((i for i, s in enumerate(block) if s is node), 0)]
+        yield from _straight(reversed(before))
+        if isinstance(parent, (ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+            return
+        node = parent
+
+
+def _straight(statements: Iterable[ast.stmt]) -> Iterator[Assignment]:
+    """The assignments of a block and of the `with` blocks in it, last first."""
+    for statement in statements:
+        if isinstance(statement, (ast.With, ast.AsyncWith)):
+            yield from _straight(reversed(statement.body))
+        elif isinstance(statement, ast.AugAssign):
+            yield Assignment(statement, key_of(statement.target))
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            yield Assignment(statement, key_of(statement.targets[0]))
