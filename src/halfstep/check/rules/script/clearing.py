@@ -41,7 +41,8 @@ _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backwa
 _MODEL = re.compile(r"(^|[._])(model|net|network)(_\w+)?$|(^|\.)\w+_(model|net)$")
 _COLLECTS = re.compile(r"grad", re.IGNORECASE)  # a function that may read the gradients before they are cleared
 _CLEARS = re.compile(r"^(zero_grad|no_grad|clip_grad\w*|set_grad_enabled|enable_grad|requires_grad_?)$")
-_SYNCHRONISES = {"accumulate", "no_sync", "_do_sync", "trigger_sync_in_backward"}
+# What waits for the end of a window; with DeepSpeed the engine behind the Accelerator does.
+_SYNCHRONISES = {"accumulate", "no_sync", "_do_sync", "trigger_sync_in_backward", "deepspeed_plugin"}
 
 
 class ClearedEveryMicroBatch(TraceRule):
@@ -74,6 +75,8 @@ class ClearedEveryMicroBatch(TraceRule):
             window = self._owned_window(script, trace, index) or self._discarding_loop(script, trace, index)
         if window is None:
             return self._steps_always(script, trace, index)
+        if window.guard in event.guards:
+            return None  # cleared at the end of the window
         steps = {e.optimizer for e in trace if e.kind in STEPS and e.loops == window.step.loops}
         if len(steps) > 1 and not ACCUMULATION.search(f"{window.length} {window.ends}"):
             return None  # a generator that is updated in every n-th iteration

@@ -133,7 +133,12 @@ class ClipEveryMicroBatch(TraceRule):
             return None
         window = accumulated_over(script, trace, back)
         # A test of the window under another name is not a setting.
-        if window is None or not only_settings(script, event, trace[back]) or not compatible(event, window.step):
+        if (
+            window is None
+            or window.guard in event.guards
+            or not only_settings(script, event, trace[back])
+            or not compatible(event, window.step)
+        ):
             return None
         if "%" not in window.ends and not ACCUMULATION.search(f"{window.length} {window.ends}"):
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
@@ -113,7 +115,9 @@ class ScaledGradientsRead(TraceRule):
             or next(later(trace, index, "opt_step"), None) is None
         ):
             return None
-        if event.function.name in _HOOKS or script.outline.calls.keys() & {"unscale_gradients", "unscale_"}:
+        if isinstance(event.node, ast.Assign) or event.function.name in _HOOKS:
+            return None
+        if script.outline.calls.keys() & {"unscale_gradients", "unscale_"}:
             return None
         back = trace[before]
         owner = loop_class(script, event.function.cls) if event.function.cls else None
@@ -121,7 +125,7 @@ class ScaledGradientsRead(TraceRule):
         if owner is not None and owner.base == "manual" and back.subject == "self":
             precision, state = owner.precision, "with precision='16-mixed' "
             instead = "read them in `on_before_optimizer_step`"
-        elif owner is None and engine is not None:
+        elif owner is None and engine is not None and engine.is_created:
             precision, state = engine.precision, "in fp16 "
             instead = f"call {engine.key}.clip_grad_norm_ first, which unscales and returns the norm"
             if engine.library != ACCELERATE:

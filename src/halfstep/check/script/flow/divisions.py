@@ -42,7 +42,11 @@ class Divisions:
         if isinstance(node, (ast.Name, ast.Attribute)) and key_of(node):
             return self._of_variable(key_of(node), start)
         own = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and text_of(node.right) == self.divisor
-        parts = [node.left] if isinstance(node, ast.BinOp) and own else ast.iter_child_nodes(node)
+        parts: Iterable[ast.AST] = ast.iter_child_nodes(node)
+        if isinstance(node, ast.BinOp) and own:
+            parts = [node.left]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = [node.func.value, *node.args, *(k.value for k in node.keywords)]  # `loss` of `loss.backward()`
         return own + max((self.of(part, start) for part in parts), default=0)
 
     def _of_variable(self, key: str, start: int) -> int:

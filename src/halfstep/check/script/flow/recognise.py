@@ -126,6 +126,9 @@ class Recogniser:
                     kinds.add(self._alias(other, function))  # `scaler if amp else other`
                 else:
                     kinds.add(self._created(option, function))
+        bound = [b.value for b in self.outline.lookup(key, function)] if key.isidentifier() else []
+        if any(isinstance(v, ast.Call) and key_of(v.func) == "self.optimizers" for v in bound):
+            return "optimizer"  # also one of several that Lightning returns
         kinds.discard("")
         if kinds == {"factory"} and name in self._scalers_by_use and name not in self.outline.calls:
             return "scaler"

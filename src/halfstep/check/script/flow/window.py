@@ -24,6 +24,7 @@ ACCUMULATION = re.compile(
 )
 _MODULO = re.compile(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
 _REACHED = re.compile(r"(?:==|>=) ([A-Za-z_][\w.\[\]'\"]*)$")  # the number that a counter has to reach
+_NOT_REACHED = re.compile(r"<=? ([A-Za-z_][\w.\[\]'\"]*)$")
 _FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
 _AROUND = {"enumerate", "tqdm", "zip", "list", "iter", "reversed"}  # functions that iterate over their first argument
 _MICRO = re.compile(r"^_?(micro|mini|sub)_?batches$", re.IGNORECASE)
@@ -38,6 +39,7 @@ class Window:
     ends: str  # in words: `(i + 1) % n == 0`, or the end of a loop
     length: str = ""  # the number of micro-batches, as the script writes it
     by_loop: bool = False  # whether it is a loop of its own, with the step after it
+    guard: Guard | None = None  # the condition that is true at its end
 
     def line(self, script: Script) -> int:
         """The line of the step."""
@@ -118,16 +120,23 @@ def accumulated_over(script: Script, trace: Trace, index: int) -> Window | None:
         return None
     shared = set(event.guards) - set(branched(trace, event))
     for guard in step.accumulating:
-        length = "" if guard in shared else _length(script, guard.text)
+        length = "" if guard in shared else _length(script, guard)
         if length:
-            return Window(step, f"`{guard.text}`", length)
+            return Window(step, f"`{guard.text}`" if guard.is_true else f"not `{guard.text}`", length, guard=guard)
     return _counted_loop(script, event, step) if len(event.loops) > depth else None
 
 
 def branched(trace: Trace, event: Event) -> list[Guard]:
     """The ends of a window around a backward that another one complements: `if last: backward`, `else: with no_sync(): backward`."""
-    others = [e for e in trace if e.kind == event.kind and e.loops == event.loops and e is not event]
-    return [g for g in event.accumulating if any((g.text, not g.is_true) in e.guards for e in others)]
+    near = [e for e in trace if e.loops == event.loops and e is not event]
+    branches = [(g, Guard(g.text, not g.is_true)) for g in event.accumulating]
+    return [
+        guard
+        for guard, other in branches
+        if any(e.kind == event.kind and other in e.guards for e in near)
+        # Two branches with a step each are two models in turn.
+        and not any(e.kind in STEPS and other in e.guards for e in near)
+    ]
 
 
 def _is_over_optimizers(script: Script, step: Event, depth: int) -> bool:
@@ -137,14 +146,15 @@ def _is_over_optimizers(script: Script, step: Event, depth: int) -> bool:
     return len(loops) == len(step.loops) and all(names & targets_of(loop) for loop in loops[depth:])
 
 
-def _length(script: Script, text: str) -> str:
+def _length(script: Script, guard: Guard) -> str:
     """The window length in a condition: `accumulation_steps` in `(i + 1) % accumulation_steps == 0`."""
+    text = guard.text
     bound = script.outline.bindings.get(text, ())  # a flag that a caller computes and passes
     value = bound[0].value if len(bound) == 1 and bound[0].index is None else None
     match = _MODULO.search(text) or _MODULO.search(text_of(value))
     if match:
         return match.group(1)
-    reached = _REACHED.search(text)
+    reached = (_REACHED if guard.is_true else _NOT_REACHED).search(text)
     return reached.group(1) if reached and ACCUMULATION.search(reached.group(1)) else ""
 
 
