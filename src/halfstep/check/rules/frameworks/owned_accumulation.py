@@ -13,7 +13,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier, loops_around
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -103,7 +103,8 @@ class AccumulatedTwice(ScriptRule):
             if divisor is not None and engine is not None and engine.library == ACCELERATE:
                 yield from self._accelerate(script, call, engine, divisor)
             elif divisor is not None and owner in engines:
-                yield from self._deepspeed(script, call, owner, divisor, steps)
+                is_asked = constant(steps) != 1 and _is_configured(script, divisor, steps, function, is_engine=True)
+                yield from self._deepspeed(script, call, owner, divisor, steps, is_asked=is_asked)
         yield from self._steps(script, engines, steps)
 
     def _accelerate(self, script: Script, call: ast.Call, engine: Engine, divisor: ast.expr) -> Iterator[Finding]:
@@ -118,13 +119,22 @@ class AccumulatedTwice(ScriptRule):
         )
 
     def _deepspeed(
-        self, script: Script, call: ast.Call, engine: str, divisor: ast.expr, steps: ast.expr | None
+        self,
+        script: Script,
+        call: ast.Call,
+        engine: str,
+        divisor: ast.expr,
+        steps: ast.expr | None,
+        *,
+        is_asked: bool,
     ) -> Iterator[Finding]:
         if any(k.arg == "scale_wrt_gas" for k in call.keywords):
             return
         text = text_of(divisor)
         # `config["gradient_accumulation_steps"]` and `engine.gradient_accumulation_steps()` are the configured number.
-        is_certain = steps is not None and constant(steps) != 1 and (_is_entry(divisor) or _same(divisor, steps))
+        is_certain = is_asked or (
+            steps is not None and constant(steps) != 1 and (_is_entry(divisor) or _same(divisor, steps))
+        )
         is_named = bool(_STEPS.search(_steps_name(divisor))) and steps is None
         # A script that steps on every micro-batch leaves the counting to the engine.
         if not is_certain and not (is_named and _steps_always(script, engine)):
@@ -153,7 +163,7 @@ class AccumulatedTwice(ScriptRule):
                     continue
                 window = _window(script, place) or _looped_over(script, event, back)
                 name = last_name(event.subject)
-                if window is None or not _is_configured(script, window, steps, event, is_engine=name in names):
+                if window is None or not _is_configured(script, window, steps, event.function, is_engine=name in names):
                     continue
                 reported.add(place)
                 call = text_of(place.func) if isinstance(place, ast.Call) else f"{event.local.subject}.step"
@@ -188,19 +198,35 @@ def _looped_over(script: Script, step: Event, back: Event) -> ast.expr | None:
     return source.args[-1] if isinstance(source, ast.Call) and is_range and source.args else None
 
 
-def _is_configured(script: Script, window: ast.expr, steps: ast.expr | None, event: Event, *, is_engine: bool) -> bool:
+def _is_configured(
+    script: Script, window: ast.expr, steps: ast.expr | None, function: Function, *, is_engine: bool
+) -> bool:
     """Whether the length of a window is certainly the number of micro-batches that the engine counts itself."""
     if is_engine and steps is not None and _same(window, steps):
         return True
     if _BOUNDARY in text_of(window):
         return steps is not None
-    for value in (window, *script.outline.values(key_of(window), event.function)):
+    for value in (window, *script.outline.values(key_of(window), function)):
         asked = value.func if isinstance(value, ast.Call) else None
         if isinstance(asked, ast.Attribute) and asked.attr == _KEY:
             return True  # engine.gradient_accumulation_steps()
-        if is_engine and steps is not None and _is_entry(value):
+        if _is_entry(value) and is_engine and (steps is not None or _owner(value) in _configurations(script)):
             return True
     return False
+
+
+def _owner(entry: ast.expr) -> str:
+    """`config` of `config["gradient_accumulation_steps"]` or `config.get(...)`."""
+    if isinstance(entry, ast.Call):
+        return key_of(entry.func.value) if isinstance(entry.func, ast.Attribute) else ""
+    return key_of(entry.value) if isinstance(entry, ast.Subscript) else ""
+
+
+def _configurations(script: Script) -> set[str]:
+    """The variables that are passed to deepspeed.initialize as the configuration."""
+    calls = [call for call, _ in script.outline.library_calls.get("deepspeed.initialize", ())]
+    options = [argument(call, None, name) for call in calls for name in ("config", "config_params")]
+    return {key_of(option) for option in options} - {""}
 
 
 def _same(a: ast.expr, b: ast.expr) -> bool:
@@ -290,6 +316,13 @@ def _configured_steps(script: Script) -> ast.expr | None:
         if isinstance(node, ast.Dict) and {constant(k) for k in node.keys} & _DEEPSPEED_KEYS
         for key, value in zip(node.keys, node.values, strict=True)
         if constant(key) == _KEY
+    ]
+    steps += [
+        node.value
+        for node in ast.walk(script.tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Subscript) and constant(target.slice) == _KEY
     ]
     return steps[0] if len(steps) == 1 else None
 

@@ -31,10 +31,9 @@ from accelerate import Accelerator
 accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for x, y in loader:
-    {start}
-        accelerator.backward(loss_fn(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+{start}{indent}    accelerator.backward(loss_fn(model(x), y))
+{indent}    optimizer.step()
+{indent}    optimizer.zero_grad()
 """
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
@@ -59,9 +58,9 @@ class ClearedEveryMicroBatch(TraceRule):
     )
     bad = (
         ACCUMULATING_LOOP.format(start="    optimizer.zero_grad()\n", divide=" / accumulation_steps", end=""),
-        _ACCELERATE.format(start="if True:"),
+        _ACCELERATE.format(start="", indent=""),
     )
-    good = (_RIGHT, _ACCELERATE.format(start="with accelerator.accumulate(model):"))
+    good = (_RIGHT, _ACCELERATE.format(start="    with accelerator.accumulate(model):\n", indent="    "))
     references = (_DOCS, "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation")
     words = ("Accelerator",)
     kinds = ("zero_grad",)

@@ -320,7 +320,10 @@ class Recogniser:
             # `optimizer.step(scaler=scaler)`: a project's optimizer, which steps with the scaler it is passed.
             return self._passed_scaler(call, function) or Action("opt_step", optimizer=key)
         looped = looped_objects(self.outline, call, key, function) if not kind and key.isidentifier() else []
-        is_schedule = kind == "scheduler" or any(self.kind_of(k, function) == "scheduler" for k in looped)
+        kinds = {kind, *(self.kind_of(k, function) for k in looped)}
+        is_schedule = "scheduler" in kinds
+        if "optimizer" in kinds and not is_schedule:
+            return Action("opt_step", optimizer=key)  # `for o in optimizers: o.step()`
         if not is_schedule and _last(key) in self._engines and not call.args:
             return Action("engine_step", subject=key)
         return Action("sched_step", subject=key) if is_schedule else None

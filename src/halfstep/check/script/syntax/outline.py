@@ -148,7 +148,9 @@ class Outline:
     def possible_targets(self, call: ast.Call, function: Function) -> list[Function]:
         """The methods that a call may run on an object that is created from one of several classes of this file."""
         owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        classes = dict.fromkeys(_maker(v) for v in self.values(owner, function)) if owner else {}
+        values = self.values(owner, function) if owner else []
+        options = [o for v in values for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
+        classes = dict.fromkeys(map(_maker, options))
         methods = [self._method(cls, _last(call.func)) for cls in classes if cls and cls not in self.names.table]
         is_certain = 1 < len(methods) <= MAX_CLASSES and len(methods) == len(classes.keys() - {None})
         return [m for m in methods if m is not None] if is_certain and None not in methods else []

@@ -1,0 +1,358 @@
+"""Accumulation in the forms that scripts write it: divided losses, clearing, clipping and the step of an engine."""
+
+import pytest
+
+from check_scripts import findings
+
+OWN = ("HS104", "HS106", "HS110", "HS113", "HS180", "HS181", "HS182", "HS188", "HS189")
+HEAD = "import torch\nscaler = torch.amp.GradScaler('cuda')\n"
+FORWARD = "with torch.autocast('cuda', dtype=torch.bfloat16): loss = model(x){}\n"
+
+
+def reported(text):
+    """The codes that these rules report for a script, each once."""
+    return sorted({f.code for f in findings(text, *OWN)})
+
+
+def plain(body, divided="", head="import torch\n"):
+    """A loop over batches with a bfloat16 forward and a plain backward."""
+    text = f"{head}for i, x in enumerate(loader):\n    {FORWARD.format(divided)}    loss.backward()\n"
+    return text + "".join(f"    {line}\n" for line in body.splitlines())
+
+
+STEP = "optimizer.step(); optimizer.zero_grad()"
+BRANCHES = """\
+import torch
+for i, x in enumerate(loader):
+    if (i + 1) % accum != 0:
+        with model.no_sync(), torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x){divided}
+            loss.backward()
+    else:
+        loss = model(x){divided}
+        loss.backward()
+        optimizer.step(); optimizer.zero_grad()
+"""
+FLAGGED = """\
+import torch
+class Training:
+    def is_last(self, i):
+        return (i + 1) % self.accum == 0
+    def run(self):
+        for i, x in enumerate(self.loader):
+            with torch.autocast('cuda', dtype=torch.bfloat16):
+                loss = self.model(x)
+            loss.backward()
+            if self.is_last(i):
+                self.optimizer.step(); self.optimizer.zero_grad()
+"""
+NESTED = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    for {target} in {source}:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = loss_fn(model(part)){divided}
+        loss.backward()
+    optimizer.step()
+"""
+PROMPTS = """\
+import torch
+for i, prompt in enumerate(prompts):
+    for answer in answers(prompt):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(answer)
+        loss.backward()
+    if (i + 1) % cfg['accum'] == 0:
+        optimizer.step(); optimizer.zero_grad()
+"""
+MANUAL = """\
+import lightning as L
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+    def training_step(self, batch, i):
+        {optimizers} = self.optimizers()
+        self.manual_backward(self.compute(batch){divided})
+        {clip}
+        if (i + 1) % self.accum == 0:
+            {step}
+"""
+TURNS = """\
+import lightning as L
+class Gan(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+    def training_step(self, batch, i):
+        g, d = self.optimizers()
+        if i % 2 == 0:
+            self.manual_backward(self.loss_d(batch))
+            self.clip_gradients(d, gradient_clip_val=1.0)
+            d.step(); d.zero_grad()
+        else:
+            self.manual_backward(self.loss_g(batch))
+            self.clip_gradients(g, gradient_clip_val=1.0)
+            g.step(); g.zero_grad()
+"""
+RUNNERS = """\
+import deepspeed
+import torch
+class Plain:
+    def __init__(self):
+        self.optimizer, self.accum = torch.optim.AdamW(model.parameters()), args.accum
+    def backward(self, loss):
+        loss.backward()
+    def step(self):
+        self.optimizer.step(); self.optimizer.zero_grad()
+class Sharded:
+    def __init__(self):
+        self.engine, *_ = deepspeed.initialize(model=model, config=args.config)
+        self.accum = self.engine.gradient_accumulation_steps()
+    def backward(self, loss):
+        self.engine.backward(loss)
+    def step(self):
+        self.engine.step()
+runner = Sharded() if args.deepspeed else Plain()
+for step in range(args.steps):
+    for micro in range(runner.accum):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(next(batches))
+        runner.backward(loss)
+        total += loss.item() / runner.accum
+{indent}    runner.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (plain(f"if not (i + 1) % accum:\n    {STEP}"), ["HS180"]),
+        (plain("count += 1\nif count < args.accum: continue\n" + STEP), ["HS180"]),
+        (plain(f"total += loss.item() / accum\nif (i + 1) % accum == 0: {STEP}"), ["HS180"]),
+        (plain(f"if (i + 1) % accum == 0: {STEP}\nloss = total / len(loader)"), ["HS180"]),
+        (plain("if (i + 1) % accum == 0:\n    for o in optimizers:\n        o.step(); o.zero_grad()"), ["HS180"]),
+        (plain(f"if (i + 1) % accum == 0: {STEP}", " / accum"), []),
+        (BRANCHES.format(divided=""), ["HS180"]),
+        (BRANCHES.format(divided=" / accum"), []),
+        (FLAGGED, ["HS180"]),
+        (PROMPTS, ["HS180"]),
+        (PROMPTS.replace("model(answer)", "model(answer) / cfg['accum']"), []),
+        (NESTED.format(target="part", source="micro_batches", divided=""), ["HS180"]),
+        (NESTED.format(target="part", source="x.chunk(parts)", divided=""), ["HS180"]),
+        (NESTED.format(target="part, t", source="zip(torch.chunk(x, parts), y)", divided=""), ["HS180"]),
+        (NESTED.format(target="part, t", source="zip(torch.chunk(x, parts), y)", divided=" / parts"), []),
+        (NESTED.format(target="part", source="views", divided=""), []),  # a sum over views may be meant
+        (MANUAL.format(optimizers="opt", divided="", clip="pass", step="opt.step(); opt.zero_grad()"), ["HS180"]),
+        (MANUAL.format(optimizers="g, d", divided="", clip="pass", step="g.step(); g.zero_grad()"), ["HS180"]),
+        (MANUAL.format(optimizers="g, d", divided=" / self.accum", clip="pass", step="g.step(); g.zero_grad()"), []),
+    ],
+)
+def test_the_loss_of_every_micro_batch_is_divided(text, expected):
+    """Loops over optimizers, prompts and chunks, two branches, counters and helper methods are windows as well."""
+    assert reported(text) == expected
+
+
+def test_every_class_that_a_runner_may_have_is_followed():
+    """A runner of two classes is one of them at a time: the plain one sums losses, the engine is not stepped often enough."""
+    wrong = findings(RUNNERS.format(indent=""), *OWN)
+    assert [(f.code, f.line, f.severity) for f in wrong] == [("HS180", 7, "warning"), ("HS188", 25, "error")]
+    assert [f.code for f in findings(RUNNERS.format(indent="    "), "HS188")] == []
+
+
+ACCELERATE = """\
+from accelerate import Accelerator
+accelerator = Accelerator({options})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for i, x in enumerate(loader):
+    loss = model(x)
+    accelerator.backward(loss)
+    {step}
+"""
+SAMPLES = HEAD + (
+    "for batch in loader:\n    for sample in batch:\n        {clear}\n        loss = model(sample)\n"
+    "        scaler.scale(loss).backward()\n        {rest}\n    scaler.step(optimizer)\n    scaler.update()\n"
+)
+CLEARED = plain(f"if (i + 1) % accum == 0: {STEP}", " / accum").replace(
+    "    loss.backward", "    trainer.model.zero_grad()\n    loss.backward"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CLEARED, ["HS181"]),
+        (CLEARED.replace("trainer.model", "other"), []),
+        (SAMPLES.format(clear="optimizer.zero_grad()", rest="pass"), ["HS181"]),
+        (SAMPLES.format(clear="model.zero_grad()", rest="losses.append(loss.item())"), ["HS181"]),
+        (SAMPLES.format(clear="optimizer.zero_grad()", rest="kept.append(model.weight.grad.clone())"), []),
+        (SAMPLES.format(clear="optimizer.zero_grad()", rest="store_grads(model)"), []),
+        (SAMPLES.format(clear="optimizer.zero_grad()", rest="if loss < best: break"), []),
+        (plain(STEP, " / args.accum_steps"), ["HS181"]),
+        (plain(STEP, " / num_tokens"), []),
+        (ACCELERATE.format(options="gradient_accumulation_steps=4", step=STEP), ["HS181"]),
+        (ACCELERATE.format(options="gradient_accumulation_steps=args.accum", step=STEP), ["HS181"]),
+        (ACCELERATE.format(options="gradient_accumulation_steps=1", step=STEP), []),
+        (ACCELERATE.format(options="", step=STEP), []),
+        (ACCELERATE.format(options="gradient_accumulation_steps=n", step=f"if (i + 1) % n == 0: {STEP}"), []),
+        (ACCELERATE.format(options="gradient_accumulation_steps=n, deepspeed_plugin=plugin", step=STEP), []),
+        (
+            ACCELERATE.format(options="gradient_accumulation_steps=n", step=STEP).replace(
+                "    loss = model(x)\n", "    with accelerator.accumulate(model): loss = model(x)\n"
+            ),
+            [],
+        ),
+    ],
+)
+def test_gradients_accumulate_until_the_step(text, expected):
+    """Clearing before each sample, and stepping although the loss is divided for a window, leave nothing accumulated."""
+    assert reported(text) == expected
+
+
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+WINDOW = f"if (i + 1) % accum == 0: {STEP}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (plain(f"{CLIP}\n{WINDOW}", " / accum"), ["HS189"]),
+        (plain(f"if args.clip: {CLIP}\n{WINDOW}", " / accum"), ["HS189"]),
+        (plain(f"if (i + 1) % accum == 0: {CLIP}\n{WINDOW}", " / accum"), []),
+        (plain(f"if due: {CLIP}\n{WINDOW}", " / accum", head="import torch\n").replace("if due", "if is_last"), []),
+        (plain(f"{CLIP.replace('1.0', 'float(`inf`)').replace('`', chr(39))}\n{WINDOW}", " / accum"), []),
+        (plain(f"{CLIP}\n{STEP}"), []),
+        (plain(f"{CLIP}\n{WINDOW}", " / accum").replace("loss.backward", "scaler.scale(loss).backward"), ["HS104"]),
+        (
+            MANUAL.format(
+                optimizers="opt",
+                divided=" / self.accum",
+                clip="self.clip_gradients(opt, gradient_clip_val=1.0)",
+                step="opt.step(); opt.zero_grad()",
+            ),
+            ["HS189"],
+        ),
+        (TURNS, []),
+    ],
+)
+def test_complete_sums_are_clipped(text, expected):
+    """A clip on every micro-batch is reported once: where the gradients are also scaled, by the rule about that."""
+    assert reported(text) == expected
+
+
+ENGINE = """\
+import deepspeed
+{config}engine, _, _, _ = deepspeed.initialize(model=model, config=ds)
+{head}for step in range(steps):
+    for micro in range({count}):
+        loss = engine(next(batches))
+        engine.backward(loss)
+{step}
+"""
+FOUR = "ds = {'train_micro_batch_size_per_gpu': 1, 'gradient_accumulation_steps': 4}\n"
+ASKED = "engine.gradient_accumulation_steps()"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (ENGINE.format(config="", head="", count=ASKED, step="    engine.step()"), ["HS188"]),
+        (ENGINE.format(config="", head="", count=ASKED, step="        engine.step()"), []),
+        (ENGINE.format(config="", head=f"n = {ASKED}\n", count="n", step="    engine.step()"), ["HS188"]),
+        (ENGINE.format(config=FOUR, head="", count="4", step="    engine.step()"), ["HS188"]),
+        (ENGINE.format(config=FOUR, head="", count="8", step="    engine.step()"), []),
+        (ENGINE.format(config=FOUR.replace("4", "1"), head="", count="1", step="    engine.step()"), []),
+        (ENGINE.format(config="", head="", count="args.accum", step="    engine.step()"), []),  # set to 1, perhaps
+        (
+            ENGINE.format(config="", head="", count="ds['gradient_accumulation_steps']", step="    engine.step()"),
+            ["HS188"],
+        ),
+        (
+            ENGINE.format(
+                config="ds['gradient_accumulation_steps'] = args.n\n", head="", count="args.n", step="    engine.step()"
+            ),
+            ["HS188"],
+        ),
+        (
+            ENGINE.format(
+                config=FOUR,
+                head="",
+                count="9",
+                step="        if engine.is_gradient_accumulation_boundary(): engine.step()",
+            ),
+            ["HS188"],
+        ),
+        (
+            ENGINE.format(config="", head="", count="9", step="        engine.step()").replace(
+                "backward(loss)", f"backward(loss / {ASKED})"
+            ),
+            ["HS188"],
+        ),
+    ],
+)
+def test_an_engine_is_stepped_after_every_backward(text, expected):
+    """engine.step counts micro-batches, whatever names the number: the engine, its configuration or a copy of either."""
+    assert reported(text) == expected
+
+
+OWNED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator({options})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    accelerator.backward(model(x))
+    {before}
+    norm = sum(p.grad.norm() ** 2 for p in model.parameters())
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "expected"),
+    [
+        ("mixed_precision='fp16'", "pass", ["HS110"]),
+        ("mixed_precision=args.precision", "pass", ["HS110"]),
+        ("mixed_precision='bf16'", "pass", []),
+        ("mixed_precision='fp16'", "accelerator.clip_grad_norm_(model.parameters(), 1.0)", []),
+        ("mixed_precision='fp16'", "accelerator.unscale_gradients()", []),
+    ],
+)
+def test_gradients_that_a_framework_scaled_are_read_after_it_unscales(options, before, expected):
+    """A norm between accelerator.backward and the step is multiplied by the loss scale in fp16."""
+    assert reported(OWNED.format(options=options, before=before)) == expected
+
+
+def test_an_unscale_for_a_clip_that_never_comes_is_the_place():
+    """Where only the branch without a scaler clips, the finding is at the unscale_ that the clip should follow."""
+    text = HEAD + (
+        "for x in loader:\n    if amp:\n        scaler.scale(model(x)).backward()\n        scaler.unscale_(optimizer)\n"
+        "        scaler.step(optimizer)\n        scaler.update()\n    else:\n        model(x).backward()\n"
+        f"        {CLIP}\n        optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    assert [(f.code, f.line) for f in findings(text, "HS113")] == [("HS113", 6)]
+
+
+def test_a_setting_is_one_whatever_its_name():
+    """`config.unscale` does not vary: the unscale_ under it runs on every micro-batch, and without it the clip is scaled."""
+    body = f"if config.unscale: scaler.unscale_(optimizer)\n{CLIP}\nif (i + 1) % accum == 0: scaler.step(optimizer); scaler.update()"
+    text = plain(body, " / accum", HEAD).replace("loss.backward", "scaler.scale(loss).backward")
+    assert reported(text) == ["HS104", "HS106"]
+
+
+def test_a_scaler_that_is_always_none_scales_nothing():
+    """A branch for a scaler that the script sets to None only is not taken."""
+    text = f"import torch\nscaler = None\ndef step(loss):\n    if scaler: scaler.scale(loss).backward()\n    {CLIP}\n"
+    text += "    if scaler: scaler.step(optimizer)\nfor x in loader:\n    step(model(x))\n"
+    assert reported(text) == []
+    assert reported(text.replace("= None", "= torch.amp.GradScaler('cuda')")) == ["HS104"]
+
+
+def test_the_step_of_an_optimizer_class_in_the_file_is_a_step():
+    """A class derived from torch's Optimizer is not followed into its arithmetic."""
+    text = HEAD + (
+        "class Muon(torch.optim.Optimizer):\n    def step(self):\n        update(self)\n"
+        "optimizer = Muon(model.parameters())\nfor x in loader:\n    scaler.scale(model(x)).backward()\n    optimizer.step()\n"
+    )
+    assert [f.code for f in findings(text, "HS103")] == ["HS103"]
