@@ -207,7 +207,7 @@ def _is_length(divisor: str) -> bool:
 def _may_use(loop: ast.For) -> bool:
     """Whether a loop steps, reads gradients or may leave early, so that clearing them there has a purpose."""
     for node in ast.walk(loop):
-        if isinstance(node, (ast.Break, ast.Return)) or grad_of(node):
+        if isinstance(node, (ast.Break, ast.Return)) or (isinstance(node, ast.expr) and grad_of(node)):
             return True
         name = text_of(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""
         if name.endswith("step") or (_COLLECTS.search(name) and not _CLEARS.search(name)):
