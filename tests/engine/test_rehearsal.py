@@ -10,6 +10,7 @@ from halfstep.engine.engine import Engine
 from halfstep.engine.rehearsal import start_rehearsal
 from halfstep.engine.setup import prepare_run
 from halfstep.precision.policy import Policy
+from halfstep.scaling.scaler import NoScaler
 
 
 def prepared(precision, device):
@@ -21,7 +22,7 @@ def prepared(precision, device):
 @pytest.mark.parametrize("precision", ["bf16-lean", "bf16"])
 def test_a_cpu_has_nothing_to_compile(precision):
     """No thread is started, and waiting returns at once."""
-    wait = start_rehearsal(prepared(precision, "cpu"), 1.0)
+    wait = start_rehearsal(prepared(precision, "cpu"), NoScaler(), 1.0)
     assert not hasattr(wait, "__self__")  # of a thread
     wait()
 

@@ -16,12 +16,14 @@ import torch
 from halfstep.engine.setup import PreparedRun
 from halfstep.kernels.available import triton_runs_on
 from halfstep.kernels.gradstats import known_sums, total_norm
+from halfstep.kernels.scale_update import new_counters, scale_update
 from halfstep.optim.fused import FusedOptimizer
+from halfstep.scaling.scaler import Scaler
 
 __all__ = ["start_rehearsal"]
 
 
-def start_rehearsal(run: PreparedRun, max_norm: float | None) -> Callable[[], None]:
+def start_rehearsal(run: PreparedRun, scaler: Scaler, max_norm: float | None) -> Callable[[], None]:
     """Start to compile the kernels of a run's step; call what this returns before the first step."""
     fused = [optimizer for optimizer in run.optimizers if isinstance(optimizer, FusedOptimizer)]
     if run.device.type != "cuda" or not fused or not triton_runs_on(run.device):
@@ -34,6 +36,8 @@ def start_rehearsal(run: PreparedRun, max_norm: float | None) -> Callable[[], No
             for optimizer in fused:
                 optimizer.compile_kernels()
             _compile_norm(run, max_norm)
+            zero, one = torch.zeros((), device=run.device), torch.ones((), device=run.device)
+            scale_update(one, new_counters(scaler.settings).to(run.device), zero, scaler.settings)
 
     thread = threading.Thread(target=rehearse, name="halfstep-kernels")
     thread.start()
