@@ -45,6 +45,7 @@ def compilations():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch._inductor")  # of torch's compiler
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Requires: [a CUDA device]")
 @pytest.mark.parametrize("precision", ["bf16-lean", "fp16-lean", "bf16-lean,states=8bit"])
 @pytest.mark.parametrize("num_layers", [1, 7])
