@@ -149,7 +149,8 @@ class Engine(SavedEngine):
         if deterministic:
             make_deterministic(run.undo)
         compile_model(module, compile, run.undo, budget=recompute if isinstance(recompute, float) else None)
-        self._await_kernels = start_rehearsal(run, self.scaler, max_norm) if compile else lambda: None
+        rehearses = compile and not in_graphs  # while a graph is captured no other thread may allocate
+        self._await_kernels = start_rehearsal(run, self.scaler, max_norm) if rehearses else lambda: None
         self._fixed = fixed_names(self, Engine, of_subclass)
         hook_of(watch, "attach")(self)
 
