@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise, is_stepped, remedy, subject, when
+from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
@@ -44,6 +44,9 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
+_OPTION = re.compile(
+    r"^[A-Za-z_][\w.]*(?:\[['\"]\w+['\"]\])*?(?:\.|\[['\"])(\w+)(?:['\"]\])?(?= == |$)"
+)  # its last name
 _LOADS = re.compile(
     r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$"
 )
@@ -111,17 +114,25 @@ def _trained(script: Script, cast: Event, optimizers: list[Event]) -> bool:
 
 def _scaler_steps(script: Script, tie: Trained) -> bool:
     """Whether an active scaler steps the optimizer of a tie whenever its weights are cast."""
-    statement = script.statement(tie.by)
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    names = {key_of(t).rsplit(".", 1)[-1] for t in targets}
-    conditions = set(conditions_of(script.outline, tie.cast.node))
+    names = optimizer_names(script, tie.by)
+    conditions = _options(conditions_of(script.outline, tie.cast.node))
     steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
     for step in steps:
         # `enabled=args.fp16` and `if args.fp16: model.half()`: one flag decides both.
-        flags = {Guard(scaler.enabled, True) for scaler in scalers_at(script, step)}
-        if conditions <= {*step.guards, *flags} and not switched_off(script, step):
+        flags = [Guard(scaler.enabled, True) for scaler in scalers_at(script, step)]
+        if conditions <= _options((*step.guards, *flags)) and not switched_off(script, step):
             return True
     return False
+
+
+def _options(guards: Iterable[Guard]) -> set[Guard]:
+    """Conditions by the last name of the option: `cfg["train"]["precision"] == "fp16"` and `train["precision"] == "fp16"` are one.
+
+    What an option is not follows from what it is.
+    """
+    options = {Guard(_OPTION.sub(r"\1", text), is_true) for text, is_true in guards if not text.startswith("__name__")}
+    equal = {text.partition(" == ")[0] for text, is_true in options if is_true and " == " in text}
+    return {g for g in options if g.is_true or g.text.partition(" == ")[0] not in equal}
 
 
 def _accelerate_scales(script: Script) -> bool:
