@@ -12,6 +12,7 @@ from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimi
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
+from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -214,15 +215,14 @@ class HalfWeightsPlainOptimizer(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """float16 casts of trained models in scripts that step a torch optimizer directly."""
-        if script.scalers or script.has("scaler_step", "owned_backward", "owned_step", "apex_initialize"):
+        if script.scalers or script.has("scaler_step", "apex_initialize") or script.training.has_masters:
             return
-        if script.training.has_masters:
-            return
+        owned = list(script.events("owned_backward", "owned_step"))
         backs = list(script.events("backward"))
         if not backs or any(b.scaled != "no" for b in backs):
             return
         reported: set[ast.AST] = set()
-        for event in _casts(script, "float16", "opt_step"):
+        for event in _casts(script, "float16", "opt_step") if not owned else ():
             reported.add(event.node)
             flags = " and ".join(f"`{text}`" for text, value in event.guards if value and is_amp((text, value)))
             yield self.finding(
@@ -232,6 +232,8 @@ class HalfWeightsPlainOptimizer(ScriptRule):
             )
         for tie in () if is_exercise(script) else script.training.by_optimizers:
             cast = tie.cast
+            if not _is_beside(script, cast.node, owned):
+                continue  # an engine may train these weights
             if cast.low == {"float16"} and cast.node not in reported and is_stepped(script, tie):
                 yield self.finding(
                     script.where(cast.node),
@@ -240,6 +242,12 @@ class HalfWeightsPlainOptimizer(ScriptRule):
                     instead=f"{remedy(script, cast)} and train under autocast with a GradScaler, or under bfloat16 autocast",
                     severity=None if cast.is_certain else "advice",
                 )
+
+
+def _is_beside(script: Script, cast: ast.AST, owned: list[Event]) -> bool:
+    """Whether a cast excludes every backward and step of an engine: `if not use_deepspeed: model.half()`."""
+    events = [e for e in script.events("cast") if e.node is cast]
+    return not owned or (bool(events) and not any(compatible(e, o) for e in events for o in owned))
 
 
 class DefaultDtypeHalf(ScriptRule):
@@ -305,7 +313,7 @@ def _trains_under_default(
         return True
     for optimizer, scope in training.optimizers:
         params = argument(optimizer, 0, "params")
-        for owner, inner in training.owners(params, scope) if params is not None else ():
+        for owner, inner in owners_of(script.outline, params, scope) if params is not None else ():
             for creation in training.model(owner, inner).creations:
                 if creation.function is function and call.lineno < creation.node.lineno < resets[0]:
                     return True

@@ -118,6 +118,11 @@ def optimizer_names(script: Script, by: ast.Call) -> set[str]:
     return {key_of(part).rsplit(".", 1)[-1] for part in parts} - {""}
 
 
+def is_launched_elsewhere(script: Script, tie: Trained) -> bool:
+    """Whether the command line sets the arguments of a Trainer, and the file mentions that it names DeepSpeed or FSDP."""
+    return tie.is_parsed and any(word in script.source.text.lower() for word in ("deepspeed", "fsdp", "zero3"))
+
+
 def is_stepped(script: Script, tie: Trained) -> bool:
     """Whether the optimizer of a tie may step on the weights that were cast: no branch of AMP excludes it."""
     guards = conditions_of(script.outline, tie.cast.node)
@@ -192,11 +197,19 @@ class WeightsWithoutMaster(ScriptRule):
             launched = script.outline.names.uses("accelerate") or "accelerator" in script.outline.loads
             if launched and _PLUGINS & script.outline.calls.keys():
                 continue  # with a plugin, Accelerate trains float32 copies
+            if launched and tie.is_assumed and "deepspeed" in script.source.text.lower():
+                continue
             unless = "without DeepSpeed or FSDP, " if launched else ""
+            no_master = "which keeps no float32 master weights"
+            no_master = (
+                f"without float32 master weights unless `{_optimizer_name(tie)}` adds them"
+                if tie.is_assumed
+                else no_master
+            )
             yield self.finding(
                 script.where(cast.node),
                 f"{when(script, cast)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
-                f"(line {tie.by.lineno}), which keeps no float32 master weights: {_lost(cast.low)}",
+                f"(line {tie.by.lineno}), {no_master}: {_lost(cast.low)}",
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
                 severity=_severity(script, tie, always=not (launched or when(script, cast))),
             )
@@ -246,6 +259,8 @@ class CheckpointDtypeTrained(ScriptRule):
             cast = tie.cast
             if (
                 AUTO not in cast.formats
+                or tie.is_assumed
+                or is_launched_elsewhere(script, tie)
                 or cast.low
                 or (cast.form == "checkpoint" and version is not None and version < (5,))
             ):
@@ -305,6 +320,8 @@ def _scales_gradients(script: Script, tie: Trained) -> bool:
     """Whether fp16=True, or an expression that may be true: then HS166 decides."""
     assert tie.arguments is not None
     value = keyword_of(script.outline, tie.arguments, tie.function, "fp16")
+    if tie.is_parsed and tie.cast.formats != {"float16"}:
+        return True  # the option that chooses float16 weights is most likely --fp16
     return value is not None and constant(value) not in {False, None}
 
 
@@ -347,7 +364,9 @@ class Bf16WeightsTrained(ScriptRule):
             cast = tie.cast
             if not cast.low or (cast.low == {"float16"} and _scales_gradients(script, tie)):
                 continue
-            severity: Severity | None = None if cast.is_certain else "advice"
+            if is_launched_elsewhere(script, tie):
+                continue
+            severity: Severity | None = None if cast.is_certain and not tie.is_parsed else "advice"
             yield self.finding(
                 script.where(cast.node),
                 f"{when(script, cast)}{subject(cast)} has {' or '.join(sorted(cast.low))} weights and `{text_of(tie.by.func)}` trains them "
