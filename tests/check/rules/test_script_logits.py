@@ -117,11 +117,21 @@ def test_logits_in_float32_after_autocast_are_silent(cast, enabled, loss):
     assert findings(REGION.format(cast=cast, enabled=enabled, loss=loss), "HS154") == []
 
 
-def test_validation_after_autocast_is_silent():
-    """Without gradients the loss is only a number to print."""
-    text = REGION.format(cast="", enabled="", loss="criterion(logits, y)").replace("    loss.backward()\n", "")
+@pytest.mark.parametrize(("cast", "severities"), [("", ["advice"]), (".float()", [])])
+def test_a_validation_loss_after_autocast_is_advice(cast, severities):
+    """Without gradients only the reported number is rounded."""
+    text = REGION.format(cast=cast, enabled="", loss="criterion(logits, y)").replace("    loss.backward()\n", "")
     body = text[text.index("for x") :].replace("\n", "\n    ")
-    assert findings(f"{text[: text.index('for x')]}with torch.no_grad():\n    {body}\n", "HS154") == []
+    text = f"{text[: text.index('for x')]}with torch.no_grad():\n    {body}\n"
+    assert [f.severity for f in findings(text, "HS154")] == severities
+
+
+@pytest.mark.parametrize(("name", "count"), [("Qwen2ForCausalLM", 1), ("Embedder", 0)])
+def test_a_copy_of_a_language_model_class_returns_16_bit_logits(name, count):
+    """A class of another package that is named as in transformers behaves like it."""
+    text = MODEL.replace("from transformers import AutoModelForCausalLM", f"from models.qwen import {name}")
+    text = text.replace("AutoModelForCausalLM", name) + "loss = F.cross_entropy(model(ids).logits.view(-1, 9), y)\n"
+    assert len(findings(text, "HS154")) == count
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,21 @@ def test_optimizers_without_master_weights_are_reported(optimizer):
 @pytest.mark.parametrize(
     "optimizer",
     [
+        "make_optimizer(cfg, model)",
+        "build_optimizer(model.parameters(), lr=0.1)",
+        "instantiate(cfg.optim, model.parameters())",
+    ],
+)
+def test_the_optimizer_of_another_file_is_reported_with_the_condition(optimizer):
+    """Most functions that build an optimizer build a plain one; the message says that this one may not."""
+    reported = findings(loop("model = Net().bfloat16()", optimizer), "HS151")
+    assert [f.line for f in reported] == [2]
+    assert "unless `" in reported[0].message
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
         "halfstep.optim.AdamW(model.parameters(), master='split')",
         "flashoptim.FlashAdamW(model.parameters())",
         "apex.optimizers.FusedAdam(model.parameters(), master_weights=True)",
@@ -97,7 +112,8 @@ def test_optimizers_without_master_weights_are_reported(optimizer):
         "torch.optim.AdamW([p.clone().float() for p in model.parameters()])",
         "torch.optim.AdamW(model.head.parameters())",
         "torch.optim.AdamW(other.parameters())",
-        "make_optimizer(model)",
+        "make_optimizer(model.head)",
+        "build_halfstep_optimizer(params)",
     ],
 )
 def test_optimizers_that_keep_masters_or_train_something_else_are_silent(optimizer):
@@ -410,3 +426,96 @@ def test_a_flag_that_casts_and_enables_the_scaler_is_reported(enabled, count):
         "    scaler.step(optimizer)\n    scaler.update()\n"
     )
     assert len(findings(text, "HS160")) == count
+
+
+PARSED = """\
+import torch
+from transformers import AutoModelForCausalLM, HfArgumentParser, TrainingArguments, Trainer
+parser = HfArgumentParser((ModelArguments, TrainingArguments))
+model_args, args = parser.parse_args_into_dataclasses()
+{dtype}
+model = AutoModelForCausalLM.from_pretrained(model_args.name, dtype=dtype)
+Trainer(model=model, args=args, train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("dtype = torch.bfloat16", ["HS277"]),
+        ("dtype = torch.float16 if args.fp16 else torch.float32", ["HS166"]),
+        ("if args.fp16:\n    dtype = torch.float16\nelse:\n    dtype = torch.float32", ["HS166"]),
+        (
+            "dtype = torch.bfloat16 if args.bf16 else (torch.float16 if args.fp16 else torch.float32)",
+            ["HS166", "HS277"],
+        ),
+        ("dtype = torch.float32", []),
+        ("dtype = torch.bfloat16  # run with --deepspeed zero3.json", []),
+    ],
+)
+def test_arguments_of_the_command_line_are_those_of_the_trainer(dtype, expected):
+    """The Trainer's own flags choose the dtype of the weights; a file that names DeepSpeed is left alone."""
+    reported = findings(PARSED.format(dtype=dtype), "HS166", "HS277")
+    assert sorted({f.code for f in reported}) == expected
+
+
+CHOICE = """import torch
+from transformers import AutoModelForCausalLM, TrainingArguments, Trainer
+if cfg.deepspeed:
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+else:
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.{dtype}, device_map="auto")
+args = TrainingArguments("out", bf16=True, deepspeed=cfg.deepspeed if cfg.deepspeed else None)
+Trainer(model=model, args=args, train_dataset=data).train()
+"""
+
+
+@pytest.mark.parametrize(("dtype", "lines"), [("bfloat16", [6]), ("float32", [])])
+def test_only_the_branch_without_deepspeed_has_no_float32_copy(dtype, lines):
+    """DeepSpeed keeps masters where it is used; the other branch trains bfloat16 weights alone."""
+    assert [f.line for f in findings(CHOICE.format(dtype=dtype), "HS277")] == lines
+
+
+EVERY = """import torch
+model = Net()
+for p in model.parameters():
+    {frozen}p.data = p.data.to(torch.bfloat16)
+optimizer = build_optimizer(cfg, model)
+for x in loader:
+    model(x).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("frozen", "lines"), [("", [4]), ("p.requires_grad = False; ", [])])
+def test_a_cast_of_every_parameter_is_a_cast_of_the_trained_ones(frozen, lines):
+    """A loop over all parameters casts what is trained, unless it freezes them."""
+    assert [f.line for f in findings(EVERY.format(frozen=frozen), "HS151")] == lines
+
+
+OPTION = """import torch
+def build(config):
+    model = Net()
+    if config["train"]["precision"] == "bf16":
+        model = model.bfloat16()
+    elif config["train"]["precision"] == "{cast}":
+        model = model.half()
+    return model
+def make(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+def main(config):
+    model = build(config)
+    optimizer = make(model)
+    train = config["train"]
+    scaler = torch.amp.GradScaler("cuda", enabled=train["precision"] == "fp16")
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(("cast", "lines"), [("fp16", [7]), ("fp16-pure", [])])
+def test_one_option_under_two_names_casts_and_enables_the_scaler(cast, lines):
+    """`config["train"]["precision"]` and `train["precision"]` are one option, and the optimizer may be returned."""
+    assert [f.line for f in findings(OPTION.format(cast=cast), "HS160")] == lines

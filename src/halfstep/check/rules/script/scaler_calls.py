@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
@@ -40,6 +41,10 @@ _LIMITS = {
 }
 
 
+_FLAG = re.compile(r"(^|[._])(use_|with_|enable_)?(amp|fp16|half|mixed_precision|autocast)(_enabled)?$", re.IGNORECASE)
+_DEVICE = re.compile(r"(^|[._])device(_type|\.type)?$", re.IGNORECASE)
+
+
 def _is_valid(value: float, limits: str) -> bool:
     word, limit = limits.split()
     return value > float(limit) if word == "above" else value < float(limit)
@@ -53,7 +58,8 @@ class ScalerArguments(ScriptRule):
     severity = "error"
     reason = (
         "`torch.amp.GradScaler(device, init_scale, ...)` and the older `torch.cuda.amp.GradScaler(init_scale, ...)` differ "
-        "in their first argument, so a bare number or a device name can land in the wrong place. growth_factor must be above 1 "
+        "in their first argument, so a bare number, a flag or a device can land in the wrong place, and only the first accepts `device=`, "
+        "which raises TypeError in the other. growth_factor must be above 1 "
         "and backoff_factor below 1, or the constructor raises; with a growth_interval below 1 the scale never grows, and a "
         "scale of 0 gives NaN."
     )
@@ -61,6 +67,8 @@ class ScalerArguments(ScriptRule):
         "import torch\nscaler = torch.cuda.amp.GradScaler('cuda')\n",
         "import torch\nscaler = torch.amp.GradScaler(2**10)\n",
         "import torch\nscaler = torch.amp.GradScaler('cuda', growth_factor=1.0)\n",
+        "import torch\nscaler = torch.cuda.amp.GradScaler(device='cuda')\n",
+        "import torch\nscaler = torch.cuda.amp.GradScaler(args.use_amp)\n",
     )
     good = (
         "import torch\nscaler = torch.amp.GradScaler('cuda')\n",
@@ -76,9 +84,9 @@ class ScalerArguments(ScriptRule):
                 continue
             fault = self._fault(scaler)
             if fault:
-                yield self.finding(
-                    script.where(scaler.node), fault, instead='torch.amp.GradScaler("cuda", init_scale=2.0**16)'
-                )
+                flag = key_of(scaler.node.args[0]) if scaler.node.args else ""
+                right = f"enabled={flag}" if _FLAG.search(flag) else "init_scale=2.0**16"
+                yield self.finding(script.where(scaler.node), fault, instead=f'torch.amp.GradScaler("cuda", {right})')
 
     @staticmethod
     def _fault(scaler: Scaler) -> str:
@@ -91,6 +99,19 @@ class ScalerArguments(ScriptRule):
             return f"torch.amp.GradScaler expects the device first, not {first!r}; init_scale is not set"
         if "Sharded" in scaler.api or scaler.api not in {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"}:
             return ""
+        name = key_of(call.args[0]) if call.args else ""
+        if _FLAG.search(name) or (old and _DEVICE.search(name)):
+            expected = "init_scale" if old else "the device"
+            return f"{scaler.api} expects {expected} first, not `{name}`" + (
+                "" if _DEVICE.search(name) else ": the scaler is always enabled"
+            )
+        unknown = [
+            k.arg
+            for k in call.keywords
+            if k.arg is not None and k.arg not in {*_LIMITS, "enabled", *(() if old else ("device",))}
+        ]
+        if unknown:
+            return f"{scaler.api} has no argument `{unknown[0]}`: TypeError"
         for position, (name, limits) in enumerate(_LIMITS.items(), start=shift):
             value = constant(argument(call, position, name))
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not _is_valid(value, limits):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.guard import possible
-from halfstep.check.script.objects.values import argument, constant
+from halfstep.check.script.flow.guard import Guard, possible
+from halfstep.check.script.objects.values import Scaler, argument, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -64,12 +64,15 @@ class FsdpPlainScaler(ScriptRule):
             for s in script.scalers
             if s.api in {"torch.amp.GradScaler", "torch.cuda.amp.GradScaler"} and s.enabled != "no"
         ]
-        if not wraps or len(plain) != len(script.scalers) or not script.has("scaler_step"):
+        if not wraps or not plain or all(map(_keeps_whole, wraps)):
             return
         other = any("Sharded" in name and "DataParallel" not in name for name in script.outline.loads)
-        if other or all(map(_keeps_whole, wraps)):
+        if other or len(plain) != len(script.scalers):
+            plain = [scaler for scaler in plain if _comes_first(script, scaler, wraps)]
+        if not plain or not (script.has("scaler_step") or all(_leaves_file(s) for s in plain)):
             return
         sharded = [e for e in wraps if any(possible(e.guards, s.guards) for s in script.near(e, "scaler_step"))]
+        sharded = sharded if script.has("scaler_step") and not other else wraps
         if not sharded:
             return
         # A script that also wraps with DistributedDataParallel chooses; the scaler is wrong where it chooses FSDP.
@@ -82,6 +85,26 @@ class FsdpPlainScaler(ScriptRule):
                 f"{state}this scaler detects overflows only on its own rank",
                 instead="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler()",
             )
+
+
+def _leaves_file(scaler: Scaler) -> bool:
+    """Whether a function returns the scaler, for a loop of another file."""
+    names = (n for n in ast.walk(scaler.function.node) if isinstance(n, ast.Return) and n.value is not None)
+    return bool(scaler.key) and any(key_of(part) == scaler.key for n in names for part in ast.walk(n))
+
+
+def _comes_first(script: Script, scaler: Scaler, wraps: list[Event]) -> bool:
+    """Whether `if amp: GradScaler()` comes before `elif fsdp: ShardedGradScaler()`, so that with both it is the plain one."""
+    events = list(script.events("make_scaler"))
+    mine = [e for e in events if e.node is scaler.node]
+    others = [e for e in events if e.node in script.scaler_of and "Sharded" in script.scaler_of[e.node].api]
+    wrapped = {guard for wrap in wraps for guard in wrap.guards if guard.is_true}
+    for a, b in ((a, b) for a in mine for b in others):
+        chosen = {guard for guard in b.guards if guard in wrapped}
+        after = any(guard.is_true and Guard(guard.text, is_true=False) in b.guards for guard in a.guards)
+        if chosen and after and possible(a.guards, tuple(chosen)):
+            return True
+    return False
 
 
 def _keeps_whole(event: Event) -> bool:

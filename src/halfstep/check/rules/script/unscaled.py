@@ -9,13 +9,26 @@ import re
 from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.order import (
+    STEPS,
+    TraceRule,
+    allows_float16,
+    earlier,
+    is_amp,
+    later,
+    scalers_at,
+    switched_off,
+    without_amp,
+)
 from halfstep.check.script.flow.origin import comes_from, comes_from_call
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name
 from halfstep.check.script.objects.modules import regions_in_forward
-from halfstep.check.script.objects.values import DTYPES, Autocast, constant, text_of
+from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_owned
+from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -32,17 +45,9 @@ for batch in loader:
     out["loss"].backward()
     optimizer.step()
 """
-# Scripts that import these have their loss scaled by the library.
-_OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
-# What these provide does not touch the loss: seeds, loaders, kernels, offloading.
-_HELPERS = re.compile(
-    r"^accelerate\.(utils\.)?(set_seed|init_empty_weights|infer_auto_device_map|dispatch_model|load_checkpoint\w*|"
-    r"find_executable_batch_size|logging|get_logger|init_on_device|cpu_offload)(\.|$)|^accelerate\.logging\.|"
-    r"lightning(\.pytorch)?(\.utilities(\.seed)?)?\.(seed_everything|LightningDataModule)$|lightning\.(pytorch\.)?loggers|"
-    r"^deepspeed\.ops\.|^apex\.(parallel|normalization|optimizers|contrib)(\.|$)"
-)
-_DATA_SCALER = re.compile(r"(Standard|MinMax|Robust|MaxAbs|Data|Feature|Target)Scaler$")
 _SCALE = 'use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16'
+_DEVICE = re.compile(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)  # without it autocast is off as well
+_FLOAT16 = re.compile(r"== (torch\.)?['\"]?(float16|fp16|half)")
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -64,35 +69,101 @@ class Fp16WithoutScaler(TraceRule):
     )
     good = (PLAIN_LOOP.format(dtype="bfloat16"), _SCALED, _ITEM.format(dtype="bfloat16"))
     references = (f"{_AMP}#gradient-scaling", "https://arxiv.org/abs/1710.03740")
-    kinds = ("backward",)
+    kinds = ("backward", "owned_backward")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward under float16 autocast that no scaler scales, in a script that leaves the scaling to no library."""
         event = trace[index]
-        if without_amp(event) or _is_owned(script, trace, event):
+        if event.kind == "owned_backward":
+            return self._under_engine(script, trace, index)
+        if is_owned(script, trace, event):
             return None
-        if event.scaled == "yes" and switched_off(script, event):
-            return self._switched_off(script, trace, index)
+        if event.scaled == "yes":
+            return self._switched_off(script, trace, index) or self._switched_by_flag(script, trace, index)
         if event.scaled != "no" or not any(True for _ in later(trace, index, "opt_step")):
             return None
-        if _has_scaler(script) and not _is_forgotten(script, trace, index) and not _is_elsewhere(script, trace):
+        if has_scaler(script) and not _is_forgotten(script, trace, index) and not is_elsewhere(script, trace):
+            return self._beside_scaler(script, trace, index)
+        if without_amp(event):
             return None
-        for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
-            opened = trace[i]
-            autocasts = opened.regions[-1].autocasts
-            if opened.inside("no_grad"):
-                continue  # of a reference or teacher
-            if any("float16" not in a.dtypes or a.enabled == "no" for a in autocasts):
-                return None
-            if any(_is_misplaced(script, a) for a in autocasts):
-                return None  # HS142 and HS143 report the arguments, which raise
-            around = any(region.node is opened.regions[-1].node for region in event.regions)
-            if not around and opened.function is event.function and opened.loops != event.loops:
-                return None
-            if not around and not comes_from(opened, event, script.outline):
-                continue
-            return self._report(script, event, opened)
+        opened = _region_of_loss(script, trace, index)
+        if opened is not None:
+            return self._report(script, event, opened) if _may_be_float16(script, opened) else None
         return self._decorated(script, trace, index) or self._in_forward(script, trace, index)
+
+    def _under_engine(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a loss of torch's float16 autocast that an Accelerator or Fabric does not scale."""
+        event = trace[index]
+        func = event.node.func if isinstance(event.node, ast.Call) else None
+        engine = engine_at(script, key_of(func.value), event.function) if isinstance(func, ast.Attribute) else None
+        launched = engine is not None and engine.precision == "?" and _is_left_to_launcher(script, engine)
+        if engine is None or not (launched or engine.precision in {"bf16", "fp32"}) or engine.plugin == "deepspeed":
+            return None
+        opened = _region_of_loss(script, trace, index)
+        if without_amp(event) or opened is None or not _may_be_float16(script, opened):
+            return None
+        region = opened.regions[-1].autocasts[0]
+        is_certain = all(a.dtype == "float16" for a in opened.regions[-1].autocasts)
+        if not is_certain and _tests_format(region, opened, event):
+            return None
+        when = "this region computes in float16, and" if is_certain else _condition(region)
+        unless = "unless it is launched with mixed_precision fp16, " if launched else ""
+        return self.finding(
+            script.where(region.node),
+            f"{when} {unless}`{engine.key}` does not scale the loss (line {event.node.lineno}): gradients below 6e-8 become zero",  # type: ignore[attr-defined]
+            instead="Accelerator(mixed_precision='fp16') with accelerator.autocast(), or dtype=torch.bfloat16"
+            if engine.library == ACCELERATE
+            else "Fabric(precision='16-mixed') with fabric.autocast(), or dtype=torch.bfloat16",
+            severity="warning" if launched or not is_certain else None,
+        )
+
+    def _switched_by_flag(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a scaler that a flag disables, while the region is always in float16."""
+        event = trace[index]
+        flags = {scaler.enabled for scaler in scalers_at(script, event)}
+        flag = flags.pop() if len(flags) == 1 else ""
+        if flag in {"", "yes", "no", UNKNOWN} or _DEVICE.search(flag) or any(map(is_amp, event.guards)):
+            return None
+        if _FLOAT16.search(flag):
+            return None  # `dtype == "float16"`, where the region shows that it is
+        opened = _region_of_loss(script, trace, index)
+        if opened is None or any(map(is_amp, opened.guards)) or not _is_always_float16(opened):
+            return None
+        scaler = scalers_at(script, event)[0]
+        if any(guard.text == flag for guard in (*event.guards, *opened.guards)) or _creation_guards(script, scaler):
+            return None
+        return self.finding(
+            script.where(scaler.node),
+            f"without `{flag}` the scaler is disabled, but the region at line {opened.node.lineno} still computes in float16: "  # type: ignore[attr-defined]
+            "gradients below 6e-8 become zero",
+            instead=f"torch.autocast(..., enabled={flag})",
+            severity="warning",
+        )
+
+    def _beside_scaler(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for the branch without the scaler, if its loss comes from the same float16 region."""
+        event = trace[index]
+        scaled = [e for e in trace if e.kind == "backward" and e.scaled == "yes" and not compatible(e, event)]
+        opened = _region_of_loss(script, trace, index) if scaled else None
+        if opened is None or not all(a.dtype == "float16" for a in opened.regions[-1].autocasts):
+            return None
+        if not all(compatible(opened, e) for e in scaled):
+            return None
+        others = [guard for guard in event.guards if guard not in opened.guards]
+        decisive = [g for g in others if (g.text, not g.is_true) in {x for e in scaled for x in e.guards}]
+        if not decisive or any(_DEVICE.search(g.text) or g.text.startswith("except@") for g in decisive):
+            return None
+        regions = opened.regions[-1].autocasts
+        if not all(a.enabled == "yes" or _is_wider(a.enabled, g.text) for a in regions for g in decisive):
+            return None
+        condition = " and ".join(f"`{g.text}` is {'true' if g.is_true else 'false'}" for g in decisive)
+        return self.finding(
+            script.where(event.node),
+            f"when {condition}, `{event.local.subject or 'the loss'}` is not scaled, but still computed under float16 autocast "
+            f"(line {opened.node.lineno}): gradients below 6e-8 become zero",  # type: ignore[attr-defined]
+            instead="disable autocast on this path too, or use the scaler on both",
+            severity="warning",
+        )
 
     def _report(self, script: Script, event: Event, opened: Event) -> Finding | None:
         """The finding for a loss from a region that is or may be float16."""
@@ -112,7 +183,7 @@ class Fp16WithoutScaler(TraceRule):
                 "scaled: gradients below 6e-8 become zero",
                 instead=_SCALE,
             )
-        region = next(a for a in autocasts if a.dtype != "float16")
+        region = next(a for a in autocasts if "float16" in a.dtypes and a.enabled != "no")
         if _tests_format(region, opened, event):
             return None
         # At the region, where the dtype is chosen.
@@ -120,14 +191,16 @@ class Fp16WithoutScaler(TraceRule):
             script.where(region.node),
             f"{_condition(region)} {loss} is not scaled: gradients below 6e-8 become zero",
             instead=_SCALE,
-            severity="error" if region.dtype_node is None and "cuda" in region.devices else "warning",
+            severity="error"
+            if len(autocasts) == 1 and region.dtype_node is None and "cuda" in region.devices
+            else "warning",
         )
 
     def _switched_off(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a scaler with enabled=False whose loss is computed under float16 autocast."""
         event = trace[index]
-        before = next(earlier(trace, index, "enter_autocast"), None)
-        opened = trace[before] if before is not None else None
+        before = next(earlier(trace, index, "enter_autocast"), None) if switched_off(script, event) else None
+        opened = trace[before] if before is not None and not without_amp(event) else None
         if opened is None or opened.loops != event.loops or opened.inside("no_grad"):
             return None
         if not all(a.dtype == "float16" and a.enabled == "yes" for a in opened.regions[-1].autocasts):
@@ -176,61 +249,51 @@ class Fp16WithoutScaler(TraceRule):
         return None
 
 
-def _is_owned(script: Script, trace: Trace, event: Event) -> bool:
-    """Whether a library scales the loss of a backward."""
-    # `if use_engine: engine.backward(loss)`, `else: loss.backward()`: the second path has no owner.
-    if any(e.kind == "owned_backward" and not compatible(e, event) for e in trace):
-        return False
-    return _imports_owner(script) or script.has("owned_backward", "owned_step")
+def _region_of_loss(script: Script, trace: Trace, index: int) -> Event | None:
+    """The autocast region that the loss of a backward is computed in."""
+    event = trace[index]
+    for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
+        opened = trace[i]
+        if opened.inside("no_grad"):
+            continue  # of a reference or teacher
+        around = any(region.node is opened.regions[-1].node for region in event.regions)
+        if not around and opened.function is event.function and opened.loops != event.loops:
+            return None
+        if around or comes_from(opened, event, script.outline):
+            return opened
+        if any("float16" not in a.dtypes or a.enabled == "no" for a in opened.regions[-1].autocasts):
+            return None
+    return None
 
 
-def _imports_owner(script: Script) -> bool:
-    """Whether a library that scales losses is imported, for more than its helpers."""
-    outline = script.outline
-    for local, full in outline.names.table.items():
-        if full.split(".")[0] not in _OWNERS or _HELPERS.search(full):
-            continue
-        # `import pytorch_lightning as pl`: what is used of it decides.
-        uses = [full_use for full_use in outline.library_calls if full_use.startswith(f"{full}.")]
-        bases = [names for bases in outline.bases.values() for names in map(outline.names.full, bases)]
-        uses += [base for base in bases if base.startswith(f"{full}.")]
-        if not uses or outline.loads[local] > len(uses) or not all(map(_HELPERS.search, uses)):
-            return True
-    return False
+def _may_be_float16(script: Script, opened: Event) -> bool:
+    """Whether a region may be enabled and in float16; HS142 and HS143 report misplaced arguments, which raise."""
+    autocasts = opened.regions[-1].autocasts
+    may_be = any("float16" in a.dtypes and a.enabled != "no" for a in autocasts)
+    return may_be and not any(_is_misplaced(script, a) for a in autocasts)
 
 
-def _is_elsewhere(script: Script, trace: Trace) -> bool:
-    """Whether the scalers of a script belong to other functions: none is in reach of this loop."""
-    functions = {e.function for e in trace}
-    if not all(s.key for s in script.scalers) or not script.scalers:
-        return False
-    scopes = {s.function for s in script.scalers}
-    classes = {f.cls for f in functions} - {""}
-    if scopes & functions or any(s.function.parent is None or s.function.cls in classes for s in script.scalers):
-        return False
-    names = (n for f in functions for n in ast.walk(f.node) if f.parent is not None)
-    inside = any("scale" in _identifier(n).lower() for n in names)
-    return not inside and all(f.parent is not None for f in functions)
+def _is_always_float16(opened: Event) -> bool:
+    return all(a.dtype == "float16" and a.enabled == "yes" for a in opened.regions[-1].autocasts)
 
 
-def _identifier(node: ast.AST) -> str:
-    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") or getattr(node, "arg", "") or ""
+def _is_wider(region: str, scaler: str) -> bool:
+    """Whether a region is enabled by one part of the condition `a and b` for the scaler, and not by the other."""
+    parts = [last_name(part) for part in scaler.split(" and ")]
+    inside = [part for part in parts if re.search(rf"\b{re.escape(part)}\b", region)]
+    return 0 < len(inside) < len(parts) and not any(_FORMAT.search(part) or _DEVICE.search(part) for part in parts)
 
 
-def _has_scaler(script: Script) -> bool:
-    """Whether the script uses a scaler, or anything called one."""
-    if any(script.outline.loads[s.key.rsplit(".", 1)[-1]] or not s.key for s in script.scalers):
-        return True
-    return any("scaler" in name.lower() and not _is_other_scaler(script, name) for name in script.outline.loads)
+def _creation_guards(script: Script, scaler: Scaler) -> bool:
+    """Whether a condition decides which scaler is created."""
+    return any(e.guards for e in script.events("make_scaler") if e.node is scaler.node)
 
 
-def _is_other_scaler(script: Script, name: str) -> bool:
-    """Whether a name is the class itself, or a scaler of data: `StandardScaler`, or a variable that only is one."""
-    if name == "GradScaler" or _DATA_SCALER.search(name):
-        return True
-    values = [b.value for b in script.outline.bindings.get(name, ())]
-    calls = [text_of(v.func) for v in values if isinstance(v, ast.Call)]
-    return bool(calls) and len(calls) == len(values) and all(_DATA_SCALER.search(call) for call in calls)
+def _is_left_to_launcher(script: Script, engine: Engine) -> bool:
+    """Whether an Accelerator is created without a precision, and nothing in the file reads or sets one."""
+    calls = script.outline.calls.get("Accelerator", ())
+    hidden = any(k.arg is None for call, _ in calls for k in call.keywords)
+    return engine.is_created and not hidden and "mixed_precision" not in script.source.text.lower()
 
 
 def _is_forgotten(script: Script, trace: Trace, index: int) -> bool:
@@ -264,6 +327,8 @@ def _is_decorator(node: ast.AST, event: Event) -> bool:
 
 def _condition(region: Autocast) -> str:
     """When a region computes in float16."""
+    if region.dtype == "float16":
+        return "where this region is chosen,"
     if region.dtype_node is not None:
         return f"when `{text_of(region.dtype_node)}` is float16,"
     return "on CUDA, where autocast defaults to float16,"
@@ -271,8 +336,9 @@ def _condition(region: Autocast) -> str:
 
 def _tests_format(region: Autocast, *events: Event) -> bool:
     """Whether a condition around the region or the events may exclude one of its dtypes."""
-    flags = [region.enabled, *(text for event in events for text, _ in event.guards)]
-    return any(_FORMAT.search(flag) for flag in flags)
+    flags = [Guard(region.enabled, is_true=True)] if region.dtype != "float16" else []
+    flags += [guard for event in events for guard in event.guards]
+    return any(_FORMAT.search(text) and not (is_true and allows_float16(text)) for text, is_true in flags)
 
 
 RULES: tuple[type[Rule], ...] = (Fp16WithoutScaler,)

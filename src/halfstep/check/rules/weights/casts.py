@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise, is_stepped, remedy, subject, when
+from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
+from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -44,6 +45,9 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
+_OPTION = re.compile(
+    r"^[A-Za-z_][\w.]*(?:\[['\"]\w+['\"]\])*?(?:\.|\[['\"])(\w+)(?:['\"]\])?(?= == |$)"
+)  # its last name
 _LOADS = re.compile(
     r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$"
 )
@@ -111,17 +115,25 @@ def _trained(script: Script, cast: Event, optimizers: list[Event]) -> bool:
 
 def _scaler_steps(script: Script, tie: Trained) -> bool:
     """Whether an active scaler steps the optimizer of a tie whenever its weights are cast."""
-    statement = script.statement(tie.by)
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    names = {key_of(t).rsplit(".", 1)[-1] for t in targets}
-    conditions = set(conditions_of(script.outline, tie.cast.node))
+    names = optimizer_names(script, tie.by)
+    conditions = _options(conditions_of(script.outline, tie.cast.node))
     steps = [e for e in script.events("scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
     for step in steps:
         # `enabled=args.fp16` and `if args.fp16: model.half()`: one flag decides both.
-        flags = {Guard(scaler.enabled, True) for scaler in scalers_at(script, step)}
-        if conditions <= {*step.guards, *flags} and not switched_off(script, step):
+        flags = [Guard(scaler.enabled, True) for scaler in scalers_at(script, step)]
+        if conditions <= _options((*step.guards, *flags)) and not switched_off(script, step):
             return True
     return False
+
+
+def _options(guards: Iterable[Guard]) -> set[Guard]:
+    """Conditions by the last name of the option: `cfg["train"]["precision"] == "fp16"` and `train["precision"] == "fp16"` are one.
+
+    What an option is not follows from what it is.
+    """
+    options = {Guard(_OPTION.sub(r"\1", text), is_true) for text, is_true in guards if not text.startswith("__name__")}
+    equal = {text.partition(" == ")[0] for text, is_true in options if is_true and " == " in text}
+    return {g for g in options if g.is_true or g.text.partition(" == ")[0] not in equal}
 
 
 def _accelerate_scales(script: Script) -> bool:
@@ -203,15 +215,14 @@ class HalfWeightsPlainOptimizer(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """float16 casts of trained models in scripts that step a torch optimizer directly."""
-        if script.scalers or script.has("scaler_step", "owned_backward", "owned_step", "apex_initialize"):
+        if script.scalers or script.has("scaler_step", "apex_initialize") or script.training.has_masters:
             return
-        if script.training.has_masters:
-            return
+        owned = list(script.events("owned_backward", "owned_step"))
         backs = list(script.events("backward"))
         if not backs or any(b.scaled != "no" for b in backs):
             return
         reported: set[ast.AST] = set()
-        for event in _casts(script, "float16", "opt_step"):
+        for event in _casts(script, "float16", "opt_step") if not owned else ():
             reported.add(event.node)
             flags = " and ".join(f"`{text}`" for text, value in event.guards if value and is_amp((text, value)))
             yield self.finding(
@@ -221,6 +232,8 @@ class HalfWeightsPlainOptimizer(ScriptRule):
             )
         for tie in () if is_exercise(script) else script.training.by_optimizers:
             cast = tie.cast
+            if not _is_beside(script, cast.node, owned):
+                continue  # an engine may train these weights
             if cast.low == {"float16"} and cast.node not in reported and is_stepped(script, tie):
                 yield self.finding(
                     script.where(cast.node),
@@ -229,6 +242,12 @@ class HalfWeightsPlainOptimizer(ScriptRule):
                     instead=f"{remedy(script, cast)} and train under autocast with a GradScaler, or under bfloat16 autocast",
                     severity=None if cast.is_certain else "advice",
                 )
+
+
+def _is_beside(script: Script, cast: ast.AST, owned: list[Event]) -> bool:
+    """Whether a cast excludes every backward and step of an engine: `if not use_deepspeed: model.half()`."""
+    events = [e for e in script.events("cast") if e.node is cast]
+    return not owned or (bool(events) and not any(compatible(e, o) for e in events for o in owned))
 
 
 class DefaultDtypeHalf(ScriptRule):
@@ -294,7 +313,7 @@ def _trains_under_default(
         return True
     for optimizer, scope in training.optimizers:
         params = argument(optimizer, 0, "params")
-        for owner, inner in training.owners(params, scope) if params is not None else ():
+        for owner, inner in owners_of(script.outline, params, scope) if params is not None else ():
             for creation in training.model(owner, inner).creations:
                 if creation.function is function and call.lineno < creation.node.lineno < resets[0]:
                     return True

@@ -11,6 +11,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, when
 from halfstep.check.script.objects.formats import passed_for
+from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast
 from halfstep.check.script.script import Script
@@ -134,18 +135,18 @@ def _owners(script: Script, node: ast.expr | None, function: Function) -> Iterat
     if node is None:
         return
     if isinstance(node, ast.Call) or not key:
-        yield from script.training.owners(node, function)
+        yield from owners_of(script.outline, node, function)
     elif key in function.params:
         for value, caller in passed_for(script.outline, key, function):
             if isinstance(value, ast.Call):
-                yield from script.training.owners(value, caller)
+                yield from owners_of(script.outline, value, caller)
             else:
                 yield value, caller
     else:
         values = script.outline.values(key, function)
         lists = [v for v in values if isinstance(v, (ast.Call, ast.ListComp)) and ".parameters()" in ast.unparse(v)]
         for value in lists:
-            yield from script.training.owners(value, function)
+            yield from owners_of(script.outline, value, function)
         if not lists:
             yield node, function
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import TRAINER, dtype_values, remedy, subject, when
+from halfstep.check.rules.weights.masters import TRAINER, dtype_values, is_launched_elsewhere, remedy, subject, when
+from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.training import Trained
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.objects.weights import Cast, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -53,7 +55,7 @@ class HalfLoadWithFp16Training(ScriptRule):
         """float16 weights that are passed to a Trainer with fp16=True."""
         for tie in script.training.by_trainers:
             scaled = _scaled_when(script, tie)
-            if scaled is not None:
+            if scaled is not None and not is_launched_elsewhere(script, tie):
                 yield self.finding(
                     script.where(tie.cast.node),
                     f"{scaled}{subject(tie.cast)} has float16 weights and is trained with fp16=True: the scaler raises ValueError: Attempting to "
@@ -66,7 +68,8 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
     """When float16 weights meet fp16=True, as the beginning of a message; None if the text does not show that they do."""
     assert tie.arguments is not None
     flag = keyword_of(script.outline, tie.arguments, tie.function, "fp16")
-    if flag is None or "float16" not in tie.cast.low:
+    arguments = key_of(argument(tie.by, 1, "args"))
+    if "float16" not in tie.cast.low or (flag is None and not arguments):
         return None
     options = script.outline.values(key_of(flag), tie.function) if key_of(flag) else []
     value = options[0] if len(options) == 1 else flag
@@ -75,15 +78,24 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
             return when(script, tie.cast)
         if text_of(value) == "torch.cuda.is_available()":
             return when(script, tie.cast) or "on a GPU, "
-    # `float16 if args.fp16 else float32` next to fp16=args.fp16: one flag decides both.
-    for dtype in dtype_values(tie.cast):
-        choices = script.outline.values(key_of(dtype), tie.cast.function) if key_of(dtype) else [dtype]
-        for choice in choices:
-            if not isinstance(choice, ast.IfExp) or text_of(choice.test) not in {text_of(value), text_of(flag)}:
-                continue
-            if formats_of(script.outline, choice.body, tie.cast.function) == {"float16"}:
-                return f"when `{text_of(choice.test)}`, "
+    # `float16 if args.fp16 else float32` next to fp16=args.fp16, or of the Trainer's own arguments: one flag decides both.
+    tests = {text_of(value), text_of(flag), f"{arguments}.fp16"} - {""}
+    for choice in _choices(script, tie.cast):
+        if formats_of(script.outline, choice, tie.cast.function) == {"float16"}:
+            test = next((g.text for g in conditions_of(script.outline, choice) if g.is_true and g.text in tests), "")
+            if test:
+                unless = " and no adapter is used" if script.training.adapters == "optional" else ""
+                return f"when `{test}`{unless}, "
     return None
+
+
+def _choices(script: Script, cast: Cast) -> list[ast.expr]:
+    """Each dtype that a cast or a load may name, as written."""
+    choices = []
+    for dtype in dtype_values(cast):
+        values = script.outline.values(key_of(dtype), cast.function) if key_of(dtype) else [dtype]
+        choices += [arm for value in values for arm in arms_of(value)]
+    return choices
 
 
 RULES: tuple[type[Rule], ...] = (HalfLoadWithFp16Training,)

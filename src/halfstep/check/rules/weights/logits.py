@@ -11,10 +11,10 @@ from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
 from halfstep.check.script.objects.outputs import Exit, in_no_grad, keeps_dtype, leaves_autocast
 from halfstep.check.script.objects.values import argument, autocasts_of, constant, text_of
-from halfstep.check.script.objects.weights import base_of, cast_formats, conditions_of
+from halfstep.check.script.objects.weights import Cast, base_of, cast_formats, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import CallSite
 
 __all__ = ["RULES", "in_autocast"]
@@ -64,17 +64,26 @@ class CrossEntropyInSixteenBits(ScriptRule):
             return
         for call, function in _losses(script):
             logits = argument(call, 0, "input")
-            if logits is None or in_no_grad(script, call):
+            if logits is None:
                 continue
+            is_training = not in_no_grad(script, call)
             formats: frozenset[str] = frozenset()
-            if not in_autocast(script, call, function):
+            if is_training and not in_autocast(script, call, function):
                 formats = _logit_formats(script, logits, function, call.lineno)
             if formats and formats <= SIXTEEN_BIT:
                 yield self._report(script, call, logits, formats)
             elif not _with_autocast(script, call, function):
                 exit_ = leaves_autocast(script, logits, function, call.lineno)
-                if exit_ is not None:
+                if exit_ is not None and is_training:
                     yield self._report_exit(script, call, logits, exit_)
+                elif exit_ is not None:
+                    yield self.finding(
+                        script.where(call),
+                        f"autocast ends before this loss, so it is computed in {' or '.join(sorted(exit_.formats))} unless `{exit_.model}` casts its "
+                        "output: the validation loss is rounded to 16 bits",
+                        instead="move the loss into the autocast region, or cast the logits with .float()",
+                        severity="advice",
+                    )
 
     def _report(self, script: Script, call: ast.Call, logits: ast.expr, formats: frozenset[str]) -> Finding:
         name = " or ".join(sorted(formats))
@@ -206,12 +215,16 @@ def _output_formats(script: Script, node: ast.expr, function: Function, line: in
     if not isinstance(node, ast.Call) or not key_of(node.func):
         return frozenset()
     lineage = script.training.model(node.func, function)
-    loads = [
-        c for c in lineage.casts if c.form == "load" and outline.names.full(c.node.func).startswith("transformers.")
-    ]
+    # Also a project's own copy of such a class: `from models.qwen import Qwen2ForCausalLM`.
+    loads = [c for c in lineage.casts if c.form == "load" and _is_language_model(outline, c)]
     if not loads or lineage.is_restored or lineage.is_adapted or len(lineage.casts) != len(loads):
         return frozenset()
     return frozenset().union(*(c.formats for c in loads))
+
+
+def _is_language_model(outline: Outline, cast: Cast) -> bool:
+    name = text_of(cast.node.func)
+    return outline.names.full(cast.node.func).startswith("transformers.") or "ForCausalLM." in name
 
 
 def _called_formats(script: Script, call: ast.Call, function: Function) -> frozenset[str]:

@@ -17,7 +17,17 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.settings import Settings
 
-__all__ = ["RULES", "TRAINER", "dtype_values", "is_exercise", "is_stepped", "remedy", "subject", "when"]
+__all__ = [
+    "RULES",
+    "TRAINER",
+    "dtype_values",
+    "is_exercise",
+    "is_stepped",
+    "optimizer_names",
+    "remedy",
+    "subject",
+    "when",
+]
 
 _LOOP = """\
 import torch
@@ -58,7 +68,9 @@ def is_exercise(script: Script) -> bool:
 def when(script: Script, cast: Cast) -> str:
     """The condition under which a cast happens, as the beginning of a message."""
     conditions = conditions_of(script.outline, cast.node)
-    flags = [text if is_true else f"not {text}" for text, is_true in conditions if len(text) < 60]
+    equal = {text.partition(" == ")[0] for text, is_true in conditions if is_true and " == " in text}
+    decisive = [g for g in conditions if g.is_true or g.text.partition(" == ")[0] not in equal]
+    flags = [text if is_true else f"not {text}" for text, is_true in decisive if len(text) < 60]
     low = " or ".join(sorted(cast.low))
     names = (v for v in dtype_values(cast) if key_of(v))
     option = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
@@ -93,14 +105,30 @@ def remedy(script: Script, cast: Cast) -> str:
     return f"keep {subject(cast)} in float32"
 
 
+def optimizer_names(script: Script, by: ast.Call) -> set[str]:
+    """The last names that an optimizer is assigned to, also by the callers of a function that returns it."""
+    statement = script.statement(by)
+    statements = [statement]
+    if isinstance(statement, ast.Return):
+        around = next((n for n in script.above(by) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))), None)
+        sites = script.outline.calls.get(around.name, ()) if around is not None else ()
+        statements = [script.statement(call) for call, _ in sites]
+    targets = [t for s in statements if isinstance(s, ast.Assign) for t in s.targets]
+    parts = [p for t in targets for p in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    return {key_of(part).rsplit(".", 1)[-1] for part in parts} - {""}
+
+
+def is_launched_elsewhere(script: Script, tie: Trained) -> bool:
+    """Whether the command line sets the arguments of a Trainer, and the file mentions that it names DeepSpeed or FSDP."""
+    return tie.is_parsed and any(word in script.source.text.lower() for word in ("deepspeed", "fsdp", "zero3"))
+
+
 def is_stepped(script: Script, tie: Trained) -> bool:
     """Whether the optimizer of a tie may step on the weights that were cast: no branch of AMP excludes it."""
     guards = conditions_of(script.outline, tie.cast.node)
     if any(is_amp(guard) and not guard.is_true for guard in guards):
         return False
-    statement = script.statement(tie.by)
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    names = {key_of(target).rsplit(".", 1)[-1] for target in targets}
+    names = optimizer_names(script, tie.by)
     steps = [e for e in script.events("opt_step", "scaler_step") if e.optimizer.rsplit(".", 1)[-1] in names]
     opposite = {(text, not is_true) for text, is_true in guards}
     return not steps or any(not opposite & set(e.guards) for e in steps)
@@ -169,11 +197,19 @@ class WeightsWithoutMaster(ScriptRule):
             launched = script.outline.names.uses("accelerate") or "accelerator" in script.outline.loads
             if launched and _PLUGINS & script.outline.calls.keys():
                 continue  # with a plugin, Accelerate trains float32 copies
+            if launched and tie.is_assumed and "deepspeed" in script.source.text.lower():
+                continue
             unless = "without DeepSpeed or FSDP, " if launched else ""
+            no_master = "which keeps no float32 master weights"
+            no_master = (
+                f"without float32 master weights unless `{_optimizer_name(tie)}` adds them"
+                if tie.is_assumed
+                else no_master
+            )
             yield self.finding(
                 script.where(cast.node),
                 f"{when(script, cast)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
-                f"(line {tie.by.lineno}), which keeps no float32 master weights: {_lost(cast.low)}",
+                f"(line {tie.by.lineno}), {no_master}: {_lost(cast.low)}",
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
                 severity=_severity(script, tie, always=not (launched or when(script, cast))),
             )
@@ -223,6 +259,8 @@ class CheckpointDtypeTrained(ScriptRule):
             cast = tie.cast
             if (
                 AUTO not in cast.formats
+                or tie.is_assumed
+                or is_launched_elsewhere(script, tie)
                 or cast.low
                 or (cast.form == "checkpoint" and version is not None and version < (5,))
             ):
@@ -282,6 +320,8 @@ def _scales_gradients(script: Script, tie: Trained) -> bool:
     """Whether fp16=True, or an expression that may be true: then HS166 decides."""
     assert tie.arguments is not None
     value = keyword_of(script.outline, tie.arguments, tie.function, "fp16")
+    if tie.is_parsed and tie.cast.formats != {"float16"}:
+        return True  # the option that chooses float16 weights is most likely --fp16
     return value is not None and constant(value) not in {False, None}
 
 
@@ -324,7 +364,9 @@ class Bf16WeightsTrained(ScriptRule):
             cast = tie.cast
             if not cast.low or (cast.low == {"float16"} and _scales_gradients(script, tie)):
                 continue
-            severity: Severity | None = None if cast.is_certain else "advice"
+            if is_launched_elsewhere(script, tie):
+                continue
+            severity: Severity | None = None if cast.is_certain and not tie.is_parsed else "advice"
             yield self.finding(
                 script.where(cast.node),
                 f"{when(script, cast)}{subject(cast)} has {' or '.join(sorted(cast.low))} weights and `{text_of(tie.by.func)}` trains them "

@@ -24,6 +24,7 @@ from halfstep.check.script.syntax.outline import MAX_BINDINGS
 __all__ = [
     "STEPS",
     "TraceRule",
+    "allows_float16",
     "between",
     "changes_in_loop",
     "earlier",
@@ -57,6 +58,9 @@ _CONFIGURED = re.compile(
 _NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
 _PURE = {"len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "torch.cuda.is_available("}
 AnyLoop = ast.For | ast.AsyncFor | ast.While
+_DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
+_FLOAT16_IN = re.compile(r" in [\[({].*['\".](fp16|float16|half|16|16-mixed)['\"]?[^'\"]*[\])}]$")
+_NOT_FLOAT32 = re.compile(r"^[\w.\[\]'\"]+ (!= (torch\.)?['\"]?(fp32|float32|float|no|32)['\"]?|is not None)$")
 _FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32", re.IGNORECASE)
 
 
@@ -240,8 +244,16 @@ def _excludes_amp(guard: Guard) -> bool:
     text, is_true = guard
     if text.startswith("except@"):
         return True
-    full = bool(_FULL.search(text))
+    full = bool(_FULL.search(text)) and not allows_float16(text)
+    if not is_true and " and " in text and " or " not in text:
+        # `use_amp and use_fsdp` is also false in a run with mixed precision; without CUDA there is none.
+        return not full and all(is_amp((part, True)) or _DEVICE.search(part) for part in text.split(" and "))
     return full if is_true else not full and is_amp(guard)
+
+
+def allows_float16(text: str) -> bool:
+    """Whether a condition leaves float16 among other formats: `precision in ("fp32", "fp16")`, `dtype != torch.float32`."""
+    return bool(_FLOAT16_IN.search(text) or _NOT_FLOAT32.search(text))
 
 
 def scaled_before(trace: Trace, index: int) -> int | None:

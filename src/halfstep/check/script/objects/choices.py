@@ -189,14 +189,21 @@ def _looked_up(outline: Outline, node: ast.expr, function: Function, depth: int)
         return frozenset(DTYPES.get(f"torch.{s}", UNKNOWN) for s in strings)
     else:
         return None
-    tables = (
-        [table] if isinstance(table, ast.Dict) else outline.values(key_of(table), function) if key_of(table) else []
-    )
-    if len(tables) != 1 or not isinstance(tables[0], ast.Dict):
+    tables = outline.values(key_of(table), function) if key_of(table) else [table]
+    entries = _pairs(tables[0]) if len(tables) == 1 else None
+    if entries is None:
         return None
-    entries = zip(tables[0].keys, tables[0].values, strict=True)
     strings = strings_of(outline, index, function)
     possible = [v for k, v in entries if UNKNOWN in strings or constant(k) in strings or constant(k) is ...]
     possible += [default] if default is not None and (UNKNOWN in strings or not possible) else []
     parts = [dtypes_of(outline, value, function, depth - 1) for value in possible]
     return frozenset().union(*parts) if parts else _NOTHING
+
+
+def _pairs(table: ast.expr) -> list[tuple[ast.expr | None, ast.expr]] | None:
+    """The entries of `{...}` or `dict(...)`; None for anything else."""
+    if isinstance(table, ast.Dict):
+        return list(zip(table.keys, table.values, strict=True))
+    if isinstance(table, ast.Call) and chain(table.func) == ("dict",) and not table.args:
+        return [(ast.Constant(k.arg), k.value) for k in table.keywords]
+    return None

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["arguments_of", "arms_of", "entries_of", "first_key", "hand_scaled", "models_in", "options_of"]
+
+
+# What a function that computes a loss is passed: `loss_fn(x, guidance_scale)` is no loss scale, `loss_fn(x, loss_scale)` may be.
+_LOSS_SCALE = re.compile(r"scaler|scaled|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
 
 
 def hand_scaled(node: ast.AST) -> bool:
@@ -17,9 +22,26 @@ def hand_scaled(node: ast.AST) -> bool:
         part = terms.pop()
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
             terms += [part.left, part.right]
-        elif not any("scale" in _name(inner).lower() for inner in ast.walk(part)):
+        elif not any("scale" in name for name in _scale_names(part)):
             return False
     return True
+
+
+def _scale_names(node: ast.AST) -> list[str]:
+    """The names in an expression that may be a loss scale, without the other arguments of the functions it calls."""
+    names = []
+    stack = [node]
+    while stack:
+        part = stack.pop()
+        names.append(_name(part).lower())
+        if isinstance(part, ast.Call) and isinstance(part.func, (ast.Name, ast.Attribute)):
+            stack.append(part.func)
+            passed = [_name(inner) for value in arguments_of(part) for inner in ast.walk(value)]
+            is_product = _name(part.func) in {"mul", "multiply", "mul_", "div", "sum", "mean"}
+            names += [name.lower() for name in passed if is_product or _LOSS_SCALE.search(name)]
+        else:
+            stack += ast.iter_child_nodes(part)
+    return names
 
 
 def _name(node: ast.AST) -> str:

@@ -124,8 +124,6 @@ def _formats_around(script: Script, node: ast.AST, function: Function) -> frozen
     parent = script.outline.parents.get(node)
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
         if isinstance(parent, ast.With):
-            if any(re.search(r"no_grad|inference_mode", ast.unparse(item.context_expr)) for item in parent.items):
-                return frozenset()
             regions = [a for item in parent.items for a in autocasts_of(script.outline, item.context_expr, function)]
             if regions:
                 dtypes = frozenset().union(*(a.dtypes for a in regions))

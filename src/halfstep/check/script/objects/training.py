@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.adapters import adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import freezes, freezing_loops
 from halfstep.check.script.objects.loading import initialized, loading_options
+from halfstep.check.script.objects.parameters import is_model_name, owners_of
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
@@ -49,17 +51,22 @@ _MASTERS = re.compile(
 _PREPARES = re.compile(
     r"freez|adapter|kbit|quant|trainable|upcast|fp32|float32|prompt_tun|requires_grad", re.IGNORECASE
 )
+_READS = re.compile(r"print|^_*(get|list|count|filter|num|find)_\w*(param|weight)", re.IGNORECASE)  # changes nothing
 _ASIDE = re.compile(
     r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug"
 )
 _OWNS_TRAINING = ("deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo")
 _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
-_GROUPS = re.compile(r"param|group|decay|layer", re.IGNORECASE)
 _TRAINER_ARGUMENTS = re.compile(
     r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM)Config$"
 )
 # Optimizers of TrainingArguments that compensate for 16-bit weights, or never store an update.
 _TRAINER_OPTIMIZERS = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
+
+_PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
+_MAKES_OPTIMIZER = re.compile(
+    r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE
+)
 
 MAX_OPTIMIZERS = 50  # in one script; only generated code creates more
 
@@ -73,6 +80,12 @@ class Trained:
     function: Function  # that contains `by`
     lineage: Lineage
     arguments: ast.Call | None = None  # of a Trainer: its TrainingArguments
+    is_assumed: bool = False  # a function of another file creates the optimizer: most keep no master weights
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether the command line sets the arguments of a Trainer, perhaps with DeepSpeed or FSDP."""
+        return self.arguments is not None and bool(_PARSES.search(text_of(self.arguments.func)))
 
     @property
     def is_trainer(self) -> bool:
@@ -117,18 +130,31 @@ class Training:
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
         """Casts of what is trained: `if p.requires_grad: p.data = p.data.to(torch.bfloat16)`, adapters included."""
-        if self.has_masters or not self.optimizers:
+        if self.has_masters or not (self.optimizers or self._factories):
             return ()
         casts = []
         for call, function, key, formats in self._casts:
             parent = self.outline.parents.get(call)
             target = key_of(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
             tested = any(is_true and "requires_grad" in text for text, is_true in conditions_of(self.outline, call))
+            tested |= self._is_every_parameter(call)
             is_training = not _ASIDE.search(function.name.lower()) or "train" in function.name.lower()
             is_parameter = target.endswith(".data") and key in {target, target[:-5]}
             if formats & SIXTEEN_BIT and is_parameter and tested and is_training:
                 casts.append(Cast(call, function, target[:-5], formats, "cast"))
         return tuple(casts)
+
+    def _is_every_parameter(self, call: ast.Call) -> bool:
+        """Whether a cast is the body of `for p in model.parameters():`, of a model that is trained in full."""
+        parents = self.outline.parents
+        loop = parents.get(parents.get(call, call))
+        source = loop.iter if isinstance(loop, ast.For) else None
+        func = source.func if isinstance(source, ast.Call) else None
+        if not isinstance(func, ast.Attribute) or func.attr not in {"parameters", "named_parameters"}:
+            return False
+        names = (*self.outline.calls, *self.outline.bindings)
+        frozen = any("freez" in name or "requires_grad" in name for name in names)
+        return not frozen and self.adapters == "no" and not _ASIDE.search(key_of(func.value).lower())
 
     @cached_property
     def by_trainers(self) -> tuple[Trained, ...]:
@@ -146,15 +172,38 @@ class Training:
 
     def _optimizer_ties(self) -> Iterator[Trained]:
         tied: set[ast.AST] = set()
-        for call, function in self.optimizers[:MAX_OPTIMIZERS]:
-            params = argument(call, 0, "params")
-            for owner, scope in self.owners(params, function) if params is not None else ():
+        assumed = () if self.optimizers else self._factories
+        for call, function in (*self.optimizers, *assumed)[:MAX_OPTIMIZERS]:
+            for owner, scope in self._trained_by(call, function):
                 lineage = self.model(owner, scope)
                 if not self._is_spared(lineage):
                     for cast in lineage.casts:
                         if cast.node not in tied and self._reaches(cast, call, function, owner):
                             tied.add(cast.node)
-                            yield Trained(cast, call, function, lineage)
+                            yield Trained(cast, call, function, lineage, is_assumed=bool(assumed))
+
+    def _trained_by(self, call: ast.Call, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+        """The models that the call which creates an optimizer receives."""
+        if not _MAKES_OPTIMIZER.search(_last_name(call.func)):
+            params = argument(call, 0, "params")
+            yield from owners_of(self.outline, params, function) if params is not None else ()
+            return
+        for value in (*call.args, *(k.value for k in call.keywords)):
+            if key_of(value):
+                yield from [(value, function)] if is_model_name(key_of(value)) else []
+            else:
+                yield from owners_of(self.outline, value, function)
+
+    @cached_property
+    def _factories(self) -> tuple[tuple[ast.Call, Function], ...]:
+        """The calls of functions of other files that create an optimizer: `optimizer = build_optimizer(cfg, model)`."""
+        outline = self.outline
+        sites = [site for name, calls in outline.calls.items() if _MAKES_OPTIMIZER.search(name) for site in calls]
+        return tuple(
+            (call, function)
+            for call, function in sites
+            if outline.call_target(call, function) is None and _is_assigned_optimizer(outline, call)
+        )
 
     @cached_property
     def optimizers(self) -> tuple[tuple[ast.Call, Function], ...]:
@@ -183,68 +232,6 @@ class Training:
             options = [part for v in self.outline.values(key, function) for part in _arms(v)]
         return bool(options) and all(self.outline.names.full(option).startswith(_PLAIN) for option in options)
 
-    def owners(self, params: ast.expr, function: Function, depth: int = 4) -> Iterator[tuple[ast.expr, Function]]:
-        """The models whose own parameters an expression contains, each with the function to look it up in."""
-        outline = self.outline
-        # Copies of the parameters, such as float32 masters, are other tensors.
-        names = {n.attr for n in ast.walk(params) if isinstance(n, ast.Attribute)}
-        if names & {"clone", "float", "float32", "detach", "master", "deepcopy"}:
-            return
-        stack: list[ast.AST] = [params]
-        while stack:
-            node = stack.pop()
-            func = node.func if isinstance(node, ast.Call) else None
-            if isinstance(func, ast.Attribute) and func.attr in {"parameters", "named_parameters"}:
-                yield from self._instances(func.value, function)
-                continue
-            if isinstance(node, ast.Call) and _GROUPS.search(text_of(node.func)):
-                target = outline.call_target(node, function)
-                if target is None:  # a function of another file that sorts the parameters into groups
-                    yield from ((arg, function) for arg in node.args if _is_model_name(key_of(arg)))
-                elif depth:
-                    for call, inner in self._parameter_calls(target):
-                        yield from self._instances(call, inner)
-            elif isinstance(node, ast.Name) and depth:
-                for binding in outline.lookup(node.id, function):
-                    if binding.value is not None and binding.function is function:
-                        yield from self.owners(binding.value, function, depth - 1)
-                for call, inner in self._appended(node.id, function):
-                    yield from self._instances(call, inner)
-            stack.extend(ast.iter_child_nodes(node))
-
-    def _parameter_calls(self, target: Function) -> Iterator[tuple[ast.expr, Function]]:
-        for name in ("parameters", "named_parameters"):
-            for call, inner in self.outline.calls.get(name, ()):
-                if inner is target and isinstance(call.func, ast.Attribute):
-                    yield call.func.value, inner
-
-    def _appended(self, name: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
-        """The models of a loop `for n, p in model.named_parameters(): groups.append(p)`."""
-        for call, inner in self.outline.calls.get("append", ()):
-            if inner is function and isinstance(call.func, ast.Attribute) and key_of(call.func.value) == name:
-                parent: ast.AST | None = call
-                while parent is not None and not isinstance(parent, (ast.For, ast.FunctionDef)):
-                    parent = self.outline.parents.get(parent)
-                if isinstance(parent, ast.For):
-                    for part in ast.walk(parent.iter):
-                        if isinstance(part, ast.Attribute) and part.attr in {"parameters", "named_parameters"}:
-                            yield part.value, function
-
-    def _instances(self, owner: ast.expr, function: Function) -> Iterator[tuple[ast.expr, Function]]:
-        """The variable itself; for `self`, the variables that instances of its class are assigned to."""
-        key = key_of(owner)
-        if key != "self":
-            if key or isinstance(owner, ast.Call):
-                yield owner, function
-            return
-        for call, scope in self.outline.calls.get(function.cls, ()):
-            yield call, scope
-            node: ast.AST = call
-            while isinstance(node, (ast.expr, ast.keyword)):
-                node = self.outline.parents[node]
-            if isinstance(node, ast.Assign) and key_of(node.targets[0]):
-                yield node.targets[0], scope
-
     def _is_spared(self, lineage: Lineage) -> bool:
         """Whether the model is frozen, adapted, quantized or cast back to float32 somewhere in this file."""
         if lineage.is_adapted or lineage.is_restored or not any(c.may_be_low for c in lineage.casts):
@@ -260,7 +247,7 @@ class Training:
                 if self.adapters == "optional" and asks_for_adapters(conditions_of(outline, call)):
                     continue
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
-                if "print" not in name and any(lineage.has(key, function) for key in keys):
+                if not _READS.search(name) and any(lineage.has(key, function) for key in keys):
                     return True
         return any(freezes(lineage, loop, function) for loop, function in self._freezing_loops)
 
@@ -328,6 +315,7 @@ class Training:
                 arguments = self._arguments(call, function)
                 if model is None or arguments is None or self._is_sharded(arguments, function):
                     continue
+                without = self._unsharded_when(arguments, function)
                 own = keyword_of(self.outline, call, function, "optimizers", "peft_config", "optimizer_cls_and_kwargs")
                 if own is not None and constant(own) is not None and not may_be_none(self.outline, own, function):
                     continue
@@ -335,7 +323,8 @@ class Training:
                 lineage.casts += loading_options(self.outline, model, arguments, function)
                 if not self._is_spared(lineage):
                     for cast in lineage.casts:
-                        if self._reaches(cast, call, function, model):
+                        only = not without or without in conditions_of(self.outline, cast.node)
+                        if only and self._reaches(cast, call, function, model):
                             yield Trained(cast, call, function, lineage, arguments)
 
     def _arguments(self, trainer: ast.Call, function: Function) -> ast.Call | None:
@@ -349,9 +338,15 @@ class Training:
             if key and key not in visited:
                 visited.add(key)
                 pending += [(v, scope) for v in self.outline.values(key, scope)]
+                parsed = [b.value for b in self.outline.lookup(key, scope) if b.index is not None]
+                pending += [
+                    (v, scope) for v in parsed if isinstance(v, ast.Call) and _PARSES.search(_last_name(v.func))
+                ]
             elif isinstance(value, ast.Call):
                 name = text_of(value.func).rsplit(".", 1)[-1]
-                if _TRAINER_ARGUMENTS.search(name):
+                if _TRAINER_ARGUMENTS.search(name) or (
+                    _PARSES.search(name) and "HfArgumentParser" in self.outline.calls
+                ):
                     return value
                 target = self.outline.call_target(value, scope)
                 if target is not None:
@@ -363,12 +358,21 @@ class Training:
         """Whether DeepSpeed or FSDP trains float32 copies, or the chosen optimizer compensates."""
         for name in ("deepspeed", "fsdp", "fsdp_config", "optim_target_modules"):
             value = keyword_of(self.outline, arguments, function, name)
-            if value is not None and constant(value) not in {None, "", False} and not self._is_off_by_default(value):
+            optional = self._is_off_by_default(value) or isinstance(value, ast.IfExp)
+            if value is not None and constant(value) not in {None, "", False} and not optional:
                 return True
         optim = constant(keyword_of(self.outline, arguments, function, "optim"))
         return isinstance(optim, str) and bool(_TRAINER_OPTIMIZERS.search(optim))
 
-    def _is_off_by_default(self, value: ast.expr) -> bool:
+    def _unsharded_when(self, arguments: ast.Call, function: Function) -> Guard | None:
+        """The condition under which `deepspeed=path if path else None` shards nothing; None if there is no such choice."""
+        for name in ("deepspeed", "fsdp"):
+            value = keyword_of(self.outline, arguments, function, name)
+            if isinstance(value, ast.IfExp):
+                return Guard(text_of(value.test), constant(value.orelse) not in {None, ""})
+        return None
+
+    def _is_off_by_default(self, value: ast.expr | None) -> bool:
         """Whether a value is a command-line option whose default is None."""
         if not isinstance(value, ast.Attribute):
             return False
@@ -383,5 +387,11 @@ def _arms(node: ast.expr) -> list[ast.expr]:
     return [*_arms(node.body), *_arms(node.orelse)] if isinstance(node, ast.IfExp) else [node]
 
 
-def _is_model_name(key: str) -> bool:
-    return bool(re.search(r"model|net|unet|transformer|policy|actor|critic|backbone|encoder|decoder", key.lower()))
+def _last_name(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
+
+
+def _is_assigned_optimizer(outline: Outline, call: ast.Call) -> bool:
+    parent = outline.parents.get(call)
+    targets = parent.targets if isinstance(parent, ast.Assign) else []
+    return any("optim" in key_of(t).lower() for x in targets for t in (x.elts if isinstance(x, ast.Tuple) else [x]))

@@ -192,23 +192,57 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
                 return [_read_autocast(outline, plain, inner, function)]
             return []
         target = outline.call_target(node, function)
+        if target is not None and _is_context_manager(outline, target):
+            return _yielded_in(outline, node, target, depth)
         if target is not None:
             returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
             return [a for r in returns for a in autocasts_of(outline, r, target, depth - 1)]
-        if chain(node.func) and key_of(node.func):  # a partial assigned to a variable
+        if chain(node.func) and key_of(node.func):  # a partial, or autocast itself, assigned to a variable
             values = outline.values(key_of(node.func), function)[:MAX_VALUES]
-            return [
-                a
-                for v in values
-                if isinstance(v, (ast.Call, ast.Lambda, ast.IfExp))
-                for a in autocasts_of(outline, v.body if isinstance(v, ast.Lambda) else v, function, depth - 1)
-            ]
+            return [a for v in values for a in _called(outline, v, node, function, depth)]
         return []
     key = key_of(node)
     if key:
         values = outline.values(key, function)[:MAX_VALUES]
         return [a for v in values for a in autocasts_of(outline, v, function, depth - 1)]
     return []
+
+
+def _called(outline: Outline, value: ast.expr, call: ast.Call, function: Function, depth: int) -> list[Autocast]:
+    """The regions of `ctx(...)`, where `ctx` is a partial with more arguments, a lambda, or autocast under another name."""
+    if isinstance(value, ast.Lambda):
+        return autocasts_of(outline, value.body, function, depth - 1)
+    if outline.names.full(value) in AUTOCASTS:
+        return autocasts_of(outline, ast.copy_location(ast.Call(value, call.args, call.keywords), call), function)
+    if isinstance(value, ast.IfExp):
+        both = [a for arm in (value.body, value.orelse) for a in _called(outline, arm, call, function, depth - 1)]
+        return [_under(a, text_of(value.test)) for a in both]
+    if isinstance(value, ast.Call) and outline.names.full(value.func) == "functools.partial":
+        later = {k.arg for k in call.keywords}
+        keywords = [*(k for k in value.keywords if k.arg not in later), *call.keywords]
+        value = ast.copy_location(ast.Call(value.func, [*value.args, *call.args], keywords), value)
+    return autocasts_of(outline, value, function, depth - 1) if isinstance(value, ast.Call) else []
+
+
+def _is_context_manager(outline: Outline, function: Function) -> bool:
+    decorators = getattr(function.node, "decorator_list", ())
+    return any(outline.names.full(d) == "contextlib.contextmanager" for d in decorators)
+
+
+def _yielded_in(outline: Outline, call: ast.Call, function: Function, depth: int) -> list[Autocast]:
+    """The regions around the `yield` of a context manager of the file; with another `yield`, its arguments decide."""
+    regions: list[Autocast] = []
+    inside: set[ast.AST] = set()
+    for block in (n for n in ast.walk(function.node) if isinstance(n, ast.With)):
+        yields = {n for n in ast.walk(block) if isinstance(n, ast.Yield)}
+        items = [item.context_expr for item in block.items] if yields else []
+        entered = [a for item in items for a in autocasts_of(outline, item, function, depth - 1)]
+        inside |= yields if entered else set()
+        regions += entered
+    if all(node in inside for node in ast.walk(function.node) if isinstance(node, ast.Yield)):
+        return regions
+    flag = ", ".join(text_of(value) for value in (*call.args, *(k.value for k in call.keywords))) or UNKNOWN
+    return [_under(a, flag) for a in regions]
 
 
 def _under(autocast: Autocast, flag: str) -> Autocast:

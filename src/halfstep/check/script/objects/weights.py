@@ -119,7 +119,13 @@ class Lineage:
     @property
     def is_restored(self) -> bool:
         """Whether some cast returns the weights to float32."""
-        return any(c.form == "cast" and not c.low and "float32" in c.formats for c in self.casts)
+        casts = [c for c in self.casts if c.form == "cast" and not c.low and "float32" in c.formats]
+        return any(not self._changes_nothing(c) for c in casts)
+
+    def _changes_nothing(self, cast: Cast) -> bool:
+        """Whether a cast runs only where the dtype is float32 anyway: `if dtype == torch.float32: model.to(dtype)`."""
+        guards = conditions_of(self.outline, cast.node)
+        return any(is_true and text.endswith("== torch.float32") for text, is_true in guards)
 
 
 def place_of(outline: Outline, key: str, function: Function) -> tuple[str, Function | str]:

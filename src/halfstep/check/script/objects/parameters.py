@@ -1,0 +1,87 @@
+"""The models whose parameters an optimizer is given: `model.parameters()`, groups of them, lists that a loop fills."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["is_model_name", "owners_of"]
+
+_GROUPS = re.compile(r"param|group|decay|layer", re.IGNORECASE)
+
+
+def owners_of(
+    outline: Outline, params: ast.expr, function: Function, depth: int = 4
+) -> Iterator[tuple[ast.expr, Function]]:
+    """The models whose own parameters an expression contains, each with the function to look it up in."""
+    # Copies of the parameters, such as float32 masters, are other tensors.
+    names = {n.attr for n in ast.walk(params) if isinstance(n, ast.Attribute)}
+    if names & {"clone", "float", "float32", "detach", "master", "deepcopy"}:
+        return
+    stack: list[ast.AST] = [params]
+    while stack:
+        node = stack.pop()
+        func = node.func if isinstance(node, ast.Call) else None
+        if isinstance(func, ast.Attribute) and func.attr in {"parameters", "named_parameters"}:
+            yield from _instances(outline, func.value, function)
+            continue
+        if isinstance(node, ast.Call) and _GROUPS.search(text_of(node.func)):
+            target = outline.call_target(node, function)
+            if target is None:  # a function of another file that sorts the parameters into groups
+                yield from ((arg, function) for arg in node.args if is_model_name(key_of(arg)))
+            elif depth:
+                for call, inner in _parameter_calls(outline, target):
+                    yield from _instances(outline, call, inner)
+        elif isinstance(node, ast.Name) and depth:
+            for binding in outline.lookup(node.id, function):
+                if binding.value is not None and binding.function is function:
+                    yield from owners_of(outline, binding.value, function, depth - 1)
+            for call, inner in _appended(outline, node.id, function):
+                yield from _instances(outline, call, inner)
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def _parameter_calls(outline: Outline, target: Function) -> Iterator[tuple[ast.expr, Function]]:
+    for name in ("parameters", "named_parameters"):
+        for call, inner in outline.calls.get(name, ()):
+            if inner is target and isinstance(call.func, ast.Attribute):
+                yield call.func.value, inner
+
+
+def _appended(outline: Outline, name: str, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The models of a loop `for n, p in model.named_parameters(): groups.append(p)`."""
+    for call, inner in outline.calls.get("append", ()):
+        if inner is function and isinstance(call.func, ast.Attribute) and key_of(call.func.value) == name:
+            parent: ast.AST | None = call
+            while parent is not None and not isinstance(parent, (ast.For, ast.FunctionDef)):
+                parent = outline.parents.get(parent)
+            if isinstance(parent, ast.For):
+                for part in ast.walk(parent.iter):
+                    if isinstance(part, ast.Attribute) and part.attr in {"parameters", "named_parameters"}:
+                        yield part.value, function
+
+
+def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    """The variable itself; for `self`, the variables that instances of its class are assigned to."""
+    key = key_of(owner)
+    if key != "self":
+        if key or isinstance(owner, ast.Call):
+            yield owner, function
+        return
+    for call, scope in outline.calls.get(function.cls, ()):
+        yield call, scope
+        node: ast.AST = call
+        while isinstance(node, (ast.expr, ast.keyword)):
+            node = outline.parents[node]
+        if isinstance(node, ast.Assign) and key_of(node.targets[0]):
+            yield node.targets[0], scope
+
+
+def is_model_name(key: str) -> bool:
+    """Whether a variable's name is that of a model."""
+    return bool(re.search(r"model|net|unet|transformer|policy|actor|critic|backbone|encoder|decoder", key.lower()))

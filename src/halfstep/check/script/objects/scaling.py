@@ -1,0 +1,97 @@
+"""Whether something scales the losses of a script: a library that it imports, or a scaler that it uses."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.check.script.flow.event import Event, compatible
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.script import Script
+
+__all__ = ["has_scaler", "is_elsewhere", "is_owned"]
+
+# Scripts that import these have their loss scaled by the library.
+_OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
+# What these provide does not touch the loss: seeds, loaders, kernels, offloading.
+_HELPERS = re.compile(
+    r"^accelerate\.(utils\.)?(set_seed|init_empty_weights|infer_auto_device_map|dispatch_model|load_checkpoint\w*|"
+    r"find_executable_batch_size|logging|get_logger|init_on_device|cpu_offload)(\.|$)|^accelerate\.logging\.|"
+    r"lightning(\.pytorch)?(\.utilities(\.seed)?)?\.(seed_everything|LightningDataModule)$|lightning\.(pytorch\.)?loggers|"
+    r"^deepspeed\.ops\.|^apex\.(parallel|normalization|optimizers|contrib)(\.|$)"
+)
+_DATA_SCALER = re.compile(r"(Standard|MinMax|Robust|MaxAbs|Data|Feature|Target)Scaler$")
+_STATE = {"state_dict", "load_state_dict", "get_scale", "is_enabled"}
+
+
+def is_owned(script: Script, trace: Trace, event: Event) -> bool:
+    """Whether a library scales the loss of a backward."""
+    # `if use_engine: engine.backward(loss)`, `else: loss.backward()`: the second path has no owner.
+    if any(e.kind == "owned_backward" and not compatible(e, event) for e in trace):
+        return False
+    return _imports_owner(script) or script.has("owned_backward", "owned_step")
+
+
+def _imports_owner(script: Script) -> bool:
+    """Whether a library that scales losses is imported, for more than its helpers."""
+    outline = script.outline
+    for local, full in outline.names.table.items():
+        if full.split(".")[0] not in _OWNERS or _HELPERS.search(full):
+            continue
+        # `import pytorch_lightning as pl`: what is used of it decides.
+        uses = [full_use for full_use in outline.library_calls if full_use.startswith(f"{full}.")]
+        bases = [names for bases in outline.bases.values() for names in map(outline.names.full, bases)]
+        uses += [base for base in bases if base.startswith(f"{full}.")]
+        if not uses or outline.loads[local] > len(uses) or not all(map(_HELPERS.search, uses)):
+            return True
+    return False
+
+
+def is_elsewhere(script: Script, trace: Trace) -> bool:
+    """Whether the scalers of a script belong to other functions: none is in reach of this loop."""
+    functions = {e.function for e in trace}
+    if not all(s.key for s in script.scalers) or not script.scalers:
+        return False
+    scopes = {s.function for s in script.scalers}
+    classes = {f.cls for f in functions} - {""}
+    if scopes & functions or any(s.function.parent is None or s.function.cls in classes for s in script.scalers):
+        return False
+    names = (n for f in functions for n in ast.walk(f.node) if f.parent is not None)
+    inside = any("scale" in _identifier(n).lower() for n in names)
+    return not inside and all(f.parent is not None for f in functions)
+
+
+def _identifier(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") or getattr(node, "arg", "") or ""
+
+
+def has_scaler(script: Script) -> bool:
+    """Whether the script uses a scaler, or anything called one."""
+    names = {s.key.rsplit(".", 1)[-1] for s in script.scalers}
+    if any(not name or (script.outline.loads[name] and not _is_only_saved(script, name)) for name in names):
+        return True
+    return any("scaler" in name.lower() and not _is_other_scaler(script, name) for name in script.outline.loads)
+
+
+def _is_other_scaler(script: Script, name: str) -> bool:
+    """Whether a name is the class itself, or a scaler of data: `StandardScaler`, or a variable that only is one."""
+    if name == "GradScaler" or _DATA_SCALER.search(name) or _is_only_saved(script, name):
+        return True
+    values = [b.value for b in script.outline.bindings.get(name, ())]
+    calls = [text_of(v.func) for v in values if isinstance(v, ast.Call)]
+    return bool(calls) and len(calls) == len(values) and all(_DATA_SCALER.search(call) for call in calls)
+
+
+def _is_only_saved(script: Script, name: str) -> bool:
+    """Whether a scaler's state is saved, restored or printed, and nothing else is done with it."""
+    uses = saved = 0
+    for node in ast.walk(script.tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load) and _identifier(node) == name:
+            uses += 1
+        elif (isinstance(node, ast.Attribute) and node.attr in _STATE and _identifier(node.value) == name) or (
+            isinstance(node, ast.Compare) and _identifier(node.left) == name and constant(node.comparators[0]) is None
+        ):
+            saved += 1
+    created = name in {s.key.rsplit(".", 1)[-1] for s in script.scalers}
+    return created and uses == saved

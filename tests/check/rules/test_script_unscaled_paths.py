@@ -1,0 +1,189 @@
+"""HS123 on one path: a dtype chosen at run time, a scaler that a flag disables, an engine that does not scale."""
+
+import pytest
+
+from check_scripts import findings
+
+CHOSEN = """\
+import torch
+{before}
+for x, y in loader:
+    optimizer.zero_grad()
+    with {region}:
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+MANAGER = """\
+from contextlib import contextmanager
+@contextmanager
+def amp(on):
+    if not on:
+        yield
+        return
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        yield
+"""
+FACTORY = """\
+def region(name):
+    if name == "fp16":
+        return torch.autocast("cuda", dtype=torch.{dtype})
+    return torch.autocast("cuda", dtype=torch.bfloat16)
+"""
+TABLE = "dtype = {table}[cfg.dtype]"
+TERNARY = "dtype = torch.bfloat16 if supported() else torch.float16"
+ENGINE = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator({precision})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+dtype = torch.bfloat16 if supported() else torch.float16
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype={dtype}):
+        loss = loss_fn(model(x), y)
+    accelerator.backward(loss)
+    optimizer.step()
+"""
+FLAG = """\
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled={scaler})
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}{region}):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+BRANCH = """\
+import torch
+scaler = torch.amp.GradScaler("cuda") if {scaler} else None
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16{region}):
+        loss = loss_fn(model(x), y)
+    if scaler is not None:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        optimizer.step()
+"""
+SAVED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+if checkpoint is not None:
+    scaler.load_state_dict(checkpoint["scaler"])
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    {backward}
+    torch.save({{"scaler": scaler.state_dict()}}, "last.pt")
+"""
+HALF, BOTH = "torch.float16", '{"fp16": torch.float16, "bf16": torch.bfloat16}'
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "severity"),
+    [
+        pytest.param(
+            CHOSEN.format(before=MANAGER.format(dtype="float16"), region="amp(args.amp)"), 15, "error", id="manager"
+        ),
+        pytest.param(
+            CHOSEN.format(before=FACTORY.format(dtype="float16"), region="region(args.amp)"), 4, "warning", id="factory"
+        ),
+        pytest.param(
+            CHOSEN.format(before=TABLE.format(table=BOTH), region='torch.autocast("cuda", dtype=dtype)'),
+            5,
+            "warning",
+            id="table",
+        ),
+        pytest.param(
+            CHOSEN.format(
+                before=TABLE.format(table="dict(fp16=torch.float16, fp32=torch.float32)"),
+                region='torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32)',
+            ),
+            5,
+            "warning",
+            id="dict call",
+        ),
+        pytest.param(
+            CHOSEN.format(
+                before=f"assert precision in {{'fp32', 'fp16'}}\nif precision not in ('fp32', 'fp16'):\n    raise ValueError\n{TERNARY}",
+                region='torch.autocast("cuda", dtype=dtype)',
+            ),
+            8,
+            "warning",
+            id="checked option",
+        ),
+        pytest.param(
+            CHOSEN.format(before="kl_scale = 0.5", region='torch.autocast("cuda", dtype=torch.float16)').replace(
+                "loss_fn(model(x), y)", "loss_fn(model(x), y, kl_scale)"
+            ),
+            7,
+            "error",
+            id="a weight called scale",
+        ),
+        pytest.param(
+            CHOSEN.format(
+                before="from functools import partial\nctx = partial(torch.autocast, 'cuda')",
+                region="ctx(dtype=torch.float16)",
+            ),
+            8,
+            "error",
+            id="partial",
+        ),
+        pytest.param(ENGINE.format(precision="", dtype="dtype"), 8, "warning", id="launcher"),
+        pytest.param(ENGINE.format(precision="mixed_precision='no'", dtype=HALF), 8, "error", id="engine in float32"),
+        pytest.param(FLAG.format(scaler="args.amp", dtype="float16", region=""), 2, "warning", id="flag"),
+        pytest.param(BRANCH.format(scaler="args.amp", region=""), 12, "warning", id="branch"),
+        pytest.param(
+            BRANCH.format(scaler="args.fsdp and args.amp", region=", enabled=args.amp"), 12, "warning", id="narrower"
+        ),
+        pytest.param(SAVED.format(backward="loss.backward(); optimizer.step()"), 9, "error", id="only saved"),
+    ],
+)
+def test_reports_the_path_on_which_nothing_scales_a_float16_loss(text, line, severity):
+    """A mistake on one path is a finding, milder where a setting or the launcher decides."""
+    assert [(f.line, f.severity) for f in findings(text, "HS123")] == [(line, severity)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(CHOSEN.format(before=MANAGER.format(dtype="bfloat16"), region="amp(args.amp)"), id="manager"),
+        pytest.param(CHOSEN.format(before=FACTORY.format(dtype="bfloat16"), region="region(args.amp)"), id="factory"),
+        pytest.param(
+            CHOSEN.format(
+                before="from functools import partial\nctx = partial(torch.autocast, 'cuda')",
+                region="ctx(dtype=torch.bfloat16)",
+            ),
+            id="partial",
+        ),
+        pytest.param(
+            CHOSEN.format(before="loss_scale = 1024.0", region='torch.autocast("cuda", dtype=torch.float16)').replace(
+                "loss_fn(model(x), y)", "loss_fn(model(x), y) * loss_scale"
+            ),
+            id="scaled by hand",
+        ),
+        pytest.param(ENGINE.format(precision="mixed_precision='fp16'", dtype="dtype"), id="engine in fp16"),
+        pytest.param(ENGINE.format(precision="", dtype="torch.bfloat16"), id="bfloat16"),
+        pytest.param(ENGINE.format(precision="mixed_precision=args.precision", dtype="dtype"), id="option"),
+        pytest.param(FLAG.format(scaler="args.amp", dtype="float16", region=", enabled=args.amp"), id="same flag"),
+        pytest.param(FLAG.format(scaler="torch.cuda.is_available()", dtype="float16", region=""), id="device"),
+        pytest.param(BRANCH.format(scaler="args.amp", region=", enabled=args.amp"), id="branch"),
+        pytest.param(BRANCH.format(scaler="torch.cuda.is_available()", region=""), id="branch on the device"),
+        pytest.param(
+            BRANCH.format(scaler="args.amp and torch.cuda.is_available()", region=", enabled=args.amp"), id="not wider"
+        ),
+        pytest.param(
+            SAVED.format(backward="scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"), id="used"
+        ),
+    ],
+)
+def test_is_silent_where_every_float16_path_is_scaled(text):
+    """One switch for both, a device without autocast, an engine that scales, or a scale by hand is no finding."""
+    assert findings(text, "HS123") == []
