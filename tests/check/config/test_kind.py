@@ -116,6 +116,7 @@ def test_an_interpolated_precision_is_the_value_it_names():
         "pl_trainer_kwargs:\n  devices: 2\n  precision: 16\n",
         "run:\n  devices: 2\n  precision: bf16-true\n",  # a name that only Lightning has
         "trainer:\n  gpus: 1\n  amp_level: O2\n",
+        "run:\n  class_path: lightning.pytorch.Trainer\n  init_args:\n    precision: 16\n    max_epochs: 3\n",
     ],
 )
 def test_fragments_of_a_trainer_are_recognised(text):

@@ -223,6 +223,7 @@ TRAINER = "import pytorch_lightning as pl\n"
         "args.precision = 16\npl.Trainer.from_argparse_args(args)\n",
         "options = make()\noptions['precision'] = 16\npl.Trainer(**options)\n",
         "pl.Trainer(precision=options.get('precision', 16))\n",
+        "options = {'precision': 16}\ndef build(options):\n    return pl.Trainer(precision=options['precision'])\n",
         "pl.Trainer(precision=getattr(args, 'precision', 16))\n",
         "def build(p):\n    return pl.Trainer(precision=p)\nbuild(16)\n",
         "def build(n, p):\n    return pl.Trainer(precision=p)\nbuild(1, p=16)\n",

@@ -38,11 +38,11 @@ def test_other_options_are_silent(arguments):
 
 @pytest.mark.parametrize("name", ["--bf16", "--fp16", "--use_amp", "--mixed-precision"])
 @pytest.mark.parametrize(
-    "default", ["default=True, action='store_true'", "action='store_true', default=True, help='x'"]
+    "default", ["default=True, action='store_true'", "action='store_const', const=True, default=True"]
 )
 def test_an_option_that_stores_its_default_is_always_on(name, default):
     """store_true with a default of True is True in every run."""
-    text = f"{HEAD}parser.add_argument('{name}', {default})\ntrain(parser.parse_args())\n"
+    text = f"{HEAD}parser.add_argument('{name}', {default})\ntrain(parser.parse_args())\nscaler.update()\n"
     assert [(f.line, f.severity) for f in findings(text, "HS133")] == [(3, "warning")]
 
 
@@ -53,11 +53,20 @@ def test_an_option_that_stores_its_default_is_always_on(name, default):
         "parser.add_argument('--disable-bf16', action='store_true')\n",
         "args = parser.parse_args()\nargs.bf16 = args.bf16 and not args.fp16\n",
         "parser.set_defaults(bf16=False)\n",
+        "args = parser.parse_args()\nvars(args).update(read(args.config))\n",
+        "args = parser.parse_args()\nfor key in file:\n    setattr(args, key, file[key])\n",
     ],
 )
 def test_an_option_that_something_else_switches_is_silent(rest):
     """A second option, an assignment or another default decides."""
     assert findings(f"{HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n{rest}", "HS133") == []
+
+
+def test_an_option_that_stores_false_by_default_never_acts():
+    """`--no-amp` with store_false is False in every run, so that nothing disables autocast."""
+    text = f"{HEAD}parser.add_argument('--no-amp', action='store_false', default={{}})\ntrain(parser)  # default=True\n"
+    assert [f.line for f in findings(text.format(False), "HS133")] == [3]
+    assert findings(text.format(True), "HS133") == []
 
 
 def test_an_inference_option_that_is_always_on_is_advice():

@@ -15,6 +15,8 @@ BNB = "quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=
         BNB.format("'torch.bfloat16'"),
         BNB.format("'bf16'"),
         BNB.format("name").replace("quantized", "name = 'torch.float16'\nquantized", 1),
+        "from transformers import BitsAndBytesConfig as Quantized\nQuantized(bnb_4bit_compute_dtype='torch.float16')\n",
+        "from transformers import pipeline\npipeline('text-generation', torch_dtype='bf16')\n",
         LOAD.format("torch_dtype='fp16'"),
         LOAD.format("dtype='torch.float16'"),
         LOAD.format("**options").replace("model", "options = dict(torch_dtype='bf16')\nmodel", 1),

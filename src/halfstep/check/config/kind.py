@@ -147,6 +147,8 @@ def find_configs(root: Node, name: str = "") -> Iterator[Match]:
         if not isinstance(node, Block) or id(node) in inside:
             continue
         names |= {id(entry.value): entry.key for entry in node.entries}
+        if "lightning" in _text(node, "class_path") and (arguments := _child(node, "init_args")):
+            names[id(arguments)] = _text(node, "class_path").rpartition(".")[2]
         recipe = recipe_of(node)
         if recipe is not None:
             yield Match(recipe, node, strict=True)

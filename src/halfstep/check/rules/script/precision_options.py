@@ -25,6 +25,7 @@ _TRAINED = (
     "    with torch.autocast('cuda', dtype=torch.float16{flag}):\n        loss = loss_fn(model(x), y)\n"
     "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
 )
+_BOOL = re.compile(r"bool|lambda (\w+): bool\(\1\)")
 _TRAINS = re.compile(r"backward\(|optimizer|Trainer|TrainingArguments|\btrain\w*\(|\.fit\(")
 _ARGPARSE = "https://docs.python.org/3/library/argparse.html"
 
@@ -61,9 +62,19 @@ class _Options:
         for node in self.nodes:
             if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
                 return True
-            if isinstance(node, ast.Call) and chain(node.func)[-1:] in {("setattr",), ("set_defaults",), ("update",)}:
+            if isinstance(node, ast.Call) and _sets(node, name):
                 return True
         return False
+
+
+def _sets(call: ast.Call, name: str) -> bool:
+    """Whether a call may set a value of the namespace: setattr, set_defaults, an update of its dictionary."""
+    last = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if last == "setattr":
+        return len(call.args) < 2 or constant(call.args[1]) in (..., name)
+    if last == "set_defaults":
+        return any(keyword.arg in (None, name) for keyword in call.keywords)
+    return last == "update" and any(word in text_of(call.func) for word in ("vars(", "__dict__"))
 
 
 class BooleanOption(ScriptRule):
@@ -103,20 +114,31 @@ class BooleanOption(ScriptRule):
                 continue
             kind, action = argument(call, None, "type"), constant(argument(call, None, "action"))
             default = constant(argument(call, None, "default"))
-            if kind is not None and text_of(kind) == "bool":
+            if kind is not None and _BOOL.fullmatch(text_of(kind)):
                 yield self.finding(
                     script.where(call),
                     f"`{flag} False` is True: bool of a non-empty string",
                     instead="action=argparse.BooleanOptionalAction, or action='store_true'",
                 )
-            elif action == "store_true" and default is True and not options.is_switched(call, name):
+            elif (
+                (stored := _stored(call, action)) is not ...
+                and default is stored
+                and not options.is_switched(call, name)
+            ):
                 serious = _TRAINS.search(script.source.text) and "tf32" not in name.lower()
                 yield self.finding(
                     script.where(call),
-                    f"`{flag}` is True with and without the option: nothing on the command line switches it off",
+                    f"`{flag}` stores its own default: the value is {stored} with and without the option",
                     instead="action=argparse.BooleanOptionalAction, or no default",
                     severity=None if serious else "advice",
                 )
+
+
+def _stored(call: ast.Call, action: object) -> object:
+    """The value that an option without an argument stores, True or False; ... for any other action."""
+    if action == "store_const" and isinstance(value := constant(argument(call, None, "const")), bool):
+        return value
+    return {"store_true": True, "store_false": False}.get(str(action), ...)
 
 
 # Functions that only show or store a namespace.

@@ -24,7 +24,6 @@ quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={dtype}
 model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized)
 args = TrainingArguments("out", bf16=True)
 """
-_CONFIGS = ("BitsAndBytesConfig",)
 _PACKAGES = frozenset({"transformers", "trl", "peft", "unsloth", "optimum", "diffusers"})
 _LOADERS = frozenset({"transformers", "peft", "trl"})
 # Names that people write for torch's dtypes and that torch does not have as attributes.
@@ -35,6 +34,23 @@ _ARGUMENTS = ("TrainingArguments", "Config")
 
 def _is_of(script: Script, call: ast.Call, packages: frozenset[str]) -> bool:
     return script.outline.names.full(call.func).split(".")[0] in packages
+
+
+def _typed_calls(script: Script) -> Iterator[tuple[ast.Call, Function, tuple[str, ...]]]:
+    """The calls that look a dtype up by its name, each with the arguments that name one."""
+    for call, function in _quantizations(script):
+        yield call, function, ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
+    for last in ("from_pretrained", "from_config", "pipeline"):
+        for call, function in script.outline.calls.get(last, ()):
+            if _is_of(script, call, _LOADERS):
+                yield call, function, ("torch_dtype", "dtype")
+
+
+def _quantizations(script: Script) -> Iterator[tuple[ast.Call, Function]]:
+    """The calls of BitsAndBytesConfig, also under another name."""
+    for full, sites in script.outline.library_calls.items():
+        if full.endswith(".BitsAndBytesConfig") and full.split(".")[0] in _PACKAGES:
+            yield from ((site.call, site.function) for site in sites)
 
 
 class UnknownDtypeName(ScriptRule):
@@ -61,18 +77,11 @@ class UnknownDtypeName(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """String literals in the two calls, also by a variable that has one value."""
-        for last, names, packages in (
-            ("BitsAndBytesConfig", ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"), _PACKAGES),
-            ("from_pretrained", ("torch_dtype", "dtype"), _LOADERS),
-            ("from_config", ("torch_dtype", "dtype"), _LOADERS),
-        ):
-            for call, function in script.outline.calls.get(last, ()):
-                if not _is_of(script, call, packages):
-                    continue
-                for name in names:
-                    value = _text(script, keyword_of(script.outline, call, function, name), function)
-                    if value is not None and (value.startswith("torch.") or value.casefold() in _NOT_TORCH):
-                        yield self._report(script, call, name, value)
+        for call, function, names in _typed_calls(script):
+            for name in names:
+                value = _text(script, keyword_of(script.outline, call, function, name), function)
+                if value is not None and (value.startswith("torch.") or value.casefold() in _NOT_TORCH):
+                    yield self._report(script, call, name, value)
 
     def _report(self, script: Script, call: ast.Call, name: str, value: str) -> Finding:
         node = next((k.value for k in call.keywords if k.arg == name), call)
@@ -124,11 +133,9 @@ class ComputeDtypeMismatch(ScriptRule):
         bf16 = _bf16_training(script)
         if not bf16:
             return
-        for call, function in script.outline.calls.get("BitsAndBytesConfig", ()):
+        for call, function in _quantizations(script):
             value = keyword_of(script.outline, call, function, "bnb_4bit_compute_dtype")
-            if value is None or not _is_of(script, call, _PACKAGES):
-                continue
-            if formats_of(script.outline, value, function) == {"float16"}:
+            if value is not None and formats_of(script.outline, value, function) == {"float16"}:
                 yield self.finding(
                     script.where(value),
                     f"the 4-bit layers compute in float16, but {bf16}: values above 65504 become inf",
