@@ -35,7 +35,6 @@ class Sampled:
 
     entry: dict
     findings: tuple
-    cells: tuple = ()  # of a notebook: the index of each code cell among all cells; findings count code cells, labels all
 
     @property
     def is_recent(self):
@@ -65,23 +64,13 @@ def check_entry(entry, files):
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
         return None
     # A file that cannot be parsed (HS0xx) says nothing about precision.
-    return Sampled(entry, tuple(f for f in check_path(path) if not f.code.startswith("HS0")), code_cells(path))
+    return Sampled(entry, tuple(f for f in check_path(path) if not f.code.startswith("HS0")))
 
 
-def code_cells(path):
-    """The index of each code cell of a notebook among all of its cells; () for other files."""
-    if path.suffix != ".ipynb":
-        return ()
-    cells = json.loads(path.read_text()).get("cells", [])
-    return tuple(index for index, cell in enumerate(cells) if cell.get("cell_type") == "code")
-
-
-def is_same(label, finding, rules, cells=()):
+def is_same(label, finding, rules):
     """Whether a finding reports this label."""
-    if finding.cell is not None and "cell" in label:
-        counts = (finding.cell, *cells[finding.cell - 1 : finding.cell])  # among code cells, and among all
-        if min(abs(label["cell"] - count) for count in counts) > 1:  # counted from 0 or from 1
-            return False
+    if finding.cell is not None and abs(label.get("cell", finding.cell) - finding.cell) > 1:  # counted from 0 or from 1
+        return False
     codes = rules.get(label["mistake"], [label["mistake"]])
     if finding.code not in codes:
         return False
@@ -92,11 +81,11 @@ def is_same(label, finding, rules, cells=()):
 
 def matches(sampled, rules, true):
     """Labels that were found, and findings by what they are: matched, doubtful, judged true, or unexplained."""
-    entry, kinds, cells = sampled.entry, {}, sampled.cells
-    found = [any(is_same(label, f, rules, cells) for f in sampled.findings) for label in entry["labels"]]
+    entry, kinds = sampled.entry, {}
+    found = [any(is_same(label, f, rules) for f in sampled.findings) for label in entry["labels"]]
     for finding in sampled.findings:
         place = (entry["repo"], entry["path"], finding.line, finding.code)
-        if any(is_same(label, finding, rules, cells) for label in entry["labels"]):
+        if any(is_same(label, finding, rules) for label in entry["labels"]):
             kinds[finding] = "matched"
         elif any(abs(finding.line - d["line"]) <= REACH for d in entry.get("doubtful", [])):
             kinds[finding] = "doubtful"

@@ -410,35 +410,3 @@ def test_a_flag_that_casts_and_enables_the_scaler_is_reported(enabled, count):
         "    scaler.step(optimizer)\n    scaler.update()\n"
     )
     assert len(findings(text, "HS160")) == count
-
-
-PARSED = """\
-import torch
-from transformers import AutoModelForCausalLM, HfArgumentParser
-from trl import SFTConfig, SFTTrainer
-parser = HfArgumentParser((ModelArguments, SFTConfig))
-options, config = parser.parse_args_into_dataclasses()
-model = AutoModelForCausalLM.from_pretrained(options.name, torch_dtype={dtype})
-trainer = SFTTrainer(model=model, args=config)
-trainer.train()
-"""
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        ("torch.bfloat16", ["HS277"]),
-        ("torch.bfloat16 if config.bf16 else (torch.float16 if config.fp16 else torch.float32)", ["HS166", "HS277"]),
-        ("torch.float16 if config.fp16 else torch.float32", ["HS166"]),
-        ("torch.float32", []),
-    ],
-)
-def test_arguments_of_a_parser_train_the_model_too(dtype, expected):
-    """HfArgumentParser creates the arguments; the flags that decide a dtype are compared with theirs."""
-    text = PARSED.format(dtype=dtype)
-    assert sorted({code.split(":")[0] for code in codes(text)} & {"HS166", "HS277"}) == expected
-
-
-def test_a_parser_that_is_run_with_an_engine_is_not_reported():
-    """A script that mentions --deepspeed gets its float32 copies from the command line."""
-    assert findings("# run with --deepspeed ds.json\n" + PARSED.format(dtype="torch.bfloat16"), "HS277") == []

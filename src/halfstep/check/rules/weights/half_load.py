@@ -78,7 +78,7 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
     # `float16 if args.fp16 else float32` next to fp16=args.fp16: one flag decides both.
     for dtype in dtype_values(tie.cast):
         choices = script.outline.values(key_of(dtype), tie.cast.function) if key_of(dtype) else [dtype]
-        for choice in (part for outer in choices for part in ast.walk(outer)):
+        for choice in choices:
             if not isinstance(choice, ast.IfExp) or text_of(choice.test) not in {text_of(value), text_of(flag)}:
                 continue
             if formats_of(script.outline, choice.body, tie.cast.function) == {"float16"}:

@@ -10,7 +10,6 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
-from halfstep.check.script.objects.parsed import is_parsed
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, asks_for_adapters, conditions_of
@@ -247,9 +246,6 @@ class CheckpointDtypeTrained(ScriptRule):
             )
 
 
-_ENGINES = re.compile(r"deepspeed|fsdp", re.IGNORECASE)
-
-
 def _is_language_model(cast: Cast) -> bool:
     return bool(_LANGUAGE_MODEL.search(text_of(cast.node.func)))
 
@@ -328,9 +324,7 @@ class Bf16WeightsTrained(ScriptRule):
             cast = tie.cast
             if not cast.low or (cast.low == {"float16"} and _scales_gradients(script, tie)):
                 continue
-            if is_parsed(tie.arguments) and _ENGINES.search(script.source.text):
-                continue  # the command line names the engine
-            severity: Severity | None = None if cast.is_certain and not is_parsed(tie.arguments) else "advice"
+            severity: Severity | None = None if cast.is_certain else "advice"
             yield self.finding(
                 script.where(cast.node),
                 f"{when(script, cast)}{subject(cast)} has {' or '.join(sorted(cast.low))} weights and `{text_of(tie.by.func)}` trains them "

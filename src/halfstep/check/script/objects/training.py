@@ -16,7 +16,6 @@ from halfstep.check.script.objects.adapters import adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import freezes, freezing_loops
 from halfstep.check.script.objects.loading import initialized, loading_options
-from halfstep.check.script.objects.parsed import parsed_arguments
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
@@ -358,7 +357,7 @@ class Training:
                 if target is not None:
                     returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value]
                     pending += [(r, target) for r in returns]
-        return parsed_arguments(self.outline, node, function)
+        return None
 
     def _is_sharded(self, arguments: ast.Call, function: Function) -> bool:
         """Whether DeepSpeed or FSDP trains float32 copies, or the chosen optimizer compensates."""
