@@ -38,9 +38,9 @@ class Alternatives:
                 if isinstance(bound, ast.Subscript) and key_of(bound):
                     self.items.setdefault(key_of(bound), []).append(node.value)
                 elif isinstance(node.value, ast.Dict) and key_of(bound):
-                    for key, value in zip(node.value.keys, node.value.values, strict=True):
+                    for key, part in zip(node.value.keys, node.value.values, strict=True):
                         if isinstance(key, ast.Constant):
-                            self.items.setdefault(f"{key_of(bound)}[{key.value!r}]", []).append(value)
+                            self.items.setdefault(f"{key_of(bound)}[{key.value!r}]", []).append(part)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._bind(node.target, node.value)
         elif isinstance(node, ast.AugAssign | ast.For):
