@@ -94,3 +94,10 @@ def test_versions_are_compared_or_unknown():
     assert facts({}, deepspeed=(0, 9, 5)).since(0, 19, 8) is False
     assert facts({}).since(0, 19, 8) is None
     assert version_text((0, 19, 8)) == "0.19.8"
+
+
+def test_a_file_of_gpt_neox_is_known_by_its_keys():
+    """Both spellings of its keys; a plain configuration is not one."""
+    assert facts({"pipe-parallel-size": 1, "num-layers": 12}).is_neox
+    assert facts({"model_parallel_size": 2, "num_layers": 12}).is_neox
+    assert not facts({"fp16": {"enabled": True}}).is_neox

@@ -107,3 +107,18 @@ def test_an_interpolated_precision_is_the_value_it_names():
     """`${precision}` of OmegaConf is read where the same document has it."""
     text = "precision: 16\ntrainer:\n  precision: ${precision}\n  accelerator: gpu\n  devices: 1\n  max_epochs: 3\n"
     assert [c.value("precision") for c in read_configs(Source("x.yaml", text, "yaml"), Settings())] == [16]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lightning:\n  accelerator: gpu\n  precision: 16\n",
+        "pl_trainer_kwargs:\n  devices: 2\n  precision: 16\n",
+        "run:\n  devices: 2\n  precision: bf16-true\n",  # a name that only Lightning has
+        "trainer:\n  gpus: 1\n  amp_level: O2\n",
+        "run:\n  class_path: lightning.pytorch.Trainer\n  init_args:\n    precision: 16\n    max_epochs: 3\n",
+    ],
+)
+def test_fragments_of_a_trainer_are_recognised(text):
+    """The block's name, a precision of Lightning's own, or an argument for Apex is enough with one more key."""
+    assert kinds(text) == ["lightning"]

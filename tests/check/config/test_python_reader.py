@@ -51,7 +51,7 @@ def test_dict_calls_and_constants_are_read():
         "def make(stage):\n    return {'zero_optimization': {'stage': stage}}\n",
         "stage = 2\nstage = 3\nconf = {'zero_optimization': {'stage': stage}}\n",
         "for stage in (1, 2):\n    conf = {'zero_optimization': {'stage': stage}}\n",
-        "conf = {'zero_optimization': {'stage': 2 if big else 1}}\n",
+        "conf = {'zero_optimization': {'stage': 2 if big else 1}, 'fp16': {'enabled': True if half else False}}\n",
         "conf = {'zero_optimization': {'stage': 2}}\nconf['zero_optimization']['stage'] = args.stage\n",
         "conf = {'zero_optimization': {'stage': 2}}\nconf['zero_optimization'].update(stage=3)\n",
         "conf = {'zero_optimization': {**base}}\n",
@@ -199,3 +199,51 @@ def test_a_deleted_variable_changes_no_key():
     text = "config = {'train_batch_size': 8, 'zero_optimization': {'stage': 2}}\nrun(config)\ndel config\n"
     (config, *_) = configs_in_script(ast.parse(text), Source("train.py", text, "python"), Settings())
     assert config.value("zero_optimization", "stage") == 2
+
+
+def test_each_arm_of_a_ternary_is_a_configuration():
+    """Arms of one test are chosen together, at any depth; a block may be an arm."""
+    text = "conf = {'zero_optimization': {'stage': 0 if one else 3}, 'fp16': {'enabled': True} if one else None}\n"
+    configs = deepspeed("import deepspeed\n" + text)
+    assert [(c.value("zero_optimization", "stage"), c.value("fp16", "enabled")) for c in configs] == [
+        (0, True),
+        (3, None),
+    ]
+    assert all(config.assembled for config in configs)
+
+
+TRAINER = "import pytorch_lightning as pl\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "parser.add_argument('--precision', default=16)\nargs = parser.parse_args()\npl.Trainer.from_argparse_args(args)\n",
+        "pl.Trainer.from_argparse_args(args, precision=16)\n",
+        "args.precision = 16\npl.Trainer.from_argparse_args(args)\n",
+        "options = make()\noptions['precision'] = 16\npl.Trainer(**options)\n",
+        "pl.Trainer(precision=options.get('precision', 16))\n",
+        "options = {'precision': 16}\ndef build(options):\n    return pl.Trainer(precision=options['precision'])\n",
+        "pl.Trainer(precision=getattr(args, 'precision', 16))\n",
+        "def build(p):\n    return pl.Trainer(precision=p)\nbuild(16)\n",
+        "def build(n, p):\n    return pl.Trainer(precision=p)\nbuild(1, p=16)\n",
+        "def run(o):\n    return pl.Trainer(**o)\nrun({'gpus': 1, 'precision': 16, 'max_epochs': 9, 'gradient_clip_val': 1.0})\n",
+    ],
+)
+def test_the_precision_of_a_trainer_is_read_in_every_form(text):
+    """By argparse, by a dictionary, by a default and by a call of the function that creates the Trainer."""
+    assert 16 in [config.value("precision") for config in read(TRAINER + text) if config.kind == "lightning"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pl.Trainer.from_argparse_args(args)\n",
+        "pl.Trainer(**options)\n",
+        "def build(p):\n    return pl.Trainer(precision=p)\nbuild(other())\n",
+        "model = {'precision': 16, 'width': 3}\npl.Trainer()\n",
+    ],
+)
+def test_the_precision_of_a_trainer_is_not_guessed(text):
+    """Options of another file, a computed argument and a dictionary without the Trainer's keys give none."""
+    assert not [c for c in read(TRAINER + text) if c.value("precision") == 16]

@@ -329,3 +329,47 @@ def test_a_file_that_loads_bf16_weights_is_reported_if_it_trains_them(extra, rep
 def test_a_precision_that_is_no_number_of_bits_is_unknown(value):
     """Any number in the file is compared as text; none stops a rule."""
     assert "HS281" in codes(f"accelerator: gpu\ndevices: 8\nmax_epochs: 9\nprecision: {value}\n")
+
+
+def test_fp16_without_zero_in_one_arm_is_reported():
+    """`0 if single else 3` is stage 0 in some runs, and 1 or 3 is not."""
+    text = "import deepspeed\nds_config = {{'fp16': {{'enabled': True}}, 'zero_optimization': {{'stage': {} if single else 3}}}}\n"
+    assert "HS208" in problems(text.format(0))
+    assert "HS208" not in problems(text.format(1))
+
+
+def test_a_file_of_gpt_neox_has_another_deepspeed():
+    """It runs its own fork, so what DeepSpeed changed at stage 0 says nothing about it."""
+    config = {"train_batch_size": 8, "fp16": {"enabled": True}}
+    assert "HS208" in problems(config)
+    assert "HS208" not in problems({**config, "pipe-parallel-size": 1, "num-layers": 12})
+
+
+@pytest.mark.parametrize(
+    ("path", "count"), [("dpo.yaml", 1), ("kto_deepspeed.yaml", 0), ("sft_zero3.yaml", 0), ("fsdp-sft.yaml", 0)]
+)
+def test_a_file_named_after_an_engine_has_its_copies(path, count):
+    """The name says what the launcher adds."""
+    text = "model_name_or_path: x\ntorch_dtype: float16\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n"
+    assert [f.code for f in check(Source(path, text, "yaml"))].count("HS279") == count
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [("lightning.pytorch.strategies", 1), ("pytorch_lightning.strategies", 1), ("mine", 0)],
+)
+def test_auto_is_not_resolved_by_lightning(strategy, count):
+    """Lightning passes "auto" on to DeepSpeed, which reads it as off."""
+    text = (
+        f"import transformers\nfrom {strategy} import DeepSpeedStrategy\n"
+        "s = DeepSpeedStrategy(config={'bf16': {'enabled': 'auto'}, 'zero_optimization': {'stage': 3}})\n"
+    )
+    assert problems(text).count("HS259") == count
+
+
+def test_an_optimizer_by_its_full_name_is_the_programs_own():
+    """A dotted name is imported by the program around the file; a plain unknown name is an error."""
+    config = {**BASE, "bf16": {"enabled": True}, "optimizer": {"type": "EmaAdam", "params": {"lr": 0.1}}}
+    assert "HS243" in problems(config)
+    config["optimizer"]["type"] = "mine.optim.EmaAdam"
+    assert "HS243" not in problems(config)

@@ -1,4 +1,4 @@
-"""HS121, HS132, HS133, HS142, HS172 and HS173: where scalers, states and options come from."""
+"""HS121, HS132, HS142, HS172 and HS173: where scalers and states come from."""
 
 import pytest
 
@@ -78,21 +78,6 @@ def test_apex_without_a_dynamic_scale_has_no_state(level):
     )
     assert findings(text.format(level), "HS173") == []
     assert [f.line for f in findings(text.format("opt_level='O2'"), "HS173")] == [9]
-
-
-@pytest.mark.parametrize("name", ["--fp16", "--use-amp", "--mixed_precision", "--bf16", "--fp16_run", "--half"])
-def test_bool_option_of_a_precision(name):
-    """An option for a precision with type=bool is found, in a function as well."""
-    text = f"import argparse\ndef parse(parser):\n    parser.add_argument('{name}', type=bool, default=True)\n"
-    assert codes(text) == ["HS133:3"]
-
-
-@pytest.mark.parametrize(
-    "arguments", ["'--sample', type=bool", "'--fp16', type=str2bool", "'--fp16', type=int", "'--ramp', type=bool"]
-)
-def test_other_options_are_silent(arguments):
-    """Other options and other types give no finding."""
-    assert codes(f"import argparse\n# type=bool\nparser.add_argument({arguments})\n") == []
 
 
 @pytest.mark.parametrize("guard", ["device != 'cpu'", "device == 'cuda'", "torch.cuda.is_available()"])

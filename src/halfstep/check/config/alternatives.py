@@ -24,6 +24,8 @@ class Alternatives:
     def __init__(self, nodes: Sequence[ast.AST]) -> None:
         self.functions = [n for n in nodes if isinstance(n, AnyFunction)]  # outer ones first
         self.values: dict[str, list[tuple[str, ast.expr | None]]] = {}  # last name -> (variable, its value)
+        self.items: dict[str, list[ast.expr]] = {}  # a part of a variable, `options["precision"]` -> its values
+        self.calls: dict[str, list[ast.Call]] = {}  # of a function by its name
         self.options: dict[str, list[ast.expr]] = {}  # of an argparse or click parser: name -> default
         self.fields: dict[str, list[ast.expr]] = {}  # of a class: name -> default
         for node in nodes:
@@ -33,6 +35,12 @@ class Alternatives:
         if isinstance(node, ast.Assign):
             for bound in node.targets:
                 self._bind(bound, node.value)
+                if isinstance(bound, ast.Subscript) and key_of(bound):
+                    self.items.setdefault(key_of(bound), []).append(node.value)
+                elif isinstance(node.value, ast.Dict) and key_of(bound):
+                    for key, part in zip(node.value.keys, node.value.values, strict=True):
+                        if isinstance(key, ast.Constant):
+                            self.items.setdefault(f"{key_of(bound)}[{key.value!r}]", []).append(part)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._bind(node.target, node.value)
         elif isinstance(node, ast.AugAssign | ast.For):
@@ -47,6 +55,8 @@ class Alternatives:
                     self.fields.setdefault(target.id, []).append(_field_default(value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             self._option(node, node.func.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            self.calls.setdefault(node.func.id, []).append(node)
 
     def _option(self, call: ast.Call, method: str) -> None:
         keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
@@ -85,8 +95,14 @@ class Alternatives:
                 yield from (c for c in self.of(value, depth + 1) if c.value)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CONVERTS:
             yield from self.of(node.args[0], depth + 1) if len(node.args) == 1 else ()
+        elif isinstance(node, ast.Call) and (default := _fallback(node)) is not None:
+            yield from self.of(default, depth + 1)
         elif isinstance(node, ast.Name | ast.Attribute):
             for value in self._bound(node):
+                yield from self.of(value, depth + 1)
+        elif isinstance(node, ast.Subscript):
+            values = self.items.get(key_of(node), ())
+            for value in values:
                 yield from self.of(value, depth + 1)
 
     def _bound(self, node: ast.Name | ast.Attribute) -> Iterator[ast.expr]:
@@ -98,7 +114,8 @@ class Alternatives:
             parameter = self._parameter(node)
             if parameter is not None:
                 option = self.options.get(last, ()) if not parameter and self._has_decorator(node) else ()
-                yield from (parameter or option) if not self._inside(node, assigned) else ()
+                if not self._inside(node, assigned):
+                    yield from [*(parameter or option), *self._passed(node)]
                 return
             assigned = [(name, value) for name, value in assigned if self._visible(node, value)]
         values = [value for _, value in assigned]
@@ -124,6 +141,16 @@ class Alternatives:
                 return [defaults[node.id]] if node.id in defaults else []
         return None
 
+    def _passed(self, node: ast.Name) -> Iterator[ast.expr]:
+        """What calls in the script pass for the parameter that a name is."""
+        function = self._function(node.lineno)
+        names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)] if function is not None else []
+        for call in self.calls.get(function.name, ()) if function is not None else ():
+            yield from (k.value for k in call.keywords if k.arg == node.id)
+            index = names.index(node.id) if node.id in names else len(call.args)
+            if index < len(call.args) and not any(isinstance(a, ast.Starred) for a in call.args):
+                yield call.args[index]
+
     def _function(self, line: int) -> AnyFunction | None:
         return next((f for f in reversed(self.functions) if f.lineno <= line <= (f.end_lineno or 0)), None)
 
@@ -141,6 +168,14 @@ class Alternatives:
         """Whether a binding is in the function of `node` or around it."""
         function = self._function(value.lineno) if value is not None else None
         return function is None or function.lineno <= node.lineno <= (function.end_lineno or 0)
+
+
+def _fallback(call: ast.Call) -> ast.expr | None:
+    """The default of `options.get("precision", 16)`, `getattr(args, "precision", 16)` and `os.getenv("PRECISION", "16")`."""
+    names = chain(call.func)
+    last = names[-1] if names else call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    count = {"get": 2, "getenv": 2, "getattr": 3}.get(last, 0)
+    return call.args[-1] if count and len(call.args) == count else None
 
 
 def _field_default(value: ast.expr) -> ast.expr:

@@ -96,6 +96,12 @@ class DeepSpeed:
         return self.enabled("amp")
 
     @cached_property
+    def is_neox(self) -> bool:
+        """Whether the file is GPT-NeoX's, which merges several files and runs its own fork of DeepSpeed."""
+        keys = {entry.key.replace("-", "_") for entry in self.config.root.entries}
+        return bool(keys & {"pipe_parallel_size", "model_parallel_size"}) and "num_layers" in keys
+
+    @cached_property
     def weights(self) -> str | None:
         """The format of the model's weights under this configuration."""
         if self.fp16:

@@ -35,7 +35,7 @@ Recipe = Literal["axolotl", "llamafactory", "torchtune", "torchtitan"]
 Kind = Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint"] | Recipe
 
 _HINT = re.compile(
-    r"zero_optimization|deepspeed_config|train_batch_size|train_micro_batch_size_per_gpu|fp16|bf16|bfloat16|precision|torch_autocast|float8|\bamp\b"
+    r"zero_optimization|deepspeed_config|train_batch_size|train_micro_batch_size_per_gpu|fp16|bf16|bfloat16|precision|torch_autocast|float8|\bamp\b|\bamp_(?:level|backend)\b"
 )
 _SURE = re.compile(
     r"""["']?(?:zero_optimization|train_micro_batch_size_per_gpu)["']?\s*:|^(?:compute_environment|deepspeed_config)\s*:""",
@@ -95,9 +95,11 @@ _LIGHTNING_ALONE = frozenset({
     "enable_progress_bar", "enable_checkpointing", "enable_model_summary", "fast_dev_run", "overfit_batches", "sync_batchnorm",
     "use_distributed_sampler", "reload_dataloaders_every_n_epochs",
 })  # fmt: skip
+_LIGHTNING_PRECISIONS = frozenset({"16-mixed", "bf16-mixed", "16-true", "bf16-true", "32-true", "64-true"})
 _INTERPOLATION = re.compile(r"""["']?\$\{([\w.]+)\}["']?$""")  # of OmegaConf
 _LIGHTNING_NAME = re.compile(
-    r"(?:^|_)(?:trainer|fabric)(?:_(?:args|kwargs|params|config|cfg|defaults))?$", re.IGNORECASE
+    r"(?:^|_)(?:trainer|fabric|lightning|pl)(?:_(?:args|kwargs|params|config|cfg|defaults|options|opts|settings))?$",
+    re.IGNORECASE,
 )
 
 # Keys of axolotl's files; a few of them together are no other program's.
@@ -145,6 +147,8 @@ def find_configs(root: Node, name: str = "") -> Iterator[Match]:
         if not isinstance(node, Block) or id(node) in inside:
             continue
         names |= {id(entry.value): entry.key for entry in node.entries}
+        if "lightning" in _text(node, "class_path") and (arguments := _child(node, "init_args")):
+            names[id(arguments)] = _text(node, "class_path").rpartition(".")[2]
         recipe = recipe_of(node)
         if recipe is not None:
             yield Match(recipe, node, strict=True)
@@ -222,21 +226,25 @@ def _interpolated(block: Block, root: Node) -> Block:
     entry = block.entry("precision")
     path = _INTERPOLATION.match(entry.value.text) if entry is not None and isinstance(entry.value, Scalar) else None
     node: Node | None = root
+    inner: Entry | None = None
     for key in path.group(1).split(".") if path else ():
         inner = node.entry(key) if isinstance(node, Block) else None
         node = inner.value if inner is not None else None
-    if path is None or entry is None or not isinstance(node, Scalar):
+    if path is None or entry is None or inner is None or not isinstance(node, Scalar):
         return block
-    new = Entry("precision", node.span, node)
+    new = Entry("precision", inner.key_span, node)
     return replace(block, entries=tuple(new if e is entry else e for e in block.entries))
 
 
 def is_trainer_part(block: Block, name: str) -> bool:
     """Whether a mapping with few keys is a part of the Trainer's arguments, by its name or by keys of Lightning alone."""
     keys = set(block.keys())
-    if "precision" not in keys or block.entry("_target_") or block.entry("class_path"):
+    removed = keys & {"amp_level", "amp_backend"}
+    if not (removed or "precision" in keys) or block.entry("_target_") or block.entry("class_path"):
         return False
     known = keys & (_LIGHTNING | _LIGHTNING_ALONE)
+    if known and _text(block, "precision") in _LIGHTNING_PRECISIONS:
+        return True
     return len(keys & _LIGHTNING_ALONE) >= 2 or len(known) >= 3 or (bool(known) and bool(_LIGHTNING_NAME.search(name)))
 
 

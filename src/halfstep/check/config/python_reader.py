@@ -14,15 +14,16 @@ from dataclasses import replace
 from functools import cached_property
 
 from halfstep.check.config.alternatives import Alternatives
+from halfstep.check.config.arms import arms_of
 from halfstep.check.config.assigned import Assignments
 from halfstep.check.config.config import Config
-from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, recipe_of
+from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trainer_part, kind_of, recipe_of
 from halfstep.check.config.literals import literals_of
 from halfstep.check.files.source import Source
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain, read_names
 from halfstep.check.settings import Settings
-from halfstep.precision.node import UNKNOWN, Block, Entry
+from halfstep.precision.node import UNKNOWN, Block, Entry, Scalar
 
 __all__ = ["expects_error", "find_in_script"]
 
@@ -125,18 +126,34 @@ class _Finder:
             origin = by_variable.get(name, "") or by_node.get(id(node), "")
             if isinstance(root, Block) and (is_deepspeed(root) or (origin and root.entries)):
                 nested.update(id(inner) for inner in ast.walk(node))
-                for changed in self._versions(root, name, node):
+                versions = [
+                    arm for block in self._versions(root, name, node) for arm in arms_of(block, node, self.literals)
+                ]
+                for changed in versions:
                     # A dictionary not visibly passed to DeepSpeed may go through a program that removes its own keys.
                     named = bool(origin) or re.search(r"ds|deepspeed", name, re.IGNORECASE) is not None
                     strict = named and has_own_keys(changed)
                     config = self._config("deepspeed", changed, origin or "a dictionary", strict=strict)
                     yield config if changed is root else replace(config, assembled=True)
+            elif isinstance(root, Block) and self._is_trainer_dictionary(root, name):
+                yield replace(self._config("lightning", root, "a dictionary", strict=False), assembled=True)
         for call in self.calls:
             yield from self._call(call)
             if hardware:
                 yield from self._torch_request(call)
         if hardware:
             yield from self._tf32_switches()
+
+    def _is_trainer_dictionary(self, root: Block, name: str) -> bool:
+        """Whether a dictionary has the arguments of a Lightning Trainer and no call that is read spreads it."""
+        if not self.script & _LIGHTNING_PACKAGES or (name in self.literals.blocks and name in self.spread_names):
+            return False
+        return kind_of(root) == "lightning" or is_trainer_part(root, name)
+
+    @cached_property
+    def spread_names(self) -> set[str]:
+        """The variables that are passed as `**name`."""
+        return {".".join(chain(k.value)) for call in self.calls for k in call.keywords if k.arg is None}
 
     def _uses_of_dictionaries(self) -> tuple[dict[str, str], dict[int, str]]:
         """Which variables (by name) and dictionaries (by id) are passed to DeepSpeed, and the call that does it."""
@@ -194,7 +211,10 @@ class _Finder:
 
     def _is_lightning(self, call: ast.Call) -> bool:
         """Whether a call creates a Trainer or Fabric: the class, a subclass, or `partial(Trainer, ...)`."""
-        if self._is_lightning_class(call.func):
+        func = call.func
+        if isinstance(func, ast.Attribute) and func.attr == "from_argparse_args":
+            func = func.value
+        if self._is_lightning_class(func):
             return True
         if _WRAPS.intersection(chain(call.func)[-1:]) and call.args and self._is_lightning_class(call.args[0]):
             return True
@@ -234,8 +254,16 @@ class _Finder:
         config = replace(self._keywords("lightning", call, last), script=self._facts_around(call))
         precision = next((k.value for k in call.keywords if k.arg == "precision"), None)
         entry = config.entry("precision")
-        decided = precision is None or config.value("precision") is not UNKNOWN
-        literals = [] if decided or precision is None else list(self.alternatives.of(precision))
+        if entry is None and precision is None:
+            precision = _spread_precision(call)
+            span = self.literals.span(call)
+            entry = Entry("precision", span, Scalar(span, UNKNOWN))
+            literals = list(self.alternatives.of(precision)) if precision is not None else []
+            if literals:
+                config = replace(config, root=replace(config.root, entries=(*config.root.entries, entry)))
+        else:
+            decided = precision is None or config.value("precision") is not UNKNOWN
+            literals = [] if decided or precision is None else list(self.alternatives.of(precision))
         if entry is None or not literals:
             yield config
             return
@@ -301,6 +329,20 @@ def expects_error(node: ast.AST) -> bool:
         return False
     calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
     return any(chain(call.func)[-1:] and chain(call.func)[-1] in _EXPECTS_ERROR for call in calls)
+
+
+def _spread_precision(call: ast.Call) -> ast.expr | None:
+    """The precision that `Trainer.from_argparse_args(args)` or `Trainer(**options)` reads: `args.precision`, `options["precision"]`."""
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    options = next((k.value for k in call.keywords if k.arg is None), None)
+    part: ast.expr
+    if method == "from_argparse_args" and call.args:
+        part = ast.Attribute(call.args[0], "precision", ast.Load())
+    elif options is not None and chain(options):
+        part = ast.Subscript(options, ast.Constant("precision"), ast.Load())
+    else:
+        return None
+    return ast.copy_location(part, call)
 
 
 def _is_false(node: ast.expr | None) -> bool:

@@ -8,6 +8,7 @@ the program's own source: which keys decide the weights' format, and what else a
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import Literal
 
 from halfstep.check.config.config import Config
@@ -26,6 +27,9 @@ PLAIN_OPTIMIZERS = frozenset({
 _NOT_PLAIN = re.compile(r"lora|peft|adapter|load_in_|quantiz|deepspeed|fsdp|zero_stage", re.IGNORECASE)
 _ADAPTER = re.compile(r"lora|dora|peft|adapter|quantiz", re.IGNORECASE)  # idle if an adapter is switched off
 _SWITCHES = ("use_peft", "use_lora", "lora", "lora_enable", "enable_lora", "peft")
+_ENGINE_NAME = re.compile(
+    r"deepspeed|(?:^|[_-])(?:ds|fsdp|q?lora|peft)(?:[_.-]|$)|zero_?[123]", re.IGNORECASE
+)  # of a file
 # Keys of TRL's ModelConfig next to the dtype, in files whose model is named on the command line.
 _MODEL_KEYS = ("model_name_or_path", "model_id", "model_name", "model_revision", "attn_implementation")
 
@@ -58,6 +62,7 @@ def trained_dtype(config: Config) -> Entry | None:
     off = any(config.value(key) is False for key in _SWITCHES)
     keys = [entry.key for entry in config.root.entries if _NOT_PLAIN.search(entry.key)]
     plain = all(is_absent(config, key) or (off and _is_idle(key)) for key in keys)
+    plain = plain and not _ENGINE_NAME.search(PurePath(config.source.path).name)
     return (config.entry("torch_dtype") or config.entry("dtype")) if named and plain and not config.root.call else None
 
 

@@ -170,7 +170,9 @@ class UnknownOptimizer(DeepSpeedRule):
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report a type that neither library has."""
         kind = config.value("optimizer", "type")
-        if not isinstance(kind, str) or not config.strict or deepspeed.optimizer in _BUILT_IN or kind in _TORCH:
+        if not isinstance(kind, str) or "." in kind or not config.strict:
+            return  # with a dot it is a class that the program around the file imports
+        if deepspeed.optimizer in _BUILT_IN or kind in _TORCH:
             return
         suggestion = {name.casefold(): name for name in _TORCH}.get(kind.casefold())
         suggestion = suggestion or ("AdamW" if "adam" in kind.casefold() else nearest(kind, (*_TORCH, "Lamb", "Lion")))
@@ -178,9 +180,7 @@ class UnknownOptimizer(DeepSpeedRule):
             config,
             ("optimizer", "type"),
             f"Unknown optimizer type {kind!r}: not in DeepSpeed or `torch.optim` (case-sensitive).",
-            instead=f'Use `"type": "{suggestion}"`.'
-            if suggestion
-            else "Build the optimizer in the script and pass it to `deepspeed.initialize`.",
+            instead=f'Use `"type": "{suggestion}"`.' if suggestion else "Pass an object to `deepspeed.initialize`.",
         )
 
 

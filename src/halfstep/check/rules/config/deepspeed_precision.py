@@ -321,7 +321,7 @@ class Fp16WithoutZero(DeepSpeedRule):
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report fp16 at stage 0; as advice where the Trainer's --fp16 decides it."""
         broken = deepspeed.since(0, 18, 3)
-        only_fp16 = not deepspeed.amp and not deepspeed.bf16
+        only_fp16 = not deepspeed.amp and not deepspeed.bf16 and not deepspeed.is_neox
         node = entry.value if (entry := config.entry("fp16", "enabled")) else None
         is_auto = isinstance(node, Scalar) and node.value == "auto"
         if is_auto and deepspeed.stage == 0 and deepspeed.bf16 is False and broken is not False:

@@ -168,7 +168,7 @@ class AutoWithoutTransformers(DeepSpeedRule):
     severity = "error"
     reason = (
         'Hugging Face\'s Trainer and Accelerate replace "auto" before DeepSpeed reads the configuration. Passed '
-        'directly to `deepspeed.initialize`, "auto" in `fp16`, `bf16` and `zero_optimization` silently becomes the '
+        'directly to `deepspeed.initialize`, or to Lightning\'s `DeepSpeedStrategy`, "auto" in `fp16`, `bf16` and `zero_optimization` silently becomes the '
         "default (`fp16.enabled` becomes false, so the run is fp32); elsewhere it raises a TypeError at the first "
         "comparison."
     )
@@ -179,6 +179,8 @@ class AutoWithoutTransformers(DeepSpeedRule):
         "            'bf16': {'enabled': True}, 'zero_optimization': {'stage': 2},\n"
         "            'optimizer': {'type': 'AdamW', 'params': {'lr': 'auto'}}}\n\n"
         "engine, *_ = deepspeed.initialize(model=AutoModel.from_pretrained(name), config=config())\n",
+        "from lightning.pytorch.strategies import DeepSpeedStrategy\n\n"
+        "strategy = DeepSpeedStrategy(config={'bf16': {'enabled': 'auto'}, 'zero_optimization': {'stage': 2}})\n",
     )
     good = (
         "import deepspeed\n\nds_config = {\n    'train_batch_size': 8,\n    'bf16': {'enabled': True},\n"
@@ -200,9 +202,9 @@ class AutoWithoutTransformers(DeepSpeedRule):
             config.origin == "a dictionary" and _INITIALIZES.search(text) and config.script & {"deepspeed"}
         )
         hugging_face = config.script & {"transformers", "trl"} and _TRAINERS.search(text)
-        if not passed or hugging_face or _RESOLVES.search(text):
-            return
-        if config.script & {"accelerate", "lightning", "pytorch_lightning"}:
+        hugging_face = hugging_face or config.script & {"accelerate", "lightning", "pytorch_lightning"}
+        lightning = "lightning" in config.origin and config.origin.endswith("DeepSpeedStrategy")
+        if _RESOLVES.search(text) or not (lightning or (passed and not hugging_face)):
             return
         params = [("optimizer", "params", key) for key in ("lr", "betas", "eps", "weight_decay")]
         for path in (("fp16", "enabled"), ("bf16", "enabled"), *((key,) for key in TOP_NUMBERS), *params):

@@ -28,6 +28,10 @@ _CORRECTIONS = {
 }  # fmt: skip
 _ADAPTER = re.compile(r"^(?:lora_|adapter|quantize)")  # LitGPT's keys
 _TRAINS = frozenset({"train", "max_epochs", "min_epochs", "max_steps", "gradient_clip_val", "accumulate_grad_batches"})
+_TRAINS_TEXT = re.compile(rf"^\s*(?:{'|'.join(sorted(_TRAINS - {'train'}))})\s*:", re.MULTILINE)
+_ADAPTER_ON = re.compile(
+    r"^\s*(?:use_|enable_)?q?_?(?:lora|peft|adapter)(?:_enabled?)?\s*:\s*true\b", re.MULTILINE | re.IGNORECASE
+)
 _INFERS = re.compile(r"\.(?:test|predict|validate)\(")
 _OLD_NAMES = {"16": "16-mixed", "bf16": "bf16-mixed"}
 
@@ -138,12 +142,14 @@ class PureHalf(LightningRule):
         "trainer = L.Trainer(plugins=HalfPrecision('bf16-true'))\ntrainer.fit(model)\n",
         "import lightning as L\n\ndef build():\n    return L.Trainer(precision='bf16-true', max_epochs=9)\n",
         "trainer:\n  precision: bf16-true\n  max_steps: 1000\n",
+        "trainer:\n  max_epochs: 9\nlightning:\n  accelerator: gpu\n  devices: 8\n  precision: bf16-true\n",
     )
     good = (
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-mixed')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='bf16-true', strategy='deepspeed_stage_2')\ntrainer.fit(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true')\ntrainer.predict(model)\n",
         "import lightning as L\n\ntrainer = L.Trainer(precision='16-true', max_epochs=1)\ntrainer.test(model)\n",
+        "use_lora: true\ntrainer:\n  max_epochs: 9\nlightning:\n  accelerator: gpu\n  devices: 8\n  precision: bf16-true\n",
         "checkpoint_dir: x\nprecision: bf16-true\nlora_r: 8\ntrain:\n  global_batch_size: 16\n  micro_batch_size: 1\n",
     )
     references = (_TRUE, "https://arxiv.org/abs/1710.03740")
@@ -154,14 +160,17 @@ class PureHalf(LightningRule):
         entry = config.entry("precision")
         if entry is None or value not in {"16-true", "bf16-true"}:
             return
-        trains = bool(set(config.root.keys()) & _TRAINS)
+        # In a file the Trainer's arguments may be in several blocks.
+        trains = bool(set(config.root.keys()) & _TRAINS) or bool(
+            not config.script and _TRAINS_TEXT.search(config.source.text)
+        )
         fits = bool(config.script & {".fit()", ".backward()"})
         if config.root.call and not fits and (not trains or _INFERS.search(config.source.text)):
             return
         strategy = config.entry("strategy")
         text = config.source.text[strategy.value.span.start : strategy.value.span.end].casefold() if strategy else ""
         adapter = any(_ADAPTER.search(e.key) and config.value(e.key) is not None for e in config.root.entries)
-        if "deepspeed" in text or adapter:
+        if "deepspeed" in text or adapter or (not config.script and _ADAPTER_ON.search(config.source.text)):
             return  # DeepSpeed keeps fp32 master weights, and an adapter's own weights start near 0
         unknown = config.value("strategy") is UNKNOWN and not re.search("auto|ddp|fsdp|single", text)
         mild = (
@@ -189,11 +198,10 @@ class RemovedTrainerArgument(LightningRule):
     bad = (
         "from pytorch_lightning import Trainer\n\ntrainer = Trainer(precision=16, amp_backend='apex', amp_level='O2')\n",
         "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(precision=16, amp_backend='native')\n",
+        "import pytorch_lightning as pl\n\ndef run(options):\n    return pl.Trainer(**options)\n\n"
+        "options = {'gpus': 1, 'precision': 32, 'max_epochs': 9, 'gradient_clip_val': 1.0, 'amp_level': 'O2', 'log_every_n_steps': 9}\nrun(options)\n",
     )
-    good = (
-        "from pytorch_lightning import Trainer\n\ntrainer = Trainer(precision=16)\n",
-        "from pytorch_lightning import Trainer\n\ntrainer = Trainer(precision='16-mixed')\n",
-    )
+    good = ("from pytorch_lightning import Trainer\n\ntrainer = Trainer(precision='16-mixed')\n",)
     references = (_UPGRADE, "measured: lightning 2.6.6 has neither argument")
 
     def inspect(self, config: Config) -> Iterator[Finding]:
@@ -227,7 +235,8 @@ class OldPrecisionName(LightningRule):
     severity = "advice"
     reason = (
         "Lightning 2 reads 16 and bf16 as 16-mixed and bf16-mixed and warns at every start that they are discouraged, "
-        "because they do not specify whether the weights are 16-bit."
+        "because they do not specify whether the weights are 16-bit. Version 1 has only the old names, so a script whose "
+        "other arguments are of version 1 needs the new ones when it is upgraded."
     )
     bad = (
         "import lightning as L\n\ntrainer = L.Trainer(precision=16)\n",
@@ -241,34 +250,42 @@ class OldPrecisionName(LightningRule):
         "from functools import partial\nfrom lightning import Trainer\n\nmake = partial(Trainer, precision=16)\n",
         "from lightning.pytorch.cli import LightningCLI\n\ncli = LightningCLI(Net, trainer_defaults={'precision': 16})\n",
         "trainer:\n  precision: 16\n  max_epochs: 9\n",
+        "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(gpus=1, precision=16)\n",  # of version 1
+        "import pytorch_lightning as pl\n\npl.Trainer.add_argparse_args(parser)\ntrainer = pl.Trainer(precision=16)\n",
     )
     good = (
         'import lightning as L\n\ntrainer = L.Trainer(precision="16-mixed")\n',
-        "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(gpus=1, precision=16)\n",  # of version 1
-        "import pytorch_lightning as pl\n\npl.Trainer.add_argparse_args(parser)\ntrainer = pl.Trainer(precision=16)\n",
+        "import pytorch_lightning as pl\n\ntrainer = pl.Trainer(gpus=1, precision=32)\n",
         "trainer:\n  precision: bf16\n  max_epochs: 9\n",  # perhaps another trainer's
         "trainer:\n  accelerator: gpu\n  devices: 8\n  max_epochs: 10\n  precision: bf16\nexp_manager:\n  name: gpt\n",
     )
     references = (_UPGRADE,)
 
     def inspect(self, config: Config) -> Iterator[Finding]:
-        """Report old names, unless another argument shows that Lightning is version 1."""
+        """Report old names; where another argument shows that Lightning is version 1, for its upgrade."""
         value = self.precision(config)
         entry = config.entry("precision")
+        # A part of a file may configure another trainer, for which "bf16" is a common name and 16 is not.
+        unclear = not config.strict and value != "16"
+        nemo = not config.script and _NEMO.search(config.source.text)
+        if entry is None or value not in _OLD_NAMES or unclear or nemo:
+            return
+        new = _OLD_NAMES[value]
         target = config.value("_target_")  # Hydra's name of the class
         is_new = "lightning" in config.script or (isinstance(target, str) and target.startswith("lightning."))
         # pytorch_lightning is both versions; an argument that only version 1 has decides it.
-        is_old = any(config.entry(key) is not None for key in _FIRST_VERSION)
-        is_old |= bool(_FIRST_API.search(config.source.text))
-        is_old |= not config.script and bool(_NEMO.search(config.source.text))
-        # A part of a file may configure another trainer, for which "bf16" is a common name and 16 is not.
-        unclear = not config.strict and value != "16"
-        if entry and value in _OLD_NAMES and (is_new or not is_old) and not unclear:
-            new = _OLD_NAMES[value]
+        is_old = any(config.entry(key) is not None for key in _FIRST_VERSION) or _FIRST_API.search(config.source.text)
+        message = f"precision {value} is the name of Lightning 1 for {new!r}."
+        if is_old and not is_new:
+            if value == "bf16" and not config.script:
+                return  # other trainers have these keys too, and bf16 is their name
             # Version 1 raises an error for the new name.
-            fix = replace_value(config, entry.value, new, f"Replace with {new}", safe=is_new)
-            message = f"precision {value} is the name of Lightning 1 for {new!r}."
-            yield self.finding(config.where(entry), message, instead=f"Use {new!r}.", fix=fix)
+            yield self.finding(
+                config.where(entry), message, instead=f"Use {new!r} when the script moves to Lightning 2."
+            )
+            return
+        fix = replace_value(config, entry.value, new, f"Replace with {new}", safe=is_new)
+        yield self.finding(config.where(entry), message, instead=f"Use {new!r}.", fix=fix)
 
 
 RULES: tuple[type[Rule], ...] = (

@@ -1,0 +1,300 @@
+"""HS133, HS138, HS139: precision options of the command line and flags that do not do what they say."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.names import chain
+
+__all__ = ["RULES"]
+
+_PRECISION = re.compile(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|16bit|fp8)(_|$)")  # fmt: skip
+_HEAD = "import argparse\nparser = argparse.ArgumentParser()\n"
+_TRAINED = (
+    "import argparse\nimport torch\nparser = argparse.ArgumentParser()\nparser.add_argument('--amp', action='store_true')\n"
+    "args = parser.parse_args()\nscaler = torch.amp.GradScaler('cuda'{flag})\nfor x, y in loader:\n    optimizer.zero_grad()\n"
+    "    with torch.autocast('cuda', dtype=torch.float16{flag}):\n        loss = loss_fn(model(x), y)\n"
+    "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+)
+_BOOL = re.compile(r"bool|lambda (\w+): bool\(\1\)")
+_TRAINS = re.compile(r"backward\(|optimizer|Trainer|TrainingArguments|\btrain\w*\(|\.fit\(")
+_ARGPARSE = "https://docs.python.org/3/library/argparse.html"
+
+
+@dataclass(frozen=True, eq=False)
+class _Options:
+    """The options of the command line that a script declares, and what it does with their namespace."""
+
+    script: Script
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(all_nodes(self.script.tree))
+
+    @cached_property
+    def declared(self) -> list[tuple[ast.Call, str, str]]:
+        """Each `add_argument` of an option: the call, its flag as written and the name of its value."""
+        options = []
+        for call in self.nodes:
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            flags = [str(constant(a)) for a in call.args if isinstance(constant(a), str)]
+            if call.func.attr == "add_argument" and flags and flags[-1].startswith("-"):
+                flag = next((f for f in flags if f.startswith("--")), flags[-1])
+                dest = constant(argument(call, None, "dest"))
+                options.append((call, flag, dest if isinstance(dest, str) else flag.lstrip("-").replace("-", "_")))
+        return options
+
+    def is_switched(self, call: ast.Call, name: str) -> bool:
+        """Whether something else sets the value of an option: another option, an assignment, or a default."""
+        off = {f"no_{name}", f"disable_{name}", f"no{name}", f"without_{name}", f"not_{name}", f"skip_{name}"}
+        if any(other is not call and (n == name or n in off) for other, _, n in self.declared):
+            return True
+        for node in self.nodes:
+            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
+                return True
+            if isinstance(node, ast.Call) and _sets(node, name):
+                return True
+        return False
+
+
+def _sets(call: ast.Call, name: str) -> bool:
+    """Whether a call may set a value of the namespace: setattr, set_defaults, an update of its dictionary."""
+    last = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if last == "setattr":
+        return len(call.args) < 2 or constant(call.args[1]) in (..., name)
+    if last == "set_defaults":
+        return any(keyword.arg in (None, name) for keyword in call.keywords)
+    return last == "update" and any(word in text_of(call.func) for word in ("vars(", "__dict__"))
+
+
+class BooleanOption(ScriptRule):
+    """A precision option of the command line cannot be switched off."""
+
+    code = "HS133"
+    name = "precision-option-bool"
+    severity = "warning"
+    reason = (
+        "argparse calls the type with the text of the option, and `bool` of any non-empty text is True: `--fp16 False` and `--fp16 0` "
+        "both turn fp16 on, silently. `action='store_true'` with `default=True` is True with and without the option. A run that is "
+        "meant to be in float32 is not, and `--fp16` next to a bf16 that is always on requests both."
+    )
+    bad = (
+        f"{_HEAD}parser.add_argument('--fp16', type=bool, default=False)\n",
+        f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n",
+    )
+    good = (
+        f"{_HEAD}parser.add_argument('--fp16', action='store_true')\n",
+        f"{_HEAD}parser.add_argument('--fp16', action=argparse.BooleanOptionalAction)\n",
+        f"{_HEAD}parser.add_argument('--shuffle', type=bool, default=False)\n",
+        f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n"
+        "parser.add_argument('--no-bf16', dest='bf16', action='store_false')\n",
+        f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n"
+        "parser.add_argument('--no-bf16', action='store_true')\n",
+        f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\nargs = parser.parse_args()\n"
+        "if args.device == 'cpu':\n    args.bf16 = False\n",
+    )
+    references = (f"{_ARGPARSE}#type", "https://github.com/python/cpython/issues/65407")
+    words = ("type=bool", "default=True")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Options named after a precision whose type is bool, or which store their default."""
+        options = _Options(script)
+        for call, flag, name in options.declared:
+            if not _PRECISION.search(name.lower()):
+                continue
+            kind, action = argument(call, None, "type"), constant(argument(call, None, "action"))
+            default = constant(argument(call, None, "default"))
+            if kind is not None and _BOOL.fullmatch(text_of(kind)):
+                yield self.finding(
+                    script.where(call),
+                    f"`{flag} False` is True: bool of a non-empty string",
+                    instead="action=argparse.BooleanOptionalAction, or action='store_true'",
+                )
+            elif (
+                (stored := _stored(call, action)) is not ...
+                and default is stored
+                and not options.is_switched(call, name)
+            ):
+                serious = _TRAINS.search(script.source.text) and "tf32" not in name.lower()
+                yield self.finding(
+                    script.where(call),
+                    f"`{flag}` stores its own default: the value is {stored} with and without the option",
+                    instead="action=argparse.BooleanOptionalAction, or no default",
+                    severity=None if serious else "advice",
+                )
+
+
+def _stored(call: ast.Call, action: object) -> object:
+    """The value that an option without an argument stores, True or False; ... for any other action."""
+    if action == "store_const" and isinstance(value := constant(argument(call, None, "const")), bool):
+        return value
+    return {"store_true": True, "store_false": False}.get(str(action), ...)
+
+
+# Functions that only show or store a namespace.
+_SHOWS = frozenset({
+    "print", "pprint", "str", "repr", "info", "debug", "log", "vars", "init", "dump", "dumps", "format", "save_config",
+    "isinstance", "type", "write", "deepcopy", "copy", "log_params", "save", "add_text", "asdict",
+})  # fmt: skip
+
+
+class UnusedPrecisionOption(ScriptRule):
+    """A precision option of the command line is declared and never read."""
+
+    code = "HS139"
+    name = "precision-option-unused"
+    severity = "warning"
+    reason = (
+        "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
+        "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too."
+    )
+    bad = (_TRAINED.format(flag=""),)
+    good = (
+        _TRAINED.format(flag=", enabled=args.amp"),
+        _TRAINED.format(flag="") + "evaluate(model, args)\n",
+        _TRAINED.format(flag="") + "options = vars(args)\nuse(options['amp'])\n",
+    )
+    references = (f"{_ARGPARSE}#the-namespace-object",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Options of a script that has autocast or a scaler, if its namespace goes to no other file."""
+        if not (script.autocasts or script.scalers):
+            return
+        options = _Options(script)
+        precise = [(call, flag, name) for call, flag, name in options.declared if _PRECISION.search(name.lower())]
+        if not precise or not _stays_here(options):
+            return
+        full = script.outline.names.full  # `torch.amp` reads no option
+        read = {n.attr for n in options.nodes if isinstance(n, ast.Attribute) and not full(n)}
+        read |= {n.value for n in options.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        for call, flag, name in precise:
+            if name not in read and argument(call, None, "dest") is None:
+                yield self.finding(
+                    script.where(call),
+                    f"`{flag}` is never read: the run has the same precision with and without it",
+                    instead=f"pass it on, as in enabled=args.{name}, or remove the option",
+                )
+
+
+def _stays_here(options: _Options) -> bool:
+    """Whether the script parses its options and passes the namespace only to its own functions."""
+    local = {n.name for n in options.nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    parsers = {n.name for n in options.nodes if isinstance(n, ast.FunctionDef) and _parses(n)}
+    spaces: set[str] = set()
+    for node in options.nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            last = chain(node.value.func)[-1:]
+            if last and (last[0] in {"parse_args", "parse_known_args"} or last[0] in parsers):
+                targets = [
+                    t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])
+                ]
+                spaces |= {t.id for t in targets if isinstance(t, ast.Name)}
+    # A parameter may have another name; `args=(args,)` of spawn passes it too.
+    for node in options.nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        values = [*node.args, *(k.value for k in node.keywords)]
+        values += [e for v in values if isinstance(v, ast.Tuple | ast.List) for e in v.elts]
+        passed = [v for v in values if isinstance(v, ast.Name) and v.id in spaces]
+        starred = [v for v in node.args if isinstance(v, ast.Starred)] + [k for k in node.keywords if k.arg is None]
+        last = chain(node.func)[-1:]
+        if passed and not (last and (last[0] in local | _SHOWS or last[0] in {"spawn", "Process"})):
+            return False
+        if any(spaces & {n.id for n in ast.walk(s) if isinstance(n, ast.Name)} for s in starred):
+            return False
+    return bool(spaces) and not _reads_any(options.nodes, spaces)
+
+
+def _parses(function: ast.FunctionDef) -> bool:
+    """Whether a function returns what `parse_args` returns."""
+    names = {
+        t.id
+        for n in ast.walk(function)
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and chain(n.value.func)[-1:] == ("parse_args",)
+        for t in n.targets
+        if isinstance(t, ast.Name)
+    }
+    returns = [n.value for n in ast.walk(function) if isinstance(n, ast.Return)]
+    return any(
+        (isinstance(v, ast.Name) and v.id in names)
+        or (isinstance(v, ast.Call) and chain(v.func)[-1:] == ("parse_args",))
+        for v in returns
+    )
+
+
+def _reads_any(nodes: tuple[ast.AST, ...], spaces: set[str]) -> bool:
+    """Whether the namespace is stored, returned to another file, or read by a computed name."""
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in spaces:
+            return True  # `self.args = args`: another class or file may read it
+        last = chain(node.func)[-1:] if isinstance(node, ast.Call) else ()
+        if last == ("vars",):
+            return True  # the dictionary may go anywhere
+        if (
+            isinstance(node, ast.Call)
+            and last == ("getattr",)
+            and not all(isinstance(a, ast.Constant) for a in node.args[1:2])
+        ):
+            return True
+    return False
+
+
+_FLAG = re.compile(r"(^|_)(fp16|bf16|amp|use_amp|half|tf32|fp8|mixed_precision|autocast)(_|$)|dtype|^scaler$|^grad_scaler$", re.IGNORECASE)  # fmt: skip
+
+
+class FlagIsTuple(ScriptRule):
+    """A trailing comma makes a precision flag a tuple, which is always true."""
+
+    code = "HS138"
+    name = "flag-is-tuple"
+    severity = "error"
+    reason = (
+        "`bf16 = is_supported(),` assigns a tuple with one element, and a tuple that is not empty is true whatever it contains: "
+        "`(False,)` switches the format on. On a GPU without bf16 the run asks for fp16 and bf16 at once, or for a format it does not "
+        "have. A dtype or a scaler in a tuple raises an error where it is used. The comma is what is left of an argument list."
+    )
+    bad = (
+        "import torch\nfrom transformers import TrainingArguments\n\nbf16 = torch.cuda.is_bf16_supported(including_emulation=False),\n"
+        "args = TrainingArguments('out', bf16=bf16)\n",
+        "from dataclasses import dataclass, field\n\n@dataclass\nclass Options:\n    fp16: bool = field(default=False),\n",
+    )
+    good = (
+        "import torch\nfrom transformers import TrainingArguments\n\nbf16 = torch.cuda.is_bf16_supported(including_emulation=False)\n"
+        "args = TrainingArguments('out', bf16=bf16)\n",
+        "dtypes = (torch.float16,)\nimport torch\n",
+    )
+    references = ("https://docs.python.org/3/reference/expressions.html#expression-lists",)
+    words = ("fp16: bool", "bf16: bool")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Assignments of one value and a comma, without parentheses, to the name of a flag."""
+        for node in all_nodes(script.tree):
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Tuple):
+                continue
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            names = chain(target)
+            value = node.value
+            if len(value.elts) != 1 or not names or not _FLAG.search(names[-1]) or names[-1].endswith("s"):
+                continue
+            if (value.lineno, value.col_offset) != (value.elts[0].lineno, value.elts[0].col_offset):
+                continue  # written `(value,)`: a tuple is meant
+            if isinstance(value.elts[0], ast.Starred):
+                continue
+            yield self.finding(
+                script.where(node),
+                f"the comma makes `{names[-1]}` a tuple with one element, which is always true",
+                instead="remove the comma",
+            )
+
+
+RULES: tuple[type[Rule], ...] = (BooleanOption, FlagIsTuple, UnusedPrecisionOption)

@@ -1,0 +1,176 @@
+"""HS267, HS268: the dtype of 4-bit layers and of loaded weights: names that do not exist, and one that differs from training."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.objects.formats import formats_of, keyword_of
+from halfstep.check.script.objects.values import constant
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RULES"]
+
+_BNB = "https://huggingface.co/docs/transformers/quantization/bitsandbytes"
+_LOADED = """\
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
+
+quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={dtype})
+model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized)
+args = TrainingArguments("out", bf16=True)
+"""
+_PACKAGES = frozenset({"transformers", "trl", "peft", "unsloth", "optimum", "diffusers"})
+_LOADERS = frozenset({"transformers", "peft", "trl"})
+# Names that people write for torch's dtypes and that torch does not have as attributes.
+_NOT_TORCH = frozenset({"bf16", "fp16", "fp32", "f16", "f32", "bfloat", "float-16", "bfloat-16", "fp8"})
+_RIGHT = {"bf16": "bfloat16", "bfloat": "bfloat16", "bfloat-16": "bfloat16", "fp32": "float32", "f32": "float32"}
+_ARGUMENTS = ("TrainingArguments", "Config")
+
+
+def _is_of(script: Script, call: ast.Call, packages: frozenset[str]) -> bool:
+    return script.outline.names.full(call.func).split(".")[0] in packages
+
+
+def _typed_calls(script: Script) -> Iterator[tuple[ast.Call, Function, tuple[str, ...]]]:
+    """The calls that look a dtype up by its name, each with the arguments that name one."""
+    for call, function in _quantizations(script):
+        yield call, function, ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
+    for last in ("from_pretrained", "from_config", "pipeline"):
+        for call, function in script.outline.calls.get(last, ()):
+            if _is_of(script, call, _LOADERS):
+                yield call, function, ("torch_dtype", "dtype")
+
+
+def _quantizations(script: Script) -> Iterator[tuple[ast.Call, Function]]:
+    """The calls of BitsAndBytesConfig, also under another name."""
+    for full, sites in script.outline.library_calls.items():
+        if full.endswith(".BitsAndBytesConfig") and full.split(".")[0] in _PACKAGES:
+            yield from ((site.call, site.function) for site in sites)
+
+
+class UnknownDtypeName(ScriptRule):
+    """A dtype is named by a string that torch does not have."""
+
+    code = "HS267"
+    name = "unknown-dtype-name"
+    severity = "error"
+    reason = (
+        "Transformers looks a string up as an attribute of torch: 'bfloat16' is torch.bfloat16. 'torch.bfloat16', 'bf16' and 'fp16' are "
+        "no attributes of torch: `BitsAndBytesConfig` raises AttributeError and `from_pretrained` ValueError before the model is loaded."
+    )
+    bad = (
+        _LOADED.format(dtype='"torch.bfloat16"'),
+        "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained(name, torch_dtype='bf16')\n",
+    )
+    good = (
+        _LOADED.format(dtype='"bfloat16"'),
+        "from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained(name, torch_dtype='auto')\n",
+        "from mine import Net\n\nmodel = Net.from_pretrained(name, torch_dtype='bf16')\n",
+    )
+    references = (_BNB, "measured: source code of transformers 5, quantization_config.py and modeling_utils.py")
+    words = ("bnb_4bit_compute_dtype", "dtype='bf16'", 'dtype="bf16"', "dtype='fp16'", 'dtype="fp16"')
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """String literals in the two calls, also by a variable that has one value."""
+        for call, function, names in _typed_calls(script):
+            for name in names:
+                value = _text(script, keyword_of(script.outline, call, function, name), function)
+                if value is not None and (value.startswith("torch.") or value.casefold() in _NOT_TORCH):
+                    yield self._report(script, call, name, value)
+
+    def _report(self, script: Script, call: ast.Call, name: str, value: str) -> Finding:
+        node = next((k.value for k in call.keywords if k.arg == name), call)
+        right = value.removeprefix("torch.")
+        right = _RIGHT.get(right.casefold(), "float16" if right.casefold() in _NOT_TORCH else right)
+        error = "ValueError" if name != "bnb_4bit_compute_dtype" else "AttributeError"
+        return self.finding(
+            script.where(node),
+            f"torch has no attribute {value!r}: `{name}` raises {error}",
+            instead=f"{right!r}, or torch.{right} without quotes",
+        )
+
+
+def _text(script: Script, node: ast.expr | None, function: Function) -> str | None:
+    """The string that an argument is; None if it is not one."""
+    options = script.outline.values(key_of(node), function) if node is not None and key_of(node) else []
+    value = constant(options[0] if len(options) == 1 else node) if node is not None else None
+    return value if isinstance(value, str) else None
+
+
+class ComputeDtypeMismatch(ScriptRule):
+    """4-bit layers compute in float16 in a run that trains in bfloat16."""
+
+    code = "HS268"
+    name = "compute-dtype-mismatch"
+    severity = "warning"
+    reason = (
+        "bitsandbytes casts the input of every 4-bit layer to `bnb_4bit_compute_dtype` and the output back. With float16 in a bf16 run "
+        "activations above 65504, which bf16 holds, become inf, and gradients below 6e-8 become 0: bf16 training has no loss scale that "
+        "would lift them."
+    )
+    bad = (
+        _LOADED.format(dtype="torch.float16"),
+        "import torch\nfrom transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer\n\n"
+        "quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)\n"
+        "model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized, dtype=torch.bfloat16)\n"
+        "Trainer(model).train()\n",
+    )
+    good = (
+        _LOADED.format(dtype="torch.bfloat16"),
+        _LOADED.format(dtype="torch.float16").replace("bf16=True", "fp16=True"),
+        _LOADED.format(dtype="torch.float16").replace("bf16=True", "bf16=has_bf16, fp16=not has_bf16"),
+    )
+    references = (_BNB, "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/main/bitsandbytes/nn/modules.py")
+    words = ("bnb_4bit_compute_dtype",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """A compute dtype that is certainly float16, next to a bf16 that is certainly on."""
+        bf16 = _bf16_training(script)
+        if not bf16:
+            return
+        for call, function in _quantizations(script):
+            value = keyword_of(script.outline, call, function, "bnb_4bit_compute_dtype")
+            if value is not None and formats_of(script.outline, value, function) == {"float16"}:
+                yield self.finding(
+                    script.where(value),
+                    f"the 4-bit layers compute in float16, but {bf16}: values above 65504 become inf",
+                    instead="bnb_4bit_compute_dtype=torch.bfloat16",
+                )
+
+
+def _bf16_training(script: Script) -> str:
+    """How a script shows that it trains in bf16; "" if it does not, or also trains in fp16."""
+    outline = script.outline
+    flags: dict[str, list[object]] = {"fp16": [], "bf16": []}
+    lines = []
+    for last, sites in outline.calls.items():
+        if not last.endswith(_ARGUMENTS) or last == "BitsAndBytesConfig":
+            continue
+        for call, function in sites:
+            for name, values in flags.items():
+                node = keyword_of(outline, call, function, name)
+                options = outline.values(key_of(node), function) if node is not None and key_of(node) else []
+                value = constant(options[0] if len(options) == 1 else node) if node is not None else False
+                values.append(value)
+                if name == "bf16" and value is True and isinstance(node, ast.AST):
+                    lines.append(node.lineno)
+    if any(value is not False for value in flags["fp16"]):
+        return ""
+    if lines and all(value in (True, False) for value in flags["bf16"]):
+        return f"line {lines[0]} trains in bf16"
+    if any(value is not False for value in flags["bf16"]) or not outline.calls.keys() & {"train", "backward"}:
+        return ""
+    for call, function in outline.calls.get("from_pretrained", ()):
+        node = keyword_of(outline, call, function, "torch_dtype", "dtype")
+        quantized = keyword_of(outline, call, function, "quantization_config")
+        if node is not None and quantized is not None and formats_of(outline, node, function) == {"bfloat16"}:
+            return f"line {node.lineno} loads the model in bfloat16"
+    return ""
+
+
+RULES: tuple[type[Rule], ...] = (UnknownDtypeName, ComputeDtypeMismatch)

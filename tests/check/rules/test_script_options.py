@@ -1,0 +1,141 @@
+"""HS133, HS138 and HS139: precision options that cannot be switched off, flags that are tuples, options that nobody reads."""
+
+import pytest
+
+from check_scripts import codes, findings
+
+HEAD = "import argparse\nparser = argparse.ArgumentParser()\n"
+TRAIN = """\
+import argparse, torch
+from other import fit
+parser = argparse.ArgumentParser()
+parser.add_argument('--amp', action='store_true')
+def train(model, opt):
+    scaler = torch.amp.GradScaler('cuda')
+    for x in loader:
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize("name", ["--fp16", "--use-amp", "--mixed_precision", "--bf16", "--fp16_run", "--half"])
+def test_bool_option_of_a_precision(name):
+    """An option for a precision with type=bool is found, in a function as well."""
+    text = f"import argparse\ndef parse(parser):\n    parser.add_argument('{name}', type=bool, default=True)\n"
+    assert codes(text) == ["HS133:3"]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["'--sample', type=bool", "'--fp16', type=str2bool", "'--fp16', type=int", "'--ramp', type=bool"]
+)
+def test_other_options_are_silent(arguments):
+    """Other options and other types give no finding."""
+    assert codes(f"import argparse\n# type=bool\nparser.add_argument({arguments})\n") == []
+
+
+@pytest.mark.parametrize("name", ["--bf16", "--fp16", "--use_amp", "--mixed-precision"])
+@pytest.mark.parametrize(
+    "default", ["default=True, action='store_true'", "action='store_const', const=True, default=True"]
+)
+def test_an_option_that_stores_its_default_is_always_on(name, default):
+    """store_true with a default of True is True in every run."""
+    text = f"{HEAD}parser.add_argument('{name}', {default})\ntrain(parser.parse_args())\nscaler.update()\n"
+    assert [(f.line, f.severity) for f in findings(text, "HS133")] == [(3, "warning")]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "parser.add_argument('--no_bf16', action='store_false', dest='bf16')\n",
+        "parser.add_argument('--disable-bf16', action='store_true')\n",
+        "args = parser.parse_args()\nargs.bf16 = args.bf16 and not args.fp16\n",
+        "parser.set_defaults(bf16=False)\n",
+        "args = parser.parse_args()\nvars(args).update(read(args.config))\n",
+        "args = parser.parse_args()\nfor key in file:\n    setattr(args, key, file[key])\n",
+    ],
+)
+def test_an_option_that_something_else_switches_is_silent(rest):
+    """A second option, an assignment or another default decides."""
+    assert findings(f"{HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n{rest}", "HS133") == []
+
+
+def test_an_option_that_stores_false_by_default_never_acts():
+    """`--no-amp` with store_false is False in every run, so that nothing disables autocast."""
+    text = f"{HEAD}parser.add_argument('--no-amp', action='store_false', default={{}})\ntrain(parser)  # default=True\n"
+    assert [f.line for f in findings(text.format(False), "HS133")] == [3]
+    assert findings(text.format(True), "HS133") == []
+
+
+def test_an_inference_option_that_is_always_on_is_advice():
+    """Without training the format costs nothing that is lost; TF32 never does."""
+    text = f"{HEAD}parser.add_argument('{{}}', action='store_true', default=True)\n"
+    assert [f.severity for f in findings(text.format("--fp16"), "HS133")] == ["advice"]
+    assert [f.severity for f in findings(text.format("--allow_tf32") + "train(x)\n", "HS133")] == ["advice"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bf16 = torch.cuda.is_bf16_supported(),",
+        "use_amp = args.fp16 and torch.cuda.is_available(),",
+        "self.fp16 = True,",
+        "amp_dtype = torch.float16,",
+        "scaler = torch.amp.GradScaler('cuda'),",
+        "bf16: bool = False,",
+        "fp16 = not is_bfloat16_supported(),  # GPUs before Ampere",
+    ],
+)
+def test_a_trailing_comma_makes_a_flag_a_tuple(line):
+    """Plain, annotated and attribute assignments of one value and a comma."""
+    assert [(f.code, f.line) for f in findings(f"import torch  # float16\n{line}\n", "HS138")] == [("HS138", 2)]
+    assert findings(f"import torch  # float16\n{line.split(',  ')[0].rstrip(',')}\n", "HS138") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dtypes = torch.float16,",
+        "amp_dtype = (torch.float16,)",
+        "fp16, bf16 = flags",
+        "fp16 = a, b",
+        "shape = 3,",
+        "fp16 = *flags,",
+    ],
+)
+def test_a_tuple_that_is_meant_is_silent(line):
+    """Plural names, parentheses, several values and other variables."""
+    assert findings(f"import torch  # float16\n{line}\n", "HS138") == []
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "args = parser.parse_args()\ntrain(model, args)\n",
+        "def options():\n    return parser.parse_args()\nargs = options()\nprint(args)\ntrain(model, args)\n",
+        "def options():\n    args = parser.parse_args()\n    return args\nopt = options()\ntorch.multiprocessing.spawn(train, args=(opt,))\n",
+    ],
+)
+def test_an_option_that_nobody_reads_is_reported(rest):
+    """The namespace stays in the file and its `amp` is not read; `torch.amp` is no reading."""
+    assert [f.line for f in findings(TRAIN + rest, "HS139")] == [4]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "args = parser.parse_args()\ntrain(model, args.amp)\n",
+        "args = parser.parse_args()\nfit(model, args)\n",
+        "args = parser.parse_args()\nfit(model, **vars(args))\n",
+        "args = parser.parse_args()\nself.args = args\n",
+        "args = parser.parse_args()\nfor name in names:\n    print(getattr(args, name))\n",
+        "args = parser.parse_args()\nprint(getattr(args, 'amp'))\n",
+        "def options():\n    return parser.parse_args()\n",
+        "",
+    ],
+)
+def test_an_option_that_may_be_read_is_silent(rest):
+    """Read by name, passed to another file, kept in an object, or parsed elsewhere."""
+    assert findings(TRAIN + rest, "HS139") == []
