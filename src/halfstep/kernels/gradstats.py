@@ -42,7 +42,9 @@ def known_sums(grads: Sequence[Tensor], tables: dict[Any, Any] | None) -> Tensor
         same: Tensor = known.same_sums(grads)
         return same
     device, dtype = known.device, known.dtype
-    if not all(g.dtype is dtype and g.layout is torch.strided and g.is_contiguous() and g.device == device for g in grads):
+    if not all(
+        g.dtype is dtype and g.layout is torch.strided and g.is_contiguous() and g.device == device for g in grads
+    ):
         return None
     sums: Tensor = known.sums(grads)
     return sums

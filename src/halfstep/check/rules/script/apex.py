@@ -13,6 +13,7 @@ from halfstep.check.script.script import Script
 __all__ = ["RULES"]
 
 _APEX = "https://nvidia.github.io/apex/amp.html"
+_CALLS = ("initialize", "init", "scale_loss", "master_params", "state_dict", "load_state_dict")
 
 
 class ApexAmp(ScriptRule):
@@ -25,20 +26,23 @@ class ApexAmp(ScriptRule):
         "NVIDIA deprecated apex.amp in favour of torch.amp in 2020 and has since removed it from Apex. O1 corresponds to autocast "
         "with a GradScaler, O2 to DeepSpeed's fp16 mode."
     )
-    bad = ("from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n",)
+    bad = (
+        "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n",
+        "from apex import amp\ndef step(self, loss):\n    with amp.scale_loss(loss, self.optimizer) as scaled_loss:\n        scaled_loss.backward()\n",
+    )
     good = ("import torch\nscaler = torch.amp.GradScaler('cuda')\nprint(scaler)\n",)
     references = ("https://github.com/NVIDIA/apex/issues/818", "https://github.com/NVIDIA/apex/pull/1896")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """The first amp.initialize of the script."""
-        for call, _ in script.outline.calls.get("initialize", ()):
-            if script.outline.names.full(call.func) == "apex.amp.initialize":
-                yield self.finding(
-                    script.where(call),
-                    "apex.amp is no longer maintained and has been removed from Apex",
-                    instead="torch.autocast with torch.amp.GradScaler",
-                )
-                return
+        """The first amp.initialize of the script, or else the first other call of apex.amp."""
+        calls = script.outline.library_calls
+        sites = [site.call for name in _CALLS for site in calls.get(f"apex.amp.{name}", ())]
+        if sites:
+            yield self.finding(
+                script.where(sites[0]),
+                "apex.amp is no longer maintained and has been removed from Apex",
+                instead="torch.autocast with torch.amp.GradScaler",
+            )
 
 
 class ApexAndTorchAmp(TraceRule):

@@ -49,7 +49,9 @@ _MODEL = re.compile(
     r"|^(?!_*(save|load|build|get_|create|make|init|set|prepare|export)).*_model$"
 )
 # methods like calling the model
-_FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
+_FORWARD = re.compile(
+    r"^(forward(_\w+)?|(get|compute|calc|calculate)_loss|training_losses|p_losses|(train|training|val|valid|validation|eval|test)_step)$"
+)
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)

@@ -22,6 +22,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
+    "ACCELERATE",
     "Engine",
     "LoopClass",
     "Prepared",
