@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES"]
 
 _APEX = "https://nvidia.github.io/apex/amp.html"
-_CALLS = ("initialize", "init", "scale_loss", "master_params", "state_dict", "load_state_dict")
 
 
 class ApexAmp(ScriptRule):
@@ -34,15 +35,28 @@ class ApexAmp(ScriptRule):
     references = ("https://github.com/NVIDIA/apex/issues/818", "https://github.com/NVIDIA/apex/pull/1896")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """The first amp.initialize of the script, or else the first other call of apex.amp."""
+        """The first amp.initialize of the script, or else the first scale_loss."""
         calls = script.outline.library_calls
-        sites = [site.call for name in _CALLS for site in calls.get(f"apex.amp.{name}", ())]
+        sites = [site.call for name in ("initialize", "init") for site in calls.get(f"apex.amp.{name}", ())]
+        others = [site.call for site in calls.get("apex.amp.scale_loss", ())]
+        sites += [call for call in others if not _is_optional(script, call)]
         if sites:
             yield self.finding(
                 script.where(sites[0]),
                 "apex.amp is no longer maintained and has been removed from Apex",
                 instead="torch.autocast with torch.amp.GradScaler",
             )
+
+
+def _is_optional(script: Script, call: ast.Call) -> bool:
+    """Whether code supports Apex as one of several backends: it is in a class or branch named after Apex."""
+    node: ast.AST | None = call
+    while node is not None:
+        name = text_of(node.test) if isinstance(node, (ast.If, ast.IfExp)) else getattr(node, "name", "") or ""
+        if "apex" in name.lower():
+            return True
+        node = script.outline.parents.get(node)
+    return False
 
 
 class ApexAndTorchAmp(TraceRule):

@@ -32,6 +32,8 @@ for x, y in loader:
 """
 # `epoch < warmup_epochs` chooses between schedules; each advances once per iteration.
 _PHASE = re.compile(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
+# A setting of a base class in another file: `self.scheduler_update_every_step`.
+_PER_STEP = re.compile(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
 _MODULO = re.compile(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = re.compile(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
 _BF16 = """\
@@ -134,7 +136,8 @@ class SchedulerIgnoresSkips(TraceRule):
         waits = [g for g in step.guards if g not in event.guards and not (is_amp(g) or is_setting(script, g, step))]
         windows = {number for g in step.guards for number in _MODULO.findall(g.text)}
         same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
-        guards = tuple(g for g in event.guards if g in step.guards or not (_PHASE.match(g.text) or g in same))
+        same += [g for g in event.guards if _PHASE.match(g.text) or (_PER_STEP.match(g.text) and g.is_true)]
+        guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             map(is_accumulation, waits)
         )

@@ -21,7 +21,7 @@ from halfstep.check.script.syntax.outline import Function
 __all__ = ["RULES"]
 
 _HARMLESS = re.compile(
-    r"tqdm|open\(|profile|rng|timer|set_grad_enabled|record_function|suppress|nullcontext|no_sync|capture|log"
+    r"tqdm|open\(|profile|rng|timer|set_grad_enabled|record_function|suppress|nullcontext|no_sync|capture|log|MemoryTrace"
 )
 _VALIDATION = re.compile(r"val|test|eval|dev_?(loader|set|data)", re.IGNORECASE)
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
@@ -47,7 +47,7 @@ _EVALUATION = re.compile(
 )
 _LOSS = re.compile(r"(loss|crit|criterion)$", re.IGNORECASE)
 _KERNEL = re.compile(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
-_WRAPPERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
+_WRAPPER = re.compile(r"accelerator|fabric|trainer", re.IGNORECASE)
 _SAMPLES = re.compile(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Pictures and exports are no validation.
 _ASIDE = re.compile(r"visuali|plot|debug|demo|export|onnx|profil", re.IGNORECASE)
@@ -142,8 +142,11 @@ def _without_gradients(event: Event) -> bool:
 
 def _has_region(script: Script, event: Event) -> bool:
     """Whether an event is under autocast, also that of an engine; those of Accelerate and Lightning wrap the model itself."""
-    owned = event.inside("owned") is not None and not script.outline.names.uses(*_WRAPPERS)
-    return event.autocast() is not None or (owned and event.inside("autocast") is None)
+    region = event.inside("owned")
+    owned = region is not None and not _WRAPPER.search(text_of(region.node))
+    if owned and not script.outline.names.uses("accelerate", "lightning", "pytorch_lightning", "lightning_fabric"):
+        return event.inside("autocast") is None
+    return event.autocast() is not None
 
 
 def _evaluates(script: Script, event: Event) -> bool:
@@ -180,9 +183,9 @@ def _names(script: Script, event: Event) -> frozenset[str]:
 
 def _unknown_regions(event: Event, trained: Event) -> bool:
     """Whether a context around the validation, but not around the training, may be a region of another file."""
-    shared = {id(r.node) for r in trained.regions}
-    contexts = (text_of(r.node) for r in event.regions if r.kind == "other" and id(r.node) not in shared)
-    return any(not _HARMLESS.search(text) for text in contexts)
+    shared = {text_of(r.node) for r in trained.regions}
+    contexts = (text_of(r.node) for r in event.regions if r.kind == "other")
+    return any(not _HARMLESS.search(text) for text in contexts if text not in shared)
 
 
 def _is_validation(script: Script, event: Event) -> bool:

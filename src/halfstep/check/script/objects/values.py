@@ -197,20 +197,26 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
         if target is not None:
             returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
             return [a for r in returns for a in autocasts_of(outline, r, target, depth - 1)]
-        if chain(node.func) and key_of(node.func):  # a partial assigned to a variable
+        if chain(node.func) and key_of(node.func):  # a partial, a function or a class assigned to a variable
             values = outline.values(key_of(node.func), function)[:MAX_VALUES]
-            return [
-                a
-                for v in values
-                if isinstance(v, (ast.Call, ast.Lambda, ast.IfExp))
-                for a in autocasts_of(outline, v, function, depth - 1)
-            ]
+            return [a for v in values for a in _called(outline, node, v, function, depth - 1)]
         return []
     key = key_of(node)
     if key:
         values = outline.values(key, function)[:MAX_VALUES]
         return [a for v in values for a in autocasts_of(outline, v, function, depth - 1)]
     return []
+
+
+def _called(outline: Outline, call: ast.Call, value: ast.expr, function: Function, depth: int) -> list[Autocast]:
+    """The autocast regions that a call through a variable of this value returns: `autocast if amp else nullcontext`."""
+    if isinstance(value, ast.IfExp):
+        both = [r for v in (value.body, value.orelse) for r in _called(outline, call, v, function, depth)]
+        return [_under(region, text_of(value.test)) for region in both]
+    api = outline.names.full(value)
+    if api in AUTOCASTS:
+        return [_read_autocast(outline, call, api, function)]
+    return autocasts_of(outline, value, function, depth) if isinstance(value, (ast.Call, ast.Lambda)) else []
 
 
 def _under(autocast: Autocast, flag: str) -> Autocast:
