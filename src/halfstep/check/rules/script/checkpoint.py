@@ -12,7 +12,7 @@ from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
-from halfstep.check.script.objects.engines import ACCELERATE, engines_of
+from halfstep.check.script.objects.engines import scaling_accelerator
 from halfstep.check.script.objects.saving import is_setting, passed_objects, saves
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
@@ -144,32 +144,21 @@ class ScalerNotSaved(ScriptRule):
 
     def _owned(self, script: Script) -> Iterator[Finding]:
         """Saved and restored optimizer states in a script whose scaler an Accelerator creates and never saves."""
-        engines = [e for e in engines_of(script) if e.library == ACCELERATE and not e.plugin]
         calls, loads = script.outline.calls, script.outline.loads
-        if not engines or script.scalers or "save_state" in calls or "load_state" in calls or "scaler" in loads:
+        if script.scalers or "save_state" in calls or "load_state" in calls or "scaler" in loads:
             return
-        scaled = all(engine.precision == "fp16" for engine in engines)
-        chosen = all(engine.precision in {"fp16", "?"} for engine in engines) and _may_choose_fp16(script)
-        restored = script.has("load_optimizer") and script.has("owned_backward")
-        for event in _once(script.events("save_optimizer")) if restored and (scaled or chosen) else ():
-            if _entry(script, event.node) is not None:
-                scaler = f"{engines[0].key}.scaler"
-                condition = "" if scaled else "with mixed_precision='fp16' "
+        owner = scaling_accelerator(script) if script.has("load_optimizer") and script.has("owned_backward") else None
+        for event in _once(script.events("save_optimizer")) if owner is not None else ():
+            if owner is not None and _entry(script, event.node) is not None:
+                scaler, condition = (
+                    f"{owner.key}.scaler",
+                    "" if owner.precision == "fp16" else "with mixed_precision='fp16' ",
+                )
                 yield self.finding(
                     script.where(_place(script, event)),
                     f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {condition}a resumed run restarts at the initial scale",
-                    instead=f"{engines[0].key}.save_state(...) and load_state(...), or save {scaler}.state_dict() if it is not None",
+                    instead=f"{owner.key}.save_state(...) and load_state(...), or save {scaler}.state_dict() if it is not None",
                 )
-
-
-def _may_choose_fp16(script: Script) -> bool:
-    """Whether an option of the script sets Accelerate's precision, and may set it to fp16."""
-    sites = [site.call for sites in script.outline.library_calls.values() for site in sites]
-    made = [call for call in sites if text_of(call.func).rsplit(".", 1)[-1] == "Accelerator"]
-    options = [k.value for call in made for k in call.keywords if k.arg == "mixed_precision"]
-    strings = script.outline.strings
-    is_open = any(not isinstance(option, ast.Constant) for option in options)
-    return is_open and ("fp16" in strings or "bf16" not in strings)
 
 
 def _place(script: Script, event: Event) -> ast.AST:
@@ -235,8 +224,10 @@ def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]
     """The steps connected to a save; all of them, if it is in a helper that nothing in this file calls."""
     kinds = ("scaler_step", "owned_step", "unscale", "handed")
     near = [e for e in script.near(event, *kinds) if any(e.node is s.node for s in steps)]
-    helper = saves(event.function.name) and not event.function.cls and not script.outline.calls.get(event.function.name)
-    return near or (steps if helper else [])
+    function, outline = event.function, script.outline
+    sites = outline.calls.get(function.name, ())  # also torch.save, if the function is called `save`
+    is_called = any(outline.call_target(site.call, site.function) is function for site in sites)
+    return near or (steps if saves(function.name) and not function.cls and not is_called else [])
 
 
 def _restored_by_another_name(script: Script) -> bool:

@@ -138,7 +138,8 @@ def _is_replacement(script: Script, event: Event) -> bool:
     key = key_of(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
     if not key or not event.guards:
         return False
-    if any(key in text for text, is_true in event.guards if not is_true):
+    absent = [text for text, is_true in event.guards if not is_true]
+    if any(text == key or ("hasattr" in text and key.rsplit(".", 1)[-1] in text) for text in absent):
         return True  # if optimizer is None
     here = [b for b in script.outline.bindings.get(key, ()) if b.function is event.function]
     return any(isinstance(b.value, (ast.Name, ast.Attribute)) for b in here)
@@ -166,22 +167,26 @@ class ScalerUnused(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Scalers that are never used, or only saved and restored, in scripts that train."""
+        active = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scale", "scaler_step", "unscale", "handed")}
         for scaler in script.scalers:
             last = scaler.key.rsplit(".", 1)[-1]
-            if not scaler.key or "[" in last or scaler.enabled == "no":
+            if not scaler.key or "[" in last or scaler.enabled == "no" or last in active:
                 continue
             uses = list(_uses(script, last)) if script.outline.loads[last] else []
             saved = [use for use in uses if _is_state(script, use)]
             if last in script.outline.strings and len(saved) == len(uses) and not saved:
                 continue  # getattr(self, "scaler")
             returned = [use for use in uses if _is_dropped(script, use, scaler)]
-            if len(saved) + len(returned) != len(uses) or not (returned or _trains_here(script, scaler, saved)):
+            ignored = [use for use in uses if _is_ignored(script, use)]
+            if len(saved) + len(returned) + len(ignored) != len(uses):
                 continue
-            state = "saved or restored, but never" if saved else "never"
+            if not (returned or _trains_here(script, scaler, saved)):
+                continue
             effect = ", so the loss is not scaled" if script.has("backward") else ""
+            state = "never scales a loss or steps an optimizer" if saved else f"is never used{effect}"
             yield self.finding(
                 script.where(scaler.node),
-                f"`{scaler.key}` is {state} used{effect}",
+                f"`{scaler.key}` {state}",
                 instead=f"{scaler.key}.scale(loss).backward(); {scaler.key}.step(optimizer); {scaler.key}.update(); "
                 "or remove it if autocast runs in bfloat16",
             )
@@ -198,16 +203,16 @@ def _trains_here(script: Script, scaler: Scaler, saved: list[ast.expr]) -> bool:
 def _uses(script: Script, name: str) -> Iterator[ast.expr]:
     """Where a variable of this last name is read."""
     for node in ast.walk(script.tree):
-        is_read = isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load)
-        if is_read and key_of(node).rsplit(".", 1)[-1] == name:
+        last = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if last == name and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
             yield node  # type: ignore[misc]
 
 
 def _is_state(script: Script, use: ast.expr) -> bool:
-    """Whether a use only saves or restores a scaler's state, or tests whether there is a scaler to save."""
+    """Whether a use only saves, restores or updates a scaler's state, or tests whether there is a scaler."""
     parent = script.outline.parents.get(use)
     if isinstance(parent, ast.Attribute):
-        return parent.attr in {"state_dict", "load_state_dict"}
+        return parent.attr in {"state_dict", "load_state_dict", "update", "is_enabled"}
     return isinstance(parent, ast.Compare) and constant(parent.comparators[0]) is None
 
 
@@ -219,6 +224,22 @@ def _is_dropped(script: Script, use: ast.expr, scaler: Scaler) -> bool:
     calls = [site.call for site in script.outline.calls.get(scaler.function.name, ())]
     names = [_unpacked(script, call, parent.elts.index(use)) for call in calls]
     return bool(names) and all(name == scaler.key for name in names)
+
+
+def _is_ignored(script: Script, use: ast.expr) -> bool:
+    """Whether a use passes a scaler to a function of this file that never reads the parameter."""
+    parent = script.outline.parents.get(use)
+    call = script.outline.parents.get(parent) if isinstance(parent, ast.keyword) else parent
+    if not isinstance(call, ast.Call) or use is call.func or any(isinstance(a, ast.Starred) for a in call.args):
+        return False
+    sites = script.outline.calls.get(text_of(call.func).rsplit(".", 1)[-1], ())
+    target = next((script.outline.call_target(c, f) for c, f in sites if c is call), None)
+    if target is None or isinstance(target.node, ast.Module):
+        return False
+    params = target.params[1:] if target.method else target.params
+    name = parent.arg if isinstance(parent, ast.keyword) else dict(zip(call.args, params, strict=False)).get(use)
+    read = {n.id for n in ast.walk(target.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    return name in params and name not in read and not {"locals", "vars"} & read
 
 
 def _unpacked(script: Script, call: ast.Call, index: int) -> str:

@@ -152,10 +152,9 @@ class Outline:
         if len(values) != 1:
             return []
         value = values[0]
+        options: list[tuple[ast.expr, tuple[Choice, ...]]] = [(value, ())]
         if isinstance(value, ast.IfExp):
             options = [(value.body, (Choice(value.test, True),)), (value.orelse, (Choice(value.test, False),))]
-        else:
-            options = [(value, ())]
         targets = [(self._named(option, function), choices) for option, choices in options]
         return [(target, choices) for target, choices in targets if target is not None]
 
