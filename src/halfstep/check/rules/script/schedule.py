@@ -8,7 +8,7 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event, Loop, compatible, is_accumulation
+from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of
@@ -136,11 +136,16 @@ class SchedulerIgnoresSkips(TraceRule):
         waits = [g for g in step.guards if g not in event.guards and not (is_amp(g) or is_setting(script, g, step))]
         windows = {number for g in step.guards for number in _MODULO.findall(g.text)}
         same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
-        same += [g for g in event.guards if _PHASE.match(g.text) or (_PER_STEP.match(g.text) and g.is_true)]
+        same += [g for g in event.guards if _PHASE.match(g.text) or _is_per_step(script, g)]
         guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             map(is_accumulation, waits)
         )
+
+
+def _is_per_step(script: Script, guard: Guard) -> bool:
+    """Whether a condition is a setting, named for stepping per batch, that nothing in this file assigns."""
+    return guard.is_true and bool(_PER_STEP.match(guard.text)) and guard.text not in script.outline.bindings
 
 
 def _loops(script: Script, event: Event, variable: str) -> tuple[Loop, ...]:

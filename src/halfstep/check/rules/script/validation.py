@@ -116,7 +116,7 @@ class EvaluationWithoutAutocast(ScriptRule):
             if without_amp(event) or any(not compatible(e, _without_kernels(event)) for e in validated):
                 continue  # the branch without mixed precision
             node, function, name = _site(script, event, nodes)
-            if _ASIDE.search(function.name) or (_SAMPLES.search(function.name) and not _is_validation(script, event)):
+            if _ASIDE.search(function.name) or _samples(script, event, function):
                 continue
             # A function that creates the model it runs trains it only if training is part of that function.
             inner = set(ast.walk(function.node)) if _is_own(script, function, name) else None
@@ -174,8 +174,9 @@ def _name_of(model: str) -> str:
 
 
 def _names(script: Script, event: Event) -> frozenset[str]:
-    """The last names of the model that an event runs: here, in its caller, and of what its variable may be a copy of."""
-    keys = {event.subject, event.local.subject}
+    """The last names of the model that an event runs, and of what its variable may be a copy of."""
+    # In a function that is passed `runner.module` the parameter is the better name.
+    keys = {event.subject} | ({event.local.subject} if event.subject.endswith(".module") else set())
     values = script.outline.values(event.local.subject, event.function)
     keys |= {key_of(option) for value in values for option in options_of(value)} - {""}
     return frozenset(_name_of(key) for key in keys)
@@ -217,11 +218,22 @@ def _site(script: Script, event: Event, trained: set[ast.AST]) -> tuple[ast.AST,
     """Where a forward has no region, and the model's name there: in a helper that training calls too, at its call."""
     if not event.roots or event.node not in trained:
         return event.node, event.function, event.local.subject
-    parent: ast.AST | None = event.roots[-1]
+    return event.roots[-1], _function_of(script, event.roots[-1]), event.subject
+
+
+def _function_of(script: Script, node: ast.AST) -> Function:
+    """The function around a node, or the module."""
+    parent: ast.AST | None = node
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
         parent = script.outline.parents.get(parent)
-    function = next((f for f in script.outline.functions if f.node is parent), script.outline.module)
-    return event.roots[-1], function, event.subject
+    return next((f for f in script.outline.functions if f.node is parent), script.outline.module)
+
+
+def _samples(script: Script, event: Event, function: Function) -> bool:
+    """Whether a forward is for samples: in a function named for them, or in a helper that one calls."""
+    callers = [_function_of(script, root).name for root in event.roots]
+    own = bool(_SAMPLES.search(function.name)) and not _is_validation(script, event)
+    return own or any(map(_SAMPLES.search, callers))
 
 
 def _is_own(script: Script, function: Function, name: str) -> bool:
