@@ -444,6 +444,7 @@ def test_nothing_but_the_gradient_is_as_large_as_the_logits(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 def test_three_launches_and_a_graph_can_capture_them(monkeypatch):
     """Two kernels forward, one backward, no host synchronisation: a captured step replays on new logits."""
     monkeypatch.setattr(module, "FEW_LOGITS", 1)

@@ -520,3 +520,17 @@ def test_stepping_in_parts_is_stepping_together(monkeypatch):
     give_gradients(b, 9)
     parts.step_some(pairs[:4], torch.ones((), device=DEVICE), tables[0])
     assert not identical(before, state_of(b, parts))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_compiling_kernels_ahead_changes_nothing(layout):
+    """No parameter, gradient or state exists afterwards that was not there before, and the step is the same."""
+    (params, optimizer), (others, plain) = build(*layout), build(*layout)
+    before = [p.detach().clone() for p in params]
+    optimizer.compile_kernels()
+    assert not optimizer.state
+    assert all(torch.equal(p, old) and p.grad is None for p, old in zip(params, before, strict=True))
+    for tensors, own in ((params, optimizer), (others, plain)):
+        give_gradients(tensors, 0)
+        own.step()
+    assert not identical(state_of(params, optimizer), state_of(others, plain))

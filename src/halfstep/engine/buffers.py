@@ -10,6 +10,9 @@ write into.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -18,9 +21,29 @@ from halfstep.events import log_warning
 
 __all__ = ["RESTORE_COPIES", "BufferGuard"]
 
-RESTORE_COPIES = (
-    3  # of all buffers, that `restore_if` has at once: both flat and the selection; the planner counts them
-)
+RESTORE_COPIES = 2  # of all buffers, that `restore_if` makes: as they are, and the selection; the planner counts them
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The values of buffers of one device and dtype, in one tensor: a network has hundreds, and a launch for each would show."""
+
+    names: list[str]
+    shapes: list[torch.Size]
+    flat: Tensor
+
+    def fits(self, buffers: Sequence[Tensor | None]) -> bool:
+        """Whether these are still of the shapes, dtype and device that were saved."""
+        dtype, device = self.flat.dtype, self.flat.device
+        return all(
+            b is not None and b.shape == shape and b.dtype is dtype and b.device == device
+            for b, shape in zip(buffers, self.shapes, strict=True)
+        )
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """A tensor like `flat` as one view per buffer, in its shape."""
+        views = torch.split(flat, [shape.numel() for shape in self.shapes])
+        return [view.view(shape) for view, shape in zip(views, self.shapes, strict=True)]
 
 
 class BufferGuard:
@@ -29,36 +52,41 @@ class BufferGuard:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._tables, self._registered = _tables(model), count_registrations(model)
-        self._saved: dict[str, Tensor] | None = None
+        self._saved: list[_Saved] | None = None
 
+    @torch.no_grad()
     def save(self) -> None:
         """Copy the buffers; does nothing if this step has already begun."""
-        if self._saved is None:
-            self._saved = {name: b.detach().clone() for name, b in self._buffers().items()}
+        if self._saved is not None:
+            return
+        groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+        for name, buffer in self._buffers().items():
+            groups.setdefault((buffer.device, buffer.dtype), {})[name] = buffer
+        self._saved = [
+            _Saved(list(group), [b.shape for b in group.values()], _flatten(group.values()))
+            for group in groups.values()
+        ]
 
     @property
     def copies(self) -> list[Tensor]:
         """The copies of this step, if it has begun."""
-        return list((self._saved or {}).values())
+        return [saved.flat for saved in self._saved or ()]
 
     @torch.no_grad()
     def restore_if(self, found_inf: Tensor) -> None:
         """Restore the buffers if the flag is not 0, without reading it."""
-        saved, self._saved = self._saved or {}, None
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-        for name, now in self._buffers().items():
-            before = saved.get(name)
-            if before is not None and (before.shape != now.shape or before.dtype != now.dtype):
-                log_warning(f"Buffer {name} changed its shape or dtype and cannot be restored if this step is skipped.")
+        groups, self._saved = self._saved or [], None
+        buffers = self._buffers() if groups else {}
+        for saved in groups:
+            now = [buffers.get(name) for name in saved.names]
+            if saved.fits(now):
+                present: list[Tensor] = now  # type: ignore[assignment]
+                skip = found_inf.to(saved.flat.device, non_blocking=True) != 0
+                torch._foreach_copy_(present, saved.parts(torch.where(skip, saved.flat, _flatten(present))))
                 continue
-            if before is not None:
-                groups.setdefault((now.device, now.dtype), []).append((before.to(now.device), now))
-        for (device, _), pairs in groups.items():
-            # One flat select per dtype: a network has hundreds of small buffers, and a launch for each would show.
-            before, now = (torch.cat([pair[i].reshape(-1) for pair in pairs]) for i in (0, 1))
-            chosen = torch.where(found_inf.to(device, non_blocking=True) != 0, before, now)
-            parts = torch.split(chosen, [b.numel() for _, b in pairs])
-            torch._foreach_copy_([b for _, b in pairs], [p.view_as(b) for p, (_, b) in zip(parts, pairs, strict=True)])
+            for name, before, buffer in zip(saved.names, saved.parts(saved.flat), now, strict=True):
+                if buffer is not None:
+                    _restore_one(name, before, buffer, found_inf)
 
     def _buffers(self) -> dict[str, Tensor]:
         if self._registered != num_registrations():
@@ -76,6 +104,18 @@ class BufferGuard:
 def _tables(model: nn.Module) -> list[tuple[str, dict[str, Tensor | None]]]:
     """The modules' own tables of buffers, with the modules' names."""
     return [(name, module._buffers) for name, module in model.named_modules()]  # noqa: SLF001 - named_buffers() walks over all modules
+
+
+def _flatten(buffers: Iterable[Tensor]) -> Tensor:
+    return torch.cat([b.detach().reshape(-1) for b in buffers])
+
+
+def _restore_one(name: str, before: Tensor, buffer: Tensor, found_inf: Tensor) -> None:
+    if before.shape != buffer.shape or before.dtype != buffer.dtype:
+        log_warning(f"Buffer {name} changed its shape or dtype and cannot be restored if this step is skipped.")
+        return
+    skip = found_inf.to(buffer.device, non_blocking=True) != 0
+    buffer.copy_(torch.where(skip, before.to(buffer.device), buffer))
 
 
 def _is_plain(buffer: Tensor) -> bool:

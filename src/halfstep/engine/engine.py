@@ -47,6 +47,7 @@ from halfstep.engine.frozen import FrozenWatch
 from halfstep.engine.guards import GradientGuard, ModelGuard
 from halfstep.engine.members import as_module
 from halfstep.engine.region import recomputing
+from halfstep.engine.rehearsal import start_rehearsal
 from halfstep.engine.release import GradientRelease, check_release
 from halfstep.engine.result import StepResult
 from halfstep.engine.saved.methods import SavedEngine
@@ -148,6 +149,8 @@ class Engine(SavedEngine):
         if deterministic:
             make_deterministic(run.undo)
         compile_model(module, compile, run.undo, budget=recompute if isinstance(recompute, float) else None)
+        rehearses = compile and not in_graphs  # while a graph is captured no other thread may allocate
+        self._await_kernels = start_rehearsal(run, self.scaler, max_norm) if rehearses else lambda: None
         self._fixed = fixed_names(self, Engine, of_subclass)
         hook_of(watch, "attach")(self)
 
@@ -232,6 +235,7 @@ class Engine(SavedEngine):
         gradients, scale = self._update.gradients(self.window), self.scaler.scale_on(self.device).clone()
         if self._release is None:
             self._model_guard.check_reached(gradients)
+        self._await_kernels()
         decision = self._update.apply(self.window, gradients)
         self._frozen.check()
         self.progress.attempts += 1

@@ -32,7 +32,7 @@ _OF_ROOT = tl.constexpr(8)  # 1 / sqrt(1 - beta2^t)
 _OF_UPDATE = tl.constexpr(9)  # lr / (1 - beta1^t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=["divisor", "found_inf"])
 def adamw_factors_kernel(
     settings,  # float64 (G, 7): columns of AdamColumn
     group_of,  # int32 (T,)

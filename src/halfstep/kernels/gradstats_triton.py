@@ -28,7 +28,7 @@ _OUTCOME = ("flag", "norm", "divisor")  # of a step; the divisor includes clippi
 _FLAG, _NORM, _DIVISOR = (tl.constexpr(i) for i in range(len(_OUTCOME)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_full"])
 def _sumsq_kernel(
     chunks,  # int32 (C, 2): tensor index, chunk index within the tensor; full ones first
     pointers,  # int64 (T, 1): gradient
@@ -51,7 +51,7 @@ def _sumsq_kernel(
         tl.store(partial + program, tl.sum(values * values))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors"])
 def _per_tensor_kernel(
     partial,  # fp32 (C,): of the chunks
     bounds,  # int64 (2, T + 1): the full chunks of each tensor, and its others
@@ -71,7 +71,7 @@ def _per_tensor_kernel(
     tl.store(sums + tensor, tl.sum(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=["divisor_at"])
 def _judge_kernel(
     sums,  # fp32 (T,): sums of squares of gradients multiplied by the divisor
     divisor_at,  # fp32 ()

@@ -211,7 +211,8 @@ def _step_chunk(
     _write_master(weight_at, master_at, offsets, master, left, WEIGHT, MASTER, FULL)
 
 
-@triton.jit
+# Single numbers are read through these pointers, so their alignment would only give more kernels to compile.
+@triton.jit(do_not_specialize_on_alignment=["chunks", "found_inf"])
 def _lean_kernel(
     chunks,  # int32 (C, 2): tensor index, chunk index within the tensor
     pointers,  # int64 (T, 7): columns of Pointer

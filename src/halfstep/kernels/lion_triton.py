@@ -26,7 +26,7 @@ _ADD_MOMENT = tl.constexpr(5)  # 1 - beta2
 _OF_SIGN = tl.constexpr(6)  # lr
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=["divisor", "found_inf"])
 def lion_factors_kernel(
     settings,  # float64 (G, 7): columns of LionColumn, the others unused
     group_of,  # int32 (T,)

@@ -29,7 +29,7 @@ _BUFFER_IN_DIRECTION = tl.constexpr(6)
 _OF_DIRECTION = tl.constexpr(7)  # lr
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tensors"], do_not_specialize_on_alignment=["divisor", "found_inf"])
 def sgd_factors_kernel(
     settings,  # float64 (G, 7): columns of SGDColumn
     group_of,  # int32 (T,)

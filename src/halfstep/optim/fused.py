@@ -31,6 +31,7 @@ __all__ = ["FusedOptimizer", "FusedStep"]
 State = Mapping[str, Tensor]
 Row = tuple[float, ...]
 _DTYPES = (torch.float32, *DTYPES_16_BIT)
+_REHEARSED = max(chunk for chunk, _ in LAUNCH_SHAPES.values()) + 1  # elements: a full chunk and a tail
 _WITHOUT_MOMENTS = {Rule.SGD: Rule.PLAIN_SGD}
 
 
@@ -103,6 +104,27 @@ class FusedOptimizer(LeanOptimizer):
         if not fused.step([self.settings(group).row() for group in groups], None, found_inf):
             for group, param in members:
                 self._step_by_reference(group, param, None, found_inf)
+
+    @torch.no_grad()
+    def compile_kernels(self) -> None:
+        """Compile the kernels of a step by one on a few zeros, for each dtype of these parameters; changes nothing here."""
+        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for group in self.param_groups:
+            for param in group["params"] if self.rule is not None and self.has_kernels(group) else ():
+                grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
+                if param.requires_grad and triton_runs_on(param.device):
+                    groups.setdefault((param.device, param.dtype, grad_dtype), group)
+        for (device, dtype, grad_dtype), group in groups.items():
+            assert self.rule is not None
+            twin = torch.zeros(_REHEARSED, dtype=dtype, device=device)
+            state: dict[str, Any] = {}
+            if grad_dtype is not dtype:
+                twin.grad_dtype = grad_dtype
+            twin.grad = torch.zeros(_REHEARSED, dtype=grad_dtype, device=device)
+            self.fill_state(state, group, twin)
+            fused = FusedStep(self.rule, self.moments)
+            fused.prepare([twin], {twin: state}, [0])
+            fused.step([self.settings(group).row()], None, None)
 
     def prepare_replay(self) -> None:
         """Make the groups' current settings visible to the next replay of a CUDA graph that contains a step."""

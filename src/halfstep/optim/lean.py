@@ -181,7 +181,11 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         return Layout(self.moments, self.unsigned, master, states, self.scalars)
 
     def _create_state(self, group: dict[str, Any], param: Tensor) -> None:
-        state, layout = self.state[param], self.layout
+        self.fill_state(self.state[param], group, param)
+
+    def fill_state(self, state: dict[str, Any], group: dict[str, Any], param: Tensor) -> None:
+        """Add what the state of a parameter of this group lacks: step count, moments and the master of a 16-bit weight."""
+        layout = self.layout
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in (*MASTER_ENTRIES, *self.moments):
@@ -199,11 +203,14 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
             if name not in state:
                 value = self.initial_value(group, name)
                 state[name] = torch.full((), value, dtype=torch.float32, device=param.device)
-        self.start_master(param, None)
+        self._add_master(state, param, None)
 
     def start_master(self, param: Tensor, master: Tensor | None) -> None:
         """Store the master of a 16-bit weight, unless there is one already; None: the weight as it is."""
-        state, layout = self.state[param], self.layout
+        self._add_master(self.state[param], param, master)
+
+    def _add_master(self, state: dict[str, Any], param: Tensor, master: Tensor | None) -> None:
+        layout = self.layout
         if layout.master_entry(param.dtype) is not None and not state.keys() & set(MASTER_ENTRIES):
             state |= layout.pack_master(param.detach().float() if master is None else master, param.dtype)[1]
 
