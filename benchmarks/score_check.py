@@ -17,7 +17,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfstep import __version__
@@ -64,19 +64,28 @@ def check_entry(entry, files):
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
         return None
     # A file that cannot be parsed (HS0xx) says nothing about precision.
-    return Sampled(entry, tuple(f for f in check_path(path) if not f.code.startswith("HS0")))
+    findings = [f for f in check_path(path) if not f.code.startswith("HS0")]
+    numbers = code_cells(path) if path.suffix == ".ipynb" else []
+    return Sampled(entry, tuple(replace(f, cell=numbers[f.cell - 1]) if f.cell else f for f in findings))
+
+
+def code_cells(path):
+    """The positions of a notebook's code cells among all of its cells: findings count only those with code, from 1."""
+    return [i for i, cell in enumerate(json.loads(path.read_text())["cells"]) if cell["cell_type"] == "code"]
 
 
 def is_same(label, finding, rules):
     """Whether a finding reports this label."""
-    if finding.cell is not None and abs(label.get("cell", finding.cell) - finding.cell) > 1:  # counted from 0 or from 1
-        return False
     codes = rules.get(label["mistake"], [label["mistake"]])
     if finding.code not in codes:
         return False
     lines = (label["line"], *label.get("also", ()))  # places that are as good
-    once_per_file = label["severity"] == "advice"
-    return once_per_file or any(abs(finding.line - line) <= REACH for line in lines)
+    if label["severity"] == "advice":  # once per file, in any cell
+        return True
+    cell = label.get("cell", finding.cell)
+    if finding.cell is not None and abs(cell - finding.cell) > 1:  # counted from 0 or from 1
+        return False
+    return any(abs(finding.line - line) <= REACH for line in lines)
 
 
 def matches(sampled, rules, true):

@@ -68,6 +68,16 @@ def test_cells_of_other_languages_are_blank_and_python_magics_are_read():
     assert not read.faults
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"), [("%%write_and_run a.py\nx = 1", ["0", "x", "=", "1"]), ("%%own\nif then else", [])]
+)
+def test_a_cell_after_an_unknown_magic_is_read_if_it_is_python(text, shown):
+    """A notebook's own cell magic, such as one that writes the cell to a file and runs it, hides no Python."""
+    read = read_notebook("n.ipynb", notebook(cell(text)))
+    assert read.text.split() == shown
+    assert not read.faults
+
+
 def test_a_notebook_in_another_language_is_not_read():
     """R and Julia notebooks have nothing to check."""
     raw = notebook(cell("x <- 1"), metadata={"kernelspec": {"language": "R"}})

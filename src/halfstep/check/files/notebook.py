@@ -25,8 +25,43 @@ from halfstep.check.finding import Edit, Finding, Place
 
 __all__ = ["Fault", "Notebook", "read_notebook"]
 
-# Cell magics after which the cell is still Python of this notebook.
+# Cell magics after which the cell is still Python of this notebook, and those after which it is another language or file.
+# Any other one is a notebook's own (`%%write_and_run`, `%%wandb`): its cell is Python if it parses.
 _PYTHON_MAGICS = frozenset({"time", "timeit", "capture", "prun", "python", "python3", "pypy", "skip", "debug"})
+_OTHER_MAGICS = frozenset(
+    [
+        "bash",
+        "sh",
+        "shell",
+        "script",
+        "system",
+        "sx",
+        "cmd",
+        "powershell",
+        "html",
+        "HTML",
+        "svg",
+        "SVG",
+        "javascript",
+        "js",
+        "latex",
+        "markdown",
+        "perl",
+        "ruby",
+        "R",
+        "julia",
+        "sql",
+        "bigquery",
+        "cython",
+        "writefile",
+        "file",
+        "python2",
+        "cu",
+        "cuda",
+        "cpp",
+        "ai",
+    ]
+)
 # Words that IPython accepts as magics without the percent sign.
 _AUTOMAGIC = r"(?:pip3?|conda|mamba|cd|ls|mkdir|rm|cp|mv|cat|pwd)\s+[^=(.\s]"
 _MAGIC = re.compile(rf"[ \t]*(?:%\w|!|\?|{_AUTOMAGIC}|[\w.]+\s*=\s*(?:!|%\w)|[\w.]+\?\??[ \t]*$)")
@@ -162,12 +197,15 @@ def _python_of(text: str, number: int) -> tuple[str, Fault | None]:
     if _parses(shown) is None:
         return shown, None
     head = re.match(r"\s*%%(\w*)", shown)
-    if head and head.group(1) not in _PYTHON_MAGICS:
+    magic = head.group(1) if head else "time"
+    if magic in _OTHER_MAGICS:
         return _blank(shown), None
     replaced = _without_magics(shown)
     error = _parses(replaced)
     if error is None:
         return replaced, None
+    if magic not in _PYTHON_MAGICS:
+        return _blank(shown), None
     detail = error.msg if isinstance(error, SyntaxError) else type(error).__name__
     line, column = (error.lineno or 1, error.offset or 1) if isinstance(error, SyntaxError) else (1, 1)
     message = f"Cell {number} is not valid Python ({detail}); it was not checked."

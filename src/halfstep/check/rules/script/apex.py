@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES"]
@@ -25,20 +27,36 @@ class ApexAmp(ScriptRule):
         "NVIDIA deprecated apex.amp in favour of torch.amp in 2020 and has since removed it from Apex. O1 corresponds to autocast "
         "with a GradScaler, O2 to DeepSpeed's fp16 mode."
     )
-    bad = ("from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n",)
+    bad = (
+        "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n",
+        "from apex import amp\ndef step(self, loss):\n    with amp.scale_loss(loss, self.optimizer) as scaled_loss:\n        scaled_loss.backward()\n",
+    )
     good = ("import torch\nscaler = torch.amp.GradScaler('cuda')\nprint(scaler)\n",)
     references = ("https://github.com/NVIDIA/apex/issues/818", "https://github.com/NVIDIA/apex/pull/1896")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """The first amp.initialize of the script."""
-        for call, _ in script.outline.calls.get("initialize", ()):
-            if script.outline.names.full(call.func) == "apex.amp.initialize":
-                yield self.finding(
-                    script.where(call),
-                    "apex.amp is no longer maintained and has been removed from Apex",
-                    instead="torch.autocast with torch.amp.GradScaler",
-                )
-                return
+        """The first amp.initialize of the script, or else the first scale_loss."""
+        calls = script.outline.library_calls
+        sites = [site.call for name in ("initialize", "init") for site in calls.get(f"apex.amp.{name}", ())]
+        others = [site.call for site in calls.get("apex.amp.scale_loss", ())]
+        sites += [call for call in others if not _is_optional(script, call)]
+        if sites:
+            yield self.finding(
+                script.where(sites[0]),
+                "apex.amp is no longer maintained and has been removed from Apex",
+                instead="torch.autocast with torch.amp.GradScaler",
+            )
+
+
+def _is_optional(script: Script, call: ast.Call) -> bool:
+    """Whether code supports Apex as one of several backends: it is in a class or branch named after Apex."""
+    node: ast.AST | None = call
+    while node is not None:
+        name = text_of(node.test) if isinstance(node, (ast.If, ast.IfExp)) else getattr(node, "name", "") or ""
+        if "apex" in name.lower():
+            return True
+        node = script.outline.parents.get(node)
+    return False
 
 
 class ApexAndTorchAmp(TraceRule):

@@ -12,6 +12,7 @@ from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
+from halfstep.check.script.objects.engines import scaling_accelerator
 from halfstep.check.script.objects.saving import is_setting, passed_objects, saves
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
@@ -64,7 +65,8 @@ def _used(script: Script) -> list[Scaler]:
 def _stepping(script: Script) -> list[Event]:
     """The steps of scalers that may be enabled and that float16 needs, also those that a training function of another file does."""
     idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
-    events = _once(script.events("scaler_step", "owned_step"))
+    # Where another object steps (`accel.step(optimizer)`), `accel.scaler.unscale_` shows that it has a scaler.
+    events = _once(script.events("scaler_step", "owned_step", "unscale"))
     events += [
         e for e in _once(script.events("handed")) if _TRAINS.search(_callee(e)) and script.scalers_named(e.scaler)
     ]
@@ -92,6 +94,7 @@ class ScalerNotSaved(ScriptRule):
     """A checkpoint contains the optimizer state but not the scaler state."""
 
     code = "HS170"
+    words = ("Accelerator(",)
     name = "scaler-not-saved"
     severity = "warning"
     reason = (
@@ -117,8 +120,9 @@ class ScalerNotSaved(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Saved optimizer states in scripts that step with a scaler and never save one."""
         steps = _stepping(script)
-        if not steps or script.has("save_scaler") or _saved_elsewhere(script) or _names_scaler(script):
+        if script.has("save_scaler") or _saved_elsewhere(script) or _names_scaler(script):
             return
+        yield from self._owned(script)
         scalers = _used(script)
         for event in (*_once(script.events("save_optimizer")), *_spread(script, "save")):
             near = _near_steps(script, event, steps)
@@ -137,6 +141,24 @@ class ScalerNotSaved(ScriptRule):
             )
             if restored != "yes":
                 return  # once is enough for advice
+
+    def _owned(self, script: Script) -> Iterator[Finding]:
+        """Saved and restored optimizer states in a script whose scaler an Accelerator creates and never saves."""
+        calls, loads = script.outline.calls, script.outline.loads
+        if script.scalers or "save_state" in calls or "load_state" in calls or "scaler" in loads:
+            return
+        owner = scaling_accelerator(script) if script.has("load_optimizer") and script.has("owned_backward") else None
+        for event in _once(script.events("save_optimizer")) if owner is not None else ():
+            if owner is not None and _entry(script, event.node) is not None:
+                scaler, condition = (
+                    f"{owner.key}.scaler",
+                    "" if owner.precision == "fp16" else "with mixed_precision='fp16' ",
+                )
+                yield self.finding(
+                    script.where(_place(script, event)),
+                    f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {condition}a resumed run restarts at the initial scale",
+                    instead=f"{owner.key}.save_state(...) and load_state(...), or save {scaler}.state_dict() if it is not None",
+                )
 
 
 def _place(script: Script, event: Event) -> ast.AST:
@@ -200,10 +222,12 @@ def _spread(script: Script, *verbs: str) -> Iterator[Event]:
 
 def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]:
     """The steps connected to a save; all of them, if it is in a helper that nothing in this file calls."""
-    kinds = ("scaler_step", "owned_step", "handed")
+    kinds = ("scaler_step", "owned_step", "unscale", "handed")
     near = [e for e in script.near(event, *kinds) if any(e.node is s.node for s in steps)]
-    helper = saves(event.function.name) and not event.function.cls and not script.outline.calls.get(event.function.name)
-    return near or (steps if helper else [])
+    function, outline = event.function, script.outline
+    sites = outline.calls.get(function.name, ())  # also torch.save, if the function is called `save`
+    is_called = any(outline.call_target(site.call, site.function) is function for site in sites)
+    return near or (steps if saves(function.name) and not function.cls and not is_called else [])
 
 
 def _restored_by_another_name(script: Script) -> bool:

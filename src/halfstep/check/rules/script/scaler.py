@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
@@ -12,8 +13,10 @@ from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.values import Scaler, constant
+from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -67,17 +70,21 @@ class ScalerInLoop(TraceRule):
         """A scaler created in a loop that steps with it but does not recreate the optimizer."""
         event = trace[index]
         scaler = script.scaler_of.get(event.node)
-        if scaler is None or not scaler.key or scaler.enabled == "no":
+        name = _name(scaler) if scaler is not None else ""
+        if scaler is None or not name or scaler.enabled == "no":
             return None
         function = event.function
         if event.loops:
             inside = [e for e in trace if e.loops[: len(event.loops)] == event.loops]
             steps = [e for e in inside if e.kind == "scaler_step" and compatible(e, event)]
+            steps = steps or ([event] if not scaler.key and _trains(script, scaler) else [])
             fresh = [e for e in inside if e.kind in {"set_model", "set_optimizer", "make_optimizer"}]
-            if not steps or fresh or self._first_time(event, scaler.key, steps):
+            fresh = [e for e in fresh if not _is_replacement(script, e)]
+            if not steps or fresh or self._first_time(event, name, steps):
                 return None
-            severity: Severity = "error" if all(len(e.loops) == len(event.loops) for e in steps) else "warning"
-            frequency = f"on every iteration of the loop at line {event.loops[-1][1]}"
+            every_step = scaler.key and all(len(e.loops) == len(event.loops) for e in steps)
+            severity: Severity = "error" if every_step else "warning"
+            frequency = f"on every iteration of the loop at line {script.source.cell_line(event.loops[-1].line).line}"
         else:
             # A scaled backward, where a project's optimizer is stepped with the scaler.
             steps = [e for e in trace if len(e.loops) == 1 and (e.kind == "scaler_step" or e.scaled == "yes")]
@@ -86,14 +93,14 @@ class ScalerInLoop(TraceRule):
             fresh = [e for e in trace if e.kind in {"set_optimizer", "make_optimizer"}]
             if not (steps and per_epoch and passed) or fresh or event.roots or "epochs" in function.name:
                 return None
-            if self._first_time(event, scaler.key, steps):
+            if self._first_time(event, name, steps):
                 return None
             severity, frequency = "warning", f"on every call of `{function.name}`, once per epoch"
         if any(idle.node is scaler.node for idle in ScalerWithBf16.idle(script)):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{scaler.key}` is recreated {frequency}; the scale restarts at {_initial_scale(scaler)}",
+            f"`{name}` is recreated {frequency}; the scale restarts at {_initial_scale(scaler)}",
             instead="create the scaler once, next to the optimizer, and pass it in",
             severity=severity,
         )
@@ -109,6 +116,33 @@ class ScalerInLoop(TraceRule):
         return any(word in text for word in once for text, _ in guards) or any(
             not re.search(r"device|== ['\"]", text) for text in counts
         )
+
+
+def _name(scaler: Scaler) -> str:
+    """What a message calls a scaler: its variable, or its call where it is created in the arguments of another one."""
+    return scaler.key or (text_of(scaler.node) if isinstance(scaler.parent, (ast.Call, ast.keyword)) else "")
+
+
+def _trains(script: Script, scaler: Scaler) -> bool:
+    """Whether a scaler is created in the arguments of a training function of another file, next to the optimizer."""
+    parent: ast.AST | None = scaler.parent
+    call = script.outline.parents.get(parent) if isinstance(parent, ast.keyword) else parent
+    name = text_of(call.func).rsplit(".", 1)[-1] if isinstance(call, ast.Call) else ""
+    keys = [key_of(value) for value in arguments_of(call)] if isinstance(call, ast.Call) else []
+    return bool(re.search(r"^_?(train|fit|run_epoch|one_epoch)|_train", name)) and any("opt" in key for key in keys)
+
+
+def _is_replacement(script: Script, event: Event) -> bool:
+    """Whether a new model or optimizer only stands in for one that is kept: `optimizer = self.optimizer`, else a new one."""
+    statement = script.statement(event.node)
+    key = key_of(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+    if not key or not event.guards:
+        return False
+    absent = [text for text, is_true in event.guards if not is_true]
+    if any(text == key or ("hasattr" in text and key.rsplit(".", 1)[-1] in text) for text in absent):
+        return True  # if optimizer is None
+    here = [b for b in script.outline.bindings.get(key, ()) if b.function is event.function]
+    return any(isinstance(b.value, (ast.Name, ast.Attribute)) for b in here)
 
 
 class ScalerUnused(ScriptRule):
@@ -132,19 +166,88 @@ class ScalerUnused(ScriptRule):
     references = (f"{_AMP}#gradient-scaling",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Scalers whose variable is never read, in scripts that train."""
-        if not script.has("backward"):
-            return
+        """Scalers that are never used, or only saved and restored, in scripts that train."""
+        active = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scale", "scaler_step", "unscale", "handed")}
         for scaler in script.scalers:
             last = scaler.key.rsplit(".", 1)[-1]
-            unread = not script.outline.loads[last] and last not in script.outline.strings
-            if scaler.key and "[" not in last and scaler.enabled != "no" and unread:
-                yield self.finding(
-                    script.where(scaler.node),
-                    f"`{scaler.key}` is never used, so the loss is not scaled",
-                    instead=f"{scaler.key}.scale(loss).backward(); {scaler.key}.step(optimizer); {scaler.key}.update(); "
-                    "or remove it if autocast runs in bfloat16",
-                )
+            if not scaler.key or "[" in last or scaler.enabled == "no" or last in active:
+                continue
+            uses = list(_uses(script, last)) if script.outline.loads[last] else []
+            saved = [use for use in uses if _is_state(script, use)]
+            if last in script.outline.strings and len(saved) == len(uses) and not saved:
+                continue  # getattr(self, "scaler")
+            returned = [use for use in uses if _is_dropped(script, use, scaler)]
+            ignored = [use for use in uses if _is_ignored(script, use)]
+            if len(saved) + len(returned) + len(ignored) != len(uses):
+                continue
+            if not (returned or _trains_here(script, scaler, saved)):
+                continue
+            effect = ", so the loss is not scaled" if script.has("backward") else ""
+            state = "never scales a loss or steps an optimizer" if saved else f"is never used{effect}"
+            yield self.finding(
+                script.where(scaler.node),
+                f"`{scaler.key}` {state}",
+                instead=f"{scaler.key}.scale(loss).backward(); {scaler.key}.step(optimizer); {scaler.key}.update(); "
+                "or remove it if autocast runs in bfloat16",
+            )
+
+
+def _trains_here(script: Script, scaler: Scaler, saved: list[ast.expr]) -> bool:
+    """Whether the script trains; the class of a `self.scaler` that is saved, which otherwise a derived class may use."""
+    backward = script.events("backward")
+    if saved and scaler.key.startswith("self."):
+        return any(event.function.cls == scaler.function.cls for event in backward)
+    return any(True for _ in backward)
+
+
+def _uses(script: Script, name: str) -> Iterator[ast.expr]:
+    """Where a variable of this last name is read."""
+    for node in ast.walk(script.tree):
+        last = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if last == name and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+            yield node  # type: ignore[misc]
+
+
+def _is_state(script: Script, use: ast.expr) -> bool:
+    """Whether a use only saves, restores or updates a scaler's state, or tests whether there is a scaler."""
+    parent = script.outline.parents.get(use)
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in {"state_dict", "load_state_dict", "update", "is_enabled"}
+    return isinstance(parent, ast.Compare) and constant(parent.comparators[0]) is None
+
+
+def _is_dropped(script: Script, use: ast.expr, scaler: Scaler) -> bool:
+    """Whether a use returns a scaler, with others, to calls in this file that unpack it into a variable of the same name."""
+    parent = script.outline.parents.get(use)
+    if not isinstance(parent, ast.Tuple) or not isinstance(script.outline.parents.get(parent), ast.Return):
+        return False
+    calls = [site.call for site in script.outline.calls.get(scaler.function.name, ())]
+    names = [_unpacked(script, call, parent.elts.index(use)) for call in calls]
+    return bool(names) and all(name == scaler.key for name in names)
+
+
+def _is_ignored(script: Script, use: ast.expr) -> bool:
+    """Whether a use passes a scaler to a function of this file that never reads the parameter."""
+    parent = script.outline.parents.get(use)
+    call = script.outline.parents.get(parent) if isinstance(parent, ast.keyword) else parent
+    if not isinstance(call, ast.Call) or use is call.func or any(isinstance(a, ast.Starred) for a in call.args):
+        return False
+    sites = script.outline.calls.get(text_of(call.func).rsplit(".", 1)[-1], ())
+    target = next((script.outline.call_target(c, f) for c, f in sites if c is call), None)
+    if target is None or isinstance(target.node, ast.Module):
+        return False
+    params = target.params[1:] if target.method else target.params
+    name = parent.arg if isinstance(parent, ast.keyword) else dict(zip(call.args, params, strict=False)).get(use)
+    read = {n.id for n in ast.walk(target.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    return name in params and name not in read and not {"locals", "vars"} & read
+
+
+def _unpacked(script: Script, call: ast.Call, index: int) -> str:
+    """The variable that receives one of the results of a call."""
+    statement = script.outline.parents.get(call)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    is_same = isinstance(target, ast.Tuple) and index < len(target.elts)
+    return key_of(target.elts[index]) if is_same else ""  # type: ignore[union-attr]
 
 
 RULES: tuple[type[Rule], ...] = (ScalerInLoop, ScalerUnused)

@@ -201,15 +201,15 @@ class ApexStateNotSaved(ScriptRule):
     )
     bad = (
         "import torch\nfrom apex import amp\nfrom models import build_model\nmodel, optimizer = build_model(args)\n"
-        "checkpoint = torch.load(path)\noptimizer.load_state_dict(checkpoint['optimizer'])\nfor x in loader:\n    loss = model(x)\n"
-        "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n    optimizer.step()\n"
+        "checkpoint = torch.load(path)\noptimizer.load_state_dict(checkpoint['optimizer'])\nfor x in loader:\n    loss = model(x)\n    if args.apex:\n"
+        "        with amp.scale_loss(loss, optimizer) as scaled_loss:\n            scaled_loss.backward()\n    optimizer.step()\n"
         "torch.save({'optimizer': optimizer.state_dict()}, path)\n",
     )
     good = (
         "import torch\nfrom apex import amp\nfrom models import build_model\nmodel, optimizer = build_model(args)\n"
         "checkpoint = torch.load(path)\noptimizer.load_state_dict(checkpoint['optimizer'])\namp.load_state_dict(checkpoint['amp'])\n"
-        "for x in loader:\n    loss = model(x)\n    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
-        "    optimizer.step()\ntorch.save({'optimizer': optimizer.state_dict(), 'amp': amp.state_dict()}, path)\n",
+        "for x in loader:\n    loss = model(x)\n    if args.apex:\n        with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+        "            scaled_loss.backward()\n    optimizer.step()\ntorch.save({'optimizer': optimizer.state_dict(), 'amp': amp.state_dict()}, path)\n",
     )
     references = ("https://nvidia.github.io/apex/amp.html#checkpointing",)
 

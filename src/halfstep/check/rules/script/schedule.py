@@ -8,11 +8,12 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event, compatible, is_accumulation
+from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.expressions import arguments_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -31,6 +32,10 @@ for x, y in loader:
 """
 # `epoch < warmup_epochs` chooses between schedules; each advances once per iteration.
 _PHASE = re.compile(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
+# A setting of a base class in another file: `self.scheduler_update_every_step`.
+_PER_STEP = re.compile(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
+_MODULO = re.compile(r"% ([A-Za-z_][\w.]*|\d+)")
+_ITERATION = re.compile(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
 _BF16 = """\
 import torch
 for x, y in loader:
@@ -59,6 +64,8 @@ class SchedulerBeforeStep(TraceRule):
         event = trace[index]
         if isinstance(event.node, ast.Call) and text_of(event.node.func).endswith("step_update"):
             return None
+        if "swa" in event.subject.lower():
+            return None  # stochastic weight averaging starts after many steps
         back = next(earlier(trace, index, "backward", "scaler_step", "opt_step"), None)
         step = next(later(trace, index, "scaler_step", "opt_step", "backward"), None)
         if back is None or step is None or trace[back].kind != "backward" or trace[step].kind == "backward":
@@ -98,8 +105,10 @@ class SchedulerIgnoresSkips(TraceRule):
         event = trace[index]
         if not self._counts(event) or script.outline.names.uses("accelerate") or _reads_scale(script):
             return None
-        loops = event.loops[:-1] if self._is_looped(script, event) else event.loops
-        steps = [trace[i] for i in earlier(trace, index, "scaler_step") if trace[i].loops == loops]
+        loops = _loops(script, event, event.local.subject)
+        steps = [trace[i] for i in earlier(trace, index, "scaler_step")]
+        steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
+        steps = [e for e in steps if not _is_none(script, e)]
         steps = [e for e in steps if e.function is event.function or event.loops]
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, event, e)]
         if not steps:
@@ -114,26 +123,42 @@ class SchedulerIgnoresSkips(TraceRule):
 
     @staticmethod
     def _counts(event: Event) -> bool:
-        """Whether a schedule counts its steps; one with a metric, as of ReduceLROnPlateau, or with an epoch does not."""
+        """Whether a schedule counts iterations; one with a metric, as of ReduceLROnPlateau, or with an epoch does not."""
         call = event.node
         if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Attribute) and call.func.attr == "step_update"):
             return True
-        return not call.args and not call.keywords
-
-    @staticmethod
-    def _is_looped(script: Script, event: Event) -> bool:
-        """Whether the innermost loop is one over schedules: `for s in schedulers: s.step()`."""
-        loops = loops_around(script, event)
-        return len(loops) == len(event.loops) > 0 and event.local.subject in targets_of(loops[-1])
+        values = arguments_of(call)
+        return not values or (len(values) == 1 and bool(_ITERATION.search(key_of(values[0]))))
 
     @staticmethod
     def _in_each_pass(script: Script, event: Event, step: Event) -> bool:
         """Whether a schedule advances wherever a step may be skipped, if only at the end of an accumulation window."""
         waits = [g for g in step.guards if g not in event.guards and not (is_amp(g) or is_setting(script, g, step))]
-        guards = tuple(g for g in event.guards if g in step.guards or not _PHASE.match(g.text))
+        windows = {number for g in step.guards for number in _MODULO.findall(g.text)}
+        same = [g for g in event.guards if windows.intersection(_MODULO.findall(g.text))]  # one window, written twice
+        same += [g for g in event.guards if _PHASE.match(g.text) or _is_per_step(script, g)]
+        guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             map(is_accumulation, waits)
         )
+
+
+def _is_per_step(script: Script, guard: Guard) -> bool:
+    """Whether a condition is a setting, named for stepping per batch, that nothing in this file assigns."""
+    return guard.is_true and bool(_PER_STEP.match(guard.text)) and guard.text not in script.outline.bindings
+
+
+def _loops(script: Script, event: Event, variable: str) -> tuple[Loop, ...]:
+    """The loops around an event, without an innermost one over the schedules or optimizers that it steps."""
+    loops = loops_around(script, event)
+    is_over = len(loops) == len(event.loops) > 0 and variable in targets_of(loops[-1])
+    return event.loops[:-1] if is_over else event.loops
+
+
+def _is_none(script: Script, step: Event) -> bool:
+    """Whether a scaler is None wherever the file assigns it."""
+    bindings = script.outline.bindings.get(step.scaler, ())
+    return bool(bindings) and all(b.index is None and constant(b.value) is None for b in bindings)
 
 
 def _reads_scale(script: Script) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, loops_around, without_amp
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -19,7 +21,7 @@ from halfstep.check.script.syntax.outline import Function
 __all__ = ["RULES"]
 
 _HARMLESS = re.compile(
-    r"tqdm|open\(|profile|rng|timer|set_grad_enabled|record_function|suppress|nullcontext|no_sync|capture|log"
+    r"tqdm|open\(|profile|rng|timer|set_grad_enabled|record_function|suppress|nullcontext|no_sync|capture|log|MemoryTrace"
 )
 _VALIDATION = re.compile(r"val|test|eval|dev_?(loader|set|data)", re.IGNORECASE)
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
@@ -40,6 +42,13 @@ _OTHER_MODEL = re.compile(
     r"(^|[._])(ref|reference|teacher|vae|reward|rm|old|frozen|lpips|clip)([._]|$)|ref_model|text_enc"
 )
 _MODEL = re.compile(r"(model|net|network|policy)$", re.IGNORECASE)
+_EVALUATION = re.compile(
+    r"^_*(run_|do_)?(val|valid|validate|validation|eval|evaluate|evaluation|test)(_|$)|_(validate|evaluate)$"
+)
+_LOSS = re.compile(r"(loss|crit|criterion)$", re.IGNORECASE)
+_KERNEL = re.compile(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
+_WRAPPER = re.compile(r"accelerator|fabric|trainer", re.IGNORECASE)
+_SAMPLES = re.compile(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Pictures and exports are no validation.
 _ASIDE = re.compile(r"visuali|plot|debug|demo|export|onnx|profil", re.IGNORECASE)
 
@@ -92,20 +101,22 @@ class EvaluationWithoutAutocast(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """The first forward without gradients outside any autocast region, in scripts that train inside one."""
-        forwards = list(script.events("forward"))
-        trained = [e for e in forwards if e.autocast() and not _without_gradients(e)]
-        validated = [e for e in forwards if e.autocast() and _without_gradients(e)]
-        if not trained or not script.has("backward") or script.outline.names.uses("pytest", "unittest"):
+        forwards = [e for e in script.events("forward") if not _LOSS.search(e.local.subject)]
+        without = [e for e in forwards if _without_gradients(e) or _evaluates(script, e)]
+        evaluated = set(without)
+        trained = [e for e in forwards if e not in evaluated and _has_region(script, e)]
+        validated = [e for e in without if e.autocast()]
+        backward = script.has("backward", "owned_backward")
+        if not trained or not backward or script.outline.names.uses("pytest", "unittest"):
             return  # the test cases of a file have nothing to do with each other
         nodes = {e.node for e in trained}
-        without = [e for e in forwards if _without_gradients(e)]
         for event in without[:MAX_FORWARDS]:
             if any(r.kind in {"autocast", "owned"} for r in event.regions):
                 continue
-            if without_amp(event) or any(not compatible(e, event) for e in validated):
+            if without_amp(event) or any(not compatible(e, _without_kernels(event)) for e in validated):
                 continue  # the branch without mixed precision
             node, function, name = _site(script, event, nodes)
-            if _ASIDE.search(function.name):
+            if _ASIDE.search(function.name) or _samples(script, event, function):
                 continue
             # A function that creates the model it runs trains it only if training is part of that function.
             inner = set(ast.walk(function.node)) if _is_own(script, function, name) else None
@@ -129,17 +140,53 @@ def _without_gradients(event: Event) -> bool:
     return any((text_of(call.args[0]), False) in event.guards for call in switches)
 
 
+def _has_region(script: Script, event: Event) -> bool:
+    """Whether an event is under autocast, also that of an engine; those of Accelerate and Lightning wrap the model itself."""
+    region = event.inside("owned")
+    owned = region is not None and not _WRAPPER.search(text_of(region.node))
+    if owned and not script.outline.names.uses("accelerate", "lightning", "pytorch_lightning", "lightning_fabric"):
+        return event.inside("autocast") is None
+    return event.autocast() is not None
+
+
+def _evaluates(script: Script, event: Event) -> bool:
+    """Whether a function named for validation switches the model to evaluation and never trains it."""
+    function, calls = event.function, script.outline.calls
+    if not _EVALUATION.search(function.name):
+        return False
+    modes = {
+        name: [c for c, f in calls.get(name, ()) if f is function and isinstance(c.func, ast.Attribute)]
+        for name in ("eval", "train", "backward")
+    }
+    own = [c for c in modes["eval"] if key_of(c.func.value) == event.local.subject]  # type: ignore[attr-defined]
+    return bool(own) and not modes["backward"] and not modes["train"]
+
+
+def _without_kernels(event: Event) -> Event:
+    """An event without conditions on a kernel: `flash_attention` needs 16 bits, its other branch may use them."""
+    return dataclasses.replace(event, guards=tuple(g for g in event.guards if not _KERNEL.search(g.text)))
+
+
 def _name_of(model: str) -> str:
     """The last name of a model, not of the wrapper around it: `model.module`, `model_ema.ema`."""
     name = model.removesuffix(".module").removesuffix(".ema")
     return name.rsplit(".", 1)[-1]
 
 
+def _names(script: Script, event: Event) -> frozenset[str]:
+    """The last names of the model that an event runs, and of what its variable may be a copy of."""
+    # In a function that is passed `runner.module` the parameter is the better name.
+    keys = {event.subject} | ({event.local.subject} if event.subject.endswith(".module") else set())
+    values = script.outline.values(event.local.subject, event.function)
+    keys |= {key_of(option) for value in values for option in options_of(value)} - {""}
+    return frozenset(_name_of(key) for key in keys)
+
+
 def _unknown_regions(event: Event, trained: Event) -> bool:
     """Whether a context around the validation, but not around the training, may be a region of another file."""
-    shared = {id(r.node) for r in trained.regions}
-    contexts = (text_of(r.node) for r in event.regions if r.kind == "other" and id(r.node) not in shared)
-    return any(not _HARMLESS.search(text) for text in contexts)
+    shared = {text_of(r.node) for r in trained.regions}
+    contexts = (text_of(r.node) for r in event.regions if r.kind == "other")
+    return any(not _HARMLESS.search(text) for text in contexts if text not in shared)
 
 
 def _is_validation(script: Script, event: Event) -> bool:
@@ -154,10 +201,11 @@ def _is_same(script: Script, a: Event, b: Event) -> bool:
     """Whether two forwards may be of one model: the `self.model` of two unrelated classes are two models."""
     if _OTHER_MODEL.search(a.subject) and a.subject.rsplit(".", 1)[-1] != b.subject.rsplit(".", 1)[-1]:
         return False
-    names = [_name_of(e.subject) for e in (a, b)]
-    if names[0] != names[1] and not all("model" in name or name in {"net", "network"} for name in names):
+    names = _names(script, a), _names(script, b)
+    plain = [any("model" in name or name in {"net", "network"} for name in each) for each in names]
+    if not (names[0] & names[1] or all(plain)):
         return False  # a generator and its discriminator
-    if "model" not in names[0] and names[0] not in {"net", "network"} and not _is_validation(script, a):
+    if not plain[0] and not _is_validation(script, a):
         return False  # samples of a generator are not validation
     if not (a.subject.startswith("self.") and b.subject.startswith("self.")):
         return True
@@ -170,11 +218,22 @@ def _site(script: Script, event: Event, trained: set[ast.AST]) -> tuple[ast.AST,
     """Where a forward has no region, and the model's name there: in a helper that training calls too, at its call."""
     if not event.roots or event.node not in trained:
         return event.node, event.function, event.local.subject
-    parent: ast.AST | None = event.roots[-1]
+    return event.roots[-1], _function_of(script, event.roots[-1]), event.subject
+
+
+def _function_of(script: Script, node: ast.AST) -> Function:
+    """The function around a node, or the module."""
+    parent: ast.AST | None = node
     while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
         parent = script.outline.parents.get(parent)
-    function = next((f for f in script.outline.functions if f.node is parent), script.outline.module)
-    return event.roots[-1], function, event.subject
+    return next((f for f in script.outline.functions if f.node is parent), script.outline.module)
+
+
+def _samples(script: Script, event: Event, function: Function) -> bool:
+    """Whether a forward is for samples: in a function named for them, or in a helper that one calls."""
+    callers = [_function_of(script, root).name for root in event.roots]
+    own = bool(_SAMPLES.search(function.name)) and not _is_validation(script, event)
+    return own or any(map(_SAMPLES.search, callers))
 
 
 def _is_own(script: Script, function: Function, name: str) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow.recognise import Recogniser
+from halfstep.check.script.objects.expressions import numerator, unwrap
 from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
 from halfstep.check.script.syntax.names import key_of
@@ -27,7 +28,13 @@ MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code h
 _NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
 # Names that contain "model" without being one: model_path, model_state.
 _ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
-_ABOUT_OPTIMIZER = re.compile(r"file|path|name|state|dict|config|cfg|args|ckpt|checkpoint|param|group|kwargs")
+_ABOUT_OPTIMIZER = re.compile(
+    r"file|path|name|type|class|state|dict|config|cfg|args|ckpt|checkpoint|param|group|kwargs"
+)
+# Calls that only store the function they receive, or run it at another time.
+_LATER = re.compile(
+    r"register|hook|thread|process|signal|compile|jit|partial|submit|append|add_|set_|lr_?lambda", re.IGNORECASE
+)
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
 
 _SWITCHES = {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}
@@ -169,12 +176,19 @@ class _Walk:
                 under = (*under, *self.tests.guards(choice.test, is_true=choice.is_true))
             targets = self.tests.targets(call)
             for target, chosen in targets:
-                if target is not self.function:
-                    arguments, literals = self.arguments(call, target), self.literals(call, target)
-                    self.items.append(Jump(call, target, arguments, literals, (*under, *chosen), loops, regions))
+                self.jump(call, target, (*under, *chosen), loops, regions)
             if targets:
                 continue
+            if options := self.outline.chosen_targets(call, self.function):
+                for option, tests in options:
+                    own = [g for test in tests for g in self.tests.guards(test.test, is_true=test.is_true)]
+                    self.jump(call, option, (*under, *own), loops, regions)
+                continue
             action = self.recogniser.action_of(call, self.function)
+            if action is None and not _LATER.search(text_of(call.func)):
+                inner = self.outline.passed_target(call, self.function)
+                if inner is not None:
+                    self.jump(call, inner, under, loops, regions)
             if action is not None:
                 scaled, scaler = action.scaled, action.scaler
                 if action.kind in {"backward", "item"} and scaled != "yes" and action.subject in self.scaled:
@@ -193,6 +207,18 @@ class _Walk:
                     regions,
                 )
                 self.items.append(event)
+
+    def jump(
+        self,
+        call: ast.Call,
+        target: Function,
+        guards: tuple[Guard, ...],
+        loops: tuple[Loop, ...],
+        regions: tuple[Region, ...],
+    ) -> None:
+        if target is not self.function:
+            arguments, literals = self.arguments(call, target), self.literals(call, target)
+            self.items.append(Jump(call, target, arguments, literals, guards, loops, regions))
 
     def arguments(self, call: ast.Call, target: Function) -> dict[str, str]:
         """The parameters of a call, each with the caller's variable or the condition that it counts."""
@@ -240,7 +266,7 @@ class _Walk:
             return ""
         for part in ast.walk(value):
             if isinstance(part, (ast.Name, ast.Attribute)) and key_of(part) in self.scaled:
-                return self.scaled[key_of(part)].certainty if part is _numerator(value) else "maybe"
+                return self.scaled[key_of(part)].certainty if part is numerator(value) else "maybe"
         return ""
 
     def assignment(
@@ -302,7 +328,7 @@ class _Walk:
         value = node.value
         if not isinstance(value, ast.Call):
             return
-        start, dtype = _unwrap(value)
+        start, dtype = unwrap(value)
         last = key.rsplit(".", 1)[-1].lower()
         kind = self.recogniser.kind_of(key, self.function)
         fresh = key_of(start) != key and all(key_of(a) != key for a in value.args)
@@ -351,32 +377,6 @@ class _Walk:
         flat = [o for v in options for o in ((v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,))]
         plain = [o for o in flat if not autocasts_of(self.outline, o, self.function)]
         return any(isinstance(o, ast.Call) and not _NOTHING.search(text_of(o.func)) for o in plain)
-
-
-def _numerator(value: ast.expr) -> ast.expr:
-    """`loss` of `loss / accumulation_steps`: a division by anything but a scale leaves the scale in place."""
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and "scal" not in text_of(value.right).lower():
-        return value.left
-    return value
-
-
-def _unwrap(value: ast.expr) -> tuple[ast.expr, str]:
-    """The first expression of `Net().half().cuda()`, and the format it is cast to."""
-    dtype = ""
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        attr = value.func.attr
-        if attr in {"half", "bfloat16"} and not value.args:
-            dtype = dtype or {"half": "float16"}.get(attr, attr)
-        elif attr == "to":
-            texts = [text_of(v) for v in (*value.args, *(k.value for k in value.keywords))]
-            dtype = dtype or next((_CASTS[t] for t in texts if t in _CASTS), "")
-        elif attr not in {"cuda", "train", "eval", "cpu", "float", "requires_grad_"}:
-            break
-        value = value.func.value
-    return value, dtype
-
-
-_CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}
 
 
 def _leaves(body: list[ast.stmt]) -> bool:

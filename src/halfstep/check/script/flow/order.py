@@ -55,6 +55,7 @@ _VARYING = re.compile(
 _CONFIGURED = re.compile(
     r"\b(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+\b(?!\()", re.IGNORECASE
 )
+_MODE = re.compile(r"[A-Za-z_][\w.]* (==|in) \(?['\"\[]")
 _NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
 _PURE = {"len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "torch.cuda.is_available("}
 AnyLoop = ast.For | ast.AsyncFor | ast.While
@@ -144,9 +145,10 @@ def is_setting(script: Script, guard: Guard, event: Event) -> bool:
         return False
     if text.startswith("class@") or _is_initial(script, text):
         return True
-    if _VARYING.search(_CONFIGURED.sub("", re.sub(r"'[^']*'", "''", text))):
+    # `mode == "step"` is a setting whatever the variable is called.
+    if not _MODE.match(text) and _VARYING.search(_CONFIGURED.sub("", re.sub(r"'[^']*'", "''", text))):
         return False
-    names = _NAME.findall(text)
+    names = _NAME.findall(re.sub(r"'[^']*'", "''", text))
     # `conf.get("clip", None)` reads a setting like `conf.clip`.
     if any(name.endswith("(") and name not in _PURE and not name.endswith(".get(") for name in names):
         return False

@@ -20,7 +20,7 @@ from halfstep.check.script.objects.expressions import (
 from halfstep.check.script.objects.losses import bce_of
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
-from halfstep.check.script.objects.values import DTYPES, argument, make_scaler
+from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -46,10 +46,13 @@ _OPTIMIZER = re.compile(
 )
 _MODEL = re.compile(
     r"^(ddp_)?(model|net|network)(_(train|ddp|dp|parallel|without_ddp))?$"
-    r"|^(?!_*(save|load|build|get_|create|make|init|set|prepare|export)).*_model$"
+    r"|^(?!_*(save|load|build|get_|create|make|init|set|prepare|export|unwrap|wrap|compile|update|freeze|convert|train|evaluate|log|reset)"
+    r").*_model$"
 )
 # methods like calling the model
-_FORWARD = re.compile(r"^(forward|(get|compute|calc|calculate)_loss|training_losses|p_losses)$")
+_FORWARD = re.compile(
+    r"^(forward(_\w+)?|(get|compute|calc|calculate)_loss|training_losses|p_losses|(train|training|val|valid|validation|eval|test)_step)$"
+)
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
 _OWNERS = re.compile(r"accelerator|fabric|engine|strategy|deepspeed|trainer|precision|plugin|backend", re.IGNORECASE)
@@ -165,6 +168,8 @@ class Recogniser:
             return "scaler"
         name = self.outline.names.full(value.func) or ".".join(chain(value.func))
         last = name.rsplit(".", 1)[-1]
+        if last in {"get", "pop", "getattr"} and any("scaler" in str(constant(a)) for a in value.args):
+            return ""  # `kwargs.get("scaler")`: passed like a parameter
         if "lr_scheduler" in name or "schedule" in last.lower() or last.endswith("LR"):
             return "scheduler"
         if name.startswith("torch.optim") or _OPTIM_CLASS.search(last) or "optim" in last.lower():

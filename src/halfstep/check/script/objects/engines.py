@@ -22,6 +22,7 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = [
+    "ACCELERATE",
     "Engine",
     "LoopClass",
     "Prepared",
@@ -32,6 +33,7 @@ __all__ = [
     "leaves_loss",
     "loop_class",
     "prepared_for",
+    "scaling_accelerator",
 ]
 
 ACCELERATE, FABRIC = "Accelerate", "Fabric"
@@ -121,6 +123,20 @@ def engine_at(script: Script, key: str, function: Function) -> Engine | None:
     if len({engine.precision for engine in same}) == 1:
         return same[0]
     return replace(same[0], precision="?")
+
+
+def scaling_accelerator(script: Script) -> Engine | None:
+    """An Accelerator that scales the loss: in fp16, or in a precision that an option of the script may set to fp16."""
+    engines = [e for e in engines_of(script) if e.library == ACCELERATE and e.is_created and not e.plugin]
+    if not engines or any(e.precision not in {"fp16", "?"} for e in engines):
+        return None
+    if any(e.precision == "fp16" for e in engines):
+        return next(e for e in engines if e.precision == "fp16")
+    calls = [site.call for name in _CREATED_BY for site in script.outline.library_calls.get(name, ())]
+    options = [argument(call, None, "mixed_precision") for call in calls]
+    is_open = any(option is not None and not isinstance(option, ast.Constant) for option in options)
+    strings = script.outline.strings
+    return engines[0] if is_open and ("fp16" in strings or "bf16" not in strings) else None
 
 
 def leaves_loss(script: Script, event: Event) -> bool:

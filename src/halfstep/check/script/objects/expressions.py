@@ -5,10 +5,23 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.script.objects.choices import text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["arguments_of", "arms_of", "entries_of", "first_key", "hand_scaled", "models_in", "options_of"]
+__all__ = [
+    "arguments_of",
+    "arms_of",
+    "entries_of",
+    "first_key",
+    "hand_scaled",
+    "models_in",
+    "numerator",
+    "options_of",
+    "unwrap",
+]
+
+_CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"}
 
 
 # What a function that computes a loss is passed: `loss_fn(x, guidance_scale)` is no loss scale, `loss_fn(x, loss_scale)` may be.
@@ -100,3 +113,26 @@ def models_in(outline: Outline, params: ast.expr | None, function: Function) -> 
         if part.func.attr in {"parameters", "named_parameters"}
     }
     return "|".join(sorted(models - {""}))
+
+
+def numerator(value: ast.expr) -> ast.expr:
+    """`loss` of `loss / accumulation_steps`: a division by anything but a scale leaves the scale in place."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and "scal" not in text_of(value.right).lower():
+        return value.left
+    return value
+
+
+def unwrap(value: ast.expr) -> tuple[ast.expr, str]:
+    """The first expression of `Net().half().cuda()`, and the format it is cast to."""
+    dtype = ""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        attr = value.func.attr
+        if attr in {"half", "bfloat16"} and not value.args:
+            dtype = dtype or {"half": "float16"}.get(attr, attr)
+        elif attr == "to":
+            texts = [text_of(v) for v in (*value.args, *(k.value for k in value.keywords))]
+            dtype = dtype or next((_CASTS[t] for t in texts if t in _CASTS), "")
+        elif attr not in {"cuda", "train", "eval", "cpu", "float", "requires_grad_"}:
+            break
+        value = value.func.value
+    return value, dtype

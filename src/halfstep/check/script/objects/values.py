@@ -181,6 +181,8 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
             *autocasts_of(outline, node.orelse, function, depth - 1),
         ]
         return [_under(a, text_of(node.test)) for a in both]
+    if isinstance(node, ast.Lambda):
+        return autocasts_of(outline, node.body, function, depth - 1)
     if isinstance(node, ast.Call):
         api = outline.names.full(node.func)
         if api in AUTOCASTS:

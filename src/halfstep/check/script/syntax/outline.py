@@ -155,9 +155,32 @@ class Outline:
         is_certain = 1 < len(methods) <= MAX_CLASSES and len(methods) == len(classes.keys() - {None})
         return [m for m in methods if m is not None] if is_certain and None not in methods else []
 
+    def chosen_targets(self, call: ast.Call, function: Function) -> list[tuple[Function, tuple[Choice, ...]]]:
+        """The functions of this file that a call through a variable may run: `step = amp_step if amp else plain_step`."""
+        key = key_of(call.func)
+        is_bound = key in self.bindings and (key.isidentifier() or key.startswith("self."))
+        values = self.values(key, function) if is_bound else []
+        if len(values) != 1:
+            return []
+        value = values[0]
+        options: list[tuple[ast.expr, tuple[Choice, ...]]] = [(value, ())]
+        if isinstance(value, ast.IfExp):
+            options = [(value.body, (Choice(value.test, True),)), (value.orelse, (Choice(value.test, False),))]
+        targets = [(self._named(option, function), choices) for option, choices in options]
+        return [(target, choices) for target, choices in targets if target is not None]
+
+    def passed_target(self, call: ast.Call, function: Function) -> Function | None:
+        """A function without parameters, defined in this one, that a call receives to run it: `measure(step)`."""
+        keys = [key_of(value) for value in call.args]
+        inner = [f for key in keys for f in self._by_name.get(key, ()) if f.parent is function and not f.method]
+        return inner[0] if len(inner) == 1 and not inner[0].params else None
+
     def _plain_target(self, call: ast.Call, function: Function) -> Function | None:
         """The function a call names directly: by its name, through self, or through its class."""
-        func = call.func
+        return self._named(call.func, function)
+
+    def _named(self, func: ast.expr, function: Function) -> Function | None:
+        """The function that an expression names."""
         if isinstance(func, ast.Name):
             scope: Function | None = function
             while scope is not None:

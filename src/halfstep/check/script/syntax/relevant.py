@@ -24,7 +24,7 @@ _WORDS = (
 _AMP = re.compile(r"amp(?<![A-Za-z]amp)")
 _LOSSES = ("loss", "crit", "Loss", "bce", "BCE")  # matter only if a loss that autocast forbids is mentioned
 
-_FORWARDS = ("model(", "net(", "policy(")  # matter only where a region can be around the call
+_FORWARDS = ("model(", "net(", "policy(", ".eval()")  # matter only where a region can be around the call
 
 _BREAK = re.compile(r"\r\n|\r|\n")
 
