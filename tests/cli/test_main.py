@@ -56,6 +56,7 @@ def test_flags_are_few_and_listed():
         "train": [
             "--batch", "--data", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",
         ],
+        "watch": ["--html", "--interval", "--once"],
     }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ _COMMANDS = {
     "plan": "Predict the memory of a training step and how many GPUs it needs.",
     "probe": "Show the formats that this machine (or a named GPU) supports and which precision to use.",
     "train": "Train a job with checkpoints and a run file.",
+    "watch": "Show a run live: losses, loss scale, skipped steps and the worst tensors.",
 }
 
 

@@ -178,7 +178,9 @@ class _Run:
             self._save(epoch_done=False)
         if (peak := self.memory.peak()) is not None and not stop:
             log.event("memory", **compare_memory(self.job, engine.policy, config, peak))
-        return self._outcome(stop)
+        outcome = self._outcome(stop)
+        log.event("ended", stopped_by=outcome.stopped_by, problem=outcome.problem)
+        return outcome
 
     def _train_epoch(self, epoch: int, stop: StopRequest) -> str:
         """Train one epoch; returns what ended it: its data ("epoch"), the step limit ("steps"), or a signal ("stop")."""

@@ -1,0 +1,58 @@
+"""`halfstep watch`: a run directory or file, once, as a page, and what is said where there is no run."""
+
+import subprocess
+import sys
+
+import pytest
+
+from halfstep.checkpoint.runlog import RunLog
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunLog.create(tmp_path / "run.jsonl", command="c", policy="bf16", truth={}, environment={}) as log:
+        log.step(micro_batch=1, attempted=1, applied=1, loss=0.5)
+        stats = {"numel": 4, "nan": 0, "inf": 0, "zeros": 0, "largest": 1.0, "smallest": 1.0, "bins": {"0": 4}}
+        log.event("numerics", step=1, gradients={"layer.weight": stats})
+    return tmp_path
+
+
+def watch(*args):
+    done = subprocess.run(
+        [sys.executable, "-m", "halfstep", "watch", *map(str, args)], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_directory_and_its_run_file_show_the_same(run):
+    """Outside a terminal the view is printed once."""
+    of_directory, of_file = watch(run), watch(run / "run.jsonl", "--once")
+    assert of_directory == of_file
+    code, out, err = of_directory
+    assert (code, err) == (0, "")
+    assert "layer.weight" in out
+
+
+def test_a_page_is_written(run):
+    """One HTML file with the tensors of the sample and no script."""
+    code, out, _ = watch(run, "--html", run / "page.html")
+    page = (run / "page.html").read_text()
+    assert code == 0
+    assert "page.html" in out
+    assert "layer.weight" in page
+    assert "<script" not in page
+
+
+def test_a_missing_run_is_one_message(tmp_path):
+    """The message names the file that is missing; no traceback."""
+    code, _, err = watch(tmp_path / "nothing")
+    assert code == 1
+    assert err.startswith("halfstep: There is no run file")
+    assert "Traceback" not in err
+
+
+def test_the_view_needs_no_torch(run):
+    """It starts quickly: neither torch nor numpy is imported."""
+    code = "import sys; from halfstep.cli import cli; cli.main(args=['watch', sys.argv[1]], standalone_mode=False); print({'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
