@@ -92,6 +92,9 @@ class Outline:
 
     def values(self, key: str, function: Function) -> list[ast.expr]:
         """The expressions `key` may be, with plain copies of other variables followed."""
+        known = self._values.get((key, function))
+        if known is not None:
+            return known
         values: list[ast.expr] = []
         visited = {(key, function)}
         pending = [(key, function)]
@@ -104,6 +107,7 @@ class Outline:
                     pending.append((copied, origin))
                 elif (copied, origin) not in visited:
                     values.append(value)
+        self._values[key, function] = values
         return values
 
     def _bound(self, key: str, function: Function) -> bool:
@@ -209,6 +213,7 @@ class Outline:
     def __post_init__(self) -> None:
         self._by_name: dict[str, list[Function]] = {}
         self._locals: dict[str, dict[Function, list[Binding]]] = {}
+        self._values: dict[tuple[str, Function], list[ast.expr]] = {}  # asked once the outline is complete
 
     def add_function(self, function: Function) -> None:
         """Register a function under its name."""
