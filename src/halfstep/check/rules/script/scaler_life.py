@@ -286,9 +286,11 @@ class HalfWeightsResumed(ScriptRule):
             entries = _entries_with(script, event.node)
             for key, value in entries:
                 call = _halved(script, value, event)
-                if call is None or constant(key) not in read or value in reported:
+                if call is None or constant(key) not in read:
                     continue
-                reported.add(value)
+                if entries[0][1] in reported:
+                    break  # the same dictionary in another trace
+                reported.add(entries[0][1])
                 yield self.finding(
                     script.where(call),
                     f"`{text_of(key)}` of the checkpoint is stored in 16 bits, next to the state of `{event.local.optimizer}`: a "
