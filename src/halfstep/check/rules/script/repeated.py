@@ -156,11 +156,11 @@ def _line(event: Event) -> int:
     return int(getattr(event.node, "lineno", 0))
 
 
-class NoInfChecks(TraceRule):
+class UncheckedUpdate(TraceRule):
     """A scaler is updated, or steps, on a path on which no gradients were checked for inf."""
 
     code = "HS115"
-    name = "no-inf-checks"
+    name = "unchecked-update"
     severity = "error"
     reason = (
         "`unscale_` and `step` check the gradients for inf and NaN, and `update` needs the result of at least one such check since the "
@@ -303,4 +303,4 @@ def _keeps_zeros(event: Event) -> bool:
     )
 
 
-RULES: tuple[type[Rule], ...] = (StepRepeated, NoInfChecks)
+RULES: tuple[type[Rule], ...] = (StepRepeated, UncheckedUpdate)
