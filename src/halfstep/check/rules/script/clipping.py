@@ -1,4 +1,4 @@
-"""HS113: clipping that mixed precision leaves out."""
+"""HS113 and HS118: clipping that mixed precision leaves out, or that comes before the gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.gradients import measures_only
-from halfstep.check.script.flow.order import TraceRule, earlier, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.objects.weights import conditions_of
@@ -34,6 +34,18 @@ for x, y in loader:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+"""
+_LIMIT = "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+_EARLY = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+{early}    scaler.scale(loss).backward()
+{late}    scaler.step(optimizer)
+    scaler.update()
 """
 _CURE = "        scaler.unscale_(optimizer)\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
 
@@ -120,4 +132,56 @@ def _clips_otherwise(script: Script, clips: list[Event]) -> bool:
     return any(site.call not in recognised and isinstance(site.call, ast.Call) for site in sites)
 
 
-RULES: tuple[type[Rule], ...] = (ClipOnlyWithoutAmp,)
+class ClipBeforeBackward(TraceRule):
+    """Gradients are clipped before backward has computed them."""
+
+    code = "HS118"
+    name = "clip-before-backward"
+    severity = "error"
+    reason = (
+        "Between `zero_grad()` and `backward()` there are no gradients: the clip finds None or zeros and does nothing, and the step "
+        "uses gradients that are not limited. The setting is ignored without a message, and a spike that should have been clipped "
+        "changes the weights."
+    )
+    bad = (
+        _EARLY.format(early=_LIMIT, late=""),
+        _EARLY.format(early=_LIMIT, late="").replace("    optimizer.zero_grad()\n", "") + "    optimizer.zero_grad()\n",
+    )
+    good = (
+        _EARLY.format(early="", late="    scaler.unscale_(optimizer)\n" + _LIMIT),
+        _EARLY.format(early="", late="    scaler.unscale_(optimizer)\n" + _LIMIT).replace(
+            "    optimizer.zero_grad()\n", ""
+        )
+        + "    optimizer.zero_grad()\n",
+    )
+    references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping",)
+    kinds = ("clip",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A clip between the clearing of all gradients and the backward of the same iteration."""
+        clip = trace[index]
+        around = [e for e in trace if e.loops[: len(clip.loops)] == clip.loops and compatible(e, clip)]
+        steps = {e.optimizer for e in around if e.kind in STEPS}
+        if not clip.loops or len(steps) != 1 or measures_only(clip.node):
+            return None
+        if any(e.kind in {"owned_backward", "owned_step", "handed", "autograd_grad"} for e in around):
+            return None
+        back = next((i for i in later(trace, index, "backward") if trace[i].loops == clip.loops), None)
+        if back is None or not any(trace[i].kind in STEPS for i in later(trace, back, *STEPS)):
+            return None
+        # Before the clip, in this iteration or at the end of the last one.
+        kinds = {"backward", "zero_grad", *STEPS}
+        place = around.index(clip)
+        before = [e for e in (*around[place:], *around[:place]) if e.kind in kinds and e.loops == clip.loops]
+        cleared = before[-1] if before else clip
+        if cleared.kind != "zero_grad" or not set(cleared.guards) <= set(clip.guards) or cleared.accumulating:
+            return None
+        return self.finding(
+            script.where(clip.node),
+            f"`{clip.subject}` runs after zero_grad() (line {script.where(cleared.node).line}) and before backward (line "
+            f"{script.where(trace[back].node).line}): there are no gradients to clip",
+            instead="clip after backward (and unscale_), before the step",
+        )
+
+
+RULES: tuple[type[Rule], ...] = (ClipOnlyWithoutAmp, ClipBeforeBackward)

@@ -173,8 +173,11 @@ class UnscaledBackward(TraceRule):
         if any(e.function not in calling for e in script.events("scale")):
             return None  # scaled by an object that returns the loss
         others = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
-        if any(set(e.guards) ^ set(event.guards) for e in others) or exclusive(trace, event, "scaler_step"):
+        if not all(implied(e, event) for e in others) or exclusive(trace, event, "scaler_step"):
             return None  # scaled in another branch
+        before = next((i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes"), index)
+        if any(implied(e, event) for e in between(trace, before, index, "unscale")):
+            return None  # added to gradients that are no longer scaled
         return self.finding(
             script.where(event.node),
             f"`{event.subject or 'the loss'}` is not scaled, but `{step.scaler}.step` divides its gradients by the scale",

@@ -1,15 +1,30 @@
-"""HS114: a step or an update that is written twice."""
+"""HS114 and HS115: a step or an update that is written twice, or that finds no gradients checked."""
 
 from __future__ import annotations
 
 import ast
+import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, earlier, implied, only_settings, rebound_between, switched_off
+from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
+from halfstep.check.script.flow.order import (
+    TraceRule,
+    earlier,
+    implied,
+    is_amp,
+    is_setting,
+    loops_around,
+    only_settings,
+    rebound_between,
+    switched_off,
+    without_amp,
+)
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.owners import optimized_models
+from halfstep.check.script.objects.values import constant
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -36,6 +51,17 @@ for x, y in loader:
         scaler.step(optimizer)
         scaler.update()
 """
+_START = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+"""
+_SKIPPING = _START + "    scaler.scale(loss).backward()\n    norm = measure(model)\n{step}"
+_LOSS = _START + "{backward}"
+_BOTH = "    scaler.step(optimizer)\n    scaler.update()\n"
 # What a repeated call is compared with: whatever comes between the two and makes the second one right.
 _SINCE = {
     "scaler_step": ("scaler_step", "update", "handed", "make_scaler", "owned_step"),
@@ -130,4 +156,151 @@ def _line(event: Event) -> int:
     return int(getattr(event.node, "lineno", 0))
 
 
-RULES: tuple[type[Rule], ...] = (StepRepeated,)
+class UncheckedUpdate(TraceRule):
+    """A scaler is updated, or steps, on a path on which no gradients were checked for inf."""
+
+    code = "HS115"
+    name = "unchecked-update"
+    severity = "error"
+    reason = (
+        "`unscale_` and `step` check the gradients for inf and NaN, and `update` needs the result of at least one such check since the "
+        "last `update`. Where a test skips the step but not the update, it raises AssertionError: No inf checks were recorded prior to "
+        "update. Where a test skips the backward, all gradients are None after `zero_grad()`, and `step` raises AssertionError: No inf "
+        "checks were recorded for this optimizer. The run stops at the first batch that is skipped, often hours after its start."
+    )
+    bad = (
+        _SKIPPING.format(step="    if torch.isfinite(norm):\n        scaler.step(optimizer)\n    scaler.update()\n"),
+        _SKIPPING.format(step="    if not torch.isfinite(norm):\n        scaler.update()\n        continue\n" + _BOTH),
+        _LOSS.format(
+            backward="    if torch.isfinite(loss):\n        scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+        ),
+    )
+    good = (
+        _SKIPPING.format(
+            step="    if torch.isfinite(norm):\n        scaler.step(optimizer)\n        scaler.update()\n"
+        ),
+        _SKIPPING.format(step="    if not torch.isfinite(norm):\n        continue\n" + _BOTH),
+        _LOSS.format(
+            backward="    if torch.isfinite(loss):\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
+        ),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.update",)
+    kinds = ("update", "scaler_step")
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An update without a check since the last one, or a step without a backward, for some value of a condition."""
+        event = trace[index]
+        if not event.loops or _has_arguments(event) or switched_off(script, event) or without_amp(event):
+            return None
+        if not script.scalers_named(event.scaler):
+            return None
+        around = [e for e in trace if e.loops[: len(event.loops)] == event.loops]
+        if any(e.kind in {"handed", "owned_step", "owned_backward", "make_scaler"} for e in around):
+            return None
+        if event.kind == "update":
+            return self._unchecked_update(script, event, around)
+        return self._step_without_gradients(script, event, around)
+
+    def _unchecked_update(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
+        """The finding for an update whose steps are all under a condition that the update does not have."""
+        checks = [e for e in around if e.kind in {"scaler_step", "unscale"} and e.scaler == event.scaler]
+        if not any(e.kind == "scaler_step" for e in checks) or any(map(is_accumulation, _guards(checks))):
+            return None
+        guard = _decisive(script, event, checks)
+        if guard is None and not any(compatible(e, event) for e in checks):
+            # The branch of a skipped batch: whatever was checked before it, another update has used.
+            updates = [e for e in around if e.kind == "update" and e.scaler == event.scaler and e is not event]
+            if all(any(implied(u, c) for u in updates) for c in checks):
+                guard = next(
+                    (g for g in event.guards if g.opposite in _guards(checks) and _varies(script, g, event)), None
+                )
+                guard = guard.opposite if guard is not None else None
+        if guard is None:
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"when {_negated(guard)}, no step has checked the gradients since the last update: "
+            f"`{event.local.scaler}.update()` raises AssertionError",
+            instead=f"call {event.local.scaler}.update() only after {event.local.scaler}.step",
+        )
+
+    def _step_without_gradients(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
+        """The finding for a step whose gradients are cleared on every pass, and computed only under a condition."""
+        backs = [e for e in around if e.kind == "backward"]
+        cleared = [e for e in around if e.kind == "zero_grad" and not e.accumulating]
+        if not backs or any(e.kind == "autograd_grad" for e in around):
+            return None
+        uses = backs
+        guard = _decisive(script, event, backs)
+        if guard is None:
+            uses = _calls_of_model(script, event, around)
+            guard = _decisive(script, event, uses)
+        if guard is None or any(map(is_accumulation, _guards([*uses, event]))):
+            return None
+        model = uses[0].local.subject if uses is not backs else ""
+        if not any(guard not in e.guards and implied(e, event) and not _keeps_zeros(e) for e in cleared):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"when {_negated(guard)}, {f'`{model}` is not called' if model else 'backward is skipped'} and every gradient "
+            f"{f'of `{event.local.optimizer}` ' if model else ''}is None after zero_grad(): `{event.local.scaler}.step` raises AssertionError",
+            instead="skip the step and the update of that batch as well",
+        )
+
+
+def _calls_of_model(script: Script, event: Event, around: list[Event]) -> list[Event]:
+    """The calls of the one model that a step's optimizer updates; none if it is used in any other way in the loop."""
+    models, loops = optimized_models(script, event), loops_around(script, event)
+    if len(models) != 1 or not loops or event.roots:
+        return []
+    name = next(iter(models))
+    calls = {e.node: e for e in around if e.kind == "forward" and e.subject == name}
+    conditions = {guard.text for guard in _guards(list(calls.values()))}
+    for node in ast.walk(loops[-1]):
+        if key_of(node) != name or not isinstance(node, (ast.Name, ast.Attribute)):
+            continue
+        parent, statement = script.outline.parents.get(node), script.statement(node)
+        is_call = isinstance(parent, ast.Call) and parent.func is node and parent in calls
+        is_mode = isinstance(parent, ast.Attribute) and parent.attr in {"train", "eval", "parameters", "zero_grad"}
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if not is_call and not is_mode and not any(key_of(target) in conditions for target in targets):
+            return []
+    return list(calls.values())
+
+
+def _guards(events: list[Event]) -> set[Guard]:
+    return {guard for event in events for guard in event.guards}
+
+
+def _varies(script: Script, guard: Guard, event: Event) -> bool:
+    """Whether a condition may be true for one batch and false for the next."""
+    return not (is_amp(guard) or is_setting(script, guard, event) or "@" in guard.text)
+
+
+def _decisive(script: Script, event: Event, others: list[Event]) -> Guard | None:
+    """The condition that all other events have and this one does not, if it is not the same for every batch."""
+    common = set.intersection(*(set(e.guards) for e in others)) if others else set()
+    own = [g for g in others[0].guards if g in common and g not in event.guards] if others else []
+    own = [g for g in own if _varies(script, g, others[0]) and not _tests_the_same(event, g)]
+    return own[0] if own else None
+
+
+def _tests_the_same(event: Event, guard: Guard) -> bool:
+    """Whether a condition of an event has a variable in common with another condition, which it may imply."""
+    words = set(re.findall(r"[A-Za-z_]\w+", guard.text)) - {"self", "torch", "math", "np"}
+    return any(words & set(re.findall(r"[A-Za-z_]\w+", g.text)) for g in event.guards)
+
+
+def _negated(guard: Guard) -> str:
+    return f"`{guard.text}` is {'false' if guard.is_true else 'true'}"
+
+
+def _keeps_zeros(event: Event) -> bool:
+    """Whether gradients are set to zero instead of None."""
+    call = event.node
+    return isinstance(call, ast.Call) and any(
+        k.arg == "set_to_none" and constant(k.value) is False for k in call.keywords
+    )
+
+
+RULES: tuple[type[Rule], ...] = (StepRepeated, UncheckedUpdate)

@@ -11,7 +11,10 @@ from halfstep.check.script.flow.gradients import measures_only, skipped_unscale,
 from halfstep.check.script.flow.order import TraceRule, earlier, later, scaled_before, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, loop_class
+from halfstep.check.script.objects.tensors import grad_of
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -97,6 +100,8 @@ class ScaledGradientsRead(TraceRule):
             return None
         if not any(trace[i].scaler == trace[start].scaler for i in later(trace, index, "scaler_step")):
             return None
+        if _only_normalizes(script, event):
+            return None
         unless = skipped_unscale(script, trace, start, index)
         return self.finding(
             script.where(event.node),
@@ -140,6 +145,35 @@ class ScaledGradientsRead(TraceRule):
             f"{state}{_read(event)} while gradients are still multiplied by the loss scale, until the step unscales them",
             instead=instead,
         )
+
+
+def _only_normalizes(script: Script, event: Event) -> bool:
+    """Whether a norm only divides gradients, as in adversarial training: the scale cancels in `grad / grad.norm()`."""
+    statement = script.statement(event.node)
+    if not isinstance(statement, ast.Assign) or statement.value is not event.node:
+        return _divides_gradient(script, event.node)
+    name = key_of(statement.targets[0])
+    scope = event.function.node
+    uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+    uses = [n for n in uses if not isinstance(_outside_arithmetic(script, n), (ast.Compare, ast.Call))]
+    return bool(uses) and all(_divides_gradient(script, n) for n in uses)
+
+
+def _outside_arithmetic(script: Script, node: ast.AST) -> ast.AST | None:
+    """What a number is used in: a test or a function of it, such as `norm != 0` and `torch.isnan(norm)`."""
+    parent = script.outline.parents.get(node)
+    is_test = isinstance(parent, ast.Call) and text_of(parent.func).rsplit(".", 1)[-1] in {"isnan", "isinf", "isfinite"}
+    is_zero = isinstance(parent, ast.Compare) and all(constant(c) == 0 for c in parent.comparators)
+    return parent if is_test or is_zero else None
+
+
+def _divides_gradient(script: Script, node: ast.AST) -> bool:
+    """Whether a number, perhaps with a small constant added, is the divisor of a gradient."""
+    parent = script.outline.parents.get(node)
+    while isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add):
+        node, parent = parent, script.outline.parents.get(parent)
+    is_divisor = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div) and parent.right is node
+    return is_divisor and any(grad_of(part) for part in ast.walk(parent.left) if isinstance(part, ast.expr))  # type: ignore[union-attr]
 
 
 def _read(event: Event) -> str:

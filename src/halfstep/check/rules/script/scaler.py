@@ -11,8 +11,9 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import TraceRule
+from halfstep.check.script.flow.order import TraceRule, loops_around
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
@@ -23,6 +24,13 @@ __all__ = ["RULES"]
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _RIGHT = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
+_RUN = re.compile(
+    r"(^|_)(fold|seed|trial|run|split|repeat|experiment)s?($|_)", re.IGNORECASE
+)  # names of loop variables
+_ONE_STEP = re.compile(
+    r"^_*(train|training|optimi[sz]ation|optimi[sz]e|update)_?(one_?|single_?)?(step|batch|iteration|iter)$",
+    re.IGNORECASE,
+)
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -80,7 +88,7 @@ class ScalerInLoop(TraceRule):
             steps = steps or ([event] if not scaler.key and _trains(script, scaler) else [])
             fresh = [e for e in inside if e.kind in {"set_model", "set_optimizer", "make_optimizer"}]
             fresh = [e for e in fresh if not _is_replacement(script, e)]
-            if not steps or fresh or self._first_time(event, name, steps):
+            if not steps or fresh or self._first_time(event, name, steps) or _is_over_runs(script, event):
                 return None
             every_step = scaler.key and all(len(e.loops) == len(event.loops) for e in steps)
             severity: Severity = "error" if every_step else "warning"
@@ -91,11 +99,15 @@ class ScalerInLoop(TraceRule):
             per_epoch = "epoch" in function.params or "epoch" in function.name
             passed = any(e.optimizer.partition(".")[0] in function.params for e in trace if e.optimizer)
             fresh = [e for e in trace if e.kind in {"set_optimizer", "make_optimizer"}]
-            if not (steps and per_epoch and passed) or fresh or event.roots or "epochs" in function.name:
+            per_step = bool(_ONE_STEP.search(function.name)) and any(e.kind == "scaler_step" for e in trace)
+            per_step = per_step and not any(e.loops for e in trace)
+            steps = [event] if per_step else steps
+            if not (steps and (per_epoch or per_step) and passed) or fresh or event.roots or "epochs" in function.name:
                 return None
             if self._first_time(event, name, steps):
                 return None
-            severity, frequency = "warning", f"on every call of `{function.name}`, once per epoch"
+            unit = "step" if per_step else "epoch"
+            severity, frequency = "warning", f"on every call of `{function.name}`, once per {unit}"
         if any(idle.node is scaler.node for idle in ScalerWithBf16.idle(script)):
             return None
         return self.finding(
@@ -116,6 +128,12 @@ class ScalerInLoop(TraceRule):
         return any(word in text for word in once for text, _ in guards) or any(
             not re.search(r"device|== ['\"]", text) for text in counts
         )
+
+
+def _is_over_runs(script: Script, event: Event) -> bool:
+    """Whether the innermost loop around a scaler is over independent runs, such as the folds of a cross-validation."""
+    loops = loops_around(script, event)
+    return bool(loops) and any(_RUN.search(name) for name in targets_of(loops[-1]))
 
 
 def _name(scaler: Scaler) -> str:

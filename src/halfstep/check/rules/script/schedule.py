@@ -66,6 +66,12 @@ class SchedulerBeforeStep(TraceRule):
             return None
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging starts after many steps
+        if self._opens_epoch(script, trace, index):
+            return self.finding(
+                script.where(event.node),
+                f"`{event.local.subject}.step()` runs at the start of the epoch, before the optimizer steps: the first learning rate is skipped",
+                instead=f"call {event.local.subject}.step() at the end of the epoch",
+            )
         back = next(earlier(trace, index, "backward", "scaler_step", "opt_step"), None)
         step = next(later(trace, index, "scaler_step", "opt_step", "backward"), None)
         if back is None or step is None or trace[back].kind != "backward" or trace[step].kind == "backward":
@@ -76,6 +82,25 @@ class SchedulerBeforeStep(TraceRule):
             script.where(event.node),
             f"`{event.subject}.step()` runs before the optimizer step: the first learning rate is skipped",
             instead=f"call {event.subject}.step() after the optimizer step",
+        )
+
+    @staticmethod
+    def _opens_epoch(script: Script, trace: Trace, index: int) -> bool:
+        """Whether one of torch's schedulers advances in each epoch before the loop whose steps it is for."""
+        event = trace[index]
+        if not event.loops or (isinstance(event.node, ast.Call) and arguments_of(event.node)):
+            return False
+        if any(e.kind in {"scaler_step", "opt_step", "owned_step", "handed"} for e in trace[:index]):
+            return False
+        step = next(later(trace, index, "scaler_step", "opt_step"), None)
+        if step is None or trace[step].loops[: len(event.loops)] != event.loops or trace[step].loops == event.loops:
+            return False
+        values = script.outline.values(event.local.subject, event.function)
+        names = [script.outline.names.full(v.func) if isinstance(v, ast.Call) else "" for v in values]
+        return (
+            bool(names)
+            and all(n.startswith("torch.optim.") for n in names)
+            and only_settings(script, event, trace[step])
         )
 
 

@@ -267,6 +267,10 @@ class UpdateBeforeStep(TraceRule):
         backs = [
             i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes" and trace[i].scaler == event.scaler
         ]
+        if not any(e.kind in {"backward", "owned_backward"} for e in trace):
+            # A method that only steps: another one of the class computes the gradients of all of them.
+            scaled = (e for e in script.near(event, "backward") if e.scaled == "yes" and e.scaler == event.scaler)
+            return loops[-1].lineno if any(True for _ in scaled) else None
         before = event.loops[:-1]
         return loops[-1].lineno if backs and trace[backs[0]].loops[: len(before)] == before else None
 

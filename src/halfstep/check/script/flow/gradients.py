@@ -20,7 +20,21 @@ __all__ = ["is_trial", "measures_only", "skipped_unscale", "unscaled_between"]
 
 _INFINITE = re.compile(r"^(float\(['\"]\+?inf(inity)?['\"]\)|(math|np|numpy|torch)\.inf|sys\.maxsize)$", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z_]\w+")
-_COMMON = {"args", "self", "config", "cfg", "opt", "opts", "hparams", "params", "None", "training", "train"}
+_COMMON = {
+    "args",
+    "self",
+    "config",
+    "cfg",
+    "opt",
+    "opts",
+    "hparams",
+    "params",
+    "None",
+    "training",
+    "train",
+    "CFG",
+    "hps",
+}
 
 
 def measures_only(call: ast.AST) -> bool:

@@ -24,6 +24,11 @@ class Guard(NamedTuple):
     text: str
     is_true: bool
 
+    @property
+    def opposite(self) -> Guard:
+        """The same condition with the other truth value."""
+        return Guard(self.text, not self.is_true)
+
 
 _COMPARISON = re.compile(r"^(.+?) (==|<=|>=|<|>|in) (-?\d[\d.e-]*|'[^']*'|\"[^\"]*\"|[\[({].*[\])}])$")
 _JOINED = re.compile(r" (and|or|if|not) ")

@@ -14,7 +14,7 @@ from halfstep.check.script.objects.expressions import arguments_of, first_key, h
 from halfstep.check.script.objects.losses import bce_of
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
-from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
+from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -165,7 +165,7 @@ class Recogniser:
         if last in {"get", "pop", "getattr"} and any("scaler" in str(constant(a)) for a in value.args):
             return ""  # `kwargs.get("scaler")`: passed like a parameter
         if "lr_scheduler" in name or "schedule" in last.lower() or last.endswith("LR"):
-            return "scheduler"
+            return "other" if schedules_value(value, name) else "scheduler"
         if name.startswith("torch.optim") or _OPTIM_CLASS.search(last) or "optim" in last.lower():
             return "optimizer"
         if "scaler" in last.lower():

@@ -6,6 +6,7 @@ import ast
 
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.expressions import options_of
 from halfstep.check.script.objects.values import argument
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -33,7 +34,8 @@ def optimized_models(script: Script, event: Event) -> frozenset[str]:
         key = key_of(call.func.value)
     models: set[str] = set()
     values = script.outline.values(key, event.function) if key else []
-    for value in values:
+    options = [option for value in values for option in options_of(value)]
+    for value in (o for o in options if not (isinstance(o, ast.Constant) and o.value is None)):
         if not isinstance(value, ast.Call):
             return frozenset()
         owners = _owners(script, argument(value, 0, "params"), event.function)

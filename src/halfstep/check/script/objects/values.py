@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from dataclasses import dataclass
 
 from halfstep.check.finding import Place
@@ -36,6 +37,7 @@ __all__ = [
     "dtypes_of",
     "enabled_of",
     "make_scaler",
+    "schedules_value",
     "text_of",
 ]
 
@@ -55,6 +57,10 @@ SCALERS = {
     "torch_xla.amp.GradScaler",
     "halfstep.GradScaler",
 }
+
+
+# Arguments of a learning-rate schedule.
+_OF_OPTIMIZER = re.compile(r"opt|(^|[_.])lrs?($|_)|learning_?rate|group", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +259,36 @@ def _under(autocast: Autocast, flag: str) -> Autocast:
     return dataclasses.replace(autocast, enabled=flag)
 
 
+def _target_of(outline: Outline, values: ast.Tuple, value: ast.expr) -> str:
+    """The variable to which `a, b = f(), g()` assigns one of the values; "" for any other tuple."""
+    assign = outline.parents.get(values)
+    target = assign.targets[0] if isinstance(assign, ast.Assign) and len(assign.targets) == 1 else None
+    if (
+        not isinstance(target, (ast.Tuple, ast.List))
+        or len(target.elts) != len(values.elts)
+        or value not in values.elts
+    ):
+        return ""
+    return key_of(target.elts[values.elts.index(value)])
+
+
+def schedules_value(call: ast.Call, name: str) -> bool:
+    """Whether a class is a schedule of another number than the learning rate: nothing it receives is about an optimizer."""
+    last = name.rsplit(".", 1)[-1]
+    if last[:1].islower() or "LR" in last or name.startswith(("torch.", "transformers.", "timm.")):
+        return False
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    if (
+        not values
+        or any(k.arg is None for k in call.keywords)
+        or any(isinstance(v, (ast.Starred, ast.Name)) for v in values)
+    ):
+        return False
+    return not any(
+        _OF_OPTIMIZER.search(text) for text in (*map(text_of, values), *(k.arg or "" for k in call.keywords))
+    )
+
+
 def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler | None:
     """The scaler that a call creates; None for any other call."""
     api = outline.names.full(call.func)
@@ -276,6 +312,8 @@ def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler 
         key = key_of(parent.targets[0])
     elif isinstance(parent, (ast.AnnAssign, ast.NamedExpr)):
         key = key_of(parent.target)
+    elif isinstance(parent, ast.Tuple):
+        key = _target_of(outline, parent, call)
     if flag and enabled == "yes":
         enabled = flag
     return Scaler(call, function, key, api, enabled, parent)
