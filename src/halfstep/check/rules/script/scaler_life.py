@@ -225,13 +225,19 @@ class ApexStateNotSaved(ScriptRule):
             return
         if "amp" in script.outline.strings or not script.has("load_optimizer"):
             return
-        saved = {e.node: e for e in script.events("save_optimizer")}
+        # A function of another file that gets the optimizer may save apex's state, which is global, by itself.
+        saved = {e.node: e for e in script.events("save_optimizer") if _writes_state(e.node)}
         for event in saved.values():
             yield self.finding(
                 script.where(event.node),
                 f"the checkpoint contains the state of `{event.optimizer}` but not of apex.amp: a resumed run restarts at a scale of 65536",
                 instead="save amp.state_dict() and call amp.load_state_dict(...) after amp.initialize",
             )
+
+
+def _writes_state(node: ast.AST) -> bool:
+    text = text_of(node)
+    return "state_dict" in text or text.startswith("torch.save(")
 
 
 RULES: tuple[type[Rule], ...] = (ScalerBeforeCreation, ScalerNeverSaved, ApexStateNotSaved)
