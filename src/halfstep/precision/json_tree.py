@@ -32,7 +32,9 @@ _STRING = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"')
 _SINGLE = re.compile(r"'[^'\\\n]*(?:\\.[^'\\\n]*)*'")
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?=[\s,\]}#/:]|\Z)")
 # Placeholders of templates: ${x} {{x}} <x> %(x)s $X @X@ and words in capitals.
-_TEMPLATE = re.compile(r"\$?\{\{.*?\}\}|\$\{[^}\n]*\}|<[^>\n]*>|%\(\w+\)[a-z]|\$\w+|@\w+@|[A-Z_][A-Z0-9_]+\b")
+_TEMPLATE = re.compile(
+    r"\$?\{\{.*?\}\}|\$\{[^}\n]*\}|<[^>\n]*>|%\(\w+\)[a-z]|\$\w+|@\w+@|[A-Z_]\w*_\w*[A-Z]\b|[A-Z_][A-Z0-9_]+\b"
+)
 _BARE = re.compile(r"[^\s,:\[\]{}\"'#][^,\]}\n#]*")
 _BARE_KEY = re.compile(r"[^\s,:\[\]{}\"'#/][^\s,:\[\]{}]*")
 _LITERAL = re.compile(r"(?:true|false|null|NaN|-?Infinity|True|False|None)(?=[ \t\r]*(?:[,\]}\n#]|//|/\*|\Z))")

@@ -187,3 +187,9 @@ def test_a_cell_of_one_line_gets_a_second(indent):
     raw = notebook(cell(["a"]), indent=indent)
     document = read_document("n.ipynb", raw.encode(), "notebook")
     assert apply_edits(document, [Edit(1, 1, "\nb")]).decode() == notebook(cell(["a\n", "b"]), indent=indent)
+
+
+@pytest.mark.parametrize("raw", ["", " \n"])
+def test_an_empty_file_is_a_notebook_without_code(raw):
+    """A file that was created and never written gives no finding."""
+    assert not isinstance(read_notebook("new.ipynb", raw), Finding)

@@ -373,3 +373,49 @@ def test_an_optimizer_by_its_full_name_is_the_programs_own():
     assert "HS243" in problems(config)
     config["optimizer"]["type"] = "mine.optim.EmaAdam"
     assert "HS243" not in problems(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "severity"),
+    [
+        ('{"train_batch_size": 8, "zero_optimization": {"stage": 2, "stage": 3}}', "error"),
+        (
+            '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "steps_per_print": 5, "steps_per_print": 5}',
+            "error",
+        ),
+        ('{"train_batch_size": "auto", "zero_optimization": {"stage": 2, "stage": 3}}', "warning"),
+        (
+            '{"train_batch_size": "auto", "zero_optimization": {"stage": 3, "sub_group_size": 1e9, "sub_group_size": 1e8}}',
+            "advice",
+        ),
+        ('{"train_batch_size": "auto", "zero_optimization": {"stage": 3, "stage": 3}}', None),
+        ("mixed_precision: fp16\ndistributed_type: NO\nnum_processes: 1\nnum_processes: 2\n", "advice"),
+    ],
+)
+def test_a_duplicate_key_counts_for_what_its_reader_does(text, severity):
+    """DeepSpeed rejects duplicates; Hugging Face and YAML read the last, which matters for numerical settings."""
+    assert codes(text).get("HS254") == severity
+
+
+def test_an_amp_block_of_another_trainer_is_not_deepspeeds():
+    """An `amp` block with a dtype, or next to an optimizer that Hydra creates, gives no finding."""
+    assert codes("optim:\n  optimizer:\n    _target_: torch.optim.AdamW\n  amp:\n    enabled: true\n") == {}
+    assert codes("optimizer:\n  type: AdamW\namp:\n  enabled: true\n  amp_dtype: bfloat16\n") == {}
+    assert "HS206" in codes("optimizer:\n  type: AdamW\namp:\n  enabled: true\n  opt_level: O1\n")
+
+
+def test_a_template_with_mixed_case_names_is_not_broken_json():
+    """Names of a template such as CL_1st_MIN are values that are filled in later."""
+    text = (
+        '{"train_batch_size": CONFIG_BATCH, "fp16": {"enabled": true}, "zero_optimization": {"stage": ZERO_2nd_STAGE}}'
+    )
+    assert codes(text).get("HS004") is None
+    (config,) = read_configs(case_source(text), Settings())
+    assert config.kind == "deepspeed"
+
+
+def test_the_input_cast_is_harmless_with_keyword_inputs():
+    """Files for Hugging Face, which passes keywords, get advice instead of an error."""
+    cast = {"fp16": {"enabled": False, "auto_cast": True}, "bf16": {"enabled": True}}
+    assert codes({**BASE, **cast})["HS207"] == "error"
+    assert codes({**BASE, **cast, "train_batch_size": "auto"})["HS207"] == "advice"

@@ -519,3 +519,31 @@ def main(config):
 def test_one_option_under_two_names_casts_and_enables_the_scaler(cast, lines):
     """`config["train"]["precision"]` and `train["precision"]` are one option, and the optimizer may be returned."""
     assert [f.line for f in findings(OPTION.format(cast=cast), "HS160")] == lines
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "if quantize:\n    kw['quantization_config'] = q\nelse:\n    kw['torch_dtype'] = torch.bfloat16\n",
+            "when `not quantize`, ",
+        ),
+        (
+            "if not quantize:\n    kw['dtype'] = torch.bfloat16\nelse:\n    kw['load_in_4bit'] = True\n",
+            "when `not quantize`, ",
+        ),
+        ("if full:\n    kw['dtype'] = torch.bfloat16\n", "when `full`, "),
+        ("kw['dtype'] = torch.bfloat16\n", "`model` has"),
+        ("kw['dtype'] = torch.bfloat16\nkw['quantization_config'] = q\n", None),
+        ("if quantize:\n    kw['dtype'] = torch.bfloat16\n    kw['quantization_config'] = q\n", None),
+    ],
+)
+def test_options_of_a_load_are_set_in_branches(options, message):
+    """A dtype that is set where quantization is not is the dtype of the weights that the Trainer updates."""
+    text = (
+        "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\nkw = {'revision': 'main'}\n"
+        f"{options}model = AutoModelForCausalLM.from_pretrained('m', **kw)\n"
+        "trainer = Trainer(model=model, args=TrainingArguments('out', bf16=True), train_dataset=data)\ntrainer.train()\n"
+    )
+    reports = findings(text, "HS277")
+    assert [f.message.startswith(message) for f in reports] == ([True] if message else [])

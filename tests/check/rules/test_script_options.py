@@ -139,3 +139,70 @@ def test_an_option_that_nobody_reads_is_reported(rest):
 def test_an_option_that_may_be_read_is_silent(rest):
     """Read by name, passed to another file, kept in an object, or parsed elsewhere."""
     assert findings(TRAIN + rest, "HS139") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dtype = torch.bfloat16 if torch.cuda.is_bf16_supported else torch.float16",
+        "dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported else torch.float16",
+        "if not torch.cuda.is_bf16_supported: raise SystemExit",
+        "args = TrainingArguments('out', bf16=torch.cuda.is_bf16_supported)",
+        "args = TrainingArguments('out', fp16=torch.cuda.is_available)",
+        "use_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported",
+        "dtype = torch.bfloat16 if get_accelerator().is_bf16_supported else torch.float32",
+        "dtype = torch.bfloat16 if is_bfloat16_supported else torch.float16",
+        "dtype = torch.bfloat16 if is_torch_bf16_gpu_available else torch.float16",
+    ],
+)
+def test_a_query_that_is_not_called_is_always_true(line):
+    """A function that reports support for a format is a true value by itself."""
+    head = (
+        "import torch\nfrom deepspeed.accelerator import get_accelerator\nfrom unsloth import is_bfloat16_supported\n"
+        "from transformers import TrainingArguments\nfrom transformers.utils import is_torch_bf16_gpu_available\n"
+    )
+    assert [f.line for f in findings(head + line + "\n", "HS269")] == [6]
+    called = line.replace("_supported", "_supported()").replace("gpu_available", "gpu_available()")
+    called = called.replace("is_available)", "is_available())")
+    assert findings(head + called + "\n", "HS269") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ncheck = torch.cuda.is_bf16_supported\nprint(check())\n",
+        "import torch\ndevice = 'cuda' if torch.cuda.is_available else 'cpu'\n",
+        "import torch\ntorch.cuda.is_bf16_supported = lambda: False\nif torch.cuda.is_bf16_supported:\n    print(1)\n",
+        "import torch\nclass Run:\n    def go(self):\n        return torch.bfloat16 if self.is_bf16_supported else torch.float16\n",
+        "import torch\nis_bf16_supported = probe()\ndtype = torch.bfloat16 if is_bf16_supported else torch.float16\n",
+        "import torch\nbf16_query = torch.cuda.is_bf16_supported\n",
+    ],
+)
+def test_a_query_that_is_passed_on_or_replaced_is_silent(text):
+    """Functions as values, devices, variables of the same name and replaced functions give no finding."""
+    assert findings(text, "HS269") == []
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["dict(type=OptimWrapper, optimizer=o)", "dict(type='mmengine.OptimWrapper', optimizer=o)"]
+)
+def test_an_old_fp16_setting_next_to_a_plain_wrapper(wrapper):
+    """MMEngine reads `optim_wrapper` and not `fp16`, however the wrapper's class is named."""
+    assert codes(f"o = dict(type='SGD', lr=0.1)\noptim_wrapper = {wrapper}\nfp16 = dict(loss_scale=512.)\n") == [
+        "HS287:3"
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "optim_wrapper = dict(type=AmpOptimWrapper, optimizer=o)\nfp16 = dict(loss_scale=512.)\n",
+        "optim_wrapper = dict(**base)\nfp16 = dict(loss_scale=512.)\n",
+        "optim_wrapper = dict(type='OptimWrapper')\nfp16 = dict(enabled=True)\n",
+        "optim_wrapper = dict(type='OptimWrapper')\nstrategy = dict(type='DeepSpeedStrategy', fp16=dict(loss_scale=0))\n",
+        "with read_base():\n    from .base import *\noptim_wrapper = dict(optimizer=o)\nfp16 = dict(loss_scale=512.)\n",
+    ],
+)
+def test_other_fp16_settings_are_silent(text):
+    """Mixed-precision wrappers, inherited ones and blocks of other engines give no finding."""
+    assert findings(text, "HS287") == []

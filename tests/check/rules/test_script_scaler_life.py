@@ -107,3 +107,15 @@ def test_torch_device_of_the_object_is_not_a_device_type(device):
     )
     assert codes(text) == ["HS142:7"]
     assert codes(text.replace("=self.device)", "=self.device.type)")) == []
+
+
+def test_a_helper_of_another_file_may_save_apex_by_itself():
+    """apex.amp is global: a function that gets only the optimizer can still write its state."""
+    text = (
+        "from apex import amp\nfrom utils import load_checkpoint, save_checkpoint\nload_checkpoint(model, optimizer)\n"
+        "for x in loader:\n    loss = model(x)\n    with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()\n"
+        "    optimizer.step()\n{save}\n"
+    )
+    assert findings(text.format(save="save_checkpoint(config, epoch, model, optimizer)"), "HS173") == []
+    state = "torch.save({'optimizer': optimizer.state_dict()}, path)"
+    assert [f.line for f in findings("import torch\n" + text.format(save=state), "HS173")] == [10]

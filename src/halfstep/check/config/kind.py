@@ -267,11 +267,22 @@ def is_deepspeed(block: Block) -> bool:
     if keys & {"fsdp", "fsdp_config"}:
         return False  # blocks in DeepSpeed's style for another engine
     modes = [name for name in ("fp16", "bf16", "bfloat16", "torch_autocast", "amp") if _has_mode(block, name)]
+    if _is_foreign_mode(block, modes):
+        return False
     if modes and len(keys & _DEEPSPEED_WITH) >= 1:
         return len(keys & DEEPSPEED_KEYS) * 2 >= len(keys)
     if keys <= DEEPSPEED_KEYS and "train_batch_size" in keys and len(keys & _DEEPSPEED_WITH) >= 3:
         return True
     return bool(modes) and len(keys) == len(modes) and any(_is_typical(block, name) for name in modes)
+
+
+def _is_foreign_mode(block: Block, modes: list[str]) -> bool:
+    """Whether `amp: {enabled: true, amp_dtype: bfloat16}` next to an optimizer is a block of another trainer."""
+    amp, optimizer = _child(block, "amp"), _child(block, "optimizer")
+    if modes != ["amp"] or amp is None:
+        return False
+    instantiated = optimizer is not None and bool({"_target_", "class_path"} & set(optimizer.keys()))
+    return instantiated or any("dtype" in entry.key for entry in amp.entries)
 
 
 def _describes_keys(block: Block) -> bool:

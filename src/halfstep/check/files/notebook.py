@@ -141,7 +141,7 @@ class Notebook:
 def read_notebook(path: str, raw: str) -> Notebook | Finding:
     """The notebook in `raw`, or the finding about why it cannot be read."""
     try:
-        content: Any = json.loads(raw)
+        content: Any = json.loads(raw) if raw.strip() else {"cells": []}  # an empty file has no code
     except json.JSONDecodeError as error:
         where = Place(path, error.lineno, error.colno)
         return SyntaxFault.finding(where, f"The notebook is not valid JSON: {error.msg}.")

@@ -249,7 +249,7 @@ class Fp16InputCast(DeepSpeedRule):
     name = "fp16-input-cast"
     severity = "error"
     reason = (
-        "`auto_cast` casts the model's positional inputs to fp16 even if fp16 is disabled. In bf16 or fp32 the first "
+        "`auto_cast` casts the model's positional floating-point inputs to fp16 even if fp16 is disabled. In bf16 or fp32 the first "
         "matrix product then raises a RuntimeError for mismatched dtypes. Keyword inputs are never cast."
     )
     bad = (
@@ -270,9 +270,9 @@ class Fp16InputCast(DeepSpeedRule):
             yield self.at(
                 config,
                 ("fp16", "auto_cast"),
-                "`fp16.auto_cast` casts inputs to fp16 although fp16 is disabled; the first matrix product raises a "
-                "RuntimeError.",
+                "`fp16.auto_cast` casts floating-point inputs to fp16 although fp16 is off; their first product raises.",
                 instead="Remove `auto_cast`, or enable fp16.",
+                severity="advice" if deepspeed.has_auto else None,  # Hugging Face passes keywords, which are never cast
             )
 
 

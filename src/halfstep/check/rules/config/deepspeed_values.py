@@ -23,6 +23,13 @@ _INITIALIZES = re.compile(r"\bdeepspeed\.initialize\(")
 _TRAINERS = re.compile(r"\b(?:Seq2Seq|SFT|DPO|PPO|GRPO|Reward)?Trainer\b")
 _RESOLVES = re.compile(r"""TrainingArguments|DeepSpeedConfig|[=!]= *["']auto["']|deepspeed_config_process|fill_match""")
 
+# Keys that decide how a run computes; of the others (paths, intervals, bucket sizes) a duplicate is only untidy.
+_NUMERIC = re.compile(
+    r"fp16|bf16|bfloat16|fp8|amp$|dtype|precision|scale|hysteresis|clip|max_grad_norm|optim|stage$|zero_optimization|"
+    r"accumulat|batch_size|learning_rate|^lr$|eps|betas|weight_decay|enabled",
+    re.IGNORECASE,
+)
+
 
 class DuplicateKey(ConfigRule):
     """A key is set twice in the same block."""
@@ -31,8 +38,8 @@ class DuplicateKey(ConfigRule):
     name = "duplicate-key"
     severity = "error"
     reason = (
-        "DeepSpeed raises an error for a duplicate key in its JSON file. Every other reader (json, PyYAML, Python "
-        "itself) silently keeps the last value, so one of the two settings has no effect."
+        "DeepSpeed raises an error for a duplicate key in its JSON file. Every other reader (json, which Hugging Face uses "
+        'for files with "auto", PyYAML, Python itself) silently keeps the last value, so one of the two settings has no effect.'
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "fp16": {"enabled": false}}',
@@ -53,14 +60,16 @@ class DuplicateKey(ConfigRule):
         """Check every block of every kind of configuration."""
         if config.root.call or config.kind == "joint":
             return  # a duplicate keyword argument is a SyntaxError in Python
-        for node in walk(config.root):
+        nodes = list(walk(config.root))
+        filled = any(isinstance(node, Scalar) and node.value == "auto" for node in nodes)  # by Hugging Face
+        native = config.kind == "deepspeed" and config.source.language == "json" and not filled
+        for node in nodes:
             first_entries: dict[str, Entry] = {}
             for entry in node.entries if isinstance(node, Block) else ():
                 first = first_entries.setdefault(entry.key, entry)
                 if first is entry:
                     continue
                 line = config.where(first.key_span).line
-                native = config.kind == "deepspeed" and config.source.language == "json"
                 if not native and _equal(first, entry):
                     continue
                 effect = "DeepSpeed raises an error" if native else "only the second has an effect"
@@ -68,7 +77,7 @@ class DuplicateKey(ConfigRule):
                     config.where(entry.key_span),
                     f"`{entry.key}` is already set at line {line}; {effect}.",
                     instead="Keep one of the two.",
-                    severity=None if native else "warning",
+                    severity=None if native else "warning" if _NUMERIC.search(entry.key) else "advice",
                 )
 
 

@@ -252,7 +252,8 @@ class ApexStateNotSaved(ScriptRule):
             return
         if "amp" in script.outline.strings or not script.has("load_optimizer"):
             return
-        saved = {e.node: e for e in script.events("save_optimizer")}
+        # A function of another file that gets the optimizer may save apex's state, which is global, by itself.
+        saved = {e.node: e for e in script.events("save_optimizer") if _writes_state(e.node)}
         for event in saved.values():
             yield self.finding(
                 script.where(event.node),
@@ -351,6 +352,11 @@ def _is_cast(script: Script, node: ast.AST) -> bool:
             return False
         node = node.func.value
     return False
+
+
+def _writes_state(node: ast.AST) -> bool:
+    text = text_of(node)
+    return "state_dict" in text or text.startswith("torch.save(")
 
 
 RULES: tuple[type[Rule], ...] = (ScalerBeforeCreation, ScalerNeverSaved, ApexStateNotSaved, HalfWeightsResumed)

@@ -68,17 +68,22 @@ def is_exercise(script: Script) -> bool:
 def when(script: Script, cast: Cast) -> str:
     """The condition under which a cast happens, as the beginning of a message."""
     conditions = conditions_of(script.outline, cast.node)
+    option = (
+        keyword_of(script.outline, cast.node, cast.function, "dtype", "torch_dtype") if cast.form == "load" else None
+    )
+    if option is not None:  # `options["dtype"] = ...` of `**options` may have conditions of its own
+        conditions = tuple(dict.fromkeys((*conditions, *conditions_of(script.outline, option))))
     equal = {text.partition(" == ")[0] for text, is_true in conditions if is_true and " == " in text}
     decisive = [g for g in conditions if g.is_true or g.text.partition(" == ")[0] not in equal]
     flags = [text if is_true else f"not {text}" for text, is_true in decisive if len(text) < 60]
     low = " or ".join(sorted(cast.low))
     names = (v for v in dtype_values(cast) if key_of(v))
-    option = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
+    variable = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
     parts = [f"`{flag}`" for flag in flags]
     if script.training.adapters == "optional" and not asks_for_adapters(conditions):
         parts.append("no adapter is used")
     if not cast.is_certain and cast.low:
-        parts.append(f"`{option}` is {low}" if option else f"the dtype is {low}")
+        parts.append(f"`{variable}` is {low}" if variable else f"the dtype is {low}")
     return f"when {' and '.join(parts)}, " if parts else ""
 
 

@@ -254,11 +254,12 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
     if _OTHER_CLASS.search(owner.rsplit(".", 1)[-1]):
         lineage.is_adapted |= "Peft" in owner and not asks_for_adapters(conditions_of(outline, call))
         return
+    dtype = keyword_of(outline, call, function, "torch_dtype", "dtype")
     for option in _QUANTIZED:
         value = keyword_of(outline, call, function, option)
         if value is not None and constant(value) not in {None, False} and not may_be_none(outline, value, function):
-            lineage.is_adapted = True
-    value = keyword_of(outline, call, function, "torch_dtype", "dtype")
+            lineage.is_adapted |= not _is_other_branch(outline, value, dtype)
+    value = dtype
     if value is not None and constant(value) is not None:
         lineage.casts.append(Cast(call, function, name, formats_of(outline, value, function), "load"))
     elif (
@@ -269,6 +270,14 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
         and _MODEL_CLASS.search(owner)
     ):
         lineage.casts.append(Cast(call, function, name, frozenset({AUTO}), "checkpoint"))
+
+
+def _is_other_branch(outline: Outline, quantized: ast.expr, dtype: ast.expr | None) -> bool:
+    """Whether `options["quantization_config"]` is set in one branch and the dtype in the other: one of them is used."""
+    if dtype is None:
+        return False
+    off = {(text, not is_true) for text, is_true in conditions_of(outline, quantized)}
+    return any(guard in off for guard in conditions_of(outline, dtype))
 
 
 def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name: str) -> None:
