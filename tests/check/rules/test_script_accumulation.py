@@ -498,3 +498,53 @@ for i, x in enumerate(loader):
 def test_the_window_of_a_generator_has_its_own_optimizer(divided, expected):
     """A discriminator that is cleared in every iteration does not end the window of the generator."""
     assert reported(GAN.format(divided=divided)) == expected
+
+
+TWICE = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.float16):
+        loss = model(x).mean()
+        {first}
+    {second}
+    if (i + 1) % args.accum_steps == 0:
+        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("if args.accum_steps > 1: loss = loss / args.accum_steps", "scaler.scale(loss / args.accum_steps).backward()", ["HS182"]),
+        ("if args.accum_steps > 1: loss /= args.accum_steps", "scaler.scale(loss).div(args.accum_steps).backward()", ["HS182"]),
+        ("loss = loss.div(args.accum_steps)", "scaler.scale(loss / args.accum_steps).backward()", ["HS182"]),
+        ("if args.accum_steps > 1: loss = loss / args.accum_steps", "scaler.scale(loss).backward()", []),
+        ("if args.mean: loss = loss / args.accum_steps", "scaler.scale(loss / args.accum_steps).backward()", []),
+        ("loss = loss.div(args.accum_steps)", "scaler.scale(loss).backward()", []),
+    ],
+)  # fmt: skip
+def test_a_division_that_waits_for_several_micro_batches_counts(first, second, expected):
+    """`if n > 1: loss = loss / n` and `loss.div(n)` are divisions; another condition may exclude one."""
+    assert reported(TWICE.format(first=first, second=second)) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("p.grad.add_(torch.randn_like(p.grad) * sigma)", ["HS110"]),
+        ("p.grad += args.weight_decay * p", ["HS110"]),
+        ("p.grad.data.sub_(noise)", ["HS110"]),
+        ("p.grad.add_(p.other.grad)", []),
+        ("p.grad += buffers[p]", []),
+        ("p.grad.mul_(0.5)", []),
+    ],
+)
+def test_what_is_added_to_a_scaled_gradient_has_its_scale(change, expected):
+    """Noise and weight decay that are added before unscale_ are too small by the scale; a factor or a gradient is not."""
+    text = HEAD + (
+        "for x in loader:\n    scaler.scale(model(x)).backward()\n{unscale}    for p in model.parameters():\n"
+        f"        {change}\n    scaler.step(optimizer)\n    scaler.update()\n"
+    )
+    assert reported(text.format(unscale="")) == expected
+    assert reported(text.format(unscale="    scaler.unscale_(optimizer)\n")) == []

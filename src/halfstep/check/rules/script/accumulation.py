@@ -219,7 +219,7 @@ class LossDividedTwice(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.local.subject or 'the loss'}` is divided by `{twice}` twice: gradients are too small by that factor",
+            f"{f'`{event.local.subject}`' if event.local.subject else 'the loss'} is divided by `{twice}` twice: gradients are too small by that factor",
             instead=f"divide the loss by {twice} once",
         )
 
