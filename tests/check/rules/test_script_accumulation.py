@@ -356,3 +356,195 @@ def test_the_step_of_an_optimizer_class_in_the_file_is_a_step():
         "optimizer = Muon(model.parameters())\nfor x in loader:\n    scaler.scale(model(x)).backward()\n    optimizer.step()\n"
     )
     assert [f.code for f in findings(text, "HS103")] == ["HS103"]
+
+
+CHUNKS = """\
+import torch
+for batch in loader:
+    optimizer.zero_grad()
+    for i, part in enumerate({source}):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(part){divided}
+        loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "divided", "expected"),
+    [
+        ("deep_chunk(batch, self.iter_size)", "", ["HS180"]),
+        ("split_batch(batch, accumulation_steps)", "", ["HS180"]),
+        ("deep_chunk(batch, self.iter_size)", " / self.iter_size", []),
+        ("split_batch(batch, micro_batch_size)", "", []),
+    ],
+)
+def test_a_helper_that_splits_a_batch_makes_a_window(source, divided, expected):
+    """A loop over the chunks of a batch is a window if the helper is passed their number, not their size."""
+    assert reported(CHUNKS.format(source=source, divided=divided)) == expected
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("divisible_by(i + 1, accumulate)", ["HS180"]),
+        ("is_divisible(i, 4)", ["HS180"]),
+        ("self.every_n_iters(runner, self.update_interval)", ["HS180"]),
+        ("divisible_by(i, 1)", []),
+    ],
+)
+def test_a_predicate_ends_a_window(test, expected):
+    """`divisible_by(i, n)` and mmcv's `every_n_iters(runner, n)` mean the same as `i % n == 0`."""
+    assert reported(plain(f"if {test}: {STEP}")) == expected
+    assert reported(plain(f"if {test}: {STEP}", f" / {test.rpartition(' ')[2][:-1]}")) == []
+
+
+def test_a_predicate_ends_the_window_of_unscale():
+    """unscale_ on every micro-batch is reported whatever the condition of the step is written as."""
+    body = "scaler.unscale_(optimizer)\nif divisible_by(i, accum): scaler.step(optimizer); scaler.update(); optimizer.zero_grad()"
+    text = plain(body, " / accum", HEAD).replace("loss.backward", "scaler.scale(loss).backward")
+    assert reported(text) == ["HS106"]
+
+
+SWITCH = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+for i, x in enumerate(loader):
+    {clear}
+    if args.amp:
+        with torch.autocast('cuda', dtype=torch.float16): loss = model(x)
+        scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+    elif args.accum > 1:
+        loss = model(x) / args.accum
+        if (i + 1) % args.accum == 0:
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+        else:
+            with model.no_sync(): loss.backward()
+    else:
+        model(x).backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("clear", "expected"), [("optimizer.zero_grad()", ["HS181"]), ("pass", [])])
+def test_gradients_are_cleared_in_every_branch(clear, expected):
+    """A zero_grad above several branches discards what the one with a window accumulates."""
+    assert reported(SWITCH.format(clear=clear)) == expected
+
+
+HELPER = """\
+import deepspeed, json
+class Trainer:
+    def __init__(self, model, path):
+        config = json.load(open(path))
+        self.accumulation = config.get('gradient_accumulation_steps')
+        self.engine, self.optimizer = self.prepare(model, config)
+    def prepare(self, model, config):
+        engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+        return engine, optimizer
+    def train(self, loader):
+        for x in loader:
+            loss = self.engine(x){divided}
+            self.engine.backward(loss)
+            self.engine.step()
+"""
+
+
+@pytest.mark.parametrize(("divided", "expected"), [(" / self.accumulation", ["HS188"]), ("", [])])
+def test_an_engine_that_a_helper_returns_divides_too(divided, expected):
+    """The division is the second one if the engine's configuration has the number that the script divides by."""
+    assert reported(HELPER.format(divided=divided)) == expected
+
+
+SUMMED = """\
+import torch
+def validate(model, loader):
+    with torch.no_grad():
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y, reduction='sum')
+            total += loss.item()
+def train(model, loader):
+    for i, (x, y) in enumerate(loader):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x), y{reduction})
+        loss.backward()
+        if (i + 1) % accum == 0:
+            optimizer.step(); optimizer.zero_grad()
+            validate(model, loader)
+train(model, loader)
+"""
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("", ["HS180"]), (", reduction='sum'", [])])
+def test_the_sum_of_a_validation_is_not_the_loss(reduction, expected):
+    """reduction="sum" under no_grad does not make the training loss a sum."""
+    assert reported(SUMMED.format(reduction=reduction)) == expected
+
+
+GAN = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.float16): loss_g = generator(x){divided}
+    scaler.scale(loss_g).backward()
+    ends = (i + 1) % accum == 0 or i + 1 == len(loader)
+    if ends:
+        scaler.step(opt_g); scaler.update(); opt_g.zero_grad()
+    if update_discriminator:
+        discriminator(x).backward(); opt_d.step(); opt_d.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("divided", "expected"), [("", ["HS180"]), (" / accum", [])])
+def test_the_window_of_a_generator_has_its_own_optimizer(divided, expected):
+    """A discriminator that is cleared in every iteration does not end the window of the generator."""
+    assert reported(GAN.format(divided=divided)) == expected
+
+
+TWICE = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.float16):
+        loss = model(x).mean()
+        {first}
+    {second}
+    if (i + 1) % args.accum_steps == 0:
+        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("if args.accum_steps > 1: loss = loss / args.accum_steps", "scaler.scale(loss / args.accum_steps).backward()", ["HS182"]),
+        ("if args.accum_steps > 1: loss /= args.accum_steps", "scaler.scale(loss).div(args.accum_steps).backward()", ["HS182"]),
+        ("loss = loss.div(args.accum_steps)", "scaler.scale(loss / args.accum_steps).backward()", ["HS182"]),
+        ("if args.accum_steps > 1: loss = loss / args.accum_steps", "scaler.scale(loss).backward()", []),
+        ("if args.mean: loss = loss / args.accum_steps", "scaler.scale(loss / args.accum_steps).backward()", []),
+        ("loss = loss.div(args.accum_steps)", "scaler.scale(loss).backward()", []),
+    ],
+)  # fmt: skip
+def test_a_division_that_waits_for_several_micro_batches_counts(first, second, expected):
+    """`if n > 1: loss = loss / n` and `loss.div(n)` are divisions; another condition may exclude one."""
+    assert reported(TWICE.format(first=first, second=second)) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("p.grad.add_(torch.randn_like(p.grad) * sigma)", ["HS110"]),
+        ("p.grad += args.weight_decay * p", ["HS110"]),
+        ("p.grad.data.sub_(noise)", ["HS110"]),
+        ("p.grad.add_(p.other.grad)", []),
+        ("p.grad += buffers[p]", []),
+        ("p.grad.mul_(0.5)", []),
+    ],
+)
+def test_what_is_added_to_a_scaled_gradient_has_its_scale(change, expected):
+    """Noise and weight decay that are added before unscale_ are too small by the scale; a factor or a gradient is not."""
+    text = HEAD + (
+        "for x in loader:\n    scaler.scale(model(x)).backward()\n{unscale}    for p in model.parameters():\n"
+        f"        {change}\n    scaler.step(optimizer)\n    scaler.update()\n"
+    )
+    assert reported(text.format(unscale="")) == expected
+    assert reported(text.format(unscale="    scaler.unscale_(optimizer)\n")) == []

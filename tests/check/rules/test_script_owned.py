@@ -435,3 +435,29 @@ class Net(L.LightningModule):
 def test_fabric_and_manual_optimization_do_not_divide(text, expected):
     """Neither fabric.backward nor manual_backward divides the loss by the length of a window."""
     assert [f.code for f in findings(text, "HS180")] == expected
+
+
+TRAINER = """\
+import torch
+from {package} import {base}
+class Own({base}):
+    def training_step(self, model, inputs):
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_({clipped}, 1.0)
+        self.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "base", "clipped", "expected"),
+    [
+        ("transformers", "Trainer", "model.parameters()", ["HS186:warning"]),
+        ("trl", "PPOTrainer", "filter(lambda p: p.requires_grad, model.parameters())", ["HS186:warning"]),
+        ("transformers", "Trainer", "amp.master_params(self.optimizer)", []),
+        ("mylib", "Loop", "model.parameters()", []),
+    ],
+)
+def test_the_accelerator_of_a_trainer_scales_gradients(package, base, clipped, expected):
+    """A Trainer's own accelerator leaves gradients scaled in fp16, so torch's clip after its backward is reported."""
+    assert reported(TRAINER.format(package=package, base=base, clipped=clipped)) == expected

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import takewhile
 
+from halfstep.check.config.engines import read_engines
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
@@ -296,16 +297,11 @@ def _excluded(script: Script, first: ast.AST, second: ast.AST) -> bool:
 
 
 def _deepspeed_engines(script: Script) -> set[str]:
-    """The variables that deepspeed.initialize is assigned to."""
-    engines = set()
-    for call, _ in script.outline.library_calls.get("deepspeed.initialize", ()):
-        parent = script.outline.parents.get(call)
-        is_first = isinstance(parent, ast.Subscript) and constant(parent.slice) == 0
-        parent = script.outline.parents.get(parent) if is_first and parent is not None else parent
-        if isinstance(parent, ast.Assign):
-            target = parent.targets[0]
-            engines.add(key_of(target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target))
-    return engines - {"", "_"}
+    """The variables that are engines of DeepSpeed: created, returned by a helper, or passed to a function."""
+    if "deepspeed.initialize" not in script.outline.library_calls:
+        return set()
+    keys = read_engines(tuple(ast.walk(script.tree)), script.outline.names).keys
+    return set().union(*keys.values())
 
 
 def _configured_steps(script: Script) -> ast.expr | None:

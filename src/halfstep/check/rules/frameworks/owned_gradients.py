@@ -70,9 +70,15 @@ _DOCS = "https://huggingface.co/docs/accelerate/package_reference/accelerator#ac
 
 def _backward_engine(script: Script, trace: Trace, index: int) -> Engine | None:
     """The Accelerator or Fabric whose backward wrote the gradients at this point."""
-    for i in earlier(trace, index, "owned_backward"):
-        return engine_at(script, trace[i].subject, trace[i].function)
-    return None
+    before = next(earlier(trace, index, "owned_backward"), None)
+    if before is None:
+        return None
+    back = trace[before]
+    engine = engine_at(script, back.subject, back.function)
+    owner = loop_class(script, back.function.cls) if back.function.cls else None
+    if engine is None and owner is not None and owner.base == "trainer" and back.local.subject == "self.accelerator":
+        return Engine(ACCELERATE, "self.accelerator", owner.precision, is_created=False)  # the Trainer creates it
+    return engine
 
 
 class ClipBehindFramework(TraceRule):
@@ -122,7 +128,10 @@ class ClipBehindFramework(TraceRule):
         owner = loop_class(script, event.function.cls) if event.function.cls else None
         if owner is not None and owner.base == "manual":
             return self._in_manual(script, trace, index, owner.precision, is_torch=is_torch)
-        engine = _backward_engine(script, trace, index) if is_torch and owner is None else None
+        is_own = owner is None or (
+            owner.base == "trainer" and "master_params" not in text_of(call)
+        )  # Apex unscales those
+        engine = _backward_engine(script, trace, index) if is_torch and is_own else None
         if engine is None:
             return None
         plugin = {"fsdp": "sharded by FSDP", "deepspeed": "sharded by DeepSpeed"}.get(engine.plugin, "")

@@ -12,10 +12,11 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule
+from halfstep.check.script.flow.order import STEPS, TraceRule
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched
 from halfstep.check.script.objects.engines import leaves_loss
+from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -113,7 +114,9 @@ class LossNotDivided(TraceRule):
     def _cleared_after(trace: Trace, event: Event, window: Window) -> bool:
         """Whether gradients are cleared once per window, and not on every micro-batch."""
         depth = min(len(window.step.loops), len(event.loops))
+        others = {e.optimizer for e in trace if e.kind in STEPS} - {window.step.optimizer}  # a discriminator's
         cleared = [e for e in trace if e.kind == "zero_grad" and e.loops[:depth] == event.loops[:depth]]
+        cleared = [e for e in cleared if e.optimizer not in others]
         if window.by_loop:
             return bool(cleared) and all(e.loops != event.loops for e in cleared)
         shared = set(event.guards) - set(branched(trace, event))
@@ -137,6 +140,8 @@ class LossNotDivided(TraceRule):
         used = self._behind(script, event)
         for call, function in (site for sites in script.outline.calls.values() for site in sites):
             if any(k.arg == "reduction" and constant(k.value) == "sum" for k in call.keywords):
+                if function is not event.function and in_no_grad(script, call):
+                    continue  # of a validation
                 statement = script.statement(call)
                 target = key_of(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
                 if _LOSS_FUNCTION.search(function.name) or (
@@ -214,7 +219,7 @@ class LossDividedTwice(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"`{event.local.subject or 'the loss'}` is divided by `{twice}` twice: gradients are too small by that factor",
+            f"{f'`{event.local.subject}`' if event.local.subject else 'the loss'} is divided by `{twice}` twice: gradients are too small by that factor",
             instead=f"divide the loss by {twice} once",
         )
 

@@ -1,20 +1,40 @@
-"""HS191-HS193: Apex and the order of its calls."""
+"""HS184, HS191-HS194, HS197: Apex, its options and the order of its calls."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.order import TraceRule, earlier
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import TraceRule, earlier, implied, later
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.engines import last_name
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
 _APEX = "https://nvidia.github.io/apex/amp.html"
+_ADVANCED = "https://nvidia.github.io/apex/advanced.html"
+_LEVEL = re.compile(r"^O[0-5]$")  # O4 and O5 are those of the ROCm build
+_LOOP = """\
+import torch
+from apex import amp
+model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")
+for x in loader:
+    optimizer.zero_grad()
+    loss = model(x)
+{backward}
+    optimizer.step()
+"""
+_SCALED = """\
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        {loss}.backward()"""
+_CLIP = "torch.nn.utils.clip_grad_norm_({}, 1.0)"
 
 
 class ApexAmp(ScriptRule):
@@ -130,4 +150,245 @@ class ApexAfterParallel(TraceRule):
         return None
 
 
-RULES: tuple[type[Rule], ...] = (ApexAmp, ApexAndTorchAmp, ApexAfterParallel)
+class ApexOptions(ScriptRule):
+    """amp.initialize is passed an option that its opt_level rejects."""
+
+    code = "HS194"
+    name = "apex-options"
+    severity = "error"
+    reason = (
+        "O1 casts the inputs of functions and leaves the weights in float32, so `keep_batchnorm_fp32`, `master_weights` and a "
+        "`cast_model_type` other than float32 raise RuntimeError there, whatever their value, unless it is None. "
+        "`patch_torch_functions=True` raises with every other level. A level is the letter O and a digit: '01' raises."
+    )
+    bad = (
+        "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1', keep_batchnorm_fp32=True)\n",
+        "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='01')\n",
+        "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O2', patch_torch_functions=True)\n",
+    )
+    good = (
+        "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n",
+        "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n",
+        "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O2')\n",
+        "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O2', keep_batchnorm_fp32=True)\n",
+    )
+    references = (
+        f"{_APEX}#opt-levels-and-properties",
+        "https://github.com/NVIDIA/apex/issues/320",
+        "https://github.com/NVIDIA/apex/issues/339",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """The calls of amp.initialize with a constant level."""
+        for call, _ in script.outline.library_calls.get("apex.amp.initialize", ()):
+            option = argument(call, 3, "opt_level")
+            level = _level(script, call)
+            if constant(argument(call, 2, "enabled")) is False:
+                continue
+            if level and not _LEVEL.match(level):
+                yield self.finding(
+                    script.where(option or call),
+                    f"amp.initialize raises RuntimeError: unexpected optimization level {level!r}",
+                    instead=f"opt_level='O{level[-1]}'" if level[-1] in "0123" else "opt_level='O1'",
+                )
+                continue
+            for name, is_rejected in self._rejected(level):
+                value = argument(call, None, name)
+                if value is not None and is_rejected(value):
+                    yield self.finding(
+                        script.where(value),
+                        f"amp.initialize raises RuntimeError: `{name}={text_of(value)}` is not allowed with opt_level {level}",
+                        instead=f"remove `{name}`",
+                    )
+
+    @staticmethod
+    def _rejected(level: str) -> tuple[tuple[str, Callable[[ast.expr], bool]], ...]:
+        if level == "O1":
+            return (
+                ("keep_batchnorm_fp32", lambda value: constant(value) not in {None, ...}),
+                ("master_weights", lambda value: constant(value) not in {None, ...}),
+                ("cast_model_type", lambda value: text_of(value) in {"torch.float16", "torch.half", "torch.bfloat16"}),
+            )
+        return (("patch_torch_functions", lambda value: constant(value) is True),) if level else ()
+
+
+class ApexUnscaledBackward(TraceRule):
+    """Backward runs on the loss itself, although Apex scales it."""
+
+    code = "HS184"
+    name = "apex-unscaled-backward"
+    severity = "error"
+    reason = (
+        "`with amp.scale_loss(loss, optimizer) as scaled_loss` divides the gradients by the scale when the block ends. With "
+        "`loss.backward()` inside they were never multiplied by it, so they are 65536 times too small at first. Without the block "
+        "float16 gradients underflow in O1, and in O2 the float32 master weights that the optimizer steps receive no gradients."
+    )
+    bad = (
+        _LOOP.format(level="O1", backward=_SCALED.format(loss="loss")),
+        _LOOP.format(level="O1", backward="    loss.backward()"),
+    )
+    good = tuple([_LOOP.format(level="O1", backward=_SCALED.format(loss="scaled_loss"))] * 2)
+    references = (_APEX, _ADVANCED)
+    kinds = ("backward",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A backward of an unscaled loss in a scale_loss block, or without one after an unconditional amp.initialize."""
+        event = trace[index]
+        if event.scaled != "no" or not isinstance(event.node, ast.Call):
+            return None
+        region = event.inside("scaled_loss")
+        loss = event.local.subject or "loss"
+        if region is not None:
+            block = region.node
+            scaled = key_of(block.args[0]) if isinstance(block, ast.Call) and block.args else ""
+            if not _is_apex(script, block) or not scaled or scaled != event.local.subject:
+                return None
+            return self.finding(
+                script.where(event.node),
+                f"`{loss}.backward()` inside `{text_of(block)}` is not scaled, but the end of the block divides by the scale",
+                instead="call backward on the variable after `as`",
+            )
+        call = self._initialized(script, trace, index)
+        if call is None:
+            return None
+        level = _level(script, call)
+        effect = "small float16 gradients underflow" if level == "O1" else "the float32 master weights get no gradients"
+        return self.finding(
+            script.where(event.node),
+            f"`{loss}.backward()` bypasses amp.scale_loss: with opt_level {level} {effect}",
+            instead=f"with amp.scale_loss({loss}, optimizer) as scaled_loss: scaled_loss.backward()",
+        )
+
+    @staticmethod
+    def _initialized(script: Script, trace: Trace, index: int) -> ast.Call | None:
+        """The amp.initialize whose optimizer steps after a backward, where it certainly ran with a scaled loss."""
+        event = trace[index]
+        before = next(earlier(trace, index, "apex_initialize"), None)
+        step = next(later(trace, index, "opt_step"), None)
+        call = trace[before].node if before is not None else None
+        if before is None or step is None or not isinstance(call, ast.Call) or not implied(trace[before], event):
+            return None
+        options = {k.arg for k in call.keywords}
+        if _level(script, call) not in {"O1", "O2"} or options & {"enabled", "loss_scale", "num_losses", None}:
+            return None
+        if last_name(trace[step].optimizer) != last_name(key_of(argument(call, 1, "optimizers"))):
+            return None
+        # A script that scales elsewhere chooses between the two, or accumulates by hand.
+        return None if any(e.inside("scaled_loss") for e in trace if e.kind == "backward") else call
+
+
+class ApexScaledGradients(TraceRule):
+    """Gradients are clipped or used before Apex has unscaled them, or are not those that it unscales."""
+
+    code = "HS197"
+    name = "apex-scaled-gradients"
+    severity = "error"
+    reason = (
+        "Apex unscales the gradients when the `with amp.scale_loss(...)` block ends: a clip or a step inside it uses gradients that "
+        "are still multiplied by the scale, 65536 at first. With O2 it unscales into the gradients of the float32 master weights, "
+        "which the optimizer steps; to clip `model.parameters()` then changes nothing."
+    )
+    bad = (
+        _LOOP.format(
+            level="O1",
+            backward=_SCALED.format(loss="scaled_loss") + f"\n        {_CLIP.format('amp.master_params(optimizer)')}",
+        ),
+        _LOOP.format(
+            level="O2", backward=_SCALED.format(loss="scaled_loss") + f"\n    {_CLIP.format('model.parameters()')}"
+        ),
+    )
+    good = (
+        _LOOP.format(
+            level="O1",
+            backward=_SCALED.format(loss="scaled_loss") + f"\n    {_CLIP.format('amp.master_params(optimizer)')}",
+        ),
+        _LOOP.format(
+            level="O2",
+            backward=_SCALED.format(loss="scaled_loss") + f"\n    {_CLIP.format('amp.master_params(optimizer)')}",
+        ),
+        _LOOP.format(
+            level="O1", backward=_SCALED.format(loss="scaled_loss") + f"\n    {_CLIP.format('model.parameters()')}"
+        ),
+    )
+    references = (f"{_ADVANCED}#gradient-clipping",)
+    kinds = ("clip", "opt_step")
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A clip or step after a backward in the same scale_loss block, or a clip of model weights with O2."""
+        event = trace[index]
+        before = next(earlier(trace, index, "backward"), None)
+        region = trace[before].inside("scaled_loss") if before is not None else None
+        if before is None or region is None or not _is_apex(script, region.node) or self._is_unscaled(script):
+            return None
+        is_clip = event.kind == "clip"
+        what = f"`{text_of(event.node.func)}`" if isinstance(event.node, ast.Call) else "this call"
+        if event.inside("scaled_loss") is region:
+            verb = "clips" if is_clip else "uses"
+            return self.finding(
+                script.where(event.node),
+                f"{what} {verb} gradients that are still multiplied by Apex's loss scale; the block of line "
+                f"{script.where(region.node).line} unscales them when it ends",
+                instead=f"move {'the clip' if is_clip else 'the step'} after the `with` block",
+            )
+        if not is_clip or trace[before].loops != event.loops or not self._clips_weights(script, event):
+            return None
+        optimizer = argument(region.node, 1, "optimizers") if isinstance(region.node, ast.Call) else None
+        return self.finding(
+            script.where(event.node),
+            f"{what} clips the float16 gradients of the model; with opt_level O2 the optimizer steps float32 master weights",
+            instead=f"clip amp.master_params({text_of(optimizer) or 'optimizer'})",
+        )
+
+    @staticmethod
+    def _is_unscaled(script: Script) -> bool:
+        """Whether every amp.initialize sets a loss scale of 1, or a level that has none."""
+        calls = [site.call for site in script.outline.library_calls.get("apex.amp.initialize", ())]
+        scales = [argument(call, 8, "loss_scale") for call in calls]
+        return bool(calls) and all(
+            _level(script, call) in {"O0", "O3"} if scale is None else constant(scale) in {1, "1", "1.0"}
+            for call, scale in zip(calls, scales, strict=True)
+        )
+
+    @staticmethod
+    def _clips_weights(script: Script, event: Event) -> bool:
+        """Whether a clip is of `model.parameters()` of a model that amp.initialize was passed, always with O2."""
+        call = event.node
+        clipped = call.args[0] if isinstance(call, ast.Call) and call.args else None
+        func = clipped.func if isinstance(clipped, ast.Call) else None
+        if not isinstance(func, ast.Attribute) or func.attr != "parameters":
+            return False
+        calls = [site.call for site in script.outline.library_calls.get("apex.amp.initialize", ())]
+        models = {last_name(key_of(argument(c, 0, "models"))) for c in calls}
+        is_o2 = bool(calls) and all(_level(script, c) == "O2" for c in calls)
+        return is_o2 and last_name(key_of(func.value)) in models
+
+
+def _is_apex(script: Script, node: ast.AST) -> bool:
+    """Whether a context is `amp.scale_loss` of Apex."""
+    return isinstance(node, ast.Call) and script.outline.names.full(node.func) == "apex.amp.scale_loss"
+
+
+def _level(script: Script, call: ast.Call) -> str:
+    """The opt_level of amp.initialize; "" if the script does not decide it. Apex's default is O1."""
+    option = argument(call, 3, "opt_level")
+    if option is None:
+        hidden = any(k.arg is None for k in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
+        return "" if hidden else "O1"
+    values = {constant(option)}
+    if values == {...} and isinstance(option, ast.Name):
+        sites = script.outline.library_calls["apex.amp.initialize"]
+        function = next(site.function for site in sites if site.call is call)
+        bound = script.outline.lookup(option.id, function) if option.id not in function.params else []
+        values = {constant(b.value) if b.value is not None and b.index is None else ... for b in bound} or {...}
+    level = values.pop() if len(values) == 1 else ...
+    return level if isinstance(level, str) else ""
+
+
+RULES: tuple[type[Rule], ...] = (
+    ApexAmp,
+    ApexAndTorchAmp,
+    ApexAfterParallel,
+    ApexOptions,
+    ApexUnscaledBackward,
+    ApexScaledGradients,
+)

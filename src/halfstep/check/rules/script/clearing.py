@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 
 from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, implied, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, targets_of
+from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched, targets_of
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
 from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.objects.values import constant, text_of
@@ -68,10 +70,9 @@ class ClearedEveryMicroBatch(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A zero_grad in the iteration of every backward, in a loop that steps in every n-th."""
         event = trace[index]
-        back = self._backward(script, trace, index)
-        window = accumulated_over(script, trace, back) if back is not None else None
-        if back is None or window is None or not self._clears(trace, index, back, window):
-            window = self._owned_window(script, trace, index) or self._discarding_loop(script, trace, index)
+        windows = ((back, accumulated_over(script, trace, back)) for back in self._backwards(script, trace, index))
+        window = next((w for back, w in windows if w is not None and self._clears(trace, index, back, w)), None)
+        window = window or self._owned_window(script, trace, index) or self._discarding_loop(script, trace, index)
         if window is None:
             return self._steps_always(script, trace, index)
         if window.guard in event.guards:
@@ -87,21 +88,25 @@ class ClearedEveryMicroBatch(TraceRule):
         )
 
     @staticmethod
-    def _backward(script: Script, trace: Trace, index: int) -> int | None:
-        """The backward whose gradients are cleared in its own iteration, before it or after the step that may follow it."""
+    def _backwards(script: Script, trace: Trace, index: int) -> Iterator[int]:
+        """The backwards, one per branch, whose gradients are cleared in their own iteration, before them or after the step."""
         event = trace[index]
         before = [i for i in earlier(trace, index, *STEPS, *_BACKWARDS) if trace[i].loops == event.loops]
         backs = [i for i in before if trace[i].kind in _BACKWARDS]
         if before:
             # After the step; without one in between the gradients of this very backward are discarded, which has other reasons.
-            back = backs[0] if len(backs) == 1 and before[0] != backs[0] else None
+            backs = backs if len(backs) == 1 and before[0] != backs[0] else []
         else:
-            back = next(later(trace, index, *_BACKWARDS), None)
-        if back is None or event.loops != trace[back].loops or not implied(event, trace[back]):
-            return None
-        if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
-            return None  # Accelerate clears gradients only at the end of a window there
-        return back if only_settings(script, trace[back], event) else None
+            following = list(later(trace, index, *_BACKWARDS))
+            backs = [i for i in following if i == following[0] or not compatible(trace[i], trace[following[0]])]
+        for back in backs:
+            if event.loops != trace[back].loops or not implied(event, trace[back]):
+                continue
+            if trace[back].kind == "owned_backward" and script.outline.calls.get("accumulate"):
+                continue  # Accelerate clears gradients only at the end of a window there
+            ends = set(branched(trace, trace[back]))
+            if only_settings(script, replace(trace[back], guards=tuple(set(trace[back].guards) - ends)), event):
+                yield back
 
     @staticmethod
     def _owned_window(script: Script, trace: Trace, index: int) -> Window | None:

@@ -178,8 +178,10 @@ def _divides_gradient(script: Script, node: ast.AST) -> bool:
 
 def _read(event: Event) -> str:
     """What an event reads, in words."""
-    is_norm = event.subject.endswith(("norm", "_"))
-    return f"the norm of `{event.subject}` is measured" if is_norm else "`.grad` is read"
+    if event.subject.endswith(("norm", "norm_")) or event.kind == "clip":
+        return f"the norm of `{event.subject}` is measured"
+    is_changed = event.subject.endswith("_") or not isinstance(event.node, ast.Call)
+    return "`.grad` is changed" if is_changed else "`.grad` is read"
 
 
 class ScaledLossLogged(TraceRule):

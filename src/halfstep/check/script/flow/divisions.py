@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,13 +14,21 @@ from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["Assignment", "Divisions", "assignments_before", "divided_by"]
 
+_DIVIDES = {"div", "div_", "divide", "true_divide"}
+_ABOVE_ONE = re.compile(r"^[A-Za-z_][\w.\[\]'\"]* (> 1|>= 2|!= 1)$")
+
 
 def divided_by(node: ast.AST) -> list[str]:
     """The divisors in an expression or statement."""
     divisors = [text_of(n.right) for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
         divisors.append(text_of(node.value))
-    return divisors
+    return divisors + [text_of(n.args[0]) for n in ast.walk(node) if isinstance(n, ast.Call) and _is_division(n)]
+
+
+def _is_division(call: ast.Call) -> bool:
+    """Whether a call is `loss.div(n)`."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr in _DIVIDES and len(call.args) == 1
 
 
 class Assignment(NamedTuple):
@@ -46,6 +55,7 @@ class Divisions:
         if isinstance(node, ast.BinOp) and own:
             parts = [node.left]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            own = _is_division(node) and text_of(node.args[0]) == self.divisor
             parts = [node.func.value, *node.args, *(k.value for k in node.keywords)]  # `loss` of `loss.backward()`
         return own + max((self.of(part, start) for part in parts), default=0)
 
@@ -78,10 +88,12 @@ def assignments_before(script: Script, statement: ast.stmt) -> Iterator[Assignme
 
 
 def _straight(statements: Iterable[ast.stmt]) -> Iterator[Assignment]:
-    """The assignments of a block and of the `with` blocks in it, last first."""
+    """The assignments of a block, and of the `with` blocks and `if n > 1:` in it, last first."""
     for statement in statements:
         if isinstance(statement, (ast.With, ast.AsyncWith)):
             yield from _straight(reversed(statement.body))
+        elif isinstance(statement, ast.If) and not statement.orelse and _ABOVE_ONE.search(text_of(statement.test)):
+            yield from _straight(reversed(statement.body))  # a division by 1 changes nothing
         elif isinstance(statement, ast.AugAssign):
             yield Assignment(statement, key_of(statement.target))
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:

@@ -17,7 +17,7 @@ from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.expressions import numerator, unwrap
-from halfstep.check.script.objects.tensors import grad_of
+from halfstep.check.script.objects.tensors import adds_unscaled, grad_of
 from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -275,7 +275,11 @@ class _Walk:
         if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
             return
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if any(isinstance(t, ast.Subscript) and grad_of(t.value) for t in targets):  # p.grad[p.grad != p.grad] = 0
+        is_masked = any(
+            isinstance(t, ast.Subscript) and grad_of(t.value) for t in targets
+        )  # p.grad[p.grad != p.grad] = 0
+        is_added = isinstance(node, ast.AugAssign) and grad_of(node.target) and adds_unscaled(node.value)
+        if is_masked or is_added:
             self.items.append(Event("grad_read", node, self.function, "", "", "grad", "no", guards, loops, regions))
         if loops and isinstance(node.value, ast.Constant) and node.value.value is None:
             self.clearing(node, targets, guards, loops, regions)

@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
 from halfstep.check.script.objects.losses import bce_of
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
+<<<<<<< HEAD
 from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
+=======
+from halfstep.check.script.objects.tensors import adds_unscaled, grad_of, reads_gradients, tensor_of
+from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
+>>>>>>> xc
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
@@ -185,7 +190,8 @@ class Recogniser:
                 action: Action | None = method(call, func.value, function)
                 if action is not None:
                     return action
-            if grad_of(func.value) and func.attr in _READS:
+            is_added = func.attr in {"add_", "sub_"} and any(map(adds_unscaled, arguments_of(call)))
+            if grad_of(func.value) and (func.attr in _READS or is_added):
                 return Action("grad_read", subject=func.attr)
         return self._by_full_name(call, name, function)
 

@@ -23,10 +23,14 @@ ACCUMULATION = re.compile(
     r"accum|acc_|_acc|virtual|subdivision|batch_split|micro|iter_size|grad_steps|update_freq", re.IGNORECASE
 )
 _MODULO = re.compile(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
+# Functions that test it: `divisible_by(step, accumulate)`, `self.every_n_iters(runner, self.update_interval)` of mmcv's hooks.
+_EVERY = re.compile(r"\b(?:every_n_\w+|(?:is_)?divisible(?:_by)?)\([^()]+, ([A-Za-z_][\w.\[\]'\"]*|\d+)\)")
 _REACHED = re.compile(r"(?:==|>=) ([A-Za-z_][\w.\[\]'\"]*)$")  # the number that a counter has to reach
 _NOT_REACHED = re.compile(r"<=? ([A-Za-z_][\w.\[\]'\"]*)$")
 _FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
 _AROUND = {"enumerate", "tqdm", "zip", "list", "iter", "reversed"}  # functions that iterate over their first argument
+_CHUNKS = re.compile(r"chunk|split", re.IGNORECASE)
+_SIZE = re.compile(r"batch_?size|bs$|samples", re.IGNORECASE)  # of a chunk, rather than how many there are
 _MICRO = re.compile(r"^_?(micro|mini|sub)_?batches$", re.IGNORECASE)
 _COUNTER = re.compile(r"(==|>=) [A-Za-z_]")  # `count == accumulate`, `count >= accumulate`
 
@@ -70,7 +74,7 @@ def _end(script: Script, step: Event, event: Event) -> str:
         text = guard.text
         if guard in event.guards:
             continue  # around both, or a check of the settings far above
-        if step.loops and ("%" in text or _COUNTER.search(text)):
+        if step.loops and ("%" in text or _COUNTER.search(text) or _EVERY.search(text)):
             return text
         if not step.loops:  # a flag in a method that is called once per batch
             values = script.outline.values(text, step.function) if text.replace(".", "").isidentifier() else []
@@ -151,7 +155,8 @@ def _length(script: Script, guard: Guard) -> str:
     text = guard.text
     bound = script.outline.bindings.get(text, ())  # a flag that a caller computes and passes
     value = bound[0].value if len(bound) == 1 and bound[0].index is None else None
-    match = _MODULO.search(text) or _MODULO.search(text_of(value))
+    texts = (text, text_of(value))
+    match = next((m for pattern in (_MODULO, _EVERY) for t in texts if (m := pattern.search(t))), None)
     if match:
         return match.group(1)
     reached = (_REACHED if guard.is_true else _NOT_REACHED).search(text)
@@ -182,6 +187,9 @@ def micro_batches(loop: ast.AST) -> str:
         if name == "chunk":  # torch.chunk(x, n), x.chunk(n)
             chunks = source.args[1:] if text_of(source.func) == "torch.chunk" else source.args
             return text_of(chunks[0]) if chunks else ""
+        if _CHUNKS.search(name) and len(source.args) > 1:  # a helper: deep_chunk(batch, self.iter_size)
+            length = text_of(source.args[-1])
+            return length if ACCUMULATION.search(length) and not _SIZE.search(length) else ""
         return ""
     name = text_of(source)
     return f"len({name})" if _MICRO.search(name.rsplit(".", 1)[-1]) else ""

@@ -33,10 +33,19 @@ def tensor_of(node: ast.expr) -> ast.expr:
             return node
 
 
+# `torch.randn_like(p.grad) * sigma`, `weight_decay * p.data`; another gradient has the same scale.
+_UNSCALED = re.compile(r"\brandn(_like)?\(|\bnormal(_like)?\(|noise|weight_decay|\bwd\b")
+
+
 def grad_of(node: ast.expr) -> bool:
     """Whether an expression is the gradient of a parameter."""
     node = tensor_of(node)
     return isinstance(node, ast.Attribute) and node.attr == "grad"
+
+
+def adds_unscaled(value: ast.AST) -> bool:
+    """Whether a value that is added to a gradient has no loss scale: noise, or the decay of a weight."""
+    return bool(_UNSCALED.search(ast.unparse(value)))
 
 
 def reads_gradients(call: ast.Call, name: str, last: str) -> bool:
