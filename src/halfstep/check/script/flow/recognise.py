@@ -13,13 +13,8 @@ from dataclasses import dataclass
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
 from halfstep.check.script.objects.losses import bce_of
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
-<<<<<<< HEAD
-from halfstep.check.script.objects.tensors import grad_of, reads_gradients, tensor_of
-from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
-=======
 from halfstep.check.script.objects.tensors import adds_unscaled, grad_of, reads_gradients, tensor_of
-from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler
->>>>>>> xc
+from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
