@@ -11,6 +11,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
+from halfstep.check.script.objects.adapters import upcasts_parameters
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
 from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.training import Trained
@@ -231,7 +232,8 @@ class HalfWeightsPlainOptimizer(ScriptRule):
         if not backs or any(b.scaled != "no" for b in backs):
             return
         reported: set[ast.AST] = set()
-        for event in _casts(script, "float16", "opt_step") if not owned else ():
+        is_undone = upcasts_parameters(script.outline)
+        for event in _casts(script, "float16", "opt_step") if not owned and not is_undone else ():
             reported.add(event.node)
             flags = " and ".join(f"`{text}`" for text, value in event.guards if value and is_amp((text, value)))
             yield self.finding(

@@ -23,7 +23,7 @@ from halfstep.check.script.objects.weights import (
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["adapted_casts", "adapter_use"]
+__all__ = ["adapted_casts", "adapter_use", "upcasts_parameters"]
 
 _ADAPTERS = re.compile(
     r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE
@@ -78,7 +78,9 @@ def adapter_use(outline: Outline) -> str:
 def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast, ...]:
     """The casts of a model that has adapters already: they cast the float32 adapters, which are trained, too."""
     sites = [(site, name) for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
-    wrapped = [] if _upcasts(outline) else [site for site, name in sites if not re.search(r"kbit|quantize", name)]
+    wrapped = (
+        [] if upcasts_parameters(outline) else [site for site, name in sites if not re.search(r"kbit|quantize", name)]
+    )
     adapted = []
     for call, function, key, formats in casts:
         for wrap, scope in wrapped:
@@ -136,7 +138,7 @@ def _targets(outline: Outline, node: ast.AST) -> tuple[str, ...]:
     return tuple(key for key in (key_of(receiver), *map(key_of, arguments)) if key)
 
 
-def _upcasts(outline: Outline) -> bool:
+def upcasts_parameters(outline: Outline) -> bool:
     """Whether parameters are cast back one by one: `p.data = p.data.float()`."""
     for name in ("float", "to"):
         for call, function in outline.calls.get(name, ()):
