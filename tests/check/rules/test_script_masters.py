@@ -110,9 +110,9 @@ def test_the_optimizer_of_another_file_is_reported_with_the_condition(optimizer)
         "torchao.optim.AdamW8bit(model.parameters(), bf16_stochastic_round=True)",
         "optimi.AdamW(model.parameters())",
         "torch.optim.AdamW([p.clone().float() for p in model.parameters()])",
-        "torch.optim.AdamW(model.head.parameters())",
+        "torch.optim.AdamW(head.parameters())",
         "torch.optim.AdamW(other.parameters())",
-        "make_optimizer(model.head)",
+        "make_optimizer(head)",
         "build_halfstep_optimizer(params)",
     ],
 )

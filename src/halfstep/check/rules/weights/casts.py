@@ -11,11 +11,12 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
+from halfstep.check.script.objects.adapters import upcasts_parameters
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
 from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import conditions_of
+from halfstep.check.script.objects.weights import Cast, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -136,11 +137,23 @@ def _options(guards: Iterable[Guard]) -> set[Guard]:
     return {g for g in options if g.is_true or g.text.partition(" == ")[0] not in equal}
 
 
-def _accelerate_scales(script: Script) -> bool:
-    """Whether Accelerate steps through a scaler: `Accelerator(mixed_precision="fp16")` and its own backward."""
+def _accelerate_scales(script: Script, cast: Cast) -> bool:
+    """Whether Accelerate steps float16 weights through a scaler: `Accelerator(mixed_precision="fp16")` and its own backward.
+
+    Where an option decides, `if config.mixed_precision == "fp16": model.half()`, it decides both.
+    """
     calls = script.outline.calls.get("Accelerator", ())
-    modes = {constant(argument(call, None, "mixed_precision") or ast.Constant(None)) for call, _ in calls}
-    return modes == {"fp16"} and script.has("owned_backward")
+    values = [argument(call, None, "mixed_precision") for call, _ in calls]
+    if not values or not script.has("owned_backward"):
+        return False
+    conditions = conditions_of(script.outline, cast.node)
+    if {constant(value) for value in values} == {"fp16"}:
+        return not conditions
+    return all(
+        is_true and value is not None and text == f"{text_of(value)} == 'fp16'"
+        for value in values
+        for text, is_true in conditions[-1:] or ((text_of(value), False),)
+    )
 
 
 class HalfModelWithScaler(ScriptRule):
@@ -180,10 +193,7 @@ class HalfModelWithScaler(ScriptRule):
             if (
                 cast.formats == {"float16"}
                 and cast.node not in reported
-                and (
-                    _scaler_steps(script, tie)
-                    or (_accelerate_scales(script) and not conditions_of(script.outline, cast.node))
-                )
+                and (_scaler_steps(script, tie) or _accelerate_scales(script, cast))
             ):
                 yield self.finding(
                     script.where(cast.node),
@@ -222,7 +232,8 @@ class HalfWeightsPlainOptimizer(ScriptRule):
         if not backs or any(b.scaled != "no" for b in backs):
             return
         reported: set[ast.AST] = set()
-        for event in _casts(script, "float16", "opt_step") if not owned else ():
+        is_undone = upcasts_parameters(script.outline)
+        for event in _casts(script, "float16", "opt_step") if not owned and not is_undone else ():
             reported.add(event.node)
             flags = " and ".join(f"`{text}`" for text, value in event.guards if value and is_amp((text, value)))
             yield self.finding(
@@ -284,9 +295,11 @@ class DefaultDtypeHalf(ScriptRule):
             if not low & SIXTEEN_BIT or not _trains_under_default(script, call, function, defaults):
                 continue
             name = " or ".join(sorted(low & SIXTEEN_BIT))
+            value = argument(call, 0, "d") or argument(call, 0, "t")
+            when_low = "" if low <= SIXTEEN_BIT else f"when `{text_of(value)}` is {name}, "
             yield self.finding(
                 script.where(call),
-                f"every tensor created after this line is {name}, including the trained weights, which have no float32 master copy",
+                f"{when_low}every tensor created after this line is {name}, including the trained weights, which have no float32 master copy",
                 instead="keep the default dtype at float32 and use autocast",
                 severity=None if low <= SIXTEEN_BIT else "advice",
             )
@@ -306,7 +319,7 @@ def _trains_under_default(
 ) -> bool:
     """Whether trained weights are created under a default dtype: until it is reset, or in the whole script."""
     training = script.training
-    if training.has_masters or training.adapters != "no":
+    if training.has_masters or training.adapters == "yes":
         return False
     resets = [c.lineno for c, f, low in defaults if f is function and c.lineno > call.lineno and not low & SIXTEEN_BIT]
     if not resets:

@@ -134,7 +134,9 @@ def _owners(script: Script, node: ast.expr | None, function: Function) -> Iterat
     key = key_of(node)
     if node is None:
         return
-    if isinstance(node, ast.Call) or not key:
+    if isinstance(node, ast.Call) and "parameters(" not in ast.unparse(node):
+        yield node, function  # the model in a wrapper: `accelerator.unwrap_model(unet)`
+    elif isinstance(node, ast.Call) or not key:
         yield from owners_of(script.outline, node, function)
     elif key in function.params:
         for value, caller in passed_for(script.outline, key, function):

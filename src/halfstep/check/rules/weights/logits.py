@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.rules.weights.masters import is_exercise, stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
 from halfstep.check.script.objects.outputs import Exit, in_no_grad, keeps_dtype, leaves_autocast
 from halfstep.check.script.objects.values import argument, autocasts_of, constant, text_of
@@ -24,6 +24,13 @@ _SAME_DTYPE = {
 }  # fmt: skip
 # These convert the outputs of a prepared model to float32, or run autocast around it.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
+_LOG_PROBABILITIES = ("log_softmax", "logsumexp")
+_FUNCTIONS = {
+    "torch.nn.functional.cross_entropy",
+    "torch.nn.functional.log_softmax",
+    "torch.log_softmax",
+    "torch.logsumexp",
+}
 _LOSS = "import torch\nimport torch.nn.functional as F\nlogits = model(x)\nloss = F.cross_entropy(logits{cast}, y)\n"
 
 
@@ -56,22 +63,25 @@ class CrossEntropyInSixteenBits(ScriptRule):
         "https://github.com/huggingface/trl/issues/4303",
     )
 
-    words = ("log_softmax", "CrossEntropyLoss")
+    words = ("log_softmax", "logsumexp", "CrossEntropyLoss")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Cross-entropies of logits that are 16-bit, outside autocast."""
         if is_exercise(script):
             return
-        for call, function in _losses(script):
-            logits = argument(call, 0, "input")
+        conditional = False
+        for call, function in sorted(_losses(script), key=lambda site: site.call.lineno):
+            logits = _logits_of(script, call)
             if logits is None:
                 continue
             is_training = not in_no_grad(script, call)
             formats: frozenset[str] = frozenset()
             if is_training and not in_autocast(script, call, function):
                 formats = _logit_formats(script, logits, function, call.lineno)
-            if formats and formats <= SIXTEEN_BIT:
-                yield self._report(script, call, logits, formats)
+            if formats & SIXTEEN_BIT:
+                if formats <= SIXTEEN_BIT or not conditional:  # one reminder of the condition is enough
+                    yield self._report(script, call, logits, formats)
+                conditional |= not formats <= SIXTEEN_BIT
             elif not _with_autocast(script, call, function):
                 exit_ = leaves_autocast(script, logits, function, call.lineno)
                 if exit_ is not None and is_training:
@@ -86,13 +96,16 @@ class CrossEntropyInSixteenBits(ScriptRule):
                     )
 
     def _report(self, script: Script, call: ast.Call, logits: ast.expr, formats: frozenset[str]) -> Finding:
-        name = " or ".join(sorted(formats))
+        name = " or ".join(sorted(formats & SIXTEEN_BIT))
+        is_certain = formats <= SIXTEEN_BIT
+        when = "" if is_certain else f"when the model is loaded in {name}, "
         return self.finding(
             script.where(call),
-            f"the logits `{_short(logits)}` are {name}, and so are the log-probabilities: values near -10 are rounded to 1/16"
+            f"{when}the logits `{_short(logits)}` are {name}, and so are the log-probabilities: values near -10 are rounded to 1/16"
             if "bfloat16" in formats
-            else f"the logits `{_short(logits)}` are {name}, and so are the log-probabilities and the loss",
+            else f"{when}the logits `{_short(logits)}` are {name}, and so are the log-probabilities and the loss",
             instead="cast the logits with .float() before the loss",
+            severity=None if is_certain else "advice",
         )
 
     def _report_exit(self, script: Script, call: ast.Call, logits: ast.expr, exit_: Exit) -> Finding:
@@ -109,17 +122,28 @@ class CrossEntropyInSixteenBits(ScriptRule):
 def _losses(script: Script) -> Iterator[CallSite]:
     """The calls that compute a cross-entropy from logits; of nll_loss, the log_softmax before it."""
     outline = script.outline
-    for name in ("cross_entropy", "log_softmax"):
+    for name in ("cross_entropy", *_LOG_PROBABILITIES):
         for site in outline.calls.get(name, ()):
-            full = outline.names.full(site.call.func)
-            if full == "torch.nn.functional.cross_entropy" or full in {
-                "torch.log_softmax",
-                "torch.nn.functional.log_softmax",
-            }:
+            if outline.names.full(site.call.func) in _FUNCTIONS or _is_method(script, site.call):
                 yield site
     for name, sites in outline.calls.items():
         if "crit" in name.lower() or "loss" in name.lower() or name in {"ce", "CrossEntropyLoss"}:
             yield from (site for site in sites if _is_cross_entropy(script, site.call.func, site.function))
+
+
+def _is_method(script: Script, call: ast.Call) -> bool:
+    """Whether log-probabilities are computed by a method of the logits: `outputs.logits.log_softmax(-1)`."""
+    func = call.func
+    is_tensor = isinstance(func, ast.Attribute) and func.attr in _LOG_PROBABILITIES
+    return is_tensor and not script.outline.names.full(func) and argument(call, None, "dtype") is None
+
+
+def _logits_of(script: Script, call: ast.Call) -> ast.expr | None:
+    """What a loss receives as logits."""
+    if _is_method(script, call):
+        assert isinstance(call.func, ast.Attribute)
+        return call.func.value
+    return argument(call, 0, "input") if argument(call, None, "dtype") is None else None
 
 
 def _short(node: ast.expr) -> str:
@@ -216,10 +240,16 @@ def _output_formats(script: Script, node: ast.expr, function: Function, line: in
         return frozenset()
     lineage = script.training.model(node.func, function)
     # Also a project's own copy of such a class: `from models.qwen import Qwen2ForCausalLM`.
-    loads = [c for c in lineage.casts if c.form == "load" and _is_language_model(outline, c)]
-    if not loads or lineage.is_restored or lineage.is_adapted or len(lineage.casts) != len(loads):
+    loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"} and _is_language_model(outline, c)]
+    casts = [c for c in lineage.casts if c.form == "cast"]
+    if not loads or lineage.is_restored or lineage.is_adapted or len(lineage.casts) != len(loads) + len(casts):
         return frozenset()
-    return frozenset().union(*(c.formats for c in loads))
+    if casts:
+        decided = all(c.is_certain and not conditions_of(outline, c.node) for c in casts)
+        return frozenset().union(*(c.formats for c in casts)) if decided else frozenset()
+    formats = [SIXTEEN_BIT if stored_low(script, c) and c.form == "load" else c.formats for c in loads]
+    merged: frozenset[str] = frozenset().union(*formats)
+    return merged if merged <= SIXTEEN_BIT | {"float32"} else frozenset()
 
 
 def _is_language_model(outline: Outline, cast: Cast) -> bool:

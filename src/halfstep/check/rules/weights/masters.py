@@ -25,6 +25,7 @@ __all__ = [
     "is_stepped",
     "optimizer_names",
     "remedy",
+    "stored_low",
     "subject",
     "when",
 ]
@@ -67,12 +68,16 @@ def is_exercise(script: Script) -> bool:
 
 def when(script: Script, cast: Cast) -> str:
     """The condition under which a cast happens, as the beginning of a message."""
+<<<<<<< HEAD
     conditions = conditions_of(script.outline, cast.node)
     option = (
         keyword_of(script.outline, cast.node, cast.function, "dtype", "torch_dtype") if cast.form == "load" else None
     )
     if option is not None:  # `options["dtype"] = ...` of `**options` may have conditions of its own
         conditions = tuple(dict.fromkeys((*conditions, *conditions_of(script.outline, option))))
+=======
+    conditions = tuple(g for g in conditions_of(script.outline, cast.node) if not g.text.startswith("__name__"))
+>>>>>>> xb
     equal = {text.partition(" == ")[0] for text, is_true in conditions if is_true and " == " in text}
     decisive = [g for g in conditions if g.is_true or g.text.partition(" == ")[0] not in equal]
     flags = [text if is_true else f"not {text}" for text, is_true in decisive if len(text) < 60]
@@ -267,10 +272,11 @@ class CheckpointDtypeTrained(ScriptRule):
                 or tie.is_assumed
                 or is_launched_elsewhere(script, tie)
                 or cast.low
+                or any(c.form == "cast" and c.is_certain for c in tie.lineage.casts)  # HS151 reports that cast
                 or (cast.form == "checkpoint" and version is not None and version < (5,))
             ):
                 continue
-            stored = _stored_low(script, cast)
+            stored = stored_low(script, cast)
             if stored is False or (stored is None and not _is_language_model(cast)):
                 continue
             # A checkpoint that only a run knows: reported where bf16=True shows that a model of today is meant.
@@ -293,8 +299,10 @@ def _is_language_model(cast: Cast) -> bool:
     return bool(_LANGUAGE_MODEL.search(text_of(cast.node.func)))
 
 
-def _stored_low(script: Script, cast: Cast) -> bool | None:
-    """Whether the checkpoint is stored in 16 bits, from its name; None if the name is not in the text."""
+def stored_low(script: Script, cast: Cast) -> bool | None:
+    """Whether a checkpoint whose own dtype is loaded has 16 bits, from its name; None if the text does not decide it."""
+    if AUTO not in cast.formats:
+        return None
     name = argument(cast.node, 0, "pretrained_model_name_or_path")
     texts = {constant(name)} if isinstance(constant(name), str) else set()
     key = key_of(name)

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 
-from halfstep.check.script.objects.formats import may_be_none
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none
 from halfstep.check.script.objects.values import constant, text_of
-from halfstep.check.script.objects.weights import ADAPTER_FLAG, asks_for_adapters, conditions_of
+from halfstep.check.script.objects.weights import (
+    ADAPTER_FLAG,
+    Cast,
+    VariableCast,
+    asks_for_adapters,
+    cast_formats,
+    conditions_of,
+)
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["adapter_use"]
+__all__ = ["adapted_casts", "adapter_use", "upcasts_parameters"]
 
 _ADAPTERS = re.compile(
     r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE
@@ -26,14 +35,25 @@ _ATTACHES_NOTHING = re.compile(
 )
 
 
+# Options such as `use_lora` and queries such as `disable_adapter()`: they attach nothing by themselves.
+_FLAG = re.compile(r"^_*(use|using|is|has|with|enable|enabled|disable|no)_", re.IGNORECASE)
+
+
 def adapter_use(outline: Outline) -> str:
     """no, optional (every call that attaches one is conditional) or yes."""
-    if not any(map(_ADAPTERS.search, (*outline.loads, *outline.names.table.values(), *outline.names.table))):
+    mentions = [
+        name for name in (*outline.loads, *outline.names.table.values(), *outline.names.table) if _ADAPTERS.search(name)
+    ]
+    if not mentions:
         return "no"
     if outline.names.uses("unsloth"):
         return "yes"
+    names = [name for name in mentions if not _FLAG.search(name.rsplit(".", 1)[-1])]
     sites = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
-    conditional = [_is_conditional(outline, call) or _in_helper(function) for call, function in sites]
+    conditional = [
+        _is_conditional(outline, call) or _in_helper(function) or _may_return_early(outline, call, function)
+        for call, function in sites
+    ]
     conditional += [
         _is_conditional(outline, call) or may_be_none(outline, keyword.value, function)
         for name, calls in outline.calls.items()
@@ -42,7 +62,41 @@ def adapter_use(outline: Outline) -> str:
         for keyword in call.keywords
         if keyword.arg in _KEYWORDS and constant(keyword.value) not in {None, False}
     ]
+    # `options["quantization_config"] = ...` of a dictionary that `from_pretrained` receives
+    conditional += [
+        _is_conditional(outline, binding.node)
+        for option in sorted(_KEYWORDS)
+        for key, bindings in outline.bindings.items()
+        if key.endswith(f"[{option!r}]")
+        for binding in bindings
+    ]
+    if not conditional and not names:
+        return "optional"  # flags that this file only reads
     return "optional" if conditional and all(conditional) else "yes"
+
+
+def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast, ...]:
+    """The casts of a model that has adapters already: they cast the float32 adapters, which are trained, too."""
+    sites = [(site, name) for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
+    wrapped = (
+        [] if upcasts_parameters(outline) else [site for site, name in sites if not re.search(r"kbit|quantize", name)]
+    )
+    adapted = []
+    for call, function, key, formats in casts:
+        for wrap, scope in wrapped:
+            is_later = scope is function and wrap.lineno < call.lineno and key in _targets(outline, wrap)
+            if is_later and formats <= SIXTEEN_BIT:
+                adapted.append(Cast(call, function, key, formats, "cast"))
+    for wrap, scope in wrapped:
+        node: ast.AST = wrap
+        while isinstance(parent := outline.parents.get(node), (ast.Attribute, ast.Call)) and node is not None:
+            node = parent
+            formats = cast_formats(outline, node, scope) if isinstance(node, ast.Call) else frozenset()
+            if formats and formats <= SIXTEEN_BIT and isinstance(node, ast.Call):
+                targets = _targets(outline, node)
+                adapted.append(Cast(node, scope, targets[0] if targets else "", formats, "cast"))
+                break
+    return tuple(adapted)
 
 
 def _attaches(name: str, call: ast.Call) -> bool:
@@ -52,10 +106,45 @@ def _attaches(name: str, call: ast.Call) -> bool:
     return bool(_ADAPTERS.search(name) or re.search(r"kbit|quantize", name) or _ADAPTERS.search(owner))
 
 
-def _is_conditional(outline: Outline, call: ast.Call) -> bool:
+def _is_conditional(outline: Outline, call: ast.AST) -> bool:
     return asks_for_adapters(conditions_of(outline, call))
+
+
+def _may_return_early(outline: Outline, call: ast.Call, function: Function) -> bool:
+    """Whether a function of this file returns the model as it is: `if not args.lora: return model`."""
+    target = outline.call_target(call, function)
+    for statement in target.body if target is not None else ():
+        if isinstance(statement, ast.If) and ADAPTER_FLAG.search(ast.unparse(statement.test)):
+            last = statement.body[-1]
+            if isinstance(last, ast.Return) and target is not None and key_of(last.value) in target.params:
+                return True
+    return False
 
 
 def _in_helper(function: Function) -> bool:
     """Whether a function's own name is about adapters: the conditions of its calls decide."""
     return bool(ADAPTER_FLAG.search(function.name))
+
+
+def _targets(outline: Outline, node: ast.AST) -> tuple[str, ...]:
+    """The variables that the statement of an expression assigns; for `model.add_adapter(config)`, the model."""
+    call = node
+    while not isinstance(node, ast.stmt):
+        node = outline.parents[node]
+    if isinstance(node, ast.Assign):
+        return tuple(key_of(t) for x in node.targets for t in (x.elts if isinstance(x, ast.Tuple) else [x]))
+    receiver = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
+    arguments = call.args[:1] if isinstance(call, ast.Call) else []
+    return tuple(key for key in (key_of(receiver), *map(key_of, arguments)) if key)
+
+
+def upcasts_parameters(outline: Outline) -> bool:
+    """Whether parameters are cast back one by one: `p.data = p.data.float()`."""
+    for name in ("float", "to"):
+        for call, function in outline.calls.get(name, ()):
+            parent = outline.parents.get(call)
+            target = parent.targets[0] if isinstance(parent, ast.Assign) else None
+            is_data = isinstance(target, ast.Attribute) and target.attr == "data"
+            if is_data and "float32" in cast_formats(outline, call, function):
+                return True
+    return False

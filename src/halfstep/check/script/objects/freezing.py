@@ -1,22 +1,26 @@
-"""Loops over the parameters of a model that freeze some of them or replace their data."""
+"""What freezes a model, or a part of it: loops over its parameters, and the parts that are trained again after that."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-from halfstep.check.script.objects.values import constant
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Lineage
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["freezes", "freezing_loops"]
+__all__ = ["enabled_parts", "freezes", "freezing_loops", "trains_part_of"]
+
+
+_ATTACHES = re.compile(r"^_*(initialize|init|attach|add|insert|inject|replace|build|create|wrap|patch)_")
+_ITERATED = {"parameters", "named_parameters", "modules", "named_modules"}
 
 
 def freezing_loops(outline: Outline) -> tuple[tuple[ast.For, Function], ...]:
     """Loops over parameters that freeze them or replace their data."""
     loops = {}
-    for name in ("parameters", "named_parameters", "modules", "named_modules"):
+    for name in sorted(_ITERATED):
         for call, function in outline.calls.get(name, ()):
             node: ast.AST | None = call
             while node is not None and not isinstance(node, ast.stmt):
@@ -33,8 +37,63 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
     owners = [p.value for p in ast.walk(loop.iter) if isinstance(p, ast.Attribute)]
     if not any(lineage.has(key_of(owner), function) for owner in owners):
         return False
+    iterated = [p.value for p in ast.walk(loop.iter) if isinstance(p, ast.Attribute) and p.attr in _ITERATED]
+    if (
+        iterated
+        and not any(lineage.has(key_of(owner), function) for owner in iterated)
+        and not _has_new_layers(lineage)
+    ):
+        return False  # a part of the model: the rest is trained
     # A loop that chooses the layers to train, with the cast after it: those layers have 16 bits too.
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
     return not chooses or not any(
         c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts
     )
+
+
+def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:
+    """The modules that are trained again after a freeze: `model.head.requires_grad_(True)`, or a loop over its parameters."""
+    parts = []
+    for call, function in outline.calls.get("requires_grad_", ()):
+        value = constant(call.args[0]) if call.args else True
+        if value is True and not call.keywords and isinstance(call.func, ast.Attribute):
+            parts.append((text_of(call.func.value), function))
+    for call, function in outline.calls.get("parameters", ()):
+        loop = outline.parents.get(call)
+        body = loop.body if isinstance(loop, ast.For) and loop.iter is call else []
+        statement = body[0] if len(body) == 1 else None
+        if not isinstance(statement, ast.Assign) or not isinstance(call.func, ast.Attribute):
+            continue
+        target = statement.targets[0]
+        if isinstance(target, ast.Attribute) and target.attr == "requires_grad" and constant(statement.value) is True:
+            parts.append((text_of(call.func.value), function))
+    return tuple(parts)
+
+
+def trains_part_of(lineage: Lineage, parts: tuple[tuple[str, Function], ...]) -> bool:
+    """Whether one of these modules is a part of a model that has the model's own dtype: no layer of it is replaced."""
+    for text, function in parts:
+        names = text.split(".")
+        owners = (".".join(names[:count]) for count in range(1, len(names)))
+        if any(lineage.has(owner, function) for owner in owners) and not _has_new_layers(lineage):
+            return True
+    return False
+
+
+def _has_new_layers(lineage: Lineage) -> bool:
+    """Whether a layer of the model is assigned: `model.head = nn.Linear(...)` is created in float32."""
+    outline = lineage.outline
+    for key, _ in lineage.places:
+        for name, bindings in outline.bindings.items():
+            if name.startswith(f"{key}.") and any(isinstance(b.value, ast.Call) for b in bindings):
+                return True
+    if any(name in outline.calls for name in ("add_module", "register_module", "setattr", "set_submodule")):
+        return True
+    # `model.initialize_vision_modules(args)`, `attach_head(model)`: layers that another file creates
+    sites = [site for name, calls in outline.calls.items() if _ATTACHES.search(name) for site in calls]
+    for call, function in sites:
+        owner = text_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        parts = [owner.partition(".")[0], *(key_of(a) for a in call.args), owner]
+        if any(lineage.has(part, function) for part in parts):
+            return True
+    return False

@@ -43,6 +43,8 @@ def owners_of(
                     yield from owners_of(outline, binding.value, function, depth - 1)
             for call, inner in _appended(outline, node.id, function):
                 yield from _instances(outline, call, inner)
+            for value in _extended(outline, node.id, function):
+                yield from owners_of(outline, value, function, depth - 1)
         stack.extend(ast.iter_child_nodes(node))
 
 
@@ -64,6 +66,20 @@ def _appended(outline: Outline, name: str, function: Function) -> Iterator[tuple
                 for part in ast.walk(parent.iter):
                     if isinstance(part, ast.Attribute) and part.attr in {"parameters", "named_parameters"}:
                         yield part.value, function
+
+
+def _extended(outline: Outline, name: str, function: Function) -> Iterator[ast.expr]:
+    """What `groups.extend(...)` and `groups += ...` add to a list, and `groups.append({"params": ...})` of a dictionary."""
+    for method in ("extend", "append"):
+        for call, inner in outline.calls.get(method, ()):
+            is_list = isinstance(call.func, ast.Attribute) and key_of(call.func.value) == name
+            if (
+                inner is function
+                and is_list
+                and call.args
+                and (method == "extend" or isinstance(call.args[0], ast.Dict))
+            ):
+                yield call.args[0]
 
 
 def _instances(outline: Outline, owner: ast.expr, function: Function) -> Iterator[tuple[ast.expr, Function]]:

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.adapters import adapter_use
+from halfstep.check.script.objects.adapters import adapted_casts, adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
-from halfstep.check.script.objects.freezing import freezes, freezing_loops
-from halfstep.check.script.objects.loading import initialized, loading_options
+from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, trains_part_of
+from halfstep.check.script.objects.loading import loading_options
 from halfstep.check.script.objects.parameters import is_model_name, owners_of
+from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded, model_of, unsharded_when
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
@@ -57,13 +57,6 @@ _ASIDE = re.compile(
 )
 _OWNS_TRAINING = ("deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo")
 _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
-_TRAINER_ARGUMENTS = re.compile(
-    r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM)Config$"
-)
-# Optimizers of TrainingArguments that compensate for 16-bit weights, or never store an update.
-_TRAINER_OPTIMIZERS = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
-
-_PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
 _MAKES_OPTIMIZER = re.compile(
     r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE
 )
@@ -85,7 +78,7 @@ class Trained:
     @property
     def is_parsed(self) -> bool:
         """Whether the command line sets the arguments of a Trainer, perhaps with DeepSpeed or FSDP."""
-        return self.arguments is not None and bool(_PARSES.search(text_of(self.arguments.func)))
+        return self.arguments is not None and bool(PARSES.search(text_of(self.arguments.func)))
 
     @property
     def is_trainer(self) -> bool:
@@ -116,16 +109,23 @@ class Training:
     def has_masters(self) -> bool:
         """Whether the script mentions float32 master weights, or an engine that keeps them."""
         outline = self.outline
-        if any(map(_MASTERS.search, (*outline.loads, *outline.bindings))) or outline.calls.keys() & _PLUGINS:
+        names = [name for name in (*outline.loads, *outline.bindings) if _MASTERS.search(name)]
+        sites = [site.call for name in names if name.startswith("AnyPrecision") for site in outline.calls.get(name, ())]
+        # Without Kahan summation, torchdistX's AnyPrecisionAdamW only stores its moments in 16 bits.
+        plain = [constant(argument(call, None, "use_kahan_summation")) is False for call in sites]
+        if sites and all(plain):
+            names = [name for name in names if not name.startswith("AnyPrecision")]
+        if names or outline.calls.keys() & _PLUGINS:
             return True
         return outline.names.uses(*_OWNS_TRAINING)
 
     @cached_property
     def by_optimizers(self) -> tuple[Trained, ...]:
         """16-bit weights that an optimizer without master weights updates."""
-        if self.adapters == "yes" or self.has_masters:
+        if self.has_masters:
             return ()
-        return tuple(self._unique(self._optimizer_ties()))
+        ties = self._adapted_ties() if self.adapters == "yes" else self._optimizer_ties()
+        return tuple(self._unique(ties))
 
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
@@ -159,9 +159,8 @@ class Training:
     @cached_property
     def by_trainers(self) -> tuple[Trained, ...]:
         """16-bit weights that a transformers or TRL Trainer updates."""
-        if self.adapters == "yes" or not self.outline.calls.get("train"):
-            return ()
-        return tuple(self._unique(self._trainer_ties()))
+        runs = self.outline.calls.keys() & {"train", "PPOTrainer"}  # TRL's first PPOTrainer has only `step`
+        return tuple(self._unique(self._trainer_ties())) if runs else ()
 
     def _unique(self, ties: Iterator[Trained]) -> Iterator[Trained]:
         reported = set()
@@ -181,6 +180,17 @@ class Training:
                         if cast.node not in tied and self._reaches(cast, call, function, owner):
                             tied.add(cast.node)
                             yield Trained(cast, call, function, lineage, is_assumed=bool(assumed))
+
+    def _adapted_ties(self) -> Iterator[Trained]:
+        """Adapters that are cast with their model, `get_peft_model(model, config).half()`, and their optimizer."""
+        casts = adapted_casts(self.outline, self._casts)
+        for call, function in self.optimizers[:MAX_OPTIMIZERS] if casts else ():
+            for owner, scope in self._trained_by(call, function):
+                lineage = self.model(owner, scope)
+                for cast in casts:
+                    reaches = lineage.has(cast.key, cast.function) or any(c.node is cast.node for c in lineage.casts)
+                    if reaches and not lineage.is_restored and self._reaches(cast, call, function, owner):
+                        yield Trained(cast, call, function, lineage)
 
     def _trained_by(self, call: ast.Call, function: Function) -> Iterator[tuple[ast.expr, Function]]:
         """The models that the call which creates an optimizer receives."""
@@ -247,9 +257,17 @@ class Training:
                 if self.adapters == "optional" and asks_for_adapters(conditions_of(outline, call)):
                     continue
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
+                if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
+                    continue
                 if not _READS.search(name) and any(lineage.has(key, function) for key in keys):
                     return True
+        if trains_part_of(lineage, self._enabled_parts):
+            return False
         return any(freezes(lineage, loop, function) for loop, function in self._freezing_loops)
+
+    @cached_property
+    def _enabled_parts(self) -> tuple[tuple[str, Function], ...]:
+        return enabled_parts(self.outline)
 
     @cached_property
     def _freezing_loops(self) -> tuple[tuple[ast.For, Function], ...]:
@@ -311,76 +329,26 @@ class Training:
             if not name.endswith("Trainer"):
                 continue
             for call, function in sites:
-                model = argument(call, 0, "model") or initialized(call)
-                arguments = self._arguments(call, function)
-                if model is None or arguments is None or self._is_sharded(arguments, function):
+                model = model_of(call)
+                arguments = arguments_of(self.outline, call, function)
+                if model is None or arguments is None or is_sharded(self.outline, arguments, function):
                     continue
-                without = self._unsharded_when(arguments, function)
-                own = keyword_of(self.outline, call, function, "optimizers", "peft_config", "optimizer_cls_and_kwargs")
+                without = unsharded_when(self.outline, arguments, function)
+                own = keyword_of(
+                    self.outline, call, function, "optimizers", "optimizer", "peft_config", "optimizer_cls_and_kwargs"
+                )
                 if own is not None and constant(own) is not None and not may_be_none(self.outline, own, function):
                     continue
                 lineage = self.model(model, function)
                 lineage.casts += loading_options(self.outline, model, arguments, function)
-                if not self._is_spared(lineage):
-                    for cast in lineage.casts:
+                casts = lineage.casts
+                if self.adapters == "yes":
+                    casts = [c for c in adapted_casts(self.outline, self._casts) if lineage.has(c.key, c.function)]
+                if casts and (self.adapters == "yes" or not self._is_spared(lineage)):
+                    for cast in casts:
                         only = not without or without in conditions_of(self.outline, cast.node)
                         if only and self._reaches(cast, call, function, model):
                             yield Trained(cast, call, function, lineage, arguments)
-
-    def _arguments(self, trainer: ast.Call, function: Function) -> ast.Call | None:
-        """The call that creates a Trainer's arguments, if there is one in this file."""
-        node = argument(trainer, 1, "args")
-        pending = [(node, function)]
-        visited: set[str] = set()
-        while pending:
-            value, scope = pending.pop()
-            key = key_of(value)
-            if key and key not in visited:
-                visited.add(key)
-                pending += [(v, scope) for v in self.outline.values(key, scope)]
-                parsed = [b.value for b in self.outline.lookup(key, scope) if b.index is not None]
-                pending += [
-                    (v, scope) for v in parsed if isinstance(v, ast.Call) and _PARSES.search(_last_name(v.func))
-                ]
-            elif isinstance(value, ast.Call):
-                name = text_of(value.func).rsplit(".", 1)[-1]
-                if _TRAINER_ARGUMENTS.search(name) or (
-                    _PARSES.search(name) and "HfArgumentParser" in self.outline.calls
-                ):
-                    return value
-                target = self.outline.call_target(value, scope)
-                if target is not None:
-                    returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value]
-                    pending += [(r, target) for r in returns]
-        return None
-
-    def _is_sharded(self, arguments: ast.Call, function: Function) -> bool:
-        """Whether DeepSpeed or FSDP trains float32 copies, or the chosen optimizer compensates."""
-        for name in ("deepspeed", "fsdp", "fsdp_config", "optim_target_modules"):
-            value = keyword_of(self.outline, arguments, function, name)
-            optional = self._is_off_by_default(value) or isinstance(value, ast.IfExp)
-            if value is not None and constant(value) not in {None, "", False} and not optional:
-                return True
-        optim = constant(keyword_of(self.outline, arguments, function, "optim"))
-        return isinstance(optim, str) and bool(_TRAINER_OPTIMIZERS.search(optim))
-
-    def _unsharded_when(self, arguments: ast.Call, function: Function) -> Guard | None:
-        """The condition under which `deepspeed=path if path else None` shards nothing; None if there is no such choice."""
-        for name in ("deepspeed", "fsdp"):
-            value = keyword_of(self.outline, arguments, function, name)
-            if isinstance(value, ast.IfExp):
-                return Guard(text_of(value.test), constant(value.orelse) not in {None, ""})
-        return None
-
-    def _is_off_by_default(self, value: ast.expr | None) -> bool:
-        """Whether a value is a command-line option whose default is None."""
-        if not isinstance(value, ast.Attribute):
-            return False
-        for call, _ in self.outline.calls.get("add_argument", ()):
-            if any(str(constant(a)).lstrip("-").replace("-", "_") == value.attr for a in call.args):
-                default = argument(call, None, "default")
-                return default is None or constant(default) is None
-        return False
 
 
 def _arms(node: ast.expr) -> list[ast.expr]:

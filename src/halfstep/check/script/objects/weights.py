@@ -53,7 +53,7 @@ _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gptq_confi
 _MODEL_CLASS = re.compile(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoencoder|Pipeline")
 # These classes read a configuration, a tokenizer or the like.
 _OTHER_CLASS = re.compile(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
-ADAPTER_FLAG = re.compile(r"lora|peft|adapter|quant|4bit|8bit|[48]_bit|bnb", re.IGNORECASE)
+ADAPTER_FLAG = re.compile(r"lora|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb", re.IGNORECASE)
 MAX_PLACES = 40  # names of one model; generated code has more
 
 
@@ -230,6 +230,28 @@ def _origins(outline: Outline, key: str, function: Function) -> Iterator[tuple[a
             yield ast.Attribute(ast.Name("self", ast.Load()), part, ast.Load()), binding.function, None, key
         elif _is_loaded(outline, owner, function):
             yield ast.Name(owner, ast.Load()), function, None, key
+        else:
+            yield from _whole(outline, owner, function)
+
+
+def _whole(outline: Outline, key: str, function: Function) -> Iterator[tuple[ast.expr, Function, int | None, str]]:
+    """The model that a part belongs to: `model` of `model.transformer.wte`, whose layers have its dtype."""
+    names = key.split(".")
+    for count in range(len(names), 0, -1):
+        owner = ".".join(names[:count])
+        if owner == "self" or "[" in owner:
+            return
+        if any(_is_model(b.value) for b in _bindings(outline, owner, function)):
+            node = ast.parse(owner, mode="eval").body
+            yield node, function, None, owner
+            return
+
+
+def _is_model(node: ast.expr | None) -> bool:
+    """Whether a value is a model: loaded, or created and cast in one expression."""
+    base = base_of(node) if node is not None else None
+    loaded = isinstance(base, ast.Call) and text_of(base.func).rsplit(".", 1)[-1] in _LOADS
+    return loaded or (isinstance(node, ast.Call) and base is not node and isinstance(base, (ast.Call, ast.Name)))
 
 
 def _bindings(outline: Outline, key: str, function: Function) -> list[Binding]:
@@ -257,9 +279,18 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
     dtype = keyword_of(outline, call, function, "torch_dtype", "dtype")
     for option in _QUANTIZED:
         value = keyword_of(outline, call, function, option)
+<<<<<<< HEAD
         if value is not None and constant(value) not in {None, False} and not may_be_none(outline, value, function):
             lineage.is_adapted |= not _is_other_branch(outline, value, dtype)
     value = dtype
+=======
+        if value is None or constant(value) in {None, False} or may_be_none(outline, value, function):
+            continue
+        # `if args.quantize: options["quantization_config"] = ...`
+        own = set(conditions_of(outline, value)) - set(conditions_of(outline, call))
+        lineage.is_adapted |= not asks_for_adapters(tuple(own))
+    value = keyword_of(outline, call, function, "torch_dtype", "dtype")
+>>>>>>> xb
     if value is not None and constant(value) is not None:
         lineage.casts.append(Cast(call, function, name, formats_of(outline, value, function), "load"))
     elif (

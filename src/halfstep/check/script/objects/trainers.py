@@ -1,0 +1,89 @@
+"""The Trainers of transformers and TRL: the model each one updates, and the arguments that decide how."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from halfstep.check.script.flow.guard import Guard
+from halfstep.check.script.objects.formats import keyword_of
+from halfstep.check.script.objects.loading import initialized
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+
+__all__ = ["PARSES", "arguments_of", "is_sharded", "model_of", "unsharded_when"]
+
+_ARGUMENTS = re.compile(
+    r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM|PPO|PPOv2|XPO|NashMD)Config$"
+)
+# Optimizers of TrainingArguments that compensate for 16-bit weights, or never store an update.
+_COMPENSATES = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
+PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
+
+
+def model_of(trainer: ast.Call) -> ast.expr | None:
+    """The model that a Trainer updates; TRL's PPOTrainer(config, model, ...) expects it second."""
+    name = text_of(trainer.func).rsplit(".", 1)[-1]
+    position = 1 if name == "PPOTrainer" else 0
+    return argument(trainer, position, "model") or argument(trainer, None, "policy") or initialized(trainer)
+
+
+def arguments_of(outline: Outline, trainer: ast.Call, function: Function) -> ast.Call | None:
+    """The call that creates a Trainer's arguments, if there is one in this file."""
+    is_ppo = text_of(trainer.func).rsplit(".", 1)[-1] == "PPOTrainer"
+    node = argument(trainer, 0 if is_ppo else 1, "args") or argument(trainer, None, "config")
+    pending = [(node, function)]
+    visited: set[str] = set()
+    while pending:
+        value, scope = pending.pop()
+        key = key_of(value)
+        if key and key not in visited:
+            visited.add(key)
+            pending += [(v, scope) for v in outline.values(key, scope)]
+            parsed = [b.value for b in outline.lookup(key, scope) if b.index is not None]
+            pending += [(v, scope) for v in parsed if isinstance(v, ast.Call) and PARSES.search(_last_name(v.func))]
+        elif isinstance(value, ast.Call):
+            name = text_of(value.func).rsplit(".", 1)[-1]
+            if _ARGUMENTS.search(name) or (PARSES.search(name) and "HfArgumentParser" in outline.calls):
+                return value
+            target = outline.call_target(value, scope)
+            if target is not None:
+                returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value]
+                pending += [(r, target) for r in returns]
+    return None
+
+
+def is_sharded(outline: Outline, arguments: ast.Call, function: Function) -> bool:
+    """Whether DeepSpeed or FSDP trains float32 copies, or the chosen optimizer compensates."""
+    for name in ("deepspeed", "fsdp", "fsdp_config", "optim_target_modules"):
+        value = keyword_of(outline, arguments, function, name)
+        optional = _is_off_by_default(outline, value) or isinstance(value, ast.IfExp)
+        if value is not None and constant(value) not in {None, "", False} and not optional:
+            return True
+    optim = constant(keyword_of(outline, arguments, function, "optim"))
+    return isinstance(optim, str) and bool(_COMPENSATES.search(optim))
+
+
+def unsharded_when(outline: Outline, arguments: ast.Call, function: Function) -> Guard | None:
+    """The condition under which `deepspeed=path if path else None` shards nothing; None if there is no such choice."""
+    for name in ("deepspeed", "fsdp"):
+        value = keyword_of(outline, arguments, function, name)
+        if isinstance(value, ast.IfExp):
+            return Guard(text_of(value.test), constant(value.orelse) not in {None, ""})
+    return None
+
+
+def _is_off_by_default(outline: Outline, value: ast.expr | None) -> bool:
+    """Whether a value is a command-line option whose default is None."""
+    if not isinstance(value, ast.Attribute):
+        return False
+    for call, _ in outline.calls.get("add_argument", ()):
+        if any(str(constant(a)).lstrip("-").replace("-", "_") == value.attr for a in call.args):
+            default = argument(call, None, "default")
+            return default is None or constant(default) is None
+    return False
+
+
+def _last_name(func: ast.expr) -> str:
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
