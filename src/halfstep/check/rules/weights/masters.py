@@ -68,16 +68,13 @@ def is_exercise(script: Script) -> bool:
 
 def when(script: Script, cast: Cast) -> str:
     """The condition under which a cast happens, as the beginning of a message."""
-<<<<<<< HEAD
     conditions = conditions_of(script.outline, cast.node)
     option = (
         keyword_of(script.outline, cast.node, cast.function, "dtype", "torch_dtype") if cast.form == "load" else None
     )
     if option is not None:  # `options["dtype"] = ...` of `**options` may have conditions of its own
         conditions = tuple(dict.fromkeys((*conditions, *conditions_of(script.outline, option))))
-=======
-    conditions = tuple(g for g in conditions_of(script.outline, cast.node) if not g.text.startswith("__name__"))
->>>>>>> xb
+    conditions = tuple(guard for guard in conditions if not guard.text.startswith("__name__"))
     equal = {text.partition(" == ")[0] for text, is_true in conditions if is_true and " == " in text}
     decisive = [g for g in conditions if g.is_true or g.text.partition(" == ")[0] not in equal]
     flags = [text if is_true else f"not {text}" for text, is_true in decisive if len(text) < 60]

@@ -279,18 +279,12 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
     dtype = keyword_of(outline, call, function, "torch_dtype", "dtype")
     for option in _QUANTIZED:
         value = keyword_of(outline, call, function, option)
-<<<<<<< HEAD
-        if value is not None and constant(value) not in {None, False} and not may_be_none(outline, value, function):
-            lineage.is_adapted |= not _is_other_branch(outline, value, dtype)
-    value = dtype
-=======
         if value is None or constant(value) in {None, False} or may_be_none(outline, value, function):
             continue
         # `if args.quantize: options["quantization_config"] = ...`
         own = set(conditions_of(outline, value)) - set(conditions_of(outline, call))
-        lineage.is_adapted |= not asks_for_adapters(tuple(own))
-    value = keyword_of(outline, call, function, "torch_dtype", "dtype")
->>>>>>> xb
+        lineage.is_adapted |= not asks_for_adapters(tuple(own)) and not _is_other_branch(outline, value, dtype)
+    value = dtype
     if value is not None and constant(value) is not None:
         lineage.casts.append(Cast(call, function, name, formats_of(outline, value, function), "load"))
     elif (
