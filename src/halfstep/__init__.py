@@ -18,6 +18,7 @@ _HOME = {
     "Engine": "engine.engine",
     "Format": "precision.formats",
     "GradScaler": "scaling.gradscaler",
+    "Guard": "watching.guard",
     "HalfstepError": "errors",
     "Hardware": "hardware.probe",
     "Job": "jobs.job",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from halfstep.precision.policy import Policy
     from halfstep.scaling.gradscaler import GradScaler
     from halfstep.scaling.scaler import LossScaler, NoScaler, StaticScaler
+    from halfstep.watching.guard import Guard
 
 
 def __getattr__(name: str) -> Any:
