@@ -29,6 +29,7 @@ _HOME = {
     "Policy": "precision.policy",
     "StaticScaler": "scaling.scaler",
     "StepResult": "engine.result",
+    "Watch": "watching.watch",
     "check_path": "check",
     "choose": "precision.choice",
     "compare": "comparison",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from halfstep.scaling.gradscaler import GradScaler
     from halfstep.scaling.scaler import LossScaler, NoScaler, StaticScaler
     from halfstep.watching.guard import Guard
+    from halfstep.watching.watch import Watch
 
 
 def __getattr__(name: str) -> Any:
