@@ -174,7 +174,7 @@ def _fp32_bits(bits: Tensor) -> Tensor:
 
 
 def _pieces(value: Tensor) -> Iterator[Tensor]:
-    yield from value.reshape(-1).split(_PIECE)
+    yield from torch.split(value.reshape(-1), _PIECE)
 
 
 def _readable(tensor: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def _without_subnormals(bits):
 
 
 @triton.jit
-def _tile(pointer, at, end, DTYPE: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr, FULL: tl.constexpr):
+def _tile(pointer, at, end, ROWS: tl.constexpr, VECTOR: tl.constexpr, FULL: tl.constexpr):
     """Magnitude bits of a tile of a chunk; a row is one 16-byte load. Elements beyond the end are 0."""
     offsets = tl.arange(0, ROWS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     if FULL:
@@ -137,9 +137,7 @@ def _count_tile(bits, start, c0, c1, c2, c3, c4, c5, c6, c7):
 
 
 @triton.jit
-def _count_again(
-    pointer, end, row, field_to_bin, fraction, DTYPE: tl.constexpr, ROWS: tl.constexpr, VECTOR: tl.constexpr
-):
+def _count_again(pointer, end, row, field_to_bin, fraction, ROWS: tl.constexpr, VECTOR: tl.constexpr):
     """A chunk of any bit patterns: special values first, then windows from its largest to its smallest magnitude."""
     nans = tl.zeros((ROWS,), dtype=tl.int32)
     infs = tl.zeros((ROWS,), dtype=tl.int32)
@@ -148,7 +146,7 @@ def _count_again(
     small = tl.zeros((ROWS,), dtype=tl.uint32)
     at = 0
     while at < end:  # not `for`: see gradstats_triton
-        bits = _tile(pointer, at, end, DTYPE, ROWS, VECTOR, False)
+        bits = _tile(pointer, at, end, ROWS, VECTOR, False)
         nans += tl.sum((bits > _INF_BITS).to(tl.int32), axis=1)
         infs += tl.sum((bits == _INF_BITS).to(tl.int32), axis=1)
         zeros += tl.sum((bits == 0).to(tl.int32), axis=1)
@@ -179,7 +177,7 @@ def _count_again(
         c7 = tl.zeros((ROWS,), dtype=tl.int32)
         at = 0
         while at < end:
-            bits = _tile(pointer, at, end, DTYPE, ROWS, VECTOR, False)
+            bits = _tile(pointer, at, end, ROWS, VECTOR, False)
             bits = _without_subnormals(tl.where(bits < _INF_BITS, bits, 0))
             c0, c1, c2, c3, c4, c5, c6, c7 = _count_tile(
                 bits, (base << _FRACTION) + fraction, c0, c1, c2, c3, c4, c5, c6, c7
@@ -196,7 +194,6 @@ def _count_chunk(
     row,
     field_to_bin,
     fraction,
-    DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -204,7 +201,7 @@ def _count_chunk(
     FULL: tl.constexpr,
 ):
     """The usual chunk: one window and one read."""
-    guess = tl.max(tl.max(_tile(pointer, 0, end, DTYPE, ROWS, VECTOR, FULL), axis=1))
+    guess = tl.max(tl.max(_tile(pointer, 0, end, ROWS, VECTOR, FULL), axis=1))
     base = ((guess - fraction) >> _FRACTION) + _ABOVE_GUESS - (_WINDOW - 1)
     base = tl.minimum(tl.maximum(base, 1), 255 - _WINDOW)  # numbers only: no subnormals, inf or NaN
     start = (base << _FRACTION) + fraction
@@ -220,14 +217,14 @@ def _count_chunk(
     small = tl.zeros((ROWS,), dtype=tl.uint32)
     if FULL:
         for step in tl.range(0, CHUNK // (ROWS * VECTOR), loop_unroll_factor=UNROLL):
-            bits = _tile(pointer, step * (ROWS * VECTOR), end, DTYPE, ROWS, VECTOR, True)
+            bits = _tile(pointer, step * (ROWS * VECTOR), end, ROWS, VECTOR, True)
             large = tl.maximum(large, tl.max(bits, axis=1))
             small = tl.maximum(small, tl.max((0 - bits).to(tl.uint32, bitcast=True), axis=1))
             c0, c1, c2, c3, c4, c5, c6, c7 = _count_tile(bits, start, c0, c1, c2, c3, c4, c5, c6, c7)
     else:
         at = 0
         while at < end:
-            bits = _tile(pointer, at, end, DTYPE, ROWS, VECTOR, False)
+            bits = _tile(pointer, at, end, ROWS, VECTOR, False)
             large = tl.maximum(large, tl.max(bits, axis=1))
             small = tl.maximum(small, tl.max((0 - bits).to(tl.uint32, bitcast=True), axis=1))
             c0, c1, c2, c3, c4, c5, c6, c7 = _count_tile(bits, start, c0, c1, c2, c3, c4, c5, c6, c7)
@@ -242,7 +239,7 @@ def _count_chunk(
         tl.atomic_max(row + _LARGEST, largest.to(tl.int64), sem="relaxed")
         tl.atomic_max(row + _SMALLEST, complement.to(tl.int64), sem="relaxed")
     else:
-        _count_again(pointer, end, row, field_to_bin, fraction, DTYPE, ROWS, VECTOR)
+        _count_again(pointer, end, row, field_to_bin, fraction, ROWS, VECTOR)
 
 
 @triton.jit(do_not_specialize=["num_full"], do_not_specialize_on_alignment=["divisor_at"])
@@ -274,11 +271,11 @@ def _exponents_kernel(
         fraction = bits & _FRACTION_MASK
     if program < num_full:
         pointer = chunk_pointer(pointers + tensor, start, DTYPE, True)
-        _count_chunk(pointer, CHUNK, row, field_to_bin, fraction, DTYPE, CHUNK, ROWS, VECTOR, UNROLL, True)
+        _count_chunk(pointer, CHUNK, row, field_to_bin, fraction, CHUNK, ROWS, VECTOR, UNROLL, True)
     else:
         end = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
         pointer = chunk_pointer(pointers + tensor, start, DTYPE, False)
-        _count_chunk(pointer, end, row, field_to_bin, fraction, DTYPE, CHUNK, ROWS, VECTOR, UNROLL, False)
+        _count_chunk(pointer, end, row, field_to_bin, fraction, CHUNK, ROWS, VECTOR, UNROLL, False)
 
 
 class ExponentCounter:
