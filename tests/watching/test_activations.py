@@ -10,7 +10,7 @@ from engine_models import batches, build, train_step
 from halfstep.kernels.exponents import BIN_OF_1
 from halfstep.watching import activations as module
 from halfstep.watching.activations import Activations
-from halfstep.watching.sample import Rows
+from halfstep.watching.sample import Header
 from halfstep.watching.watch import Watch
 
 
@@ -22,7 +22,7 @@ def count(model, *inputs, hooks=None):
         model(x).sum().backward()
     table = hooks.take()
     assert not any(m._forward_hooks for m in model.modules())
-    return {} if table is None else Rows(table.names, table.numels, table.dtypes, table.table.numpy()).stats()
+    return {} if table is None else Header(table.names, table.numels, table.dtypes).rows(table.table.numpy()).by_name()
 
 
 def bins(stats):

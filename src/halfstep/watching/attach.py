@@ -171,5 +171,7 @@ def _hooks_of(scaler: torch.amp.GradScaler) -> MutableMapping[torch.optim.Optimi
     if step is None:
         step = scaler.step = _WatchedStep(scaler)  # type: ignore[method-assign]
     if not isinstance(step, _WatchedStep):
-        raise SettingError("Another tool has replaced this scaler's step(); a Watch cannot see the steps that it skips.")
+        raise SettingError(
+            "Another tool has replaced this scaler's step(); a Watch cannot see the steps that it skips."
+        )
     return step.hooks

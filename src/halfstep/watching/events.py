@@ -183,7 +183,7 @@ class DriftRule:
     def _grown(self, kind: str, rows: Rows) -> Iterator[tuple[str, float]]:
         if FP16.name not in rows.dtypes:
             return
-        for (name, largest), dtype in zip(rows.largest().items(), rows.dtypes, strict=True):
+        for name, largest, dtype in zip(rows.names, rows.largest.tolist(), rows.dtypes, strict=True):
             if dtype != FP16.name:
                 continue
             history = self._largest.setdefault(kind + name, deque(maxlen=self.samples + 1))

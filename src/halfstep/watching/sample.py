@@ -6,45 +6,48 @@ when they are first looked at: at every step of a model with 300 tensors that wo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from halfstep.kernels.exponents import INF, LARGEST, NAN, NUM_COLUMNS
-from halfstep.watching.stats import TensorStats
+from halfstep.kernels.exponents import NUM_COLUMNS
+from halfstep.watching.stats import StatsTable, TensorStats
 from halfstep.watching.updates import UpdateStats
 
-__all__ = ["Rows", "Sample", "by_module"]
+__all__ = ["Header", "Rows", "Sample", "by_module"]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Counts of some tensors on the host, with their names."""
+class Header:
+    """Names, sizes and dtypes of the tensors that a table has rows for."""
 
     names: tuple[str, ...] = ()
     numels: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
-    table: np.ndarray = field(default_factory=lambda: np.zeros((0, NUM_COLUMNS), dtype=np.int64), repr=False)
-    divisor: float = 1.0
 
-    def stats(self) -> dict[str, TensorStats]:
-        """The statistics of each tensor, of true values: divided by the divisor."""
-        return {
-            name: TensorStats.from_row(name, numel, row, self.divisor)
-            for name, numel, row in zip(self.names, self.numels, self.table, strict=True)
-        }
+    def rows(self, table: np.ndarray, divisor: float = 1.0) -> Rows:
+        """The rows that arrived; a divisor that no step can use counts as 1, as in `count_exponents`."""
+        usable = math.isfinite(divisor) and divisor > 0
+        numels = np.asarray(self.numels, dtype=np.int64)
+        return Rows(self.names, numels, table.reshape(-1, NUM_COLUMNS), divisor if usable else 1.0, self.dtypes)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(StatsTable):
+    """Statistics of many tensors, with their dtypes."""
+
+    dtypes: tuple[str, ...] = ()
+
+    def by_name(self) -> dict[str, TensorStats]:
+        """The statistics of each tensor."""
+        return dict(zip(self.names, self, strict=True))
 
     def num_nonfinite(self) -> dict[str, int]:
         """The tensors with inf or NaN, and how many elements of each."""
-        counts = self.table[:, NAN : INF + 1].sum(axis=1) if len(self.names) else []
-        return {name: int(count) for name, count in zip(self.names, counts, strict=True) if count}
-
-    def largest(self) -> dict[str, float]:
-        """The largest finite magnitude of each tensor, not divided by the divisor."""
-        bits = self.table[:, LARGEST].astype(np.uint32).view(np.float32)
-        return dict(zip(self.names, bits.tolist(), strict=True))
+        return {name: count for name, count in zip(self.names, self.nonfinite.tolist(), strict=True) if count}
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,17 @@ class Sample:
     @cached_property
     def gradients(self) -> dict[str, TensorStats]:
         """Unscaled gradients, by parameter."""
-        return self.gradient_rows.stats()
+        return self.gradient_rows.by_name()
 
     @cached_property
     def weights(self) -> dict[str, TensorStats]:
         """Weights as stored, before the update, by parameter."""
-        return self.weight_rows.stats()
+        return self.weight_rows.by_name()
 
     @cached_property
     def activations(self) -> dict[str, TensorStats]:
         """Outputs of the leaf modules, by module, over all micro-batches of the step."""
-        return self.activation_rows.stats()
+        return self.activation_rows.by_name()
 
 
 def by_module(stats: Mapping[str, TensorStats]) -> dict[str, TensorStats]:

@@ -25,7 +25,7 @@ from halfstep.kernels.gradstats import dense_values
 from halfstep.precision.formats import format_name
 from halfstep.scaling.readback import Readback
 from halfstep.watching.activations import ActivationTable
-from halfstep.watching.sample import Rows, Sample
+from halfstep.watching.sample import Header, Sample
 from halfstep.watching.updates import NUM_COLUMNS as NUM_UPDATE_COLUMNS
 from halfstep.watching.updates import UpdateProbe, UpdateStats, spread
 
@@ -44,11 +44,11 @@ class _Open:
     """A sample between `before` and its arrival."""
 
     step: int
-    gradients: Rows
-    weights: Rows
+    gradients: Header
+    weights: Header
     parts: list[Tensor]  # int64 on the device, in the order of unpacking
     idle: frozenset[str]
-    activations: Rows = field(default_factory=Rows)
+    activations: Header = field(default_factory=Header)
     probe: tuple[list[str], list[str], list[bool]] = ((), (), ())  # type: ignore[assignment]
     since: int | None = None
     clocks: list[_Clock] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Sampler:
         device = next(iter(self.params.values())).device
         clock = _Clock(device)
         parts: list[Tensor] = []
-        rows, weights = Rows(), Rows()
+        rows, weights = Header(), Header()
         if self._is_armed:
             self._spreads: Mapping[str, Tensor] = {name: values for name, (_, values) in self._released.items()}
             if self._gradients and self._released:
@@ -149,7 +149,7 @@ class Sampler:
         flag = torch.full((), -1.0, device=device) if found_inf is None else found_inf.reshape(()).to(device)
         sample.parts.append(_as_integers(flag))
         if activations is not None:
-            sample.activations = Rows(activations.names, activations.numels, activations.dtypes)
+            sample.activations = Header(activations.names, activations.numels, activations.dtypes)
             sample.parts.append(activations.table.to(device))
         packed = torch.cat([part.reshape(-1) for part in sample.parts])
         sample.parts = []
@@ -173,16 +173,16 @@ class Sampler:
 
     # --- packing ----------------------------------------------------------------------------------------------------
 
-    def _count_weights(self) -> tuple[Rows, Tensor | None]:
+    def _count_weights(self) -> tuple[Header, Tensor | None]:
         params = {n: p for n, p in self.params.items() if p.is_floating_point() or p.is_complex()}
         if not self._weights or not params:
-            return Rows(), None
+            return Header(), None
         rows = self._rows(tuple(params), [dense_values(p.detach()) for p in params.values()])
         return rows, count_exponents(list(params.values()), None, self._tables[1]).table
 
     @staticmethod
-    def _rows(names: tuple[str, ...], tensors: list[Tensor]) -> Rows:
-        return Rows(names, tuple(t.numel() for t in tensors), tuple(format_name(t.dtype) for t in tensors))
+    def _rows(names: tuple[str, ...], tensors: list[Tensor]) -> Header:
+        return Header(names, tuple(t.numel() for t in tensors), tuple(format_name(t.dtype) for t in tensors))
 
     def _unpack(self, sample: _Open, values: Any) -> Sample:
         at = 0
@@ -192,13 +192,11 @@ class Sampler:
             at += count
             return values[at - count : at]
 
-        def table(rows: Rows, divisor: float = 1.0) -> Rows:
-            counts = take(len(rows.names) * NUM_COLUMNS).reshape(-1, NUM_COLUMNS)
-            return Rows(rows.names, rows.numels, rows.dtypes, counts, divisor)
+        def table(header: Header) -> Any:
+            return take(len(header.names) * NUM_COLUMNS)
 
         gradients, weights = table(sample.gradients), table(sample.weights)
         (divisor,) = take(1).view("float64").tolist()
-        gradients = Rows(gradients.names, gradients.numels, gradients.dtypes, gradients.table, divisor)
         names, dtypes, masters = sample.probe
         sums = take(len(names) * NUM_UPDATE_COLUMNS).view("float64").reshape(-1, NUM_UPDATE_COLUMNS).tolist()
         (flag,) = take(1).view("float64").tolist()
@@ -209,7 +207,16 @@ class Sampler:
             for name, dtype, master, row in zip(names, dtypes, masters, sums, strict=True)
         }
         skipped = None if flag < 0 else flag != 0
-        return Sample(sample.step, skipped, divisor, gradients, weights, activations, updates, sample.idle)
+        return Sample(
+            sample.step,
+            skipped,
+            divisor,
+            sample.gradients.rows(gradients, divisor),
+            sample.weights.rows(weights),
+            sample.activations.rows(activations),
+            updates,
+            sample.idle,
+        )
 
 
 @torch.no_grad()
@@ -248,7 +255,7 @@ class _Clock:
         if not self._is_cuda:
             return self._elapsed
         first, last = self._events
-        return float(first.elapsed_time(last)) / 1000  # type: ignore[no-untyped-call]
+        return float(first.elapsed_time(last)) / 1000
 
     def _record(self) -> None:
         if self._is_cuda:

@@ -321,7 +321,8 @@ def _state_of(*optimizers: torch.optim.Optimizer) -> Callable[[Tensor], Mapping[
         for reference in references:
             optimizer = reference()
             if optimizer is not None and param in optimizer.state:
-                return optimizer.state[param]
+                state: Mapping[str, Any] = optimizer.state[param]
+                return state
         return {}
 
     return state_of
