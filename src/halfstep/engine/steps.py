@@ -71,6 +71,7 @@ class Decision:
     found_inf: Tensor  # 0 or 1
     norm: Tensor  # of the true gradients
     divisor: Tensor  # of the gradients, clipping included
+    sums: Tensor | None = None  # of squares of each gradient, where one launch has computed them all
 
 
 def choose_path(optimizer: torch.optim.Optimizer, model: nn.Module) -> StepPath:
@@ -185,7 +186,7 @@ def decide(
         from halfstep.kernels.gradstats_triton import judge
 
         found_inf, norm, divisor = judge(sums, divisor, max_norm)
-        return Decision(backend.agree(found_inf), norm, divisor)
+        return Decision(backend.agree(found_inf), norm, divisor, sums)
     norm = (backend.total_norm(total_norm(grads, divisor.device, tables)) if norm is None else norm) / divisor
     found_inf = backend.agree((~(norm.isfinite() & (divisor > 0))).to(torch.float32))
     if max_norm is not None:

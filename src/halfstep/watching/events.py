@@ -69,13 +69,16 @@ class OutcomeRule:
 
     def __init__(self) -> None:
         self._scale: float | None = None
-        self._responsible: dict[str, int] = {}
+        self._responsible: dict[str, int | None] = {}
         self._consecutive = 0
 
     def observe(
-        self, step: int, *, skipped: bool, scale: float | None, nonfinite: Mapping[str, int]
+        self, step: int, *, skipped: bool, scale: float | None, nonfinite: Mapping[str, int | None]
     ) -> Iterator[Event]:
-        """The events of one step; `nonfinite` has the parameters whose gradients were not finite, if they are known."""
+        """The events of one step; `nonfinite` has the parameters whose gradients were not finite, if they are known.
+
+        Its values are numbers of elements, or None.
+        """
         if scale is not None and self._scale is not None and scale != self._scale:
             yield self._scale_event(step, scale)
         if not skipped:

@@ -29,8 +29,10 @@ from torch import Tensor, nn
 
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
+from halfstep.engine.steps import Decision
 from halfstep.errors import SettingError
 from halfstep.events import log_info, log_warning
+from halfstep.scaling.readback import Readback
 from halfstep.watching.activations import Activations
 from halfstep.watching.attach import LoopHooks, named_params_of
 from halfstep.watching.events import DriftRule, Event, LossRule, LostUpdateRule, OutcomeRule
@@ -92,6 +94,7 @@ class Watch:
         self._streams: list[Stream] = []
         self._loops: list[LoopHooks] = []
         self._losses = LossRule()
+        self._sums = Readback()
         self._started: float | None = None
         self._engine: weakref.ref[Engine] | None = None
 
@@ -148,16 +151,25 @@ class Watch:
         (stream,) = self._streams
         stream.before(engine.progress.attempts + 1, gradients, divisor, engine.optimizers)
 
+    def decided(self, gradients: Mapping[str, Tensor], decision: Decision) -> None:
+        """Called by the Engine before each update with its decision: which gradients are not finite is known from their sums."""
+        if decision.sums is not None:
+            self._sums.push(decision.sums, list(gradients))
+
     def after_step(self, result: StepResult) -> None:
         """Called by the Engine after each update was launched."""
         self._streams[0].after()
 
     def delivered(self, result: StepResult) -> None:
         """Called by the Engine when the outcome of a step has arrived."""
-        nonfinite: dict[str, int] = {}
+        nonfinite: dict[str, int | None] = {}
         stream = self._streams[0]
-        if result.skipped and stream.device.type == "cpu":  # gradients still exist, and reading them is free
-            nonfinite = num_nonfinite(stream.sampler.params)
+        arrived = self._sums.deliver_tensors(wait=False)  # pushed before the outcome, so those of its step are here
+        if result.skipped and arrived:
+            names, sums = arrived[-1]
+            nonfinite = {name: None for name, usable in zip(names, sums.isfinite().tolist(), strict=True) if not usable}
+        elif result.skipped and stream.device.type == "cpu":  # gradients still exist, and reading them is free
+            nonfinite = dict(num_nonfinite(stream.sampler.params))
         stream.outcome(result.step, skipped=result.skipped, scale=result.scale, nonfinite=nonfinite)
         stream.collect(wait=False)
 
@@ -267,7 +279,7 @@ class Stream:
             self.sampler.after(table, found_inf)
         self.arm()
 
-    def outcome(self, step: int, *, skipped: bool, scale: float | None, nonfinite: Mapping[str, int]) -> None:
+    def outcome(self, step: int, *, skipped: bool, scale: float | None, nonfinite: Mapping[str, int | None]) -> None:
         """The outcome of a step has arrived."""
         if self.has_outcomes and step in self._sampled:
             self._skipped[step] = skipped
