@@ -79,12 +79,37 @@ def spread(tensor: Tensor) -> Tensor:
     return flat[:: stride | 1] if stride > 1 else flat
 
 
-@dataclass(frozen=True)
+class _Views:
+    """What `spread` makes of a list of tensors, made again only for those whose memory has changed."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, tuple[int, Tensor]] = {}
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        views = []
+        for i, tensor in enumerate(tensors):
+            address = tensor.data_ptr()
+            known = self._views.get(i)
+            if known is None or known[0] != address:
+                view = spread(tensor)
+                if view.data_ptr() == address:  # not a copy, as of a tensor with gaps
+                    self._views[i] = address, view
+            else:
+                view = known[1]
+            views.append(view)
+        return views
+
+
 class _Group:
     """Parameters of one device, dtype and kind of master."""
 
-    params: list[Tensor]
-    entry: str | None  # of the state, with the master
+    def __init__(self, params: list[Tensor], entry: str | None) -> None:
+        self.params = params
+        self.entry = entry  # of the state, with the master
+        self.counts = [_num_spread(p) for p in params]
+        lengths, device = torch.tensor(self.counts, dtype=torch.int64), params[0].device
+        self.lengths = lengths.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else lengths
+        self.weights, self.stored = _Views(), _Views()
 
 
 class UpdateProbe:
@@ -100,7 +125,8 @@ class UpdateProbe:
         self._old: list[Tensor] = []
         self._earlier: list[Tensor] | None = None
         self._earlier_step: int | None = None
-        self._groups: dict[tuple[Any, ...], _Group] = {}
+        self._groups: list[_Group] = []
+        self._keys: list[tuple[Any, ...]] = []
         self.names: list[str] = []
         self.dtypes: list[str] = []
         self.masters: list[bool] = []
@@ -109,7 +135,7 @@ class UpdateProbe:
     def start(self) -> None:
         """Note the values before an update."""
         self._arrange()
-        self._old = [self._values(group) for group in self._groups.values()]
+        self._old = [self._values(group) for group in self._groups]
 
     @torch.no_grad()
     def finish(self, step: int, gradients: Mapping[str, Tensor]) -> tuple[Tensor, int | None]:
@@ -117,20 +143,17 @@ class UpdateProbe:
 
         `gradients` are tensors, or what `spread` made of them. Once MIN_STEPS have passed, `stuck` is counted from this sample.
         """
-        new = [self._values(group) for group in self._groups.values()]
+        new = [self._values(group) for group in self._groups]
         since = self._earlier_step
-        if self._earlier is not None and [len(v) for v in self._earlier] != [len(v) for v in new]:
-            self._earlier = since = None
         device = new[0].device
         moving = self._moving(gradients)
         rows = []
-        for i, group in enumerate(self._groups.values()):
-            lengths = [_num_spread(p) for p in group.params]
+        for i, group in enumerate(self._groups):
             before, after, moves = self._old[i], new[i], moving[i]
             lost = moves & (before == after)
             stuck = lost & (self._earlier[i] == after) if self._earlier is not None else torch.zeros_like(lost)
             columns = ((after - before).square(), before.square(), moves.float(), lost.float(), stuck.float())
-            rows.append(_sums(columns, lengths).to(device, non_blocking=True))
+            rows.append(_sums(columns, group.lengths).to(device, non_blocking=True))
         self._old = []
         if since is None or step - since >= MIN_STEPS:
             self._earlier, self._earlier_step = new, step
@@ -140,41 +163,45 @@ class UpdateProbe:
         return len(self._params)
 
     def _arrange(self) -> None:
-        groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
-        for name, param in self._params.items():
+        """Divide the parameters into groups, again if one has changed its kind: an optimizer may create masters at any time."""
+        keys = []
+        for param in self._params.values():
             state = self._state_of(param) if param.dtype in DTYPES_16_BIT else {}
             entry = next((e for e in MASTER_ENTRIES if e in state), None)
-            groups.setdefault((param.device, param.dtype, entry), []).append((name, param))
+            keys.append((param.device, param.dtype, entry, param.numel()))
+        if keys == self._keys:
+            return
+        groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
+        for key, member in zip(keys, self._params.items(), strict=True):
+            groups.setdefault(key[:3], []).append(member)
         members = [pair for group in groups.values() for pair in group]
-        names = [name for name, _ in members]
-        if names != self.names:
-            self._earlier = None
-        self.names = names
+        self.names = [name for name, _ in members]
         self.dtypes = [format_name(param.dtype) for _, param in members]
         self.masters = [key[1] not in DTYPES_16_BIT or key[2] is not None for key, g in groups.items() for _ in g]
-        self._groups = {key: _Group([param for _, param in group], key[2]) for key, group in groups.items()}
+        self._groups = [_Group([param for _, param in group], key[2]) for key, group in groups.items()]
+        self._keys, self._earlier, self._earlier_step = keys, None, None
 
     def _values(self, group: _Group) -> Tensor:
         """The values that the optimizer works on, in fp32 (fp64 weights: their own), as one vector."""
-        weights = torch.cat([spread(p) for p in group.params])
+        weights = torch.cat(group.weights.of(group.params))
         if group.entry is None:
             return weights.float() if weights.dtype in DTYPES_16_BIT else weights
-        stored = torch.cat([spread(self._state_of(p)[group.entry]) for p in group.params])
+        stored = torch.cat(group.stored.of([self._state_of(p)[group.entry] for p in group.params]))
         return read_master(weights, {group.entry: stored})
 
     def _moving(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """Which elements have a gradient other than 0."""
         by_param = {id(self._params[name]): grad for name, grad in gradients.items() if name in self._params}
         moving = []
-        for group in self._groups.values():
+        for group in self._groups:
             parts = []
-            for param in group.params:
-                grad, count = by_param.get(id(param)), _num_spread(param)
+            for param, count in zip(group.params, group.counts, strict=True):
+                grad = by_param.get(id(param))
                 if grad is None or grad.is_sparse:
-                    parts.append(torch.zeros(count, dtype=torch.bool, device=param.device))
+                    parts.append(torch.zeros(count, dtype=param.dtype, device=param.device))
                 else:
-                    parts.append((grad if grad.dim() == 1 and grad.numel() == count else spread(grad)) != 0)
-            moving.append(torch.cat(parts))
+                    parts.append(grad if grad.dim() == 1 and grad.numel() == count else spread(grad))
+            moving.append(torch.cat(parts) != 0)
         return moving
 
 
@@ -183,10 +210,7 @@ def _num_spread(param: Tensor) -> int:
     return -(-param.numel() // (stride | 1)) if stride > 1 else param.numel()
 
 
-def _sums(columns: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+def _sums(columns: Sequence[Tensor], lengths: Tensor) -> Tensor:
     """The sum of each column over each tensor's elements: (T, columns) in fp64."""
-    device = columns[0].device
-    counts = torch.tensor(lengths, dtype=torch.int64)
-    counts = counts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else counts
-    sums = [torch.segment_reduce(c.to(torch.float32), "sum", lengths=counts, unsafe=True) for c in columns]
+    sums = [torch.segment_reduce(c.to(torch.float32), "sum", lengths=lengths, unsafe=True) for c in columns]
     return torch.stack(sums, dim=1).to(torch.float64)
