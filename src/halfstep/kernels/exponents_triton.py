@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels import exponents as reference
+from halfstep.kernels import table as columns
 from halfstep.kernels.table import ChunkTable, PointerTable, to_device
 from halfstep.kernels.table_triton import chunk_pointer
 
@@ -57,10 +57,10 @@ SHAPE = LaunchShape()
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NUM_BINS, _BIN_OF_1, _NUM_COLUMNS = (
-    tl.constexpr(n) for n in (reference.NUM_BINS, reference.BIN_OF_1, reference.NUM_COLUMNS)
+    tl.constexpr(n) for n in (columns.NUM_BINS, columns.BIN_OF_1, columns.NUM_COLUMNS)
 )
 _NAN, _INF, _ZEROS, _LARGEST, _SMALLEST = (
-    tl.constexpr(n) for n in (reference.NAN, reference.INF, reference.ZEROS, reference.LARGEST, reference.SMALLEST)
+    tl.constexpr(n) for n in (columns.NAN, columns.INF, columns.ZEROS, columns.LARGEST, columns.SMALLEST)
 )
 _WINDOW = tl.constexpr(31)  # powers of two
 _ABOVE_GUESS = tl.constexpr(3)  # how many of them are above the chunk's first elements
