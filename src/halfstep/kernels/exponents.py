@@ -27,6 +27,7 @@ from torch import Tensor
 from halfstep.errors import SettingError
 from halfstep.kernels.available import triton_runs_on
 from halfstep.kernels.gradstats import dense_values
+from halfstep.kernels.table import BIN_OF_1, INF, LARGEST, NAN, NUM_BINS, NUM_COLUMNS, SMALLEST, ZEROS
 from halfstep.precision.formats import DTYPES_16_BIT, FP32, FP64, Format
 
 __all__ = [
@@ -44,11 +45,6 @@ __all__ = [
     "extremes_of",
     "reference_rows",
 ]
-
-NUM_BINS = 256
-BIN_OF_1 = 192  # bins for 2^-192 to 2^63: fp32's subnormals divided by a loss scale of 2^43, and more than any format's range above
-NAN, INF, ZEROS, LARGEST, SMALLEST = range(NUM_BINS, NUM_BINS + 5)  # columns of the table after the bins
-NUM_COLUMNS = NUM_BINS + 5
 
 _KERNEL_DTYPES = (torch.float32, *DTYPES_16_BIT)
 _PIECE = 1 << 22  # elements that the reference looks at in one go: its temporary tensors have 8 bytes per element

@@ -1,16 +1,17 @@
 """One launch that reads every tensor of a list once and counts its elements by exponent.
 
-A histogram with one memory operation per element is far slower than reading the elements, and Triton's `tl.histogram` spends 8
-ballots and 8 population counts on each. Here the counters are registers: each row of threads has 8 integers, and each integer 4
-counters of 8 bits, together a window of 32 powers of two. An element adds 1 << (8 * position) to one of the 8. Because a counter
-ends at 255, a program counts a chunk of at most 255 elements per row, then adds the rows up in 16-bit fields and the sums to the
-tensor's row of the table.
+A GPU reads elements far faster than it can do one memory operation, or the 8 ballots and 8 population counts of `tl.histogram`, for
+each of them. So an element becomes a 32-bit integer with one bit set, at the position of its exponent in a window of 31 powers of
+two, and these integers are added in carry-save form: bit k of "ones", "twos", "fours" and so on are the binary digits of counter k,
+and a full adder (two logic instructions for all 32 counters) adds three integers of one weight to one of the same and one of
+twice the weight. That is the positional population count of Harley and Seal, two instructions per element. At the end of its
+chunk a program unpacks the digits, sums over its threads in 16-bit fields and adds the sums to the tensor's row of the table.
 
-The window begins at the largest magnitude of the chunk's first tile. 32 powers of two are enough for nearly every chunk of a
-real tensor: with normally distributed elements 1 chunk in 5000 leaves it. The extremes of the chunk, which the kernel
-has to report anyway, show whether all of it was in the window; what is missing then are the zeros. If it was not, or if there
-is an inf, a NaN or a subnormal, the chunk is read again: once for the special values, then once per window from its largest to its
-smallest magnitude. So the counts are exact for all bit patterns and the usual chunk is read once.
+The window begins a little above the largest magnitude of the chunk's first elements. 31 powers of two are enough for nearly every
+chunk of a real tensor: with normally distributed elements 1 chunk in 2500 leaves it. The extremes of the chunk, which are reported
+anyway, show whether all of it was in the window or 0; position 31 collects what is below. If it was not, or if there is an inf, a
+NaN or a subnormal, the chunk is read again: once for the special values, then once per window from its largest to its smallest
+magnitude. So the counts are exact for all bit patterns, and the usual chunk is read once.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels import exponents as reference
+from halfstep.kernels import table as columns
 from halfstep.kernels.table import ChunkTable, PointerTable, to_device
 from halfstep.kernels.table_triton import chunk_pointer
 
 __all__ = ["SHAPE", "ExponentCounter", "LaunchShape"]
 
-_VECTOR_BYTES = 16  # of a row of a tile: the widest load of a thread
+_VECTOR_BYTES = 16  # of a row of a tile, the widest load of a thread: 8 elements of 16 bits, 4 of 32
+_TILES = 4  # loads of a thread in a step of the loop; the adders below are written for 4
 
 
 @dataclass(frozen=True)
@@ -38,31 +40,35 @@ class LaunchShape:
     """How the work is divided; `python benchmarks/bench_watch.py --kernel` times several."""
 
     chunk: int = 32768  # elements of a program
-    warps: int = 8
-    rows: int = 256  # of 16 bytes in a step of its loop: one for each thread
-    unroll: int = 2
+    warps: int = 2
 
     def __post_init__(self) -> None:
-        assert self.chunk // self.rows <= 255, "counters of 8 bits"
-        assert self.chunk <= 65535, "sums of 16 bits"
-        assert self.chunk % (self.rows * 8 * self.unroll) == 0, "whole steps of 16-bit elements"
+        assert self.chunk < 1 << 16, "sums of 16 bits"
+        assert self.chunk // self.rows < 1 << 11, "11 digits"
+        assert self.chunk % (self.rows * 8 * _TILES) == 0, "whole steps of 16-bit elements"
+
+    @property
+    def rows(self) -> int:
+        """Threads, each of which loads and counts one row of a tile."""
+        return 32 * self.warps
 
 
 SHAPE = LaunchShape()
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NUM_BINS, _BIN_OF_1, _NUM_COLUMNS = (
-    tl.constexpr(n) for n in (reference.NUM_BINS, reference.BIN_OF_1, reference.NUM_COLUMNS)
+    tl.constexpr(n) for n in (columns.NUM_BINS, columns.BIN_OF_1, columns.NUM_COLUMNS)
 )
 _NAN, _INF, _ZEROS, _LARGEST, _SMALLEST = (
-    tl.constexpr(n) for n in (reference.NAN, reference.INF, reference.ZEROS, reference.LARGEST, reference.SMALLEST)
+    tl.constexpr(n) for n in (columns.NAN, columns.INF, columns.ZEROS, columns.LARGEST, columns.SMALLEST)
 )
-_WINDOW = tl.constexpr(32)  # bins: 8 integers of 4 counters
-_ABOVE_GUESS = tl.constexpr(3)  # how much larger than the first tile the rest of a chunk may be
+_WINDOW = tl.constexpr(31)  # powers of two
+_ABOVE_GUESS = tl.constexpr(3)  # how many of them are above the chunk's first elements
 _INF_BITS = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL = tl.constexpr(0x00800000)
 _FRACTION = tl.constexpr(23)
 _FRACTION_MASK = tl.constexpr(0x007FFFFF)
+_BELOW = tl.constexpr(-(1 << 23))  # distance from the window of what is below it; its position is 31
 _SUBNORMAL_SHIFT = tl.constexpr(149 << 23)
 
 
@@ -95,45 +101,136 @@ def _tile(pointer, at, end, ROWS: tl.constexpr, VECTOR: tl.constexpr, FULL: tl.c
 
 
 @triton.jit
-def _two(packed):
-    """Counters 0 and 2, and 1 and 3 of an integer, each pair in 16-bit fields."""
-    return tl.join(packed & 0x00FF00FF, (packed >> 8) & 0x00FF00FF)
+def _add3(a, b, c):
+    """Sum and carry of three integers, bit by bit."""
+    either = a ^ b
+    return either ^ c, (a & b) | (either & c)
 
 
 @triton.jit
-def _flush(c0, c1, c2, c3, c4, c5, c6, c7, base, field_to_bin, row, ROWS: tl.constexpr):
+def _add_tile(distance, ones, twos, fours, ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """Add a tile, as distances from the window, to the lowest digits; also returns the carry, of weight VECTOR.
+
+    A row has VECTOR / 2 integers of weight 1, half as many of weight 2 and so on, all in one thread.
+    """
+    marks = 1 << ((distance >> _FRACTION) & 31)
+    a, b = tl.split(tl.reshape(marks, (ROWS, VECTOR // 2, 2)))
+    ones, carry = _add3(ones, a, b)
+    if VECTOR == 8:
+        a, b = tl.split(tl.reshape(carry, (ROWS, 2, 2)))
+        twos, carry = _add3(twos, a, b)
+        a, b = tl.split(carry)
+        fours, carry = _add3(fours, a, b)
+    else:
+        a, b = tl.split(carry)
+        twos, carry = _add3(twos, a, b)
+    return ones, twos, fours, carry
+
+
+@triton.jit
+def _add_carries(a, b, c, d, e0, e1, e2, e3, e4, e5, e6, e7, e8):
+    """Add the carries of four tiles to the higher digits."""
+    e0, low = _add3(e0, a, b)
+    e0, high = _add3(e0, c, d)
+    e1, carry = _add3(e1, low, high)
+    e2, carry = e2 ^ carry, e2 & carry
+    e3, carry = e3 ^ carry, e3 & carry
+    e4, carry = e4 ^ carry, e4 & carry
+    e5, carry = e5 ^ carry, e5 & carry
+    e6, carry = e6 ^ carry, e6 & carry
+    e7, carry = e7 ^ carry, e7 & carry
+    e8 = e8 ^ carry
+    return e0, e1, e2, e3, e4, e5, e6, e7, e8
+
+
+@triton.jit
+def _fields(digits):
+    """Bits k and k + 16 of each row's integer in the 16-bit fields of column k."""
+    return (digits[:, None] >> tl.arange(0, 16)[None, :]) & 0x00010001
+
+
+@triton.jit
+def _flush(
+    ones, twos, fours, e0, e1, e2, e3, e4, e5, e6, e7, e8, first_bin, row, ROWS: tl.constexpr, VECTOR: tl.constexpr
+):
     """Add the counters of a window to the bins and return their sum."""
-    # tl.join puts its new axis last, so that the pairs are the integers 4, 2 and 1 apart.
-    even = tl.join(tl.join(_two(c0), _two(c4)), tl.join(_two(c2), _two(c6)))
-    odd = tl.join(tl.join(_two(c1), _two(c5)), tl.join(_two(c3), _two(c7)))
-    fields = tl.sum(tl.reshape(tl.join(even, odd), (ROWS, 16)), axis=0)
-    # position: parity of the counter, then the integer's number
-    position = tl.arange(0, 16)
-    first_bin = base + field_to_bin + 4 * (position % 8) + position // 8
+    a, b = tl.split(tl.reshape(ones, (ROWS, VECTOR // 4, 2)))
+    ones, pair = a ^ b, a & b  # pair: further integers of weight 2
+    if VECTOR == 8:
+        a, b = tl.split(ones)
+        c, d = tl.split(twos)
+        e, f = tl.split(pair)
+        first = _fields(a) + _fields(b)
+        second = _fields(c) + _fields(d) + _fields(e) + _fields(f)
+        sums = first + 2 * second + 4 * _fields(fours)
+    else:
+        sums = _fields(tl.reshape(ones, (ROWS,))) + 2 * (_fields(twos) + _fields(tl.reshape(pair, (ROWS,))))
+    high = 2 * _fields(e8) + _fields(e7)
+    high = 2 * high + _fields(e6)
+    high = 2 * high + _fields(e5)
+    high = 2 * high + _fields(e4)
+    high = 2 * high + _fields(e3)
+    high = 2 * high + _fields(e2)
+    high = 2 * high + _fields(e1)
+    high = 2 * high + _fields(e0)
+    fields = tl.sum(sums + VECTOR * high, axis=0)
+    column = tl.arange(0, 16)
     total = 0
     for half in tl.static_range(2):
         counts = (fields >> (16 * half)) & 0xFFFF
-        bins = tl.minimum(tl.maximum(first_bin + 2 * half, 0), _NUM_BINS - 1)
-        tl.atomic_add(row + bins, counts.to(tl.int64), mask=counts > 0, sem="relaxed")
-        total += tl.sum(counts)
+        inside = column + 16 * half < _WINDOW
+        bins = tl.minimum(tl.maximum(first_bin + column + 16 * half, 0), _NUM_BINS - 1)
+        tl.atomic_add(row + bins, counts.to(tl.int64), mask=inside & (counts > 0), sem="relaxed")
+        total += tl.sum(tl.where(inside, counts, 0))
     return total
 
 
 @triton.jit
-def _count_tile(bits, start, c0, c1, c2, c3, c4, c5, c6, c7):
-    """Add a tile to the counters of the window that begins at `start`, an exponent field and the divisor's fraction."""
-    distance = bits - start
-    word = distance >> (_FRACTION + 2)
-    increment = 1 << ((distance >> (_FRACTION - 3)) & 24)
-    c0 += tl.sum(tl.where(word == 0, increment, 0), axis=1)
-    c1 += tl.sum(tl.where(word == 1, increment, 0), axis=1)
-    c2 += tl.sum(tl.where(word == 2, increment, 0), axis=1)
-    c3 += tl.sum(tl.where(word == 3, increment, 0), axis=1)
-    c4 += tl.sum(tl.where(word == 4, increment, 0), axis=1)
-    c5 += tl.sum(tl.where(word == 5, increment, 0), axis=1)
-    c6 += tl.sum(tl.where(word == 6, increment, 0), axis=1)
-    c7 += tl.sum(tl.where(word == 7, increment, 0), axis=1)
-    return c0, c1, c2, c3, c4, c5, c6, c7
+def _distance(bits, start, AGAIN: tl.constexpr):
+    """How far an element is above the window's start, in units of 2^-23 powers of two; _BELOW if it is not in the window.
+
+    Without AGAIN elements above the window are not recognised: the caller finds them by the largest element.
+    """
+    if AGAIN:
+        bits = _without_subnormals(tl.where(bits < _INF_BITS, bits, 0))
+        inside = (bits >= start) & (bits < start + _WINDOW * _SMALLEST_NORMAL)
+        distance = tl.where(inside, bits - start, _BELOW)
+    else:
+        distance = tl.maximum(bits - start, _BELOW)
+    return distance
+
+
+@triton.jit
+def _count_window(
+    pointer, end, start, ROWS: tl.constexpr, VECTOR: tl.constexpr, FULL: tl.constexpr, AGAIN: tl.constexpr
+):
+    """Counters of the window that begins at `start`, an exponent field and the divisor's fraction; and the extremes."""
+    fours = tl.zeros((ROWS,), dtype=tl.int32)
+    twos = tl.zeros((ROWS, 2), dtype=tl.int32) if VECTOR == 8 else fours
+    ones = tl.zeros((ROWS, VECTOR // 2), dtype=tl.int32)
+    e0, e1, e2, e3, e4, e5, e6, e7, e8 = fours, fours, fours, fours, fours, fours, fours, fours, fours
+    large = fours  # the largest magnitude
+    small = tl.zeros((ROWS,), dtype=tl.uint32)  # 2^32 less the smallest one, 0 without any
+    tile: tl.constexpr = ROWS * VECTOR
+    at = 0
+    while at < end:  # not `for`: the interpreter of Triton 3.6 cannot make a range of loaded numbers with numpy 2.4
+        tile0 = _tile(pointer, at, end, ROWS, VECTOR, FULL)
+        tile1 = _tile(pointer, at + tile, end, ROWS, VECTOR, FULL)
+        tile2 = _tile(pointer, at + 2 * tile, end, ROWS, VECTOR, FULL)
+        tile3 = _tile(pointer, at + 3 * tile, end, ROWS, VECTOR, FULL)
+        if not AGAIN:
+            tops = tl.maximum(tl.maximum(tile0, tile1), tl.maximum(tile2, tile3))
+            large = tl.maximum(large, tl.max(tops, axis=1))
+            low01 = tl.maximum((0 - tile0).to(tl.uint32, bitcast=True), (0 - tile1).to(tl.uint32, bitcast=True))
+            low23 = tl.maximum((0 - tile2).to(tl.uint32, bitcast=True), (0 - tile3).to(tl.uint32, bitcast=True))
+            small = tl.maximum(small, tl.max(tl.maximum(low01, low23), axis=1))
+        ones, twos, fours, a = _add_tile(_distance(tile0, start, AGAIN), ones, twos, fours, ROWS, VECTOR)
+        ones, twos, fours, b = _add_tile(_distance(tile1, start, AGAIN), ones, twos, fours, ROWS, VECTOR)
+        ones, twos, fours, c = _add_tile(_distance(tile2, start, AGAIN), ones, twos, fours, ROWS, VECTOR)
+        ones, twos, fours, d = _add_tile(_distance(tile3, start, AGAIN), ones, twos, fours, ROWS, VECTOR)
+        e0, e1, e2, e3, e4, e5, e6, e7, e8 = _add_carries(a, b, c, d, e0, e1, e2, e3, e4, e5, e6, e7, e8)
+        at += 4 * tile
+    return ones, twos, fours, e0, e1, e2, e3, e4, e5, e6, e7, e8, tl.max(large), tl.max(small)
 
 
 @triton.jit
@@ -145,7 +242,7 @@ def _count_again(pointer, end, row, field_to_bin, fraction, ROWS: tl.constexpr, 
     large = tl.zeros((ROWS,), dtype=tl.int32)
     small = tl.zeros((ROWS,), dtype=tl.uint32)
     at = 0
-    while at < end:  # not `for`: see gradstats_triton
+    while at < end:
         bits = _tile(pointer, at, end, ROWS, VECTOR, False)
         nans += tl.sum((bits > _INF_BITS).to(tl.int32), axis=1)
         infs += tl.sum((bits == _INF_BITS).to(tl.int32), axis=1)
@@ -154,10 +251,9 @@ def _count_again(pointer, end, row, field_to_bin, fraction, ROWS: tl.constexpr, 
         large = tl.maximum(large, tl.max(finite, axis=1))
         small = tl.maximum(small, tl.max((0 - finite).to(tl.uint32, bitcast=True), axis=1))
         at += ROWS * VECTOR
-    padding = at - end
     tl.atomic_add(row + _NAN, tl.sum(nans).to(tl.int64), sem="relaxed")
     tl.atomic_add(row + _INF, tl.sum(infs).to(tl.int64), sem="relaxed")
-    tl.atomic_add(row + _ZEROS, (tl.sum(zeros) - padding).to(tl.int64), sem="relaxed")
+    tl.atomic_add(row + _ZEROS, (tl.sum(zeros) - (at - end)).to(tl.int64), sem="relaxed")  # at - end: padding
     largest = tl.max(large)
     complement = tl.max(small)
     tl.atomic_max(row + _LARGEST, largest.to(tl.int64), sem="relaxed")
@@ -167,23 +263,10 @@ def _count_again(pointer, end, row, field_to_bin, fraction, ROWS: tl.constexpr, 
     bottom = (_without_subnormals(smallest) - fraction) >> _FRACTION
     while (largest > 0) & (top >= bottom):
         base = top - (_WINDOW - 1)
-        c0 = tl.zeros((ROWS,), dtype=tl.int32)
-        c1 = tl.zeros((ROWS,), dtype=tl.int32)
-        c2 = tl.zeros((ROWS,), dtype=tl.int32)
-        c3 = tl.zeros((ROWS,), dtype=tl.int32)
-        c4 = tl.zeros((ROWS,), dtype=tl.int32)
-        c5 = tl.zeros((ROWS,), dtype=tl.int32)
-        c6 = tl.zeros((ROWS,), dtype=tl.int32)
-        c7 = tl.zeros((ROWS,), dtype=tl.int32)
-        at = 0
-        while at < end:
-            bits = _tile(pointer, at, end, ROWS, VECTOR, False)
-            bits = _without_subnormals(tl.where(bits < _INF_BITS, bits, 0))
-            c0, c1, c2, c3, c4, c5, c6, c7 = _count_tile(
-                bits, (base << _FRACTION) + fraction, c0, c1, c2, c3, c4, c5, c6, c7
-            )
-            at += ROWS * VECTOR
-        _flush(c0, c1, c2, c3, c4, c5, c6, c7, base, field_to_bin, row, ROWS)
+        ones, twos, fours, e0, e1, e2, e3, e4, e5, e6, e7, e8, _large, _small = _count_window(
+            pointer, end, (base << _FRACTION) + fraction, ROWS, VECTOR, False, True
+        )
+        _flush(ones, twos, fours, e0, e1, e2, e3, e4, e5, e6, e7, e8, base + field_to_bin, row, ROWS, VECTOR)
         top = base - 1
 
 
@@ -194,10 +277,8 @@ def _count_chunk(
     row,
     field_to_bin,
     fraction,
-    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
-    UNROLL: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """The usual chunk: one window and one read."""
@@ -205,36 +286,13 @@ def _count_chunk(
     base = ((guess - fraction) >> _FRACTION) + _ABOVE_GUESS - (_WINDOW - 1)
     base = tl.minimum(tl.maximum(base, 1), 255 - _WINDOW)  # numbers only: no subnormals, inf or NaN
     start = (base << _FRACTION) + fraction
-    c0 = tl.zeros((ROWS,), dtype=tl.int32)
-    c1 = tl.zeros((ROWS,), dtype=tl.int32)
-    c2 = tl.zeros((ROWS,), dtype=tl.int32)
-    c3 = tl.zeros((ROWS,), dtype=tl.int32)
-    c4 = tl.zeros((ROWS,), dtype=tl.int32)
-    c5 = tl.zeros((ROWS,), dtype=tl.int32)
-    c6 = tl.zeros((ROWS,), dtype=tl.int32)
-    c7 = tl.zeros((ROWS,), dtype=tl.int32)
-    large = tl.zeros((ROWS,), dtype=tl.int32)
-    small = tl.zeros((ROWS,), dtype=tl.uint32)
-    if FULL:
-        for step in tl.range(0, CHUNK // (ROWS * VECTOR), loop_unroll_factor=UNROLL):
-            bits = _tile(pointer, step * (ROWS * VECTOR), end, ROWS, VECTOR, True)
-            large = tl.maximum(large, tl.max(bits, axis=1))
-            small = tl.maximum(small, tl.max((0 - bits).to(tl.uint32, bitcast=True), axis=1))
-            c0, c1, c2, c3, c4, c5, c6, c7 = _count_tile(bits, start, c0, c1, c2, c3, c4, c5, c6, c7)
-    else:
-        at = 0
-        while at < end:
-            bits = _tile(pointer, at, end, ROWS, VECTOR, False)
-            large = tl.maximum(large, tl.max(bits, axis=1))
-            small = tl.maximum(small, tl.max((0 - bits).to(tl.uint32, bitcast=True), axis=1))
-            c0, c1, c2, c3, c4, c5, c6, c7 = _count_tile(bits, start, c0, c1, c2, c3, c4, c5, c6, c7)
-            at += ROWS * VECTOR
-    largest = tl.max(large)
-    complement = tl.max(small)  # 2^32 less the smallest magnitude; 0 if all are 0
+    ones, twos, fours, e0, e1, e2, e3, e4, e5, e6, e7, e8, largest, complement = _count_window(
+        pointer, end, start, ROWS, VECTOR, FULL, False
+    )
     smallest = (0 - complement).to(tl.int32, bitcast=True)
     inside = (largest < _INF_BITS) & (largest < start + _WINDOW * _SMALLEST_NORMAL) & (smallest >= start)
     if inside | (largest == 0):
-        total = _flush(c0, c1, c2, c3, c4, c5, c6, c7, base, field_to_bin, row, ROWS)
+        total = _flush(ones, twos, fours, e0, e1, e2, e3, e4, e5, e6, e7, e8, base + field_to_bin, row, ROWS, VECTOR)
         tl.atomic_add(row + _ZEROS, (end - total).to(tl.int64), sem="relaxed")
         tl.atomic_max(row + _LARGEST, largest.to(tl.int64), sem="relaxed")
         tl.atomic_max(row + _SMALLEST, complement.to(tl.int64), sem="relaxed")
@@ -256,7 +314,6 @@ def _exponents_kernel(
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(chunks + 2 * program).to(tl.int64)
@@ -271,18 +328,18 @@ def _exponents_kernel(
         fraction = bits & _FRACTION_MASK
     if program < num_full:
         pointer = chunk_pointer(pointers + tensor, start, DTYPE, True)
-        _count_chunk(pointer, CHUNK, row, field_to_bin, fraction, CHUNK, ROWS, VECTOR, UNROLL, True)
+        _count_chunk(pointer, CHUNK, row, field_to_bin, fraction, ROWS, VECTOR, True)
     else:
         end = tl.minimum(tl.load(numels + tensor) - start, CHUNK).to(tl.int32)
         pointer = chunk_pointer(pointers + tensor, start, DTYPE, False)
-        _count_chunk(pointer, end, row, field_to_bin, fraction, CHUNK, ROWS, VECTOR, UNROLL, False)
+        _count_chunk(pointer, end, row, field_to_bin, fraction, ROWS, VECTOR, False)
 
 
 class ExponentCounter:
     """Counts lists of packed tensors of one dtype on one device; reuses its tables from call to call."""
 
-    def __init__(self, shape: LaunchShape = SHAPE) -> None:
-        self.shape = shape
+    def __init__(self, shape: LaunchShape | None = None) -> None:
+        self.shape = shape or SHAPE
         self._pointers = PointerTable()
         self._chunks: ChunkTable | None = None
         self._rows: tuple[list[int], Tensor] | None = None
@@ -309,6 +366,5 @@ class ExponentCounter:
             CHUNK=shape.chunk,
             ROWS=shape.rows,
             VECTOR=_VECTOR_BYTES // dtype.itemsize,
-            UNROLL=shape.unroll,
             num_warps=shape.warps,
         )
