@@ -100,6 +100,22 @@ def test_the_launch_shape_of_a_gpu_counts_the_same(dtype):
     check([(torch.randn(5000, generator=torch.Generator().manual_seed(9)) * 1e-4).to(dtype)], 1000.0)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize(("warps", "dtype"), [(1, torch.float32), (2, torch.bfloat16)], ids=str)
+@pytest.mark.usefixtures("real_shape")
+def test_full_counters_of_a_thread_are_exact(warps, dtype, monkeypatch):
+    """As many elements in one bin as a thread can count, nearly as many, and as many in the bin of zeros."""
+    from halfstep.kernels import exponents_triton
+
+    monkeypatch.setattr(exponents_triton, "SHAPE", exponents_triton.LaunchShape(warps=warps))
+    tensor = torch.full((32_768,), 0.3).to(dtype)
+    check([tensor])
+    if dtype is torch.bfloat16:
+        tensor.view(-1, 8)[:, 3] = 0
+        tensor[:500] = 5.0
+        check([tensor])
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter needs minutes for hypothesis")
 @given(st.sampled_from(DTYPES), st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(0, 10**6))
 @settings(max_examples=200)

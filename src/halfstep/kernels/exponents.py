@@ -102,23 +102,25 @@ def count_exponents(
     """
     tables = {} if tables is None else tables
     device = tensors[0].device if tensors else torch.device("cpu")
+    values = tensors if _are_alike(tensors) else [_packed(_readable(tensor)) for tensor in tensors]
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    values = [_readable(tensor) for tensor in tensors]
-    for row, value in enumerate(values):
-        if value.numel():
+    if values is tensors:
+        groups[device, tensors[0].dtype] = list(range(len(tensors)))
+    else:
+        for row, value in enumerate(values):
             groups.setdefault((value.device, value.dtype), []).append(row)
     table = empty_table(len(tensors), device)
     for (where, dtype), rows in groups.items():
         part = table if where == device else empty_table(len(tensors), where)
-        local = None if divisor is None else divisor.detach().to(where, torch.float32, non_blocking=True).abs()
-        group = [values[row] for row in rows]
+        local = None if divisor is None else divisor.detach().to(where, torch.float32, non_blocking=True)
+        group = values if len(rows) == len(values) else [values[row] for row in rows]
         if triton_runs_on(where) and dtype in _KERNEL_DTYPES:
             from halfstep.kernels.exponents_triton import ExponentCounter
 
             counter: ExponentCounter | None = tables.get((where, dtype))
             if counter is None:
                 counter = tables[where, dtype] = ExponentCounter()
-            counter.add([_packed(value) for value in group], rows, local, part)
+            counter.add(group, rows, local, part)
         else:
             reference_rows(group, rows, local, part)
         if part is not table:  # rows of tensors on another device are 0 so far
@@ -132,10 +134,10 @@ def reference_rows(values: Sequence[Tensor], rows: Sequence[int], divisor: Tenso
         wide = torch.float64 if value.dtype is torch.float64 else torch.float32
         integer, fmt = _BITS[wide]
         one = torch.ones((), dtype=wide, device=value.device)
-        d = one if divisor is None else divisor.to(wide)
+        d = one if divisor is None else divisor.abs().to(wide)
         d = torch.where(d.isfinite() & (d > 0), d, one)
         divisor_bits = _without_subnormals(d.view(integer).to(torch.int64), fmt)
-        for piece in _pieces(value):
+        for piece in _pieces(value.detach()):
             _add(table[row], piece.to(wide).view(integer).to(torch.int64), divisor_bits, fmt)
 
 
@@ -170,7 +172,18 @@ def _fp32_bits(bits: Tensor) -> Tensor:
 
 
 def _pieces(value: Tensor) -> Iterator[Tensor]:
-    yield from torch.split(value.reshape(-1), _PIECE)
+    if value.numel():
+        yield from torch.split(value.reshape(-1), _PIECE)
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernel can read all tensors as they are: the usual list, for which the host should do little."""
+    if not tensors or tensors[0].dtype not in _KERNEL_DTYPES:
+        return False
+    dtype, device = tensors[0].dtype, tensors[0].device
+    return all(
+        t.dtype is dtype and t.layout is torch.strided and t.is_contiguous() and t.device == device for t in tensors
+    )
 
 
 def _readable(tensor: Tensor) -> Tensor:

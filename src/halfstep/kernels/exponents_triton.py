@@ -307,7 +307,7 @@ def _exponents_kernel(
     numels,  # int64 (T,)
     rows,  # int32 (T,): of the table
     table,  # int64 (rows, _NUM_COLUMNS)
-    divisor_at,  # fp32 (), not negative
+    divisor_at,  # fp32 ()
     num_full,
     DIVIDES: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -322,7 +322,7 @@ def _exponents_kernel(
     field_to_bin = _BIN_OF_1 - 127
     fraction = 0
     if DIVIDES:
-        bits = tl.load(divisor_at).to(tl.int32, bitcast=True)
+        bits = tl.load(divisor_at).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         bits = _without_subnormals(tl.where((bits > 0) & (bits < _INF_BITS), bits, 127 << 23))
         field_to_bin = _BIN_OF_1 - (bits >> _FRACTION)
         fraction = bits & _FRACTION_MASK
@@ -353,6 +353,8 @@ class ExponentCounter:
             self._chunks = ChunkTable(*key, shape.chunk, device)
         if self._rows is None or self._rows[0] != list(rows):
             self._rows = list(rows), to_device(np.asarray(rows, dtype=np.int32), device)
+        if not self._chunks.num_chunks:
+            return
         _exponents_kernel[(self._chunks.num_chunks,)](
             self._chunks.rows,
             pointers,
