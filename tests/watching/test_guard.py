@@ -3,6 +3,8 @@
 import copy
 import gc
 import math
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -459,6 +461,31 @@ def test_sharded_parameters_need_a_group(one_rank, name):
         assert weight.full_tensor().isfinite().all()
     assert guard.counts.skips == 1
     assert (weight.full_tensor() != 1).all()
+
+
+RANK_PROGRAM = """
+import math, sys, torch, halfstep
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+for options in ({"fused": True}, {"foreach": True}):
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, **options)
+    guard = halfstep.Guard(optimizer, process_group=torch.distributed.group.WORLD)
+    for bad_rank in (0, 1, None):
+        weight.grad = torch.full((4,), math.nan if rank == bad_rank else 1.0)
+        optimizer.step()
+        assert bool((weight == 1).all()) is (bad_rank is not None), (bad_rank, weight)
+    assert guard.counts.skips == 2
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_a_group_agree(tmp_path):
+    """A NaN in the shard of either rank skips the step on both."""
+    command = [sys.executable, "-c", RANK_PROGRAM]
+    ranks = [subprocess.Popen([*command, str(rank), f"{tmp_path}/store"]) for rank in range(2)]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
 
 
 @pytest.mark.gpu

@@ -118,6 +118,35 @@ def test_stochastic_rounding_is_no_stall():
     assert not watch.events
 
 
+def test_kahan_summation_is_no_stall():
+    """A compensation next to the weight collects what rounding removes, so nothing is lost while the weight stands still."""
+
+    class Kahan(torch.optim.Optimizer):
+        """SGD with a compensation."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    comp = self.state[p].setdefault("kahan_comp", torch.zeros_like(p))
+                    comp.sub_(group["lr"] * p.grad)
+                    before = p.clone()
+                    p.add_(comp)
+                    comp.add_(before - p)
+
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False).bfloat16()
+    optimizer = Kahan(model.parameters(), {"lr": 1e-6})
+    watch = halfstep.Watch(model, every=8).attach(optimizer)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(torch.ones(2, 16).bfloat16()).square().mean().backward()
+        optimizer.step()
+    watch.close()
+    assert watch.samples[-1].updates["weight"].lost > 0.5
+    assert not watch.events
+
+
 @pytest.mark.parametrize("reason", ["lr 0", "skipped"])
 def test_steps_that_change_nothing_for_another_reason_are_no_stall(reason):
     """A learning rate of 0, and steps that are skipped, are no lost updates."""

@@ -140,4 +140,6 @@ def test_what_counts_as_a_master():
     """fp32 weights are their own master; 16-bit ones need an entry in the optimizer's state."""
     assert has_master(torch.ones(1), {})
     assert not has_master(torch.ones(1).half(), {"exp_avg": 1})
-    assert has_master(torch.ones(1).half(), {"low": 1})
+    assert has_master(torch.ones(1).half(), {"low": torch.ones(1)})
+    assert has_master(torch.ones(1).half(), {"kahan_comp": torch.ones(1)})
+    assert not has_master(torch.ones(2).half(), {"error": torch.ones(()), "exp_avg": torch.ones(2)})

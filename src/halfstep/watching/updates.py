@@ -34,6 +34,9 @@ MIN_STEPS = 6  # between the samples that `stuck` compares; samples 1, 8, 16, 32
 _COLUMNS = ("change", "size", "moving", "lost", "stuck")  # sums of squares twice, then numbers of elements
 NUM_COLUMNS = len(_COLUMNS)
 
+# In the names of entries that extend a 16-bit weight: kahan_comp (optimi, pytorch-optimizer), compensation (AnyPrecisionAdamW), shift, ...
+_MORE_BITS = ("master", "kahan", "comp", "shift", "residual", "error", "correction", "fp32", "low")
+
 StateOf = Callable[[Tensor], Mapping[str, Any]]
 
 
@@ -43,7 +46,7 @@ class UpdateStats:
 
     name: str
     dtype: str  # of the stored weight
-    master: bool  # whether the optimizer works on an fp32 value
+    master: bool  # whether more bits than those of a 16-bit weight are stored
     ratio: float  # norm of the change relative to the norm of the weights
     moving: int  # elements with a gradient other than 0
     lost: float  # share of those whose value did not change
@@ -68,8 +71,15 @@ class UpdateStats:
 
 
 def has_master(param: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether the optimizer of a parameter works on at least fp32: the weight itself, or a master in its state."""
-    return param.dtype not in DTYPES_16_BIT or any(name in state for name in MASTER_ENTRIES)
+    """Whether more bits than those of the weight are stored: it is fp32 itself, or its state has a master or a compensation.
+
+    Compensations (Kahan summation) have no standard name, so an entry of the weight's size counts if its name looks like one.
+    """
+    return param.dtype not in DTYPES_16_BIT or any(
+        name in MASTER_ENTRIES or (any(w in name.casefold() for w in _MORE_BITS) and value.numel() == param.numel())
+        for name, value in state.items()
+        if isinstance(name, str) and isinstance(value, Tensor)
+    )
 
 
 def spread(tensor: Tensor) -> Tensor:
@@ -168,16 +178,16 @@ class UpdateProbe:
         for param in self._params.values():
             state = self._state_of(param) if param.dtype in DTYPES_16_BIT else {}
             entry = next((e for e in MASTER_ENTRIES if e in state), None)
-            keys.append((param.device, param.dtype, entry, param.numel()))
+            keys.append((param.device, param.dtype, entry, has_master(param, state), param.numel()))
         if keys == self._keys:
             return
         groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
         for key, member in zip(keys, self._params.items(), strict=True):
-            groups.setdefault(key[:3], []).append(member)
+            groups.setdefault(key[:4], []).append(member)
         members = [pair for group in groups.values() for pair in group]
         self.names = [name for name, _ in members]
         self.dtypes = [format_name(param.dtype) for _, param in members]
-        self.masters = [key[1] not in DTYPES_16_BIT or key[2] is not None for key, g in groups.items() for _ in g]
+        self.masters = [key[3] for key, group in groups.items() for _ in group]
         self._groups = [_Group([param for _, param in group], key[2]) for key, group in groups.items()]
         self._keys, self._earlier, self._earlier_step = keys, None, None
 

@@ -56,7 +56,7 @@ class WatchCost:
 
     samples: int
     seconds_per_sample: float
-    share: float  # of the time since the first step
+    share: float  # of the time since the watch was attached
 
     def __str__(self) -> str:
         return (
@@ -139,6 +139,7 @@ class Watch:
         hooks = Activations(model) if self.activations and model is not None else None
         stream = Stream(sampler, hooks, self.every, self._finish, self._send)
         self._streams.append(stream)
+        self._started = time.perf_counter() if self._started is None else self._started
         return stream
 
     # --- the Engine's calls -----------------------------------------------------------------------------------------
@@ -147,7 +148,6 @@ class Watch:
         """Called by the Engine before each update."""
         engine = None if self._engine is None else self._engine()
         assert engine is not None
-        self._start_clock()
         (stream,) = self._streams
         stream.before(engine.progress.attempts + 1, gradients, divisor, engine.optimizers)
 
@@ -205,10 +205,6 @@ class Watch:
 
     def _finish(self, sample: Sample) -> None:
         self.samples.append(sample)
-
-    def _start_clock(self) -> None:
-        if self._started is None:
-            self._started = time.perf_counter()
 
     def _send(self, event: Event) -> None:
         self.events.append(event)
