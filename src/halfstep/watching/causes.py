@@ -81,7 +81,7 @@ def _forward(autopsy: Autopsy) -> tuple[str, str]:
     wider = (
         "Use bf16, whose range is that of fp32, list this module in the policy's fp32 modules, or make its values smaller (a norm, "
         "a smaller initialization, clipping). "
-        if limit is not None and limit < 1e6  # noqa: PLR2004 - fp16 and fp8
+        if limit is not None and limit < 1e6
         else "The numbers exceed even the range of fp32: a diverging run, exp of a large number, or a division by 0. "
     )
     return (

@@ -83,11 +83,11 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self._places, self._probes = places, probes
         self._storages: dict[int, _Storage] = {}
-        self._names = {_storage_of(tensor): name for name, tensor in reversed(named.items())}
+        self._names = {_storage_of(tensor): name for name, tensor in reversed(list(named.items()))}
         self._writer_of: dict[int, int | None] = {}  # probe -> operation
         self.named: dict[int, str] = {}  # probe -> parameter or buffer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         about = _about(func)
         if about.is_view:

@@ -20,7 +20,7 @@ __all__ = ["Places", "next_sequence_nr"]
 
 def next_sequence_nr() -> int:
     """The number that the next autograd node of this thread will have."""
-    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+    return int(torch._C._autograd._get_sequence_nr())  # noqa: SLF001 - no public name
 
 
 class Places:

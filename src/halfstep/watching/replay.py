@@ -49,7 +49,7 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
     try:
         with undisturbed(replays):
             autopsy = _examine(replays, [b for b in batches if b is not None], plain)
-    except Exception as error:  # noqa: BLE001 - training continues whatever the user's function does
+    except Exception as error:
         return replace(plain, sentence=f"the replay failed with {type(error).__name__}: {error}")
     notes = autopsy.notes
     if any(m._compiled_call_impl is not None for m in replays.run.module.modules()):  # noqa: SLF001 - torch has no public test
@@ -137,7 +137,7 @@ class _Replay:
         tensor = dict(module.named_parameters()) | dict(module.named_buffers())
         value = tensor.get(name)
         own = {n: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for n, m in module.named_modules()}
-        if place in own and any(value is each for each in own[place]):
+        if place is not None and any(value is each for each in own.get(place, ())):
             return place
         return name.rpartition(".")[0]
 
@@ -193,9 +193,15 @@ class _Replay:
         if not names:
             return None
         grad: Any = self.replays.run.params[names[0]].grad
-        shown = {"dtype": str(grad.dtype).removeprefix("torch."), "value": _value_of(grad), "parameter": names[0]}
-        op = "a sum over micro-batches, or a hook after it"
-        return replace(self.case, cause="backward", module=names[0].rpartition(".")[0], op=op, **shown)
+        return replace(
+            self.case,
+            cause="backward",
+            module=names[0].rpartition(".")[0],
+            op="a sum over micro-batches, or a hook after it",
+            dtype=str(grad.dtype).removeprefix("torch."),
+            value=_value_of(grad),
+            parameter=names[0],
+        )
 
     def _blame_scale(self, autopsy: Autopsy) -> Autopsy:
         """Compute the micro-batch again without loss scaling, if there was any."""

@@ -31,7 +31,8 @@ class Autopsies:
     replay = True  # the Engine records what a replay needs
 
     def __init__(self, outlet: Callable[[Autopsy], None] | None = None) -> None:
-        self._outlet, self._engine = outlet, None
+        self._outlet = outlet
+        self._engine: Any = None
         self.num_skips = 0
         self.autopsies: list[Autopsy] = []  # the latest ones
 
@@ -41,9 +42,7 @@ class Autopsies:
 
     def delivered(self, result: StepResult) -> None:
         """Called by the Engine when the outcome of a step has arrived."""
-        if self._engine is None:
-            return
-        engine: Any = self._engine
+        engine = self._engine
         self.num_skips += result.skipped
         if not result.skipped or not is_due(self.num_skips):
             engine.replays.take(result.step)

@@ -32,7 +32,7 @@ def undisturbed(replays: Replays) -> Iterator[None]:
         undo.callback(generators.restore)
         undo.callback(torch.clear_autocast_cache)
         undo.enter_context(torch.inference_mode(mode=False))
-        undo.enter_context(torch.enable_grad())  # type: ignore[no-untyped-call]
+        undo.enter_context(torch.enable_grad())
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(_modes(run.module))
         undo.enter_context(_gradients(run.module, run.params))
