@@ -43,6 +43,7 @@ _MASKING = (
     "tril",
     "scalar_tensor",
 )
+_COPIES = ("_to_copy", "clone", "copy_", "contiguous")
 _ABSORBING = ("softmax", "attention", "logsumexp")
 _SEVERITY = {"nan": 2, "inf": 1, "-inf": 0}
 
@@ -71,8 +72,8 @@ class Origin:
 
 @dataclass
 class _Storage:
-    writer: int | None = None  # the operation that wrote it last
-    probes: dict[_Key, int | None] = field(default_factory=dict)  # by view, since then
+    writers: tuple[int, ...] = ()  # the operations that wrote it or parts of it
+    probes: dict[_Key, int | None] = field(default_factory=dict)  # by view, since the last of them
 
 
 class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,7 +85,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places, self._probes = places, probes
         self._storages: dict[int, _Storage] = {}
         self._names = {_storage_of(tensor): name for name, tensor in reversed(list(named.items()))}
-        self._writer_of: dict[int, int | None] = {}  # probe -> operation
+        self._writers_of: dict[int, tuple[int, ...]] = {}  # probe -> operations
         self.named: dict[int, str] = {}  # probe -> parameter or buffer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +98,8 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs += [self.look(t) for key, a in kwargs.items() if key not in about.written for t in _tensors(a)]
         result = func(*args, **kwargs)
         number = len(self.operations)
-        outputs = [] if about.undefined else [self._written(t, number) for t in _tensors(result)]
+        sources = {_storage_of(t) for a in (*args, *kwargs.values()) for t in _tensors(a)}
+        outputs = [] if about.undefined else [self._written(t, number, sources) for t in _tensors(result)]
         if about.undefined:
             for tensor in _tensors(result):
                 self._storages.pop(_storage_of(tensor), None)
@@ -113,18 +115,21 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self._storages.setdefault(_storage_of(tensor), _Storage())
         key = _view_of(tensor)
         if key not in storage.probes:
-            name = self._names.get(_storage_of(tensor), "") if storage.writer is None else ""
+            name = "" if storage.writers else self._names.get(_storage_of(tensor), "")
             probe = storage.probes[key] = self._probes.add(tensor, name)
             if probe is not None:
-                self._writer_of[probe] = storage.writer
+                self._writers_of[probe] = storage.writers
                 if name:
                     self.named[probe] = name
         return storage.probes[key]
 
-    def _written(self, tensor: Tensor, number: int) -> int | None:
+    def _written(self, tensor: Tensor, number: int, sources: set[int]) -> int | None:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return None
-        self._storages[_storage_of(tensor)] = _Storage(number)
+        storage = _storage_of(tensor)
+        # Into a tensor that exists, perhaps a part of it only, or into new memory, perhaps where a freed tensor was.
+        before = self._storages.get(storage, _Storage()).writers if storage in sources else ()
+        self._storages[storage] = _Storage((*before, number))
         return self.look(tensor)
 
     # --- after the read ---------------------------------------------------------------------------------------------
@@ -136,8 +141,8 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, operation in enumerate(self.operations):
             for probe in operation.inputs:
                 if not ranges[probe].finite and probe not in origins:
-                    writer = self._writer_of.get(probe)
-                    origins[probe] = of_operation.get(-1 if writer is None else writer) or Origin(number, probe, True)
+                    writers = (of_operation.get(w) for w in reversed(self._writers_of[probe]))
+                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, True)
             bad = [probe for probe in operation.outputs if not ranges[probe].finite]
             if not bad:
                 continue
@@ -150,6 +155,14 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _rank(self, origin: Origin, ranges: Sequence[Range]) -> tuple[int, bool, int]:
         masks = self.operations[origin.operation].name in _MASKING and not origin.entered
         return -_SEVERITY[ranges[origin.probe].value], masks, origin.operation
+
+    def entry(self, origin: Origin, ranges: Sequence[Range]) -> Operation:
+        """The operation that first computed with a tensor that entered; copies and casts only pass it on."""
+        origins = self.origins(ranges)
+        for operation in self.operations[origin.operation :]:
+            if operation.name not in _COPIES and any(origins.get(p) == origin for p in operation.inputs):
+                return operation
+        return self.operations[origin.operation]
 
     def behind(self, node: int, ranges: Sequence[Range]) -> Origin | None:
         """The origin of what the operation of an autograd node read or gave that was not finite, though it was absorbed."""

@@ -123,12 +123,12 @@ class _Replay:
         parameter = next((trace.named[p] for p in operation.inputs if p in trace.named), "")
         cause: Cause = "forward"
         if origin.entered:
-            name = trace.named.get(origin.probe)
-            cause = "data" if name is None else "weights"
+            name, user = trace.named.get(origin.probe), trace.entry(origin, ranges)
+            shown["op"], shown["module"] = user.name, user.place
+            others = tuple(ranges[p] for p in user.inputs if ranges[p].finite)
+            cause, parameter, inputs = ("data" if name is None else "weights"), name or "", (probe, *others)
             if name is not None:
-                parameter, shown["module"] = name, self._owner(name, operation.place)
-            else:
-                parameter, inputs = "", (probe, *(r for r in inputs if r is not probe))
+                shown["module"] = self._owner(name, user.place)
         return replace(self.case, cause=cause, inputs=inputs, parameter=parameter, **shown)  # type: ignore[arg-type]
 
     def _owner(self, name: str, place: str | None) -> str:
