@@ -6,7 +6,7 @@ not the culprit, but the one from which an unbroken chain leads to the loss:
     result finite                       nothing, whatever the inputs were: absorbed
     result not finite, inputs finite    this operation is the origin
     result not finite, an input too     the origin of that input; NaN before inf, arithmetic before masks, the earliest first
-    a tensor that no operation made     it entered as it is: a parameter, a buffer, or data
+    a tensor that no operation made     it entered as it is: a parameter, a buffer, data or a constant
 
 Results are measured on the device as they appear (`probes.py`), and the chain is followed on the host after one read.
 Tensors are recognised by storage, offset, shape and stride; a write into a storage ends what was known about its views.
@@ -59,6 +59,7 @@ class Operation:
     node: int  # the number of the last autograd node that was created before it
     inputs: tuple[int, ...]  # probes
     outputs: tuple[int, ...]
+    is_constant: bool = False  # without a tensor among its arguments
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in _tensors(result):
                 self._storages.pop(_storage_of(tensor), None)
         self.operations.append(
-            Operation(about.name, self._places.current, next_sequence_nr() - 1, _some(inputs), _some(outputs))
+            Operation(
+                about.name, self._places.current, next_sequence_nr() - 1, _some(inputs), _some(outputs), not sources
+            )
         )
         return result
 
@@ -148,7 +151,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             causes = [probe for probe in operation.inputs if not ranges[probe].finite]
             origin = min((origins[p] for p in causes), key=lambda o: self._rank(o, ranges), default=None)
-            of_operation[number] = origin or Origin(number, bad[0], False)
+            of_operation[number] = origin or Origin(number, bad[0], operation.is_constant)
             origins.update(dict.fromkeys(bad, of_operation[number]))
         return origins
 
