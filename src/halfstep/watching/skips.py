@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from halfstep.engine.result import StepResult
-from halfstep.events import log_warning
+from halfstep.events import log_info, log_warning
 from halfstep.watching.autopsy import Autopsy
 from halfstep.watching.replay import examine
 
@@ -49,6 +49,7 @@ class Autopsies:
             return
         autopsy = examine(engine.replays, result.step, result.scale or 1.0, engine.hardware)
         self.autopsies = [*self.autopsies[1 - _MOST :], autopsy]
-        log_warning(str(autopsy))
+        # A scale that is too large for one step is what a dynamic loss scale is for; the rest needs somebody's attention.
+        (log_info if autopsy.cause == "backward" and autopsy.at_scale_1 else log_warning)(str(autopsy))
         if self._outlet is not None:
             self._outlet(autopsy)

@@ -35,19 +35,19 @@ from halfstep.events import log_info, log_warning
 from halfstep.scaling.readback import Readback
 from halfstep.watching.activations import Activations
 from halfstep.watching.attach import LoopHooks, named_params_of
+from halfstep.watching.autopsy import Autopsy
 from halfstep.watching.events import DriftRule, Event, LossRule, LostUpdateRule, OutcomeRule
 from halfstep.watching.report import WatchReport
 from halfstep.watching.sample import Sample
 from halfstep.watching.sampler import Sampler, is_due, num_nonfinite
+from halfstep.watching.skips import Autopsies
 
 __all__ = ["Watch", "WatchCost"]
 
 _NUM_SAMPLES = 8  # that are stored
 _NUM_EVENTS = 1000
-_QUIET = {
-    "skip",
-    "scale",
-}  # logged at their 1st, 2nd, 4th, ... occurrence: a dynamic loss scale skips in every healthy run
+# Logged at their 1st, 2nd, 4th, ... occurrence: a dynamic loss scale skips in every healthy run.
+_QUIET = {"skip", "scale"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Watch:
     """Samples the numerics of a run: give it to `Engine(watch=...)`, or call `attach(optimizer, scaler)` in another loop.
 
     `every` is the number of steps between samples. `activations` also counts the outputs of leaf modules. `outlet` is called with each
-    Event. `replay` lets the Engine record what an autopsy of a skipped step needs. `model` is needed only outside an Engine.
+    Event. `replay` examines skipped steps whose `engine.step(replay=fn)` tells how to compute the loss again. `model` is needed only outside an Engine.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Watch:
         self._kinds: dict[str, int] = {}
         self._streams: list[Stream] = []
         self._loops: list[LoopHooks] = []
-        self._losses = LossRule()
+        self._losses, self._autopsies = LossRule(), Autopsies(self._send_autopsy) if replay else None
         self._sums = Readback()
         self._started: float | None = None
         self._engine: weakref.ref[Engine] | None = None
@@ -131,6 +131,8 @@ class Watch:
         stream = self._add_stream(engine.params, _state_of(*engine.optimizers), root)
         stream.has_outcomes, stream.released = True, engine._release is not None  # noqa: SLF001
         stream.arm()
+        if self._autopsies is not None:
+            self._autopsies.attach(engine)
 
     def _add_stream(
         self, params: Mapping[str, Tensor], state_of: Callable[[Tensor], Mapping[str, Any]], model: nn.Module | None
@@ -171,6 +173,8 @@ class Watch:
         elif result.skipped and stream.device.type == "cpu":  # gradients still exist, and reading them is free
             nonfinite = dict(num_nonfinite(stream.sampler.params))
         stream.outcome(result.step, skipped=result.skipped, scale=result.scale, nonfinite=nonfinite)
+        if self._autopsies is not None:
+            self._autopsies.delivered(result)
         stream.collect(wait=False)
 
     def close(self) -> None:
@@ -203,13 +207,24 @@ class Watch:
         """The last sample as a table of the worst parameters, with the events so far."""
         return WatchReport.of(list(self.samples), list(self.events), str(self.cost) if self.samples else "")
 
+    @property
+    def autopsies(self) -> list[Autopsy]:
+        """The latest autopsies of skipped steps; those of steps without `replay=` only show which gradients were not finite."""
+        return [] if self._autopsies is None else self._autopsies.autopsies
+
+    def _send_autopsy(self, autopsy: Autopsy) -> None:
+        if autopsy.replayed:
+            self._send(Event("autopsy", autopsy.step, autopsy.sentence, autopsy.as_dict(), autopsy.advice))
+
     def _finish(self, sample: Sample) -> None:
         self.samples.append(sample)
 
     def _send(self, event: Event) -> None:
         self.events.append(event)
         count = self._kinds[event.kind] = self._kinds.get(event.kind, 0) + 1
-        if event.kind not in _QUIET:
+        if event.kind == "autopsy":
+            pass  # `Autopsies` has logged it in full
+        elif event.kind not in _QUIET:
             log_warning(f"Watch: {event}")
         elif count & (count - 1) == 0:
             log_info(f"Watch: {event}")
