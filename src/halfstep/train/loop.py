@@ -38,6 +38,8 @@ from halfstep.train.schedule import step_on_metric
 from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, batch_size_of, to_device
 from halfstep.train.validation import ValidationStopped, validate
+from halfstep.watching.autopsy import Autopsy
+from halfstep.watching.skips import Autopsies
 
 __all__ = ["TrainOutcome", "train"]
 
@@ -112,7 +114,7 @@ class _Run:
         seed_everything(config.seed)
         self.context = RunContext.single(config.device, seed=config.seed, batch_size=config.batch or DEFAULT_BATCH)
         self.memory = PeakCounter(self.context.device)
-        self.model, self.engine = _build(job, self.context, config, precision)
+        self.model, self.engine = _build(job, self.context, config, precision, Autopsies(self._record_autopsy))
         _check_validation(job, self.engine)
         self.data = DataStream(job, self.context, split="train")
         self.validation_data = DataStream(job, self.context, split="val")
@@ -226,14 +228,17 @@ class _Run:
             log_warning(f"The run fails after step {step}, which is saved in {self.out}.")
 
     def _micro_batch(self, batch: Any, epoch: int) -> None:
+        def compute() -> Any:
+            return self.job.call("loss", self.context, model=self.model, batch=batch, epoch=epoch, split="train")
+
         with self.engine.forward():
-            loss = self.job.call("loss", self.context, model=self.model, batch=batch, epoch=epoch, split="train")
+            loss = compute()
         self.engine.backward(loss)
         loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph overwrites it on replay
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._num_losses += 1
         self._samples += batch_size_of(batch, self.context.batch_size)
-        result = self.engine.step()
+        result = self.engine.step(replay=compute)  # keeps the batch until the outcome has arrived
         if result.boundary:
             self._record(result, epoch)
 
@@ -249,6 +254,9 @@ class _Run:
         )
         self.recorder.record_truth(self.engine)
         self._loss_sum, self._num_losses, self._samples = None, 0, 0
+
+    def _record_autopsy(self, autopsy: Autopsy) -> None:
+        self.recorder.log.event("autopsy", **autopsy.as_dict())
 
     def _validate(self, stop: StopRequest, *, epoch_done: bool) -> None:
         """Validate the epoch that is due; whatever ends the validation early, the trained weights are saved."""
@@ -347,7 +355,9 @@ class _Run:
         self.engine.close()
 
 
-def _build(job: Job, run: RunContext, config: TrainConfig, precision: str) -> tuple[nn.Module, Engine]:
+def _build(
+    job: Job, run: RunContext, config: TrainConfig, precision: str, watch: Autopsies
+) -> tuple[nn.Module, Engine]:
     """The job's model on the run's device, and the engine over it."""
     model = job.call("model", run).to(run.device)
     optimizer = job.call("optimizer", run, model=model)
@@ -363,6 +373,7 @@ def _build(job: Job, run: RunContext, config: TrainConfig, precision: str) -> tu
         deterministic=config.deterministic,
         gradient_release=config.gradient_release,
         recompute=config.recompute,
+        watch=watch,
     )
     return model, engine
 
