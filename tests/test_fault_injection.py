@@ -34,7 +34,7 @@ def test_a_few_random_faults_are_all_named(program):
 
 def test_faults_of_compiled_models_are_named(program, monkeypatch):
     """By a replay in eager mode."""
-    monkeypatch.setattr("halfstep.engine.compiling._options", lambda mode, budget: {"backend": "aot_eager"})
+    monkeypatch.setattr("halfstep.engine.compiling._options", lambda mode, budget: {"backend": "eager"})
     check(program.outcomes(3, seed=5, compiled=True), share=1.0)
 
 

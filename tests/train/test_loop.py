@@ -659,3 +659,22 @@ def test_a_plateau_scheduler_without_validation_is_an_error(data, reason, tmp_pa
     """It would never be stepped."""
     with pytest.raises(HalfstepError, match=f"ReduceLROnPlateau is stepped .*{reason}"):
         train(plateau_job(data=data), TrainConfig(epochs=2), precision="fp32", out=tmp_path)
+
+
+def test_a_skipped_step_has_an_autopsy_in_the_run_file(tmp_path):
+    """A NaN datum is named as such, and the run is the one that has no autopsy."""
+    poisoned = []
+
+    def loss(model, batch):
+        x, y = batch
+        if len(poisoned) == 0 and model.training:
+            x[0, 0] = math.nan
+            poisoned.append(x)
+        return F.cross_entropy(model(x), y)
+
+    outcome = train(tiny_job(loss=loss), TrainConfig(batch=16, steps=3), precision="fp16", out=tmp_path / "run")
+    run = read_runlog(tmp_path / "run" / "run.jsonl")
+    (event,) = [e for e in run.events if e["event"] == "autopsy"]
+    assert (event["cause"], event["module"], event["step"]) == ("data", "0", 1)
+    assert event["sentence"]
+    assert outcome.skips == 1

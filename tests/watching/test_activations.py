@@ -68,9 +68,16 @@ def test_an_output_that_is_changed_in_place_is_counted_before_the_change():
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, -1.0]]))
     hooks, x = Activations(model), torch.tensor([[4.0, 0.25]])
-    assert "0" not in count(model, x, hooks=hooks)
+    first = count(model, x, hooks=hooks)
     second = count(model, x, hooks=hooks)
+    assert "0" not in first
     assert bins(second["0"]) == {2: 1, -2: 1}
+    assert bins(first["1"]) == bins(second["1"]) == {2: 1}
+
+
+def test_a_model_without_children_is_one_module():
+    """A bare layer is watched under the name "model"."""
+    assert count(nn.Linear(2, 3), torch.ones(1, 2)).keys() == {"model"}
 
 
 def test_validation_and_recomputation_are_not_counted():

@@ -184,6 +184,42 @@ def test_a_resumed_run_is_sampled_early_under_its_own_step_numbers(tmp_path):
     assert [s.step for s in watch.samples] == [71, 72, 74]
 
 
+@pytest.mark.parametrize("activations", [False, True])
+def test_a_skipped_step_is_examined_and_its_replay_not_counted(activations):
+    """The autopsy is an event, and activations of the replay are in no sample."""
+    watch = halfstep.Watch(every=1, activations=activations)
+    model, _, engine = build("fp32", watch=watch, schedule=False)
+    for i, (x, y) in enumerate(batches(3)):
+        if i == 1:
+            x[0, 0] = math.nan
+
+        def compute(x=x, y=y):
+            return nn.functional.cross_entropy(model(x), y)
+
+        with engine.forward():
+            loss = compute()
+        engine.backward(loss)
+        engine.step(replay=compute)
+    engine.close()
+    (autopsy,) = watch.autopsies
+    assert (autopsy.step, autopsy.cause) == (2, "data")
+    assert [e.kind for e in watch.events] == ["skip", "autopsy"]
+    assert watch.events[1].data["cause"] == "data"
+    if activations:
+        assert {s.activations["head"].numel for s in watch.samples} == {24}
+
+
+def test_a_loop_without_replays_gets_no_autopsies():
+    """Skips of a loop that passes no function are events, and one line of the log shows how to have them examined."""
+    watch = halfstep.Watch()
+    model, _, engine = build("fp32", watch=watch, schedule=False)
+    for batch in batches(3):
+        train_step(model, engine, batch, poison=True)
+    engine.close()
+    assert [e.kind for e in watch.events] == ["skip"] * 3
+    assert not watch.autopsies
+
+
 class NoHostRead(TorchDispatchMode):
     """Raises where the host reads a value of a tensor."""
 

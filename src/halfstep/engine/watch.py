@@ -1,8 +1,12 @@
 """The protocol of `Engine(watch=...)`: what an object may implement to look at a run.
 
 Every method is optional. `before_step` receives the gradients of a closed window, still multiplied by `divisor`, on the
-device; `decided` receives the decision, also on the device; `after_step` runs once the update is launched, when nothing about it is known on the host; `delivered` runs when the
-outcome has arrived, one step later on a GPU. None of them may wait for the device.
+device; `decided` receives the decision, also on the device; `after_step` runs once the update is launched, when nothing about
+it is known on the host; `delivered` runs when the outcome has arrived, one step later on a GPU. None of them may wait for the
+device, except to examine a skipped step.
+
+With an attribute `replay` that is true, the Engine records what it takes to compute a step again (`engine/replay/`):
+`engine.replays.take(step)` returns it, from `delivered` on.
 """
 
 from __future__ import annotations

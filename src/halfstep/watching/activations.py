@@ -57,6 +57,7 @@ class Activations:
         self._dtypes: dict[str, str] = {}
         self._changed_in_place: set[str] = set()
         self._num_compiled = self._num_hooked = 0
+        self.is_paused = False  # while a step is computed again, for an autopsy
         self._has_fired = False  # in this sample
 
     def arm(self) -> None:
@@ -107,14 +108,15 @@ class Activations:
         return None
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if torch.compiler.is_compiling():  # traced: the graph must not change
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if torch.compiler.is_compiling() or self.is_paused:  # when it is traced, the graph must not change
                 return
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - not inside backward
                 with (
                     _disable_current_modes()
                 ):  # counting is no part of what modes such as selective checkpointing record
-                    self._add(name, args, output)
+                    # An in-place module returns its input too, with other values.
+                    self._add(name, () if getattr(module, "inplace", False) else args, output)
 
         return hook
 
@@ -161,7 +163,7 @@ def _leaves(root: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
         compiled |= isinstance(module, torch._dynamo.OptimizedModule)  # noqa: SLF001 - no public name before torch 2.10
         children = list(module.named_children())
         if not children:
-            yield name, module, compiled
+            yield name or "model", module, compiled
         for child, inner in children:
             yield from visit(f"{name}.{child}" if name else child, inner, compiled)
 

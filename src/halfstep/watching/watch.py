@@ -16,11 +16,12 @@ Events (`watching.events`) go to `outlet(event)`, to the logger and to `watch.ev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,7 +32,7 @@ from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
 from halfstep.engine.steps import Decision
 from halfstep.errors import SettingError
-from halfstep.events import log_info, log_warning
+from halfstep.events import log_info, log_once, log_warning
 from halfstep.scaling.readback import Readback
 from halfstep.watching.activations import Activations
 from halfstep.watching.attach import LoopHooks, named_params_of
@@ -46,8 +47,10 @@ __all__ = ["Watch", "WatchCost"]
 
 _NUM_SAMPLES = 8  # that are stored
 _NUM_EVENTS = 1000
-# Logged at their 1st, 2nd, 4th, ... occurrence: a dynamic loss scale skips in every healthy run.
-_QUIET = {"skip", "scale"}
+_QUIET = {
+    "skip",
+    "scale",
+}  # logged at their 1st, 2nd, 4th, ... occurrence: a dynamic loss scale skips in every healthy run
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Watch:
     """Samples the numerics of a run: give it to `Engine(watch=...)`, or call `attach(optimizer, scaler)` in another loop.
 
     `every` is the number of steps between samples. `activations` also counts the outputs of leaf modules. `outlet` is called with each
-    Event. `replay` examines skipped steps whose `engine.step(replay=fn)` tells how to compute the loss again. `model` is needed only outside an Engine.
+    Event. `replay` examines skipped steps, where the loop passes `engine.step(replay=...)`. `model` is needed only outside an Engine.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ class Watch:
         self._kinds: dict[str, int] = {}
         self._streams: list[Stream] = []
         self._loops: list[LoopHooks] = []
-        self._losses, self._autopsies = LossRule(), Autopsies(self._send_autopsy) if replay else None
+        self._losses = LossRule()
         self._sums = Readback()
+        self._autopsies = Autopsies(self._examined) if replay else None
         self._started: float | None = None
         self._engine: weakref.ref[Engine] | None = None
 
@@ -127,12 +131,12 @@ class Watch:
         if self._model is not None and self._model is not engine.model:
             raise SettingError("Engine(watch=Watch(model)) has another model than the Engine; leave the argument out.")
         self._engine = weakref.ref(engine)
+        if self._autopsies is not None:
+            self._autopsies.attach(weakref.proxy(engine))
         root = engine._run.module  # noqa: SLF001 - of several modules; it has no other name
         stream = self._add_stream(engine.params, _state_of(*engine.optimizers), root)
         stream.has_outcomes, stream.released = True, engine._release is not None  # noqa: SLF001
         stream.arm()
-        if self._autopsies is not None:
-            self._autopsies.attach(engine)
 
     def _add_stream(
         self, params: Mapping[str, Tensor], state_of: Callable[[Tensor], Mapping[str, Any]], model: nn.Module | None
@@ -173,9 +177,21 @@ class Watch:
         elif result.skipped and stream.device.type == "cpu":  # gradients still exist, and reading them is free
             nonfinite = dict(num_nonfinite(stream.sampler.params))
         stream.outcome(result.step, skipped=result.skipped, scale=result.scale, nonfinite=nonfinite)
-        if self._autopsies is not None:
-            self._autopsies.delivered(result)
         stream.collect(wait=False)
+        self._examine(result)
+
+    def _examine(self, result: StepResult) -> None:
+        engine = None if self._engine is None else self._engine()
+        if self._autopsies is None or engine is None:
+            return
+        if result.skipped and not engine.replays.is_used:  # a dynamic loss scale skips in every healthy run
+            log_once(
+                "Watch: pass engine.step(replay=fn), where fn() computes the loss again, and skipped steps are examined."
+            )
+            engine.replays.take(result.step)
+            return
+        with self._streams[0].paused():
+            self._autopsies.delivered(result)
 
     def close(self) -> None:
         """Deliver what is pending and remove every hook."""
@@ -203,27 +219,26 @@ class Watch:
         mean = sum(seconds) / len(seconds) if seconds else 0.0
         return WatchCost(len(seconds), mean, min(sum(seconds) / total, 1.0) if total else 0.0)
 
+    @property
+    def autopsies(self) -> list[Autopsy]:
+        """Of the skipped steps that were examined; they need `engine.step(replay=...)`."""
+        return [] if self._autopsies is None else self._autopsies.autopsies
+
     def report(self) -> WatchReport:
         """The last sample as a table of the worst parameters, with the events so far."""
         return WatchReport.of(list(self.samples), list(self.events), str(self.cost) if self.samples else "")
 
-    @property
-    def autopsies(self) -> list[Autopsy]:
-        """The latest autopsies of skipped steps; those of steps without `replay=` only show which gradients were not finite."""
-        return [] if self._autopsies is None else self._autopsies.autopsies
-
-    def _send_autopsy(self, autopsy: Autopsy) -> None:
-        if autopsy.replayed:
-            self._send(Event("autopsy", autopsy.step, autopsy.sentence, autopsy.as_dict(), autopsy.advice))
-
     def _finish(self, sample: Sample) -> None:
         self.samples.append(sample)
+
+    def _examined(self, autopsy: Autopsy) -> None:
+        self._send(Event("autopsy", autopsy.step, autopsy.sentence, autopsy.as_dict(), autopsy.advice))
 
     def _send(self, event: Event) -> None:
         self.events.append(event)
         count = self._kinds[event.kind] = self._kinds.get(event.kind, 0) + 1
         if event.kind == "autopsy":
-            pass  # `Autopsies` has logged it in full
+            pass  # logged already, with all its lines
         elif event.kind not in _QUIET:
             log_warning(f"Watch: {event}")
         elif count & (count - 1) == 0:
@@ -309,6 +324,18 @@ class Stream:
             for rule in (self._lost, self._drift):
                 for event in rule.observe(sample):
                     self._send(event)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside this block forwards are not counted: a step may be computed again."""
+        if self._activations is None:
+            yield
+            return
+        self._activations.is_paused = True
+        try:
+            yield
+        finally:
+            self._activations.is_paused = False
 
     def close(self) -> None:
         """Remove the hooks."""

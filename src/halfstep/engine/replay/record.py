@@ -86,6 +86,7 @@ class Replays:
         self.active = bool(getattr(watch, "replay", False))
         self._released, self._in_graphs = released, in_graphs
         self.depth = 0  # above 0 inside a forward
+        self.is_used = False  # whether the loop has passed a function to step(replay=...)
         self._start: tuple[Generators, bool] | None = None  # of the micro-batch in progress
         self._window: list[MicroBatch | None] = []
         self._steps: dict[int, list[MicroBatch | None]] = {}
@@ -115,6 +116,7 @@ class Replays:
 
     def end_micro_batch(self, compute_loss: Callable[[], Any] | None, window: Window) -> None:
         """Keep what the micro-batch that step() ends needs, if it ends one."""
+        self.is_used |= compute_loss is not None
         if compute_loss is not None and not self.active:
             log_once("step(replay=...) has no effect: no watch with replay=True is attached to the Engine.")
         start, self._start = self._start, None
