@@ -189,6 +189,11 @@ def test_inf_and_nan_next_to_the_largest_numbers_are_not_numbers():
     check([values, values[10:], values[:8]], 1.5)
 
 
+def test_elements_just_outside_a_window_are_counted():
+    """Whole windows of the kernel below the largest element, one binade more and one less."""
+    check([torch.tensor([1.0, 2.0**-e]) for e in (27, 28, 30, 31, 32, 62)])
+
+
 def test_constant_tensors_do_not_overflow_a_counter():
     """All elements in one bin: the fullest that any counter becomes."""
     for value in (1.0, 0.0, -(2.0**-130)):
