@@ -181,6 +181,19 @@ def test_chunks_with_one_unusual_element_are_exact():
         check([tensor], 3.0)
 
 
+def test_inf_and_nan_next_to_the_largest_numbers_are_not_numbers():
+    """Divided by a divisor with a fraction, an inf has the exponent of a number; it is counted as inf all the same."""
+    values = torch.full((40,), 3e38)
+    values[7] = math.inf
+    values.view(torch.int32)[9] = 0x7F800001  # a NaN just above inf
+    check([values, values[10:], values[:8]], 1.5)
+
+
+def test_elements_just_outside_a_window_are_counted():
+    """Whole windows of the kernel below the largest element, one binade more and one less."""
+    check([torch.tensor([1.0, 2.0**-e]) for e in (27, 28, 30, 31, 32, 62)])
+
+
 def test_constant_tensors_do_not_overflow_a_counter():
     """All elements in one bin: the fullest that any counter becomes."""
     for value in (1.0, 0.0, -(2.0**-130)):

@@ -309,7 +309,6 @@ def _exponents_kernel(
     table,  # int64 (rows, _NUM_COLUMNS)
     divisor_at,  # fp32 ()
     num_full,
-    DIVIDES: tl.constexpr,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -319,13 +318,10 @@ def _exponents_kernel(
     tensor = tl.load(chunks + 2 * program).to(tl.int64)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * CHUNK
     row = table + tl.load(rows + tensor).to(tl.int64) * _NUM_COLUMNS
-    field_to_bin = _BIN_OF_1 - 127
-    fraction = 0
-    if DIVIDES:
-        bits = tl.load(divisor_at).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        bits = _without_subnormals(tl.where((bits > 0) & (bits < _INF_BITS), bits, 127 << 23))
-        field_to_bin = _BIN_OF_1 - (bits >> _FRACTION)
-        fraction = bits & _FRACTION_MASK
+    bits = tl.load(divisor_at).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = _without_subnormals(tl.where((bits > 0) & (bits < _INF_BITS), bits, 127 << 23))
+    field_to_bin = _BIN_OF_1 - (bits >> _FRACTION)
+    fraction = bits & _FRACTION_MASK
     if program < num_full:
         pointer = chunk_pointer(pointers + tensor, start, DTYPE, True)
         _count_chunk(pointer, CHUNK, row, field_to_bin, fraction, ROWS, VECTOR, True)
@@ -343,6 +339,7 @@ class ExponentCounter:
         self._pointers = PointerTable()
         self._chunks: ChunkTable | None = None
         self._rows: tuple[list[int], Tensor] | None = None
+        self._one: Tensor | None = None
 
     def add(self, values: Sequence[Tensor], rows: Sequence[int], divisor: Tensor | None, table: Tensor) -> None:
         """Add each tensor to its row of the table."""
@@ -355,15 +352,16 @@ class ExponentCounter:
             self._rows = list(rows), to_device(np.asarray(rows, dtype=np.int32), device)
         if not self._chunks.num_chunks:
             return
+        if divisor is None and self._one is None:  # not a variant of the kernel, which takes seconds to compile
+            self._one = torch.ones((), dtype=torch.float32, device=device)
         _exponents_kernel[(self._chunks.num_chunks,)](
             self._chunks.rows,
             pointers,
             self._chunks.numels,
             self._rows[1],
             table,
-            table if divisor is None else divisor,
+            self._one if divisor is None else divisor,
             self._chunks.num_full,
-            DIVIDES=divisor is not None,
             DTYPE=_TL[dtype],
             CHUNK=shape.chunk,
             ROWS=shape.rows,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from halfstep.errors import SettingError
+from halfstep.hardware.units import count_text
 from halfstep.kernels.exponents import BIN_OF_1, INF, LARGEST, NAN, NUM_BINS, SMALLEST, ZEROS
 from halfstep.precision.formats import Format, get_format
 
@@ -120,7 +121,8 @@ class TensorStats:
         parts = [f"{self.numel:,} elements"]
         if self.nonzero:
             parts.append(f"{self.smallest:.3g} to {self.largest:.3g}, median 2^{self.percentile(50)}")
-        parts += [f"{n:,} {label}" for n, label in ((self.nan, "NaN"), (self.inf, "inf"), (self.zeros, "zeros")) if n]
+        parts += [f"{count:,} {label}" for count, label in ((self.nan, "NaN"), (self.inf, "inf")) if count]
+        parts += [count_text(self.zeros, "zero")] if self.zeros else []
         return f"{self.name}: {', '.join(parts)}"
 
 
