@@ -199,7 +199,7 @@ def test_the_micro_batch_of_an_accumulated_window_is_named():
     """The second of two, with gradients of the first in the sum."""
     watch = Autopsies()
     left = train(watch, nan_in_data, accumulate=2)
-    assert (watch.autopsies[0].cause, watch.autopsies[0].micro_batch) == ("data", 1)
+    assert (watch.autopsies[0].cause, watch.autopsies[0].window_index) == ("data", 1)
     assert same(left, train(None, nan_in_data, accumulate=2))
 
 

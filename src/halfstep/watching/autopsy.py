@@ -36,7 +36,7 @@ class Autopsy:
     value: str = ""  # nan, inf or -inf
     inputs: tuple[Range, ...] = ()  # of the operation
     parameter: str = ""  # the parameter or buffer concerned
-    micro_batch: int = 0  # of the window, from 0
+    window_index: int = 0  # of the micro-batch in its window, from 0
     scale: float = 1.0  # of the loss
     fitting_scale: float | None = None  # the largest power of two at which the backward pass stays finite, estimated
     at_scale_1: bool | None = None  # whether the gradients are finite without loss scaling; None if not tried

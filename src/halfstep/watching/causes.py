@@ -45,13 +45,13 @@ def largest_finite(dtype: str) -> float | None:
 def _data(autopsy: Autopsy) -> tuple[str, str]:
     if autopsy.op == "weight":
         return (
-            f"the weight of micro-batch {autopsy.micro_batch}, backward(weight=...), was {autopsy.value}.",
+            f"the weight of micro-batch {autopsy.window_index}, backward(weight=...), was {autopsy.value}.",
             "Pass a finite weight of 0 or more, such as a count of tokens. The loss scale is not to blame.",
         )
     shape = "x".join(map(str, autopsy.inputs[0].shape)) if autopsy.inputs else ""
     return (
         f"a tensor of shape {shape} ({autopsy.dtype}) entered {place_in_words(autopsy.module)} with {autopsy.value} in it, in "
-        f"{autopsy.op}, micro-batch {autopsy.micro_batch}. No operation of the step made it: it is data, a target or a constant.",
+        f"{autopsy.op}, micro-batch {autopsy.window_index}. No operation of the step made it: it is data, a target or a constant.",
         "Check the batch: missing values, a division by 0 in the preprocessing, or a number beyond the range of its dtype. "
         "Neither the precision nor the loss scale is to blame.",
     )

@@ -74,7 +74,7 @@ def _examine(replays: Replays, batches: list[MicroBatch], plain: Autopsy) -> Aut
         sentence = "every micro-batch of the window had the weight 0, so there was nothing to update."
         return replace(plain, cause="data", op="weight", sentence=sentence)
     for number, batch in enumerate(batches):
-        case = replace(plain, micro_batch=number)
+        case = replace(plain, window_index=number)
         factor = float(batch.factor)
         if not math.isfinite(factor):
             return replace(case, cause="data", op="weight", value="nan" if math.isnan(factor) else "inf")
