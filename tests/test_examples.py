@@ -12,7 +12,13 @@ import halfstep
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PAGES = ("README.md", "docs/converting.md", "docs/engine.md", "docs/policies.md")  # whose Python snippets run too
+PAGES = (
+    "README.md",
+    "docs/converting.md",
+    "docs/engine.md",
+    "docs/policies.md",
+    "docs/watch.md",
+)  # whose Python snippets run too
 
 
 @pytest.mark.slow

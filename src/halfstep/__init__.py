@@ -18,6 +18,7 @@ _HOME = {
     "Engine": "engine.engine",
     "Format": "precision.formats",
     "GradScaler": "scaling.gradscaler",
+    "Guard": "watching.guard",
     "HalfstepError": "errors",
     "Hardware": "hardware.probe",
     "Job": "jobs.job",
@@ -28,6 +29,7 @@ _HOME = {
     "Policy": "precision.policy",
     "StaticScaler": "scaling.scaler",
     "StepResult": "engine.result",
+    "Watch": "watching.watch",
     "check_path": "check",
     "choose": "precision.choice",
     "compare": "comparison",
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from halfstep.precision.policy import Policy
     from halfstep.scaling.gradscaler import GradScaler
     from halfstep.scaling.scaler import LossScaler, NoScaler, StaticScaler
+    from halfstep.watching.guard import Guard
+    from halfstep.watching.watch import Watch
 
 
 def __getattr__(name: str) -> Any:

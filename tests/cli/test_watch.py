@@ -12,7 +12,7 @@ from halfstep.checkpoint.runlog import RunLog
 def run(tmp_path):
     with RunLog.create(tmp_path / "run.jsonl", command="c", policy="bf16", truth={}, environment={}) as log:
         log.step(micro_batch=1, attempted=1, applied=1, loss=0.5)
-        stats = {"numel": 4, "nan": 0, "inf": 0, "zeros": 0, "largest": 1.0, "smallest": 1.0, "bins": {"0": 4}}
+        stats = {"numel": 4, "nan": 0, "inf": 0, "zeros": 0, "largest": 1.0, "smallest": 1.0, "exponents": {"0": 4}}
         log.event("numerics", step=1, gradients={"layer.weight": stats})
     return tmp_path
 

@@ -14,6 +14,7 @@ from halfstep.engine.ema import Ema
 from halfstep.engine.graph import LossObserver
 from halfstep.engine.guards import GradientGuard
 from halfstep.engine.region import compute_region
+from halfstep.engine.replay.record import Replays
 from halfstep.engine.setup import PreparedRun
 from halfstep.errors import SettingError
 
@@ -31,9 +32,10 @@ class Blocks:
         gradients: GradientGuard,
         losses: LossObserver,
         ema: Ema | None,
+        replays: Replays,
     ) -> None:
         self._run, self._backend, self._buffers, self._gradients, self._ema = run, backend, buffers, gradients, ema
-        self._losses = losses
+        self._losses, self._replays = losses, replays
         self.depth = 0
         self.entered = False  # whether a training forward was entered since the Engine last set this to False
 
@@ -42,7 +44,8 @@ class Blocks:
         """Training: buffers are saved for a skip, gradients set aside; `last` if this micro-batch fills its window."""
         self._buffers.save()
         self.entered = True
-        with self._backend.forward_context(last=last), self._gradients.set_aside(), self._region(self._losses.observed):
+        region = self._region(self._losses.observed)
+        with self._replays.recorded(), self._backend.forward_context(last=last), self._gradients.set_aside(), region:
             yield
 
     @contextlib.contextmanager

@@ -88,6 +88,16 @@ class BufferGuard:
                 if buffer is not None:
                     _restore_one(name, before, buffer, found_inf)
 
+    @torch.no_grad()
+    def load_start(self) -> None:
+        """Write the values that this step started with into the buffers, if it has begun; the copies stay."""
+        buffers = self._buffers() if self._saved else {}
+        for saved in self._saved or ():
+            for name, before in zip(saved.names, saved.parts(saved.flat), strict=True):
+                buffer = buffers.get(name)
+                if buffer is not None and buffer.shape == before.shape and buffer.dtype is before.dtype:
+                    buffer.copy_(before)
+
     def _buffers(self) -> dict[str, Tensor]:
         if self._registered != num_registrations():
             self._tables, self._registered = _tables(self._model), count_registrations(self._model)

@@ -49,6 +49,7 @@ from halfstep.engine.members import as_module
 from halfstep.engine.region import recomputing
 from halfstep.engine.rehearsal import start_rehearsal
 from halfstep.engine.release import GradientRelease, check_release
+from halfstep.engine.replay.record import Replays
 from halfstep.engine.result import StepResult
 from halfstep.engine.saved.methods import SavedEngine
 from halfstep.engine.schedules import Schedules
@@ -138,14 +139,14 @@ class Engine(SavedEngine):
         self._truths = TruthObserver(
             run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release
         )
-        losses = self._truths.losses
-        self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, losses, self.ema)
+        losses, self._watch, self._closed = self._truths.losses, watch, False
+        self.replays = Replays(run, self.backend, self._buffers, self.scaler, watch, gradient_release, in_graphs)
+        self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, losses, self.ema, self.replays)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
         self._delivery = Delivery(self.progress, Schedules(schedulers), self.scaler, run.params, callbacks)
         average_masters(run)
         self._frozen = FrozenWatch(run, () if ema is None else run.params.values())
-        self._watch, self._closed = watch, False
         if deterministic:
             make_deterministic(run.undo)
         compile_model(module, compile, run.undo, budget=recompute if isinstance(recompute, float) else None)
@@ -211,8 +212,8 @@ class Engine(SavedEngine):
         self._update.unscale(self.window)
         self._gradients.forget()
 
-    def step(self, *, last: bool = False) -> StepResult:
-        """End this micro-batch; every `accumulate` calls, or with `last=True`, update the weights."""
+    def step(self, *, last: bool = False, replay: Callable[[], Any] | None = None) -> StepResult:
+        """End this micro-batch; every `accumulate` calls, or with `last=True`, update the weights; `replay()` computes its loss again."""
         check_step(self._blocks.depth)
         self._require_backward("step")
         self._model_guard.check("step")
@@ -224,6 +225,7 @@ class Engine(SavedEngine):
         self._delivery.drain()  # of the step before: its schedulers come first, and its work is long done
         # A step(last=True) after the data ran out ends no micro-batch; it only closes the window.
         self.progress.micro_batches += self.window.end_micro_batch()
+        self.replays.end_micro_batch(replay, self.window)
         self._truths.losses.end_micro_batch()
         self._blocks.entered = False
         lr = float(self.optimizers[0].param_groups[0].get("lr", math.nan))  # some optimizers compute theirs
@@ -239,6 +241,7 @@ class Engine(SavedEngine):
         decision = self._update.apply(self.window, gradients)
         self._frozen.check()
         self.progress.attempts += 1
+        self.replays.end_window(self.progress.attempts)
         result = StepResult(self.progress.attempts, boundary=True, lr=lr, wait=self._delivery.drain)
         self._delivery.push(decision, scale, result)
         hook_of(self._watch, "after_step")(result)
@@ -265,6 +268,7 @@ class Engine(SavedEngine):
         self.backend.reset()
         self._gradients.forget()
         self._buffers.forget()
+        self.replays.drop_window()
 
     # --- state --------------------------------------------------------------------------------------------------
 

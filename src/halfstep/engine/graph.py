@@ -22,7 +22,7 @@ from halfstep.events import log_warning
 from halfstep.precision.formats import DTYPES_16_BIT, format_name
 from halfstep.precision.policy import Policy
 
-__all__ = ["LossObserver", "Products", "leftover_factor", "nodes_of", "products_of", "wide_results"]
+__all__ = ["LossObserver", "Products", "leftover_factor", "nodes_of", "operation_of", "products_of", "wide_results"]
 
 _PRODUCT = re.compile(
     r"^(Addmm|AddmmActivation|Addmv|Addbmm|Addr|Baddbmm|Bmm|Mm|Matmul|Mv|Dot"
@@ -70,7 +70,7 @@ def wide_results(loss: Tensor) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for node in nodes:
         if _result_format(node) == "fp32" and largest and _num_elements(node) >= largest / 8:
-            sizes[_operation(node.name())] += 4 * _num_elements(node)
+            sizes[operation_of(node.name())] += 4 * _num_elements(node)
     return {name: size for name, size in sizes.most_common() if name}
 
 
@@ -79,7 +79,7 @@ def _num_elements(node: Any) -> int:
     return max((math.prod(int(n) for n in entry.shape) for entry in metadata), default=0)
 
 
-def _operation(name: str) -> str:
+def operation_of(name: str) -> str:
     """The name of a node's operation as the dispatcher spells it; "" for the accumulation of a parameter's gradient."""
     base = re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
     return "" if base == "AccumulateGrad" else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", base).lower()

@@ -37,9 +37,12 @@ __all__ = [
     "Decision",
     "StepPath",
     "choose_path",
+    "create_momentum",
     "decide",
     "gradients_of",
+    "is_stepped_by_engine",
     "reject_foreign_steps",
+    "skips_on_device",
     "take_step",
     "unscale_in_place",
     "widen",
@@ -68,6 +71,7 @@ class Decision:
     found_inf: Tensor  # 0 or 1
     norm: Tensor  # of the true gradients
     divisor: Tensor  # of the gradients, clipping included
+    sums: Tensor | None = None  # of squares of each gradient, where one launch has computed them all
 
 
 def choose_path(optimizer: torch.optim.Optimizer, model: nn.Module) -> StepPath:
@@ -139,6 +143,11 @@ def _reject_foreign_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
 
 
+def is_stepped_by_engine(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an Engine that is not closed steps this optimizer."""
+    return _reject_foreign_step in optimizer._optimizer_step_pre_hooks.values()  # noqa: SLF001 - torch has no other way
+
+
 @contextlib.contextmanager
 def _own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     setattr(optimizer, _MARK, True)
@@ -177,7 +186,7 @@ def decide(
         from halfstep.kernels.gradstats_triton import judge
 
         found_inf, norm, divisor = judge(sums, divisor, max_norm)
-        return Decision(backend.agree(found_inf), norm, divisor)
+        return Decision(backend.agree(found_inf), norm, divisor, sums)
     norm = (backend.total_norm(total_norm(grads, divisor.device, tables)) if norm is None else norm) / divisor
     found_inf = backend.agree((~(norm.isfinite() & (divisor > 0))).to(torch.float32))
     if max_norm is not None:
@@ -232,7 +241,7 @@ def take_step(paths: Sequence[StepPath], decision: Decision, backend: Backend, *
 def _step_on_device(path: StepPath, decision: Decision, *, divides: bool) -> None:
     optimizer = path.optimizer
     if isinstance(optimizer, torch.optim.SGD):
-        _create_momentum(optimizer)
+        create_momentum(optimizer)
     optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
     optimizer.grad_scale = decision.divisor if divides else None  # type: ignore[attr-defined]
     try:
@@ -242,7 +251,22 @@ def _step_on_device(path: StepPath, decision: Decision, *, divides: bool) -> Non
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
 
-def _create_momentum(optimizer: torch.optim.SGD) -> None:
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step()`, with the settings of now, changes nothing if the tensor `optimizer.found_inf` is 1."""
+    if isinstance(optimizer, LeanOptimizer):
+        return True
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    return (
+        type(optimizer) in _FUSED
+        and all(group.get("fused") for group in groups)
+        and {p.device.type for p in params} <= _FUSED_DEVICES
+        and not any(p.grad is not None and p.grad.is_sparse for p in params)
+        and not any(group.get("momentum") and group.get("dampening") for group in groups)  # as in _why_not_fused
+    )
+
+
+def create_momentum(optimizer: torch.optim.SGD) -> None:
     """Zero momentum for parameters that have none, which the fused kernel would leave uninitialised on a skip."""
     for group in optimizer.param_groups:
         if group["momentum"]:

@@ -87,6 +87,7 @@ class Update:
         if self.release is not None:
             return self.release.finish(device)
         decision = decide(grads, divisor, self.max_norm, self.backend, self._tables, norm=norm)
+        hook_of(self.watch, "decided")(gradients, decision)
         if unscaled is not None:
             decision.found_inf.copy_(torch.maximum(decision.found_inf, unscaled))
         take_step(self.run.paths, decision, self.backend, divides=self.max_norm is not None or not is_one)

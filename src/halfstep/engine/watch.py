@@ -1,8 +1,12 @@
 """The protocol of `Engine(watch=...)`: what an object may implement to look at a run.
 
 Every method is optional. `before_step` receives the gradients of a closed window, still multiplied by `divisor`, on the
-device; `after_step` runs once the update is launched, when nothing about it is known on the host; `delivered` runs when the
-outcome has arrived, one step later on a GPU. None of them may wait for the device.
+device; `decided` receives the decision, also on the device; `after_step` runs once the update is launched, when nothing about
+it is known on the host; `delivered` runs when the outcome has arrived, one step later on a GPU. None of them may wait for the
+device, except to examine a skipped step.
+
+With an attribute `replay` that is true, the Engine records what it takes to compute a step again (`engine/replay/`):
+`engine.replays.take(step)` returns it, from `delivered` on.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from halfstep.engine.result import StepResult
+from halfstep.engine.steps import Decision
 from halfstep.errors import SettingError
 
 __all__ = ["METHODS", "EngineWatch", "check_watch", "hook_of"]
 
-METHODS = ("attach", "before_step", "after_step", "delivered", "close")
+METHODS = ("attach", "before_step", "decided", "after_step", "delivered", "close")
 
 
 class EngineWatch(Protocol):
@@ -28,6 +33,9 @@ class EngineWatch(Protocol):
 
     def before_step(self, gradients: Mapping[str, Tensor], divisor: Tensor) -> None:
         """Called before each update with the gradients by name, multiplied by `divisor`."""
+
+    def decided(self, gradients: Mapping[str, Tensor], decision: Decision) -> None:
+        """Called once it is decided on the device whether the update happens, before it; not with gradient release."""
 
     def after_step(self, result: StepResult) -> None:
         """Called after the update was launched; its outcome is not known yet."""

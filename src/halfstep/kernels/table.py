@@ -20,10 +20,18 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BIN_OF_1",
+    "INF",
+    "LARGEST",
     "LAUNCH_SHAPES",
+    "NAN",
+    "NUM_BINS",
+    "NUM_COLUMNS",
     "NUM_FACTORS",
     "NUM_MOMENTS",
     "NUM_SETTINGS",
+    "SMALLEST",
+    "ZEROS",
     "ChunkTable",
     "Pointer",
     "PointerTable",
@@ -55,6 +63,14 @@ LAUNCH_SHAPES: dict[torch.dtype | None, tuple[int, int]] = {
     torch.bfloat16: (512, 2),
     torch.int8: (512, 1),
 }
+
+# Columns of the table that exponents are counted in (`kernels/exponents.py`), one row per tensor: bins, then NaN and so on.
+NUM_BINS = 256
+BIN_OF_1 = (
+    192  # bins for 2^-192 to 2^63: fp32's subnormals divided by a loss scale of 2^43, and more than gradients reach
+)
+NAN, INF, ZEROS, LARGEST, SMALLEST = range(NUM_BINS, NUM_BINS + 5)
+NUM_COLUMNS = NUM_BINS + 5
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

@@ -87,6 +87,7 @@ def render_outcome(outcome: TrainOutcome) -> str:
         f"run file    {outcome.out / 'run.jsonl'}",
         f"checkpoint  {outcome.checkpoint or 'none'}",
     ]
+    lines += outcome.numerics
     if outcome.problem:
         lines.append(f"problem     {outcome.problem}")
     if outcome.stopped_by:

@@ -32,7 +32,7 @@ from halfstep.errors import SettingError
 from halfstep.events import log_warning
 from halfstep.precision.loss_scale import FP32_MAX, LossScale
 from halfstep.scaling.readback import Readback
-from halfstep.scaling.scaler import ScalerCounts, stop_if_stuck
+from halfstep.scaling.scaler import ScalerCounts, named_parameters_of, stop_if_stuck
 from halfstep.scaling.state import read_state
 
 __all__ = ["GradScaler"]
@@ -201,13 +201,7 @@ class GradScaler(torch.amp.GradScaler):
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters of this step's optimizers, each under the best available name."""
         for optimizer in self._optimizers.values():
-            for g, group in enumerate(optimizer.param_groups):
-                param_names = group.get("param_names")  # present if the optimizer was built from named_parameters()
-                for i, param in enumerate(group["params"]):
-                    fallback = (
-                        param_names[i] if param_names else f"parameter {i} of group {g}, shape {tuple(param.shape)}"
-                    )
-                    yield self._names.get(id(param), fallback), param
+            yield from named_parameters_of(optimizer, self._names)
 
 
 def _make_flag_zero_or_one(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -29,7 +29,7 @@ class _Pending:
 
 
 class Readback:
-    """A queue of small device vectors on their way to the host, in the order they were pushed."""
+    """A queue of device tensors on their way to the host, in the order they were pushed."""
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
@@ -59,6 +59,10 @@ class Readback:
 
     def deliver(self, *, wait: bool) -> list[tuple[Any, list[float]]]:
         """The payloads and values that have arrived, oldest first; all of them if `wait`."""
+        return [(payload, values.tolist()) for payload, values in self.deliver_tensors(wait=wait)]
+
+    def deliver_tensors(self, *, wait: bool) -> list[tuple[Any, Tensor]]:
+        """As `deliver`, with the values as a tensor on the host that the caller may keep: for large ones."""
         arrived = []
         while self._pending:
             first = self._pending[0]
@@ -68,7 +72,7 @@ class Readback:
                 elif not first.event.query():  # type: ignore[no-untyped-call]
                     break
             self._pending.popleft()
-            arrived.append((first.payload, first.values.tolist()))
+            arrived.append((first.payload, first.values if first.event is None else first.values.clone()))
             if first.event is not None:
                 self._free.append(first.values)
         return arrived

@@ -21,7 +21,7 @@ for it: the count that stops the run arrives through `readback`, on a GPU one st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,17 @@ from halfstep.precision.loss_scale import LossScale
 from halfstep.scaling.readback import Readback
 from halfstep.scaling.state import STATE_VERSION, clean_tracker, read_state, write_state
 
-__all__ = ["LossScaler", "NoScaler", "Scaler", "ScalerCounts", "StaticScaler", "make_scaler", "stop_if_stuck"]
+__all__ = [
+    "LossScaler",
+    "NoScaler",
+    "Scaler",
+    "ScalerCounts",
+    "StaticScaler",
+    "make_scaler",
+    "named_parameters_of",
+    "nonfinite_gradients",
+    "stop_if_stuck",
+]
 
 NamedParams = Iterable[tuple[str, Tensor]]
 
@@ -290,17 +300,26 @@ def stop_if_stuck(
         return
     raise OverflowStop(
         f"{consecutive} steps in a row were skipped because of non-finite gradients (max_skips={settings.max_skips}); "
-        f"the loss scale is {scale():g}{_minimum_note(settings, scale())}. {_offenders(named_params)} "
+        f"the loss scale is {scale():g}{_minimum_note(settings, scale())}. {nonfinite_gradients(named_params)} "
         "Usual causes: NaN or inf in the data or the loss, a learning rate that is too high, or weights trained in bf16 "
         "whose activations exceed fp16's 65504 (use bf16). max_skips=None never stops."
     )
+
+
+def named_parameters_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of an optimizer, each under the best available name; `names` is by id()."""
+    for g, group in enumerate(optimizer.param_groups):
+        param_names = group.get("param_names")  # present if the optimizer was built from named_parameters()
+        for i, param in enumerate(group["params"]):
+            fallback = param_names[i] if param_names else f"parameter {i} of group {g}, shape {tuple(param.shape)}"
+            yield names.get(id(param), fallback), param
 
 
 def _minimum_note(settings: LossScale, scale: float) -> str:
     return ", its minimum" if settings.mode == "dynamic" and scale <= settings.min_scale else ""
 
 
-def _offenders(named_params: NamedParams | None, most: int = 8) -> str:
+def nonfinite_gradients(named_params: NamedParams | None, most: int = 8) -> str:
     """One sentence that lists the parameters whose gradients currently contain inf or NaN."""
     if named_params is None:
         return "Pass named_params= (or use halfstep.Engine) to see the names of the parameters."

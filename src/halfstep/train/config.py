@@ -42,11 +42,12 @@ class TrainConfig:
     keep_best: int = 1
     higher_is_better: bool = True  # of the job's metric; without a metric, the lowest validation loss is best
     device: str = "auto"
+    watch: int | None = 100  # steps between samples of gradients and weights; None: neither samples nor autopsies
 
     def __post_init__(self) -> None:
         for name in ("accumulate", "eval_every", "keep_last"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("batch", "epochs", "steps", "eval_batches", "save_every"):
+        for name in ("batch", "epochs", "steps", "eval_batches", "save_every", "watch"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("keep_best", self.keep_best, 0)

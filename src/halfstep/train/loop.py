@@ -22,7 +22,6 @@ from halfstep.checkpoint.rng import seed_everything
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
-from halfstep.engine.schedules import needs_metric
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.events import log_info, log_warning
 from halfstep.hardware.environment import environment
@@ -32,12 +31,14 @@ from halfstep.train.checkpoints import Progress, RunCheckpoints
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
 from halfstep.train.health import describe_problem
 from halfstep.train.memory import PeakCounter, compare_memory
+from halfstep.train.numerics import record_event, summary_of
 from halfstep.train.recorder import Observer, Recorder, SilentObserver
 from halfstep.train.resume import RUN_FILE, Source
-from halfstep.train.schedule import step_on_metric
+from halfstep.train.schedule import check_validation, reject_metric_schedulers, step_on_metric
 from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, batch_size_of, to_device
 from halfstep.train.validation import ValidationStopped, validate
+from halfstep.watching.watch import Watch
 
 __all__ = ["TrainOutcome", "train"]
 
@@ -58,6 +59,7 @@ class TrainOutcome:
     checkpoint: Path | None
     stopped_by: str | None  # the name of the signal that stopped the run
     problem: str | None = None  # why the run did not train although it reached its end
+    numerics: tuple[str, ...] = ()  # what the Watch reports, a line each
 
 
 def train(
@@ -112,11 +114,16 @@ class _Run:
         seed_everything(config.seed)
         self.context = RunContext.single(config.device, seed=config.seed, batch_size=config.batch or DEFAULT_BATCH)
         self.memory = PeakCounter(self.context.device)
-        self.model, self.engine = _build(job, self.context, config, precision)
-        _check_validation(job, self.engine)
+        self.watch = (
+            None
+            if config.watch is None
+            else Watch(every=config.watch, outlet=lambda event: record_event(self.recorder.log, event))
+        )
+        self.model, self.engine = _build(job, self.context, config, precision, self.watch)
+        check_validation(job, self.engine)
         self.data = DataStream(job, self.context, split="train")
         self.validation_data = DataStream(job, self.context, split="val")
-        self.recorder = Recorder(self._open_log(header), observer, out / TENSORBOARD)
+        self.recorder = Recorder(self._open_log(header), observer, out / TENSORBOARD, self.watch)
         self.progress = self.checkpoints.restore(self.engine, self.data)
         self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
         self._before = (self.engine.progress.attempts, self.engine.progress.applied)
@@ -228,14 +235,17 @@ class _Run:
             log_warning(f"The run fails after step {step}, which is saved in {self.out}.")
 
     def _micro_batch(self, batch: Any, epoch: int) -> None:
+        def compute() -> Any:
+            return self.job.call("loss", self.context, model=self.model, batch=batch, epoch=epoch, split="train")
+
         with self.engine.forward():
-            loss = self.job.call("loss", self.context, model=self.model, batch=batch, epoch=epoch, split="train")
+            loss = compute()
         self.engine.backward(loss)
         loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph overwrites it on replay
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._num_losses += 1
         self._samples += batch_size_of(batch, self.context.batch_size)
-        result = self.engine.step()
+        result = self.engine.step(replay=compute)  # keeps the batch until the outcome has arrived
         if result.boundary:
             self._record(result, epoch)
 
@@ -261,7 +271,7 @@ class _Run:
         try:
             values = validate(*arguments, limit=limit, stopped=lambda: bool(stop))
             if not values:
-                _reject_metric_schedulers(self.engine, f"{self.job.describe('data')} returned None for split='val'")
+                reject_metric_schedulers(self.engine, f"{self.job.describe('data')} returned None for split='val'")
         except BaseException as error:
             if self.checkpoints.saved_at != self.engine.progress.attempts:
                 self._save(epoch_done=epoch_done)
@@ -342,14 +352,17 @@ class _Run:
             checkpoint,
             None if stop.signal is None else stop.signal.name,
             problem,
+            () if self.watch is None else summary_of(self.watch, engine.policy),
         )
 
     def close(self) -> None:
-        self.recorder.close()
-        self.engine.close()
+        try:
+            self.engine.close()  # the Watch delivers its last events
+        finally:
+            self.recorder.close()
 
 
-def _build(job: Job, run: RunContext, config: TrainConfig, precision: str) -> tuple[nn.Module, Engine]:
+def _build(job: Job, run: RunContext, config: TrainConfig, precision: str, watch: Any) -> tuple[nn.Module, Engine]:
     """The job's model on the run's device, and the engine over it."""
     model = job.call("model", run).to(run.device)
     optimizer = job.call("optimizer", run, model=model)
@@ -365,23 +378,6 @@ def _build(job: Job, run: RunContext, config: TrainConfig, precision: str) -> tu
         deterministic=config.deterministic,
         gradient_release=config.gradient_release,
         recompute=config.recompute,
+        watch=watch,
     )
     return model, engine
-
-
-def _check_validation(job: Job, engine: Engine) -> None:
-    """What a job without a validation split cannot use."""
-    if job.has_validation:
-        return
-    reason = f"{job.describe('data')} has no `split` argument"
-    _reject_metric_schedulers(engine, reason)
-    if job.metric is not None:
-        log_warning(f"{reason}, so nothing is validated and the job's metric has no effect.")
-
-
-def _reject_metric_schedulers(engine: Engine, reason: str) -> None:
-    if any(needs_metric(scheduler) for scheduler in engine.schedulers):
-        raise SettingError(
-            f"ReduceLROnPlateau is stepped with the result of a validation, and there is none: {reason}. Return validation data "
-            "for split='val', or use another scheduler."
-        )

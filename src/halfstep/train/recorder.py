@@ -18,6 +18,8 @@ from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
 from halfstep.scaling.readback import Readback
+from halfstep.train.numerics import record_sample
+from halfstep.watching.watch import Watch
 
 __all__ = ["Observer", "Recorder", "SilentObserver", "StepLine"]
 
@@ -72,13 +74,13 @@ class SilentObserver:
 class Recorder:
     """Collects losses and results, and writes one line per optimizer step."""
 
-    def __init__(self, log: RunLog, observer: Observer, tensorboard: Path | None) -> None:
-        self.log, self.observer = log, observer
+    def __init__(self, log: RunLog, observer: Observer, tensorboard: Path | None, watch: Watch | None = None) -> None:
+        self.log, self.observer, self._watch = log, observer, watch
         self._board = _board(tensorboard)
         self._losses = Readback()
         self._started = time.perf_counter()
         self._skips = 0
-        self._truth_recorded = False
+        self._truth_recorded, self._sampled = False, 0
         self.last: StepLine | None = None
 
     def record_truth(self, engine: Engine) -> None:
@@ -119,6 +121,18 @@ class Recorder:
             )
             self.last = line
             self.observer.stepped(line)
+            if self._watch is not None:
+                self._watch.observe_loss(line.step, loss)
+        self._record_samples()
+
+    def _record_samples(self) -> None:
+        """Write the samples of the Watch that have arrived since the last call."""
+        samples = [] if self._watch is None else [s for s in self._watch.samples if s.step > self._sampled]
+        for sample in samples:
+            self._sampled = sample.step
+            record_sample(self.log, sample)
+            lost = [update.lost for update in sample.updates.values()]
+            self._scalars("numerics", {"lost updates": max(lost, default=0.0)}, sample.step)
 
     def start_from(self, *, skips: int) -> None:
         """Continue the count of skipped steps of a resumed run."""

@@ -75,5 +75,5 @@ def test_skips_and_advice_are_shown():
 
 def test_a_run_without_samples_names_the_option():
     """The reader learns how to get them."""
-    assert "--watch" in shown(view(rows=()))
+    assert "watch=100" in shown(view(rows=()))
     assert "no step recorded yet" in shown(view(rows=(), points=()))

@@ -9,7 +9,15 @@ from halfstep.report.numerics.view import view_of, worst
 
 
 def stats(bins, *, numel=100, **counts):
-    return {"numel": numel, "nan": 0, "inf": 0, "zeros": 0, "largest": 1.0, "smallest": 1e-3, "bins": bins} | counts
+    return {
+        "numel": numel,
+        "nan": 0,
+        "inf": 0,
+        "zeros": 0,
+        "largest": 1.0,
+        "smallest": 1e-3,
+        "exponents": bins,
+    } | counts
 
 
 @pytest.fixture

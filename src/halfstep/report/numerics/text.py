@@ -30,7 +30,7 @@ def render_view(view: RunView, console: Console) -> RenderableType:
     if view.rows:
         parts += [Text(""), *_tensors(view, marks, console.width)]
     elif view.points:
-        parts.append(Text("no samples of gradients and weights: train with --watch", style="dim"))
+        parts.append(Text("no samples of gradients and weights: train with --set watch=100", style="dim"))
     if view.events:
         parts += [Text(""), *(_event_lines(view))]
     return Group(*parts)

@@ -156,7 +156,7 @@ def _rows(sample: Mapping[str, Any], fmt: Format) -> Iterable[TensorRow]:
     updates = sample.get("updates") or {}
     for kind in KINDS:
         for name, stats in (sample.get(f"{kind}s") or {}).items():
-            bins = {int(exponent): int(count) for exponent, count in (stats.get("bins") or {}).items()}
+            bins = {int(exponent): int(count) for exponent, count in (stats.get("exponents") or {}).items()}
             update = updates.get(name, {}) if kind == "weight" else {}
             yield TensorRow(
                 name,

@@ -1,0 +1,143 @@
+"""What a replay of a step needs, recorded while the step runs.
+
+A skipped step changes nothing, so its micro-batches can be computed again, from the same weights, buffers and random
+numbers. Recorded for each micro-batch: the state of the generators at the start of its forward, the factor of its loss,
+whether the model was in training mode, and the user's function that computes the loss again. Nothing is recorded unless a
+watch asks for it (`watch.replay`), and nothing waits for the device: the state of a CUDA generator is on the host.
+
+On a GPU the outcome arrives during the next step, so the records of a step live until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.backends.base import Backend
+from halfstep.engine.buffers import BufferGuard
+from halfstep.engine.replay.dtype_errors import dtype_errors_named
+from halfstep.engine.setup import PreparedRun
+from halfstep.engine.window import Window
+from halfstep.events import log_once
+from halfstep.scaling.scaler import Scaler
+
+__all__ = ["Generators", "MicroBatch", "Replays"]
+
+_MOST_STEPS = 4  # whose outcome has not arrived; more are on their way only if nobody asks for them
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The state of every global generator that a forward on one device may draw from."""
+
+    device: torch.device
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    accelerator: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> Generators:
+        """The state as it is; does not wait for the device."""
+        of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        # The global generator of NumPy: augmentations and jobs draw from it.
+        return cls(device, random.getstate(), np.random.get_state(), torch.get_rng_state(), of_device)  # noqa: NPY002
+
+    def restore(self) -> None:
+        """Put every generator back into this state."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """How to compute one micro-batch again."""
+
+    generators: Generators
+    factor: float | Tensor  # of its losses
+    training: bool  # whether the model was in training mode
+    compute_loss: Callable[[], Any] | None  # the user's; None if step() got none
+
+
+class Replays:
+    """The records of the steps whose outcome is not known yet, and what their replay needs from the Engine."""
+
+    def __init__(
+        self,
+        run: PreparedRun,
+        backend: Backend,
+        buffers: BufferGuard,
+        scaler: Scaler,
+        watch: Any,
+        released: bool,
+        in_graphs: bool,
+    ) -> None:
+        self.run, self.backend, self.buffers, self.scaler = run, backend, buffers, scaler
+        self.active = bool(getattr(watch, "replay", False))
+        self._released, self._in_graphs = released, in_graphs
+        self.depth = 0  # above 0 inside a forward
+        self.is_used = False  # whether the loop has passed a function to step(replay=...)
+        self._start: tuple[Generators, bool] | None = None  # of the micro-batch in progress
+        self._window: list[MicroBatch | None] = []
+        self._steps: dict[int, list[MicroBatch | None]] = {}
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why a step of this run cannot be computed again exactly; None if it can."""
+        if self._released:
+            return "gradient_release=True updated weights during the backward pass, so the step cannot be repeated"
+        if self._in_graphs:
+            return "the model runs as CUDA graphs, whose memory the next step has overwritten"
+        if self.backend.context().world_size > 1:
+            return f"the step ran on {self.backend.context().world_size} ranks, and a replay on one would wait for the others"
+        return None
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Around a training forward: record the generators; an error about dtypes names its module."""
+        if self.active and self._start is None and self.obstacle is None:
+            self._start = (Generators.now(self.run.device), self.run.module.training)
+        self.depth += 1
+        try:
+            with dtype_errors_named(self.run.module):
+                yield
+        finally:
+            self.depth -= 1
+
+    def end_micro_batch(self, compute_loss: Callable[[], Any] | None, window: Window) -> None:
+        """Keep what the micro-batch that step() ends needs, if it ends one."""
+        self.is_used |= compute_loss is not None
+        if compute_loss is not None and not self.active:
+            log_once("step(replay=...) has no effect: no watch with replay=True is attached to the Engine.")
+        start, self._start = self._start, None
+        if not self.active or len(self._window) >= window.num_micro_batches:
+            return
+        self._window.append(None if start is None else MicroBatch(start[0], window.factor, start[1], compute_loss))
+
+    def end_window(self, step: int) -> None:
+        """File the window's micro-batches under the number of its step."""
+        if self.active:
+            self._steps[step], self._window = self._window, []
+            while len(self._steps) > _MOST_STEPS:
+                del self._steps[next(iter(self._steps))]
+
+    def drop_window(self) -> None:
+        """Forget the micro-batches of the window in progress."""
+        self._window, self._start = [], None
+
+    def take(self, step: int) -> list[MicroBatch | None]:
+        """The micro-batches of a step whose outcome has arrived; those of earlier steps are dropped."""
+        records = self._steps.pop(step, [])
+        for earlier in [number for number in self._steps if number < step]:
+            del self._steps[earlier]
+        return records

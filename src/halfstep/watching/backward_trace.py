@@ -1,0 +1,115 @@
+"""The backward pass, node by node: which node first gave a gradient that is not finite.
+
+A hook on every node of the graph measures what came in and what went out. As in the forward pass the chain counts, from
+a parameter whose gradient is not finite back to its origin:
+
+    inputs finite, a result not             this node is the origin
+    an input not finite, its producer's result not either     the origin of the producer
+    an input not finite, all producers' results finite        a sum of branches overflowed, or a hook changed the gradient
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from halfstep.engine.graph import nodes_of
+from halfstep.watching.probes import Probes, Range
+
+__all__ = ["BackwardOrigin", "BackwardTrace"]
+
+_ACCUMULATE = "AccumulateGrad"
+
+
+@dataclass(frozen=True)
+class BackwardOrigin:
+    """The node at which a gradient stopped being finite."""
+
+    node: int
+    probe: int
+    arrived: bool  # it was not finite when it arrived: a sum of branches, or a hook
+    parameter: int | None  # the identity of the parameter whose gradient it is, if it is one's
+
+
+@dataclass
+class _Node:
+    name: str
+    sequence_nr: int
+    edges: tuple[tuple[int, int], ...]  # (node, input) of each result; (-1, 0) where there is none
+    variable: int | None  # identity of the parameter
+    order: int = -1  # in which it ran
+    inputs: tuple[int | None, ...] = ()
+    outputs: tuple[int | None, ...] = ()
+
+
+class BackwardTrace:
+    """Measures the gradients at every node of a graph."""
+
+    def __init__(self, probes: Probes) -> None:
+        self.nodes: list[_Node] = []
+        self._probes = probes
+        self._num_run = 0
+
+    @contextlib.contextmanager
+    def of_graph(self, roots: Sequence[Tensor]) -> Iterator[None]:
+        """Measure a backward pass from these tensors in this block."""
+        graph = list(dict.fromkeys(node for root in roots for node in nodes_of(root.grad_fn)))
+        start = len(self.nodes)
+        index = {node: start + i for i, node in enumerate(graph)}
+        with contextlib.ExitStack() as undo:
+            for node in graph:
+                edges = tuple((-1, 0) if n is None else (index[n], nr) for n, nr in node.next_functions)
+                variable = id(node.variable) if node.name().endswith(_ACCUMULATE) else None
+                self.nodes.append(_Node(node.name().rpartition("::")[2], node._sequence_nr(), edges, variable))  # noqa: SLF001
+                undo.callback(node.register_hook(self._measure(index[node])).remove)
+            del graph, index
+            yield
+
+    def _measure(self, number: int) -> Any:
+        def hook(results: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+            node = self.nodes[number]
+            node.order, self._num_run = self._num_run, self._num_run + 1
+            node.inputs = tuple(None if g is None else self._probes.add(g) for g in gradients)
+            node.outputs = tuple(None if g is None else self._probes.add(g) for g in results)
+
+        return hook
+
+    def origin(self, ranges: Sequence[Range]) -> BackwardOrigin | None:
+        """The origin of the first parameter gradient that is not finite."""
+        producers: dict[tuple[int, int], list[tuple[int, int | None]]] = {}
+        origins: dict[int, BackwardOrigin] = {}
+        last: BackwardOrigin | None = None
+        for number in sorted(range(len(self.nodes)), key=lambda i: self.nodes[i].order):
+            node = self.nodes[number]
+            if node.order < 0:
+                continue
+            arrived = [(nr, p) for nr, p in enumerate(node.inputs) if p is not None and not ranges[p].finite]
+            left = [p for p in node.outputs if p is not None and not ranges[p].finite]
+            if arrived:
+                nr, probe = arrived[0]
+                senders = [
+                    origins[n] for n, p in producers.get((number, nr), ()) if p is not None and not ranges[p].finite
+                ]
+                first = min(senders, key=lambda o: self.nodes[o.node].order, default=None)
+                origins[number] = first or BackwardOrigin(number, probe, True, node.variable)
+            elif left:
+                position = node.outputs.index(left[0])
+                target = node.edges[position][0]
+                owner = self.nodes[target].variable if target >= 0 else None
+                origins[number] = BackwardOrigin(number, left[0], False, owner)
+            for edge, output in zip(node.edges, node.outputs, strict=False):
+                producers.setdefault(edge, []).append((number, output))
+            if node.variable is not None and arrived:
+                candidate = origins[number]
+                if last is None or self.nodes[candidate.node].order < self.nodes[last.node].order:
+                    last = candidate
+        return last
+
+    def largest(self, ranges: Sequence[Range], dtype: str) -> float:
+        """The largest gradient of a dtype anywhere in the pass."""
+        probes = [p for node in self.nodes for p in (*node.inputs, *node.outputs) if p is not None]
+        return max((ranges[p].largest for p in probes if ranges[p].dtype == dtype and ranges[p].finite), default=0.0)

@@ -1,0 +1,253 @@
+"""Events of a run: what happened, the evidence, and what to do about it.
+
+Each rule looks at one kind of evidence and is silent unless the evidence supports the statement:
+
+    skip             the step was skipped; which gradients were not finite, where that is known
+    scale            the loss scale changed; after a backoff, the gradients of the skip before it
+    nan-loss         a loss was inf or NaN; reported once per episode
+    lost-updates     16-bit weights without a master: over two intervals of several steps, more than half of the elements
+                     with a gradient did not change at all (`watching.updates`)
+    drift            a tensor in fp16 grows from sample to sample and is within a factor of 4 of fp16's largest value
+    loss-spike       a loss far above the recent ones (their median and its absolute deviation); once per episode
+    no-activations   activations were requested and cannot be seen
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from halfstep.precision.formats import FP16, Format, get_format
+from halfstep.watching.sample import Rows, Sample
+from halfstep.watching.updates import MIN_STEPS
+
+__all__ = ["DriftRule", "Event", "LossRule", "LostUpdateRule", "OutcomeRule"]
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a run, with its evidence and advice."""
+
+    kind: str
+    step: int
+    message: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    advice: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a run file."""
+        return {
+            "kind": self.kind,
+            "step": self.step,
+            "message": self.message,
+            "data": dict(self.data),
+            "advice": self.advice,
+        }
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.message}{' ' if self.advice else ''}{self.advice}"
+
+
+def _listed(names: Mapping[str, Any] | list[str]) -> str:
+    shown = list(names)[:_MOST_NAMED]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+# --- outcomes of steps --------------------------------------------------------------------------------------------------
+
+
+class OutcomeRule:
+    """Skipped steps and changes of the loss scale."""
+
+    def __init__(self) -> None:
+        self._scale: float | None = None
+        self._responsible: dict[str, int | None] = {}
+        self._consecutive = 0
+
+    def observe(
+        self, step: int, *, skipped: bool, scale: float | None, nonfinite: Mapping[str, int | None]
+    ) -> Iterator[Event]:
+        """The events of one step; `nonfinite` has the parameters whose gradients were not finite, if they are known.
+
+        Its values are numbers of elements, or None.
+        """
+        if scale is not None and self._scale is not None and scale != self._scale:
+            yield self._scale_event(step, scale)
+        if not skipped:
+            self._consecutive, self._responsible = 0, {}
+            self._scale = scale
+            return
+        self._consecutive += 1
+        self._responsible |= nonfinite
+        self._scale = scale
+        where = f" in {_listed(nonfinite)}" if nonfinite else ""
+        data = {"scale": scale, "parameters": dict(nonfinite), "consecutive": self._consecutive}
+        advice = ""
+        if scale is None or scale == 1.0:
+            advice = "There is no loss scale to lower: look for NaN in the data, the loss or the weights."
+        yield Event("skip", step, f"skipped, gradients not finite{where}.", data, advice)
+
+    def _scale_event(self, step: int, scale: float) -> Event:
+        before = self._scale
+        assert before is not None
+        lowered = scale < before
+        data = {"before": before, "after": scale, "parameters": dict(self._responsible) if lowered else {}}
+        cause = f" after overflows in {_listed(self._responsible)}" if lowered and self._responsible else ""
+        verb = "lowered" if lowered else "raised"
+        return Event("scale", step, f"loss scale {verb} from {before:g} to {scale:g}{cause}.", data)
+
+
+# --- updates ------------------------------------------------------------------------------------------------------------
+
+
+class LostUpdateRule:
+    """Weights that have stopped learning because their dtype cannot represent the updates."""
+
+    share = 0.5  # of the elements with a gradient
+    intervals = 2  # of at least MIN_STEPS steps, one after the other
+    min_moving = 16  # elements with a gradient: fewer are no evidence
+
+    def __init__(self) -> None:
+        self._intervals: Counter[str] = Counter()
+        self._reported: set[str] = set()
+
+    def observe(self, sample: Sample) -> Iterator[Event]:
+        """An event where tensors are reported for the first time."""
+        if sample.skipped or sample.gradient_rows.num_nonfinite():
+            return
+        new: dict[str, float] = {}
+        for name, update in sample.updates.items():
+            if update.master or update.since is None or update.stuck is None or sample.step - update.since < MIN_STEPS:
+                continue
+            if update.moving < self.min_moving or update.stuck <= self.share or name in sample.idle:
+                self._intervals[name] = 0
+                continue
+            self._intervals[name] += 1
+            if self._intervals[name] >= self.intervals and name not in self._reported:
+                new[name] = update.stuck
+        if not new:
+            return
+        self._reported |= new.keys()
+        dtypes = sorted({sample.updates[name].dtype for name in new})
+        fmt = get_format(dtypes[0])
+        assert isinstance(fmt, Format)
+        worst = sorted(new, key=lambda name: -new[name])
+        yield Event(
+            "lost-updates",
+            sample.step,
+            f"{len(new)} of {len(sample.updates)} tensors have stopped learning: more than half of their elements have not changed since "
+            f"step {sample.updates[worst[0]].since} although they have gradients ({_listed(worst)}).",
+            {"parameters": new, "dtypes": dtypes},
+            f"They are stored in {' and '.join(dtypes)} without an fp32 master, where an update smaller than about "
+            f"{fmt.epsilon / 4:.1g} of its weight is lost. Keep fp32 masters: precision {dtypes[0]}-lean, or {dtypes[0]} with fp32 weights.",
+        )
+
+
+# --- ranges -------------------------------------------------------------------------------------------------------------
+
+
+class DriftRule:
+    """fp16 tensors that grow towards the end of their range."""
+
+    samples = 3  # in a row in which the largest value grew
+    growth = 4.0  # over these samples
+    margin = 4.0  # the factor that is left
+
+    def __init__(self) -> None:
+        self._largest: dict[str, deque[float]] = {}
+        self._reported: set[str] = set()
+
+    def observe(self, sample: Sample) -> Iterator[Event]:
+        """An event for tensors that are reported for the first time."""
+        if sample.skipped:
+            return
+        new: dict[str, float] = {}
+        for kind, rows in (("output of ", sample.activation_rows), ("", sample.weight_rows)):
+            new |= {f"{kind}{name}": value for name, value in self._grown(kind, rows)}
+        if new:
+            self._reported |= new.keys()
+            yield Event(
+                "drift",
+                sample.step,
+                f"values in fp16 grow towards its largest, {FP16.max:g}: {', '.join(f'{n} {v:g}' for n, v in list(new.items())[:_MOST_NAMED])}.",
+                {"largest": new},
+                "They will overflow in the forward pass, which no loss scale prevents. Use bf16, keep these modules in fp32 "
+                "(keep_fp32=...), or look for a normalisation that is missing.",
+            )
+
+    def _grown(self, kind: str, rows: Rows) -> Iterator[tuple[str, float]]:
+        if FP16.name not in rows.dtypes:
+            return
+        for name, largest, dtype in zip(rows.names, rows.largest.tolist(), rows.dtypes, strict=True):
+            if dtype != FP16.name:
+                continue
+            history = self._largest.setdefault(kind + name, deque(maxlen=self.samples + 1))
+            history.append(largest)
+            values = list(history)
+            grows = len(values) > self.samples and all(a < b for a, b in pairwise(values))
+            near_the_end = largest > FP16.max / self.margin and largest >= self.growth * values[0]
+            if grows and near_the_end and kind + name not in self._reported:
+                yield name, largest
+
+
+# --- losses -------------------------------------------------------------------------------------------------------------
+
+
+class LossRule:
+    """Losses that are not finite, and spikes."""
+
+    window = 64  # recent losses
+    min_losses = 20
+    deviations = 10.0  # above the median, in standard deviations estimated from the median absolute deviation
+    rise = 0.5  # and at least this share of the median
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=self.window)
+        self._in_spike = self._in_nan = False
+
+    def observe(self, step: int, loss: float, fingerprint: Callable[[], str] | None = None) -> Iterator[Event]:
+        """The events of one loss; `fingerprint` identifies the batch and is called only where there is one."""
+        if not math.isfinite(loss):
+            if not self._in_nan:
+                self._in_nan = True
+                yield Event(
+                    "nan-loss",
+                    step,
+                    f"the loss is {loss}.",
+                    _with_batch({"loss": str(loss)}, fingerprint),
+                    "The forward pass overflowed, or the data or the weights are not finite; an autopsy of the step shows which.",
+                )
+            return
+        self._in_nan = False
+        limit = self._limit()
+        is_spike = limit is not None and loss > limit
+        if is_spike and not self._in_spike:
+            median = statistics.median(self._recent)
+            yield Event(
+                "loss-spike",
+                step,
+                f"the loss rose to {loss:.4g}; the median of the last {len(self._recent)} is {median:.4g}.",
+                _with_batch({"loss": loss, "median": median}, fingerprint),
+                "Look at this batch. If spikes recur on different batches, lower the learning rate or max_norm.",
+            )
+        self._in_spike = is_spike
+        self._recent.append(loss)
+
+    def _limit(self) -> float | None:
+        if len(self._recent) < self.min_losses:
+            return None
+        median = statistics.median(self._recent)
+        deviation = 1.4826 * statistics.median(abs(x - median) for x in self._recent)
+        return median + max(self.deviations * deviation, self.rise * abs(median))
+
+
+def _with_batch(data: dict[str, Any], fingerprint: Callable[[], str] | None) -> dict[str, Any]:
+    return data if fingerprint is None else data | {"batch": fingerprint()}

@@ -1,0 +1,228 @@
+"""The forward pass, operation by operation: where a value that is not finite came from.
+
+A tensor with inf or NaN is not yet a fault: attention masks are -inf, and softmax absorbs them. So the first such tensor is
+not the culprit, but the one from which an unbroken chain leads to the loss:
+
+    result finite                       nothing, whatever the inputs were: absorbed
+    result not finite, inputs finite    this operation is the origin
+    result not finite, an input too     the origin of that input; NaN before inf, arithmetic before masks, the earliest first
+    a tensor that no operation made     it entered as it is: a parameter, a buffer, data or a constant
+
+Results are measured on the device as they appear (`probes.py`), and the chain is followed on the host after one read.
+Tensors are recognised by storage, offset, shape and stride; a write into a storage ends what was known about its views.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep.watching.places import Places, next_sequence_nr
+from halfstep.watching.probes import Probes, Range
+
+__all__ = ["ForwardTrace", "Operation", "Origin"]
+
+_UNDEFINED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
+_OVERWRITES = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
+_MASKING = (
+    "masked_fill",
+    "masked_fill_",
+    "where",
+    "full",
+    "full_like",
+    "fill",
+    "fill_",
+    "triu",
+    "triu_",
+    "tril",
+    "scalar_tensor",
+)
+_COPIES = ("_to_copy", "clone", "copy_", "contiguous")
+_ABSORBING = ("softmax", "attention", "logsumexp")
+_SEVERITY = {"nan": 2, "inf": 1, "-inf": 0}
+
+_Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of the forward pass."""
+
+    name: str
+    place: str | None  # the module in whose code it ran
+    node: int  # the number of the last autograd node that was created before it
+    inputs: tuple[int, ...]  # probes
+    outputs: tuple[int, ...]
+    is_constant: bool = False  # without a tensor among its arguments
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value that is not finite came from: an operation, or a tensor that entered it."""
+
+    operation: int
+    probe: int  # of the result, or of the tensor that entered
+    entered: bool
+
+
+@dataclass
+class _Storage:
+    writers: tuple[int, ...] = ()  # the operations that wrote it or parts of it
+    probes: dict[_Key, int | None] = field(default_factory=dict)  # by view, since the last of them
+
+
+class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Measures the inputs and results of every operation in its block."""
+
+    def __init__(self, places: Places, probes: Probes, named: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self._places, self._probes = places, probes
+        self._storages: dict[int, _Storage] = {}
+        self._names = {_storage_of(tensor): name for name, tensor in reversed(list(named.items()))}
+        self._writers_of: dict[int, tuple[int, ...]] = {}  # probe -> operations
+        self.named: dict[int, str] = {}  # probe -> parameter or buffer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        about = _about(func)
+        if about.is_view:
+            return func(*args, **kwargs)
+        overwritten = about.written if about.overwrites else ()
+        inputs = [self.look(t) for i, a in enumerate(args) if i not in overwritten for t in _tensors(a)]
+        inputs += [self.look(t) for key, a in kwargs.items() if key not in about.written for t in _tensors(a)]
+        result = func(*args, **kwargs)
+        number = len(self.operations)
+        sources = {_storage_of(t) for a in (*args, *kwargs.values()) for t in _tensors(a)}
+        outputs = [] if about.undefined else [self._written(t, number, sources) for t in _tensors(result)]
+        if about.undefined:
+            for tensor in _tensors(result):
+                self._storages.pop(_storage_of(tensor), None)
+        self.operations.append(
+            Operation(
+                about.name, self._places.current, next_sequence_nr() - 1, _some(inputs), _some(outputs), not sources
+            )
+        )
+        return result
+
+    def look(self, tensor: Tensor) -> int | None:
+        """The probe of a tensor as it is now."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        storage = self._storages.setdefault(_storage_of(tensor), _Storage())
+        key = _view_of(tensor)
+        if key not in storage.probes:
+            name = "" if storage.writers else self._names.get(_storage_of(tensor), "")
+            probe = storage.probes[key] = self._probes.add(tensor, name)
+            if probe is not None:
+                self._writers_of[probe] = storage.writers
+                if name:
+                    self.named[probe] = name
+        return storage.probes[key]
+
+    def _written(self, tensor: Tensor, number: int, sources: set[int]) -> int | None:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        storage = _storage_of(tensor)
+        # Into a tensor that exists, perhaps a part of it only, or into new memory, perhaps where a freed tensor was.
+        before = self._storages.get(storage, _Storage()).writers if storage in sources else ()
+        self._storages[storage] = _Storage((*before, number))
+        return self.look(tensor)
+
+    # --- after the read ---------------------------------------------------------------------------------------------
+
+    def origins(self, ranges: Sequence[Range]) -> dict[int, Origin]:
+        """The origin of every probe that is not finite."""
+        origins: dict[int, Origin] = {}
+        of_operation: dict[int, Origin] = {}
+        for number, operation in enumerate(self.operations):
+            for probe in operation.inputs:
+                if not ranges[probe].finite and probe not in origins:
+                    writers = (of_operation.get(w) for w in reversed(self._writers_of[probe]))
+                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, True)
+            bad = [probe for probe in operation.outputs if not ranges[probe].finite]
+            if not bad:
+                continue
+            causes = [probe for probe in operation.inputs if not ranges[probe].finite]
+            origin = min((origins[p] for p in causes), key=lambda o: self._rank(o, ranges), default=None)
+            of_operation[number] = origin or Origin(number, bad[0], operation.is_constant)
+            origins.update(dict.fromkeys(bad, of_operation[number]))
+        return origins
+
+    def _rank(self, origin: Origin, ranges: Sequence[Range]) -> tuple[int, bool, int]:
+        masks = self.operations[origin.operation].name in _MASKING and not origin.entered
+        return -_SEVERITY[ranges[origin.probe].value], masks, origin.operation
+
+    def entry(self, origin: Origin, ranges: Sequence[Range]) -> Operation:
+        """The operation that first computed with a tensor that entered; copies and casts only pass it on."""
+        origins = self.origins(ranges)
+        for operation in self.operations[origin.operation :]:
+            if operation.name not in _COPIES and any(origins.get(p) == origin for p in operation.inputs):
+                return operation
+        return self.operations[origin.operation]
+
+    def behind(self, node: int, ranges: Sequence[Range]) -> Origin | None:
+        """The origin of what the operation of an autograd node read or gave that was not finite, though it was absorbed."""
+        origins = self.origins(ranges)
+        for operation in (o for o in self.operations if o.node == node):
+            bad = [p for p in (*operation.inputs, *operation.outputs) if not ranges[p].finite]
+            if any(word in operation.name for word in _ABSORBING):
+                bad = [p for p in bad if ranges[p].value != "-inf"]  # a mask, which belongs there
+            if bad and bad[0] in origins:
+                return min((origins[p] for p in bad if p in origins), key=lambda o: self._rank(o, ranges))
+        return None
+
+    def of_node(self, node: int) -> Operation | None:
+        """The operation for which an autograd node was created, if one was."""
+        return next((operation for operation in self.operations if operation.node == node), None)
+
+
+@dataclass(frozen=True)
+class _About:
+    name: str
+    is_view: bool
+    undefined: bool  # its results are whatever is in memory
+    overwrites: bool  # what it writes does not depend on what was there
+    written: tuple[Any, ...]  # positions and names of the arguments that it writes
+
+
+@functools.cache
+def _about(func: Any) -> _About:
+    schema = func._schema  # noqa: SLF001 - the only name
+    name = schema.name.rpartition("::")[2]
+    written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    names = [schema.arguments[i].name for i in written]
+    overwrites = name in _OVERWRITES or "out" in names
+    return _About(name, is_view, name in _UNDEFINED, overwrites, (*written, *(names if overwrites else ())))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _some(probes: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(p for p in probes if p is not None))
+
+
+def _storage_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - its identity, also where it has no memory
+    except (NotImplementedError, RuntimeError):  # sparse
+        return -id(tensor)
+
+
+def _view_of(tensor: Tensor) -> _Key:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

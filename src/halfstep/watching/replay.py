@@ -1,0 +1,234 @@
+"""The replay of a skipped step: computed again with every operation observed, until the culprit is known.
+
+    forward     traced; if a loss is not finite, its chain is followed to the origin, and that is all
+    backward    otherwise traced at the same scale; if a gradient is not finite, its chain is followed. What the forward absorbed
+                (an inf that tanh maps to 1) may still ruin a gradient: then the origin in the forward is the cause
+    scale 1     forward and backward once more, if a loss scale was in use: is it to blame?
+
+The host waits once after each pass. Training continues bit for bit as without the replay (`engine/replay/undisturbed.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.engine.graph import operation_of
+from halfstep.engine.replay.record import MicroBatch, Replays
+from halfstep.engine.replay.undisturbed import BufferCopies, compute_losses, run_backward, scale_losses, undisturbed
+from halfstep.hardware.probe import Hardware
+from halfstep.kernels.gradstats import dense_values, total_norm
+from halfstep.watching.autopsy import Autopsy, Cause
+from halfstep.watching.backward_trace import BackwardOrigin, BackwardTrace
+from halfstep.watching.causes import explained, largest_finite
+from halfstep.watching.forward_trace import ForwardTrace, Origin
+from halfstep.watching.places import Places
+from halfstep.watching.probes import Probes, Range
+
+__all__ = ["examine"]
+
+
+def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None = None) -> Autopsy:
+    """Compute a skipped step again and name the cause; never raises for what the user's code does."""
+    started = time.perf_counter()
+    batches = replays.take(step)
+    plain = Autopsy(step, "not replayed", scale=scale)
+    reason = _reason_against(replays, batches)
+    if reason is not None:
+        names = _bad_gradients(replays) if replays.run.device.type == "cpu" else []
+        seen_in = f" Gradients that are not finite: {', '.join(names[:8])}." if names else ""
+        advice = (
+            "" if replays.obstacle else "Pass engine.step(replay=fn), where fn() returns the loss of this micro-batch."
+        )
+        return replace(plain, sentence=f"no replay: {reason}.{seen_in}", advice=advice)
+    try:
+        with undisturbed(replays):
+            autopsy = _examine(replays, [b for b in batches if b is not None], plain)
+    except Exception as error:
+        return replace(plain, sentence=f"the replay failed with {type(error).__name__}: {error}")
+    notes = autopsy.notes
+    if any(m._compiled_call_impl is not None for m in replays.run.module.modules()):  # noqa: SLF001 - torch has no public test
+        notes = (*notes, "compiled code was replayed in eager mode")
+    return explained(replace(autopsy, notes=notes, seconds=time.perf_counter() - started), hardware)
+
+
+def _reason_against(replays: Replays, batches: list[MicroBatch | None]) -> str | None:
+    if replays.obstacle is not None:
+        return replays.obstacle
+    if replays.depth:
+        return "the outcome was read inside engine.forward(); read it after the block"
+    if not batches or any(b is not None and b.compute_loss is None for b in batches):
+        return "step() got no function that computes the loss again"
+    if any(b is None for b in batches):
+        return "a micro-batch was computed outside engine.forward(), so its random numbers are not known"
+    return None
+
+
+def _examine(replays: Replays, batches: list[MicroBatch], plain: Autopsy) -> Autopsy:
+    if all(float(batch.factor) == 0 for batch in batches):
+        sentence = "every micro-batch of the window had the weight 0, so there was nothing to update."
+        return replace(plain, cause="data", op="weight", sentence=sentence)
+    for number, batch in enumerate(batches):
+        case = replace(plain, window_index=number)
+        factor = float(batch.factor)
+        if not math.isfinite(factor):
+            return replace(case, cause="data", op="weight", value="nan" if math.isnan(factor) else "inf")
+        autopsy = _Replay(replays, batch, case, BufferCopies(replays.run.module)).autopsy()
+        if autopsy is not None:
+            return autopsy
+    return _of_sum(replays, replace(plain, cause="not reproduced"))
+
+
+def _of_sum(replays: Replays, clean: Autopsy) -> Autopsy:
+    """Gradients that are finite one by one, and whose norm is not."""
+    grads = [p.grad for p in replays.run.params.values() if p.grad is not None]
+    if not grads or bool(total_norm(grads, replays.run.device).isfinite()):
+        return clean
+    return replace(clean, cause="backward", op="the norm of all gradients", dtype="float32", value="inf")
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """One micro-batch, computed again."""
+
+    replays: Replays
+    batch: MicroBatch
+    case: Autopsy
+    start: BufferCopies
+
+    def autopsy(self) -> Autopsy | None:
+        """The cause, if it is in this micro-batch."""
+        run = self.replays.run
+        named = dict(run.module.named_buffers()) | dict(run.module.named_parameters()) | run.params
+        probes, places = Probes(), Places(run.module)
+        trace = ForwardTrace(places, probes, named)
+        with places.followed(), trace:
+            losses = compute_losses(self.replays, self.batch)
+        seen_losses = [trace.look(loss) for loss in losses]
+        ranges = probes.read()
+        bad = [p for p in seen_losses if p is not None and not ranges[p].finite]
+        if bad:
+            return self._in_forward(trace, ranges, trace.origins(ranges)[bad[0]])
+        return self._in_backward(trace, ranges, places, losses)
+
+    def _in_forward(self, trace: ForwardTrace, ranges: list[Range], origin: Origin) -> Autopsy:
+        operation, probe = trace.operations[origin.operation], ranges[origin.probe]
+        shown = {"op": operation.name, "dtype": probe.dtype, "value": probe.value, "module": operation.place}
+        inputs = tuple(ranges[p] for p in operation.inputs)
+        parameter = next((trace.named[p] for p in operation.inputs if p in trace.named), "")
+        cause: Cause = "forward"
+        if origin.entered:
+            name, user = trace.named.get(origin.probe), trace.entry(origin, ranges)
+            shown["op"], shown["module"] = user.name, user.place
+            others = tuple(ranges[p] for p in user.inputs if ranges[p].finite)
+            cause, parameter, inputs = ("data" if name is None else "weights"), name or "", (probe, *others)
+            if name is not None:
+                shown["module"] = self._owner(name, user.place)
+        return replace(self.case, cause=cause, inputs=inputs, parameter=parameter, **shown)  # type: ignore[arg-type]
+
+    def _owner(self, name: str, place: str | None) -> str:
+        """The module of a parameter or buffer: the one that used it, if it is an owner, or the first that has it."""
+        module = self.replays.run.module
+        tensor = dict(module.named_parameters()) | dict(module.named_buffers())
+        value = tensor.get(name)
+        own = {n: [*m.parameters(recurse=False), *m.buffers(recurse=False)] for n, m in module.named_modules()}
+        if place is not None and any(value is each for each in own.get(place, ())):
+            return place
+        return name.rpartition(".")[0]
+
+    def _in_backward(
+        self, trace: ForwardTrace, ranges: list[Range], places: Places, losses: list[Tensor]
+    ) -> Autopsy | None:
+        gradients, measured = self._trace_backward(losses, self.case.scale)
+        origin = gradients.origin(measured)
+        if origin is None:
+            return self._of_accumulation()
+        node = gradients.nodes[origin.node]
+        absorbed = None if origin.arrived else trace.behind(node.sequence_nr, ranges)
+        if absorbed is not None:
+            autopsy = self._in_forward(trace, ranges, absorbed)
+            note = f"the forward pass absorbed it; {operation_of(node.name)} of the backward pass did not"
+            return replace(autopsy, notes=(note,))
+        autopsy = self._describe(origin, gradients, measured, places)
+        operation = trace.of_node(node.sequence_nr)
+        if operation is not None:
+            autopsy = replace(autopsy, inputs=autopsy.inputs + tuple(ranges[p] for p in operation.inputs))
+        return self._blame_scale(autopsy)
+
+    def _trace_backward(self, losses: list[Tensor], scale: float) -> tuple[BackwardTrace, list[Range]]:
+        probes = Probes()
+        trace, scaled = BackwardTrace(probes), scale_losses(self.replays, losses, self.batch.factor, scale)
+        with trace.of_graph(scaled):
+            run_backward(self.replays, scaled)
+        return trace, probes.read()
+
+    def _describe(self, origin: BackwardOrigin, trace: BackwardTrace, ranges: list[Range], places: Places) -> Autopsy:
+        names = {id(p): name for name, p in self.replays.run.module.named_parameters()}
+        node, probe = trace.nodes[origin.node], ranges[origin.probe]
+        parameter = "" if origin.parameter is None else names.get(origin.parameter, "")
+        place = places.of_node(node.sequence_nr) if node.variable is None else self._owner(parameter, None)
+        op = f"{operation_of(node.name) or 'accumulate_grad'} (backward)"
+        if origin.arrived:
+            op = f"a sum of gradients or a hook before {op}"
+        inputs = () if origin.arrived else tuple(ranges[p] for p in node.inputs if p is not None)
+        return replace(
+            self.case,
+            cause="backward",
+            module=place,
+            op=op,
+            dtype=probe.dtype,
+            value=probe.value,
+            inputs=tuple(replace(each, name="gradient") for each in inputs),
+            parameter=parameter,
+        )
+
+    def _of_accumulation(self) -> Autopsy | None:
+        """A gradient that is finite in each micro-batch, and not in their sum."""
+        names = _bad_gradients(self.replays)
+        if not names:
+            return None
+        grad: Any = self.replays.run.params[names[0]].grad
+        return replace(
+            self.case,
+            cause="backward",
+            module=names[0].rpartition(".")[0],
+            op="a sum over micro-batches, or a hook after it",
+            dtype=str(grad.dtype).removeprefix("torch."),
+            value=_value_of(grad),
+            parameter=names[0],
+        )
+
+    def _blame_scale(self, autopsy: Autopsy) -> Autopsy:
+        """Compute the micro-batch again without loss scaling, if there was any."""
+        if self.replays.scaler.settings.mode == "none" or self.case.scale == 1.0:
+            return autopsy
+        for param in self.replays.run.params.values():
+            param.grad = None
+        self.start.restore()
+        trace, ranges = self._trace_backward(compute_losses(self.replays, self.batch), 1.0)
+        finite = trace.origin(ranges) is None and not _bad_gradients(self.replays)
+        largest, limit = trace.largest(ranges, autopsy.dtype), largest_finite(autopsy.dtype)
+        fitting = None
+        if finite and largest and limit is not None:
+            fitting = 2.0 ** math.floor(math.log2(limit / largest))
+            fitting = fitting if fitting < self.case.scale else None  # an intermediate value that is nowhere visible
+        return replace(autopsy, at_scale_1=finite, fitting_scale=fitting)
+
+
+def _bad_gradients(replays: Replays) -> list[str]:
+    """The parameters whose gradients are not finite; waits for the device."""
+    grads = {name: p.grad for name, p in replays.run.params.items() if p.grad is not None}
+    if not grads:
+        return []
+    flags = torch.stack([dense_values(g).isfinite().all().to(replays.run.device) for g in grads.values()]).tolist()
+    return [name for name, finite in zip(grads, flags, strict=True) if not finite]
+
+
+def _value_of(grad: Tensor) -> str:
+    values = dense_values(grad)
+    return "nan" if bool(values.isnan().any()) else "inf" if bool((values == math.inf).any()) else "-inf"

@@ -1,0 +1,264 @@
+"""Takes the samples of one set of parameters: those of an Engine, or of one optimizer in another loop.
+
+Around a sampled step:
+
+    before   count the exponents of gradients and weights, one launch each; note the values that the optimizer works on
+    after    compare those values with the new ones; send everything to the host as one vector, behind an event
+    later    `deliver` unpacks the vectors that have arrived
+
+With gradient release the gradients are gone when the step is closed, and the weights updated: `arm`, before the forward, notes the
+values, and a hook on each parameter counts its gradient as it arrives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.exponents import NUM_COLUMNS, count_exponents
+from halfstep.kernels.gradstats import dense_values
+from halfstep.precision.formats import format_name
+from halfstep.scaling.readback import Readback
+from halfstep.watching.activations import ActivationTable
+from halfstep.watching.sample import Header, Sample
+from halfstep.watching.updates import NUM_COLUMNS as NUM_UPDATE_COLUMNS
+from halfstep.watching.updates import UpdateProbe, UpdateStats, spread
+
+__all__ = ["Sampler", "is_due", "num_nonfinite"]
+
+_LAST_EARLY = 64
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether a step is sampled: 1, 2, 4, ... 64, and every `every` steps."""
+    return step > 0 and (step % every == 0 or (step <= _LAST_EARLY and step & (step - 1) == 0))
+
+
+@dataclass
+class _Open:
+    """A sample between `before` and its arrival."""
+
+    step: int
+    gradients: Header
+    weights: Header
+    parts: list[Tensor]  # int64 on the device, in the order of unpacking
+    idle: frozenset[str]
+    activations: Header = field(default_factory=Header)
+    probe: tuple[list[str], list[str], list[bool]] = ((), (), ())  # type: ignore[assignment]
+    since: int | None = None
+    clocks: list[_Clock] = field(default_factory=list)
+
+
+class Sampler:
+    """Samples the parameters `params`, whose optimizer states `state_of` returns."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        state_of: Callable[[Tensor], Mapping[str, Any]],
+        *,
+        gradients: bool,
+        weights: bool,
+    ) -> None:
+        self.params, self._gradients, self._weights = dict(params), gradients, weights
+        self._probe = UpdateProbe(self.params, state_of)
+        self._tables: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})  # of gradients, of weights
+        self._readback, self._open = Readback(), None
+        self._released: dict[str, tuple[Tensor, Tensor]] = {}
+        self._hooks: list[Any] = []
+        self._is_armed = False
+        self.seconds: list[float] = []  # of the samples that have arrived
+
+    _open: _Open | None
+
+    # --- gradient release -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def arm(self) -> None:
+        """Prepare for a step that updates the weights inside backward."""
+        if self._is_armed:
+            self.disarm()
+        self._is_armed = True
+        self._probe.start()
+        self._armed_weights = self._count_weights()
+        for name, param in self.params.items():
+            if param.requires_grad:
+                self._hooks.append(param.register_hook(self._release_hook(name)))  # type: ignore[no-untyped-call]
+
+    def disarm(self) -> None:
+        """Forget a step that was prepared for."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks, self._released, self._is_armed = [], {}, False
+
+    def _release_hook(self, name: str) -> Callable[[Tensor], None]:
+        @torch.no_grad()
+        def hook(grad: Tensor) -> None:
+            self._released[name] = (count_exponents([grad]).table, spread(grad).clone())
+
+        return hook
+
+    # --- a sampled step ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before(self, step: int, gradients: Mapping[str, Tensor], divisor: Tensor | None, idle: frozenset[str]) -> None:
+        """Begin the sample of a step, before its update."""
+        device = next(iter(self.params.values())).device
+        clock = _Clock(device)
+        parts: list[Tensor] = []
+        rows, weights = Header(), Header()
+        if self._is_armed:
+            self._spreads: Mapping[str, Tensor] = {name: values for name, (_, values) in self._released.items()}
+            if self._gradients and self._released:
+                names = tuple(self._released)
+                rows = self._rows(names, [self.params[name] for name in names])
+                parts += [torch.cat([self._released[name][0].to(device) for name in names])]
+            weights, table = self._armed_weights
+            parts += [table] if table is not None else []
+            self.disarm()
+        else:
+            self._spreads = gradients
+            if self._gradients and gradients:
+                rows = self._rows(tuple(gradients), [dense_values(g) for g in gradients.values()])
+                parts += [count_exponents(list(gradients.values()), divisor, self._tables[0]).table]
+            weights, table = self._count_weights()
+            parts += [table] if table is not None else []
+            self._probe.start()
+        parts += [_as_integers(torch.ones((), device=device) if divisor is None else divisor.reshape(()).to(device))]
+        clock.stop()
+        self._open = _Open(step, rows, weights, parts, idle, clocks=[clock])
+
+    @torch.no_grad()
+    def after(self, activations: ActivationTable | None, found_inf: Tensor | None = None) -> None:
+        """End the sample that is open, after its update was launched, and send it to the host."""
+        sample, self._open = self._open, None
+        if sample is None:
+            return
+        device = sample.parts[0].device
+        clock = _Clock(device)
+        if len(self._probe):
+            sums, sample.since = self._probe.finish(sample.step, self._spreads)
+            sample.probe = (self._probe.names, self._probe.dtypes, self._probe.masters)
+            sample.parts.append(_as_integers(sums))
+        self._spreads = {}
+        flag = torch.full((), -1.0, device=device) if found_inf is None else found_inf.reshape(()).to(device)
+        sample.parts.append(_as_integers(flag))
+        if activations is not None:
+            sample.activations = Header(activations.names, activations.numels, activations.dtypes)
+            sample.parts.append(activations.table.to(device))
+        packed = torch.cat([part.reshape(-1) for part in sample.parts])
+        sample.parts = []
+        clock.stop()
+        sample.clocks.append(clock)
+        self._readback.push(packed, sample)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a sample waits for the end of its step."""
+        return self._open is not None
+
+    def drop(self) -> None:
+        """Forget the sample that is open: its step raised."""
+        self._open = None
+        self.disarm()
+
+    def deliver(self, *, wait: bool) -> list[Sample]:
+        """The samples that have arrived."""
+        return [self._unpack(sample, values.numpy()) for sample, values in self._readback.deliver_tensors(wait=wait)]
+
+    # --- packing ----------------------------------------------------------------------------------------------------
+
+    def _count_weights(self) -> tuple[Header, Tensor | None]:
+        params = {n: p for n, p in self.params.items() if p.is_floating_point() or p.is_complex()}
+        if not self._weights or not params:
+            return Header(), None
+        rows = self._rows(tuple(params), [dense_values(p.detach()) for p in params.values()])
+        return rows, count_exponents(list(params.values()), None, self._tables[1]).table
+
+    @staticmethod
+    def _rows(names: tuple[str, ...], tensors: list[Tensor]) -> Header:
+        return Header(names, tuple(t.numel() for t in tensors), tuple(format_name(t.dtype) for t in tensors))
+
+    def _unpack(self, sample: _Open, values: Any) -> Sample:
+        at = 0
+
+        def take(count: int) -> Any:
+            nonlocal at
+            at += count
+            return values[at - count : at]
+
+        def table(header: Header) -> Any:
+            return take(len(header.names) * NUM_COLUMNS)
+
+        gradients, weights = table(sample.gradients), table(sample.weights)
+        (divisor,) = take(1).view("float64").tolist()
+        names, dtypes, masters = sample.probe
+        sums = take(len(names) * NUM_UPDATE_COLUMNS).view("float64").reshape(-1, NUM_UPDATE_COLUMNS).tolist()
+        (flag,) = take(1).view("float64").tolist()
+        activations = table(sample.activations)
+        self.seconds.append(sum(clock.seconds() for clock in sample.clocks))
+        updates = {
+            name: UpdateStats.from_row(name, dtype, master, row, sample.since)
+            for name, dtype, master, row in zip(names, dtypes, masters, sums, strict=True)
+        }
+        skipped = None if flag < 0 else flag != 0
+        return Sample(
+            sample.step,
+            skipped,
+            divisor,
+            sample.gradients.rows(gradients, divisor),
+            sample.weights.rows(weights),
+            sample.activations.rows(activations),
+            updates,
+            sample.idle,
+        )
+
+
+@torch.no_grad()
+def num_nonfinite(params: Mapping[str, Tensor]) -> dict[str, int]:
+    """The parameters whose gradients are not finite now, and how many elements of each; reads them."""
+    counts = {}
+    for name, param in params.items():
+        if param.grad is not None:
+            values = dense_values(param.grad)
+            count = values.numel() - int(values.isfinite().sum())
+            if count:
+                counts[name] = count
+    return counts
+
+
+def _as_integers(values: Tensor) -> Tensor:
+    return values.to(torch.float64).contiguous().view(torch.int64)
+
+
+class _Clock:
+    """Time between its creation and `stop`, on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._is_cuda = device.type == "cuda"
+        self._started = time.perf_counter()
+        self._record()
+
+    def stop(self) -> None:
+        """End the interval."""
+        self._elapsed = time.perf_counter() - self._started
+        self._record()
+
+    def seconds(self) -> float:
+        """The length of the interval; on a GPU, once both ends have passed."""
+        if not self._is_cuda:
+            return self._elapsed
+        first, last = self._events
+        return float(first.elapsed_time(last)) / 1000
+
+    def _record(self) -> None:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)

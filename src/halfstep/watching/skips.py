@@ -1,0 +1,55 @@
+"""An autopsy for each skipped step of a run, within limits.
+
+A run that skips once gets an autopsy; one that skips for ever must not spend its time on them. So the first three skipped
+steps are examined, then the 4th, 8th, 16th and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from halfstep.engine.result import StepResult
+from halfstep.events import log_info, log_warning
+from halfstep.watching.autopsy import Autopsy
+from halfstep.watching.replay import examine
+
+__all__ = ["Autopsies", "is_due"]
+
+_FIRST = 3
+_MOST = 32  # autopsies that are kept
+
+
+def is_due(skips: int) -> bool:
+    """Whether the skip with this number, from 1, is examined."""
+    return skips <= _FIRST or skips & (skips - 1) == 0
+
+
+class Autopsies:
+    """A watch of the Engine that examines skipped steps; each autopsy is logged and passed to `outlet`."""
+
+    replay = True  # the Engine records what a replay needs
+
+    def __init__(self, outlet: Callable[[Autopsy], None] | None = None) -> None:
+        self._outlet = outlet
+        self._engine: Any = None
+        self.num_skips = 0
+        self.autopsies: list[Autopsy] = []  # the latest ones
+
+    def attach(self, engine: Any) -> None:
+        """Called by the Engine."""
+        self._engine = engine
+
+    def delivered(self, result: StepResult) -> None:
+        """Called by the Engine when the outcome of a step has arrived."""
+        engine = self._engine
+        self.num_skips += result.skipped
+        if not result.skipped or not is_due(self.num_skips):
+            engine.replays.take(result.step)
+            return
+        autopsy = examine(engine.replays, result.step, result.scale or 1.0, engine.hardware)
+        self.autopsies = [*self.autopsies[1 - _MOST :], autopsy]
+        # A scale that is too large for one step is what a dynamic loss scale is for; the rest needs somebody's attention.
+        (log_info if autopsy.cause == "backward" and autopsy.at_scale_1 else log_warning)(str(autopsy))
+        if self._outlet is not None:
+            self._outlet(autopsy)
