@@ -662,7 +662,7 @@ def test_a_plateau_scheduler_without_validation_is_an_error(data, reason, tmp_pa
 
 
 def test_a_skipped_step_has_an_autopsy_in_the_run_file(tmp_path):
-    """A NaN datum is named as such, and the run is the one that has no autopsy."""
+    """A NaN datum is named as such, with the module that received it."""
     poisoned = []
 
     def loss(model, batch):
@@ -675,6 +675,6 @@ def test_a_skipped_step_has_an_autopsy_in_the_run_file(tmp_path):
     outcome = train(tiny_job(loss=loss), TrainConfig(batch=16, steps=3), precision="fp16", out=tmp_path / "run")
     run = read_runlog(tmp_path / "run" / "run.jsonl")
     (event,) = [e for e in run.events if e["event"] == "autopsy"]
-    assert (event["cause"], event["module"], event["step"]) == ("data", "0", 1)
-    assert event["sentence"]
+    assert (event["data"]["cause"], event["data"]["module"], event["step"]) == ("data", "0", 1)
+    assert event["message"]
     assert outcome.skips == 1
