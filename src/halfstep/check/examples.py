@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["PLAIN_LOOP", "SCALED_LOOP"]
+__all__ = ["ACCUMULATING_LOOP", "MANUAL_LOOP", "PLAIN_LOOP", "SCALED_LOOP"]
 
 SCALED_LOOP = """\
 import torch
@@ -36,3 +36,19 @@ for i, (x, y) in enumerate(loader):
         scaler.step(optimizer)
         scaler.update()
 {end}"""
+MANUAL_LOOP = """\
+import lightning as L
+{imports}
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.compute_loss(batch))
+{change}        optimizer.step()
+{hook}
+trainer = L.Trainer(precision="16-mixed")
+"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.order import TraceRule, earlier
@@ -45,23 +46,7 @@ for x, y in loader:
     {clip}
     optimizer.step()
 """
-_MANUAL = """\
-import lightning as L
-import torch
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.compute_loss(batch))
-{clip}        optimizer.step()
-{hook}
-trainer = L.Trainer(precision="16-mixed")
-"""
+_MANUAL = MANUAL_LOOP.replace("{imports}", "import torch\n").replace("{change}", "{clip}")
 _CLIP = "torch.nn.utils.clip_grad_norm_({}.parameters(), 1.0)"
 _HOOK = f"\n    def on_before_optimizer_step(self, optimizer):\n        {_CLIP.format('self')}\n"
 _OWN_CLIP = "accelerator.clip_grad_norm_(model.parameters(), 1.0)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
@@ -27,22 +28,7 @@ for i, (x, y) in enumerate(loader):
         loss = loss_fn(model(x), y)
     scaler.scale(loss).backward()
 """
-_MANUAL = """\
-import lightning as L
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.compute_loss(batch))
-{read}        optimizer.step()
-{hook}
-trainer = L.Trainer(precision="16-mixed")
-"""
+_MANUAL = MANUAL_LOOP.replace("{imports}", "").replace("{change}", "{read}")
 _READ = 'self.log("norm", self.head.weight.grad.norm())'
 _HOOK = f"\n    def on_before_optimizer_step(self, optimizer):\n        {_READ}\n"
 _HOOKS = {
