@@ -27,7 +27,7 @@ def watch(*args):
 def test_a_directory_and_its_run_file_show_the_same(run):
     """Outside a terminal the view is printed once."""
     of_directory, of_file = watch(run), watch(run / "run.jsonl", "--once")
-    assert of_directory == of_file
+    assert of_directory[1].splitlines()[1:] == of_file[1].splitlines()[1:]  # the first line has the time
     code, out, err = of_directory
     assert (code, err) == (0, "")
     assert "layer.weight" in out

@@ -114,3 +114,13 @@ def test_a_policy_of_a_later_version_is_shown_as_it_is(tmp_path):
     RunLog.create(path, command="x", policy="fp6-magic", truth={}, environment={}).close()
     view = view_of(read_runlog(path))
     assert (view.policy, view.format, view.points) == ("fp6-magic", "fp32", ())
+
+
+def test_a_run_that_has_not_ended_shows_when_it_was_last_heard_of(log):
+    """A run that was killed leaves no end, only an old last record."""
+    step(log, 1)
+    view = view_of(read_runlog(log.path))
+    assert view.state(view.last_time + 5) == "last record 5 s ago"
+    assert view.state(view.last_time + 3600) == "last record 60 min ago: stopped?"
+    log.event("ended")
+    assert view_of(read_runlog(log.path)).state(0.0) == "ended"

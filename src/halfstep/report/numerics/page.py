@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def _tiles(view: RunView) -> list[tuple[str, str]]:
         tiles.append(("last loss", f"{last.loss:.4g}"))
         if last.scale != 1.0:
             tiles.append(("loss scale", f"2^{math.log2(last.scale):.0f}" if last.scale > 0 else str(last.scale)))
-    tiles.append(("state", "ended" if view.ended else "running or stopped"))
+    tiles.append(("state when this page was written", view.state(time.time())))
     return tiles
 
 

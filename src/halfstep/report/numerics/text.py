@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,7 @@ def render_view(view: RunView, console: Console) -> RenderableType:
 
 
 def _summary(view: RunView, marks: str) -> list[str]:
-    state = "ended" if view.ended else "running or stopped"
-    lines = [f"{view.run}  {view.policy}  {state}", view.command]
+    lines = [f"{view.run}  {view.policy}  {view.state(time.time())}", view.command]
     if not view.points:
         return [*lines, "no step recorded yet"]
     last = view.points[-1]

@@ -76,6 +76,14 @@ class RunView:
     sampled_at: int | None
     total_steps: int | None
     ended: bool
+    last_time: float = 0.0  # of the last record, in seconds since 1970
+
+    def state(self, now: float) -> str:
+        """Whether the run has ended, or when it was last heard of."""
+        if self.ended:
+            return "ended"
+        age = max(0, round(now - self.last_time))
+        return f"last record {age} s ago" if age < 600 else f"last record {age // 60} min ago: stopped?"
 
     @property
     def skips(self) -> int:
@@ -102,6 +110,9 @@ def view_of(run: Run) -> RunView:
         sampled_at=samples[-1].get("step", samples[-1].get("attempted")) if samples else None,
         total_steps=(run.header.get("config") or {}).get("steps"),
         ended=bool(ends) and ends[-1]["time"] >= last_resume,
+        last_time=max(
+            record["time"] for record in (run.header, *run.records[-1:], *run.events[-1:], *run.resumes[-1:])
+        ),
     )
 
 
