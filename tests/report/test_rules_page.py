@@ -16,9 +16,9 @@ def test_committed_index_is_up_to_date():
 
 
 def test_index_is_short_and_has_a_row_per_rule():
-    """Every rule has one row with its code, name, severity and title, and the index stays below 250 lines."""
+    """Every rule has one row with its code, name, severity and title, and the index stays below 300 lines."""
     lines = render_index().splitlines()
-    assert len(lines) < 250
+    assert len(lines) < 300
     for rule in all_rules():
         (row,) = [line for line in lines if line.startswith(f"| {rule.code} |")]
         assert row.startswith(f"| {rule.code} | {rule.name} | {rule.severity} | ")

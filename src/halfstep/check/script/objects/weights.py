@@ -281,8 +281,9 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
         value = keyword_of(outline, call, function, option)
         if value is None or constant(value) in {None, False} or may_be_none(outline, value, function):
             continue
-        # `if args.quantize: options["quantization_config"] = ...`
-        own = set(conditions_of(outline, value)) - set(conditions_of(outline, call))
+        # `if args.quantize: options["quantization_config"] = ...`, unless the dtype is set under the same condition
+        shared = {*conditions_of(outline, call), *(conditions_of(outline, dtype) if dtype is not None else ())}
+        own = set(conditions_of(outline, value)) - shared
         lineage.is_adapted |= not asks_for_adapters(tuple(own)) and not _is_other_branch(outline, value, dtype)
     value = dtype
     if value is not None and constant(value) is not None:
