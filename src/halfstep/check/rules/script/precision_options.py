@@ -12,7 +12,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.children import all_nodes
+from halfstep.check.script.syntax.children import all_nodes, all_statements
 from halfstep.check.script.syntax.names import chain
 
 __all__ = ["RULES"]
@@ -43,7 +43,9 @@ class _Options:
     @cached_property
     def declared(self) -> list[tuple[ast.Call, str, str]]:
         """Each `add_argument` of an option: the call, its flag as written and the name of its value."""
-        options = []
+        options: list[tuple[ast.Call, str, str]] = []
+        if ".add_argument(" not in self.script.source.text:
+            return options
         for call in self.nodes:
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
                 continue
@@ -278,7 +280,7 @@ class FlagIsTuple(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Assignments of one value and a comma, without parentheses, to the name of a flag."""
-        for node in all_nodes(script.tree):
+        for node in all_statements(script.tree):
             if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Tuple):
                 continue
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -304,6 +306,11 @@ _QUERIES = re.compile(
     r"torch\.is_autocast_enabled|torch\.amp\.(?:autocast_mode\.)?is_autocast_available|accelerate\.utils\.is_\w+_available"
 )
 _EITHER = re.compile(rf"{_QUERIES.pattern}|torch\.(?:cuda|xpu|mps|backends\.mps)\.is_available")
+# The same in the text of a file, where no parenthesis follows.
+_NAMED = re.compile(
+    r"\b(?:is_(?:bf|bfloat|fp)16_supported|is_torch_(?:bf16|tf32|fp16)\w*|is_autocast_(?:enabled|available)|"
+    r"is_(?!torch_)\w+_available|(?:cuda|xpu|mps)\.is_available)\b(?!\s*\()"
+)
 _SWITCH = re.compile(r"(^|_)(fp16|bf16|tf32|fp8|amp|half|enabled|mixed_precision|float16|bfloat16)(_|$)")
 
 
@@ -334,6 +341,8 @@ class QueryNotCalled(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Queries as a condition, as an operand of `and`, `or` and `not`, or as the value of a precision flag."""
+        if not _NAMED.search(script.source.text):
+            return
         full = script.outline.names.full
         assigned = {text_of(t) for n in all_nodes(script.tree) if isinstance(n, ast.Assign) for t in n.targets}
         for node, flag in _conditions(script.tree):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import lru_cache
 
-__all__ = ["all_children_of", "all_nodes", "blocks_of", "children_of"]
+__all__ = ["all_children_of", "all_nodes", "all_statements", "blocks_of", "children_of"]
 
 # Fields without nodes that rules look at, such as contexts and operators.
 _SKIP = {"ctx", "op", "ops", "type_comment", "names", "level", "returns", "annotation", "type_params", "kind"}
@@ -46,6 +46,17 @@ def _nodes_in(node: ast.AST, fields: tuple[str, ...]) -> list[ast.AST]:
 def blocks_of(node: ast.AST | None) -> list[list[ast.stmt]]:
     """The lists of statements directly in a node."""
     return [b for name in ("body", "orelse", "finalbody") if isinstance(b := getattr(node, name, None), list)]
+
+
+def all_statements(tree: ast.AST) -> list[ast.AST]:
+    """The statements of a script, outer ones first; a tenth of its nodes. Handlers and cases are among them."""
+    statements = [tree]
+    for node in statements:  # grows
+        for block in blocks_of(node):
+            statements += block
+        statements += getattr(node, "handlers", ())
+        statements += getattr(node, "cases", ())
+    return statements
 
 
 @lru_cache(maxsize=1)
