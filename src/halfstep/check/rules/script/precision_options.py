@@ -309,7 +309,7 @@ _EITHER = re.compile(rf"{_QUERIES.pattern}|torch\.(?:cuda|xpu|mps|backends\.mps)
 # The same in the text of a file, where no parenthesis follows.
 _NAMED = re.compile(
     r"\b(?:is_(?:bf|bfloat|fp)16_supported|is_torch_(?:bf16|tf32|fp16)\w*|is_autocast_(?:enabled|available)|"
-    r"is_(?!torch_)\w+_available|(?:cuda|xpu|mps)\.is_available)\b(?!\s*\()"
+    r"is_(?:bf16|fp16|fp8)_available|(?:cuda|xpu|mps)\.is_available)\b(?!\s*\()"
 )
 _SWITCH = re.compile(r"(^|_)(fp16|bf16|tf32|fp8|amp|half|enabled|mixed_precision|float16|bfloat16)(_|$)")
 
