@@ -44,9 +44,7 @@ class _Options:
     def declared(self) -> list[tuple[ast.Call, str, str]]:
         """Each `add_argument` of an option: the call, its flag as written and the name of its value."""
         options: list[tuple[ast.Call, str, str]] = []
-        if ".add_argument(" not in self.script.source.text:
-            return options
-        for call in self.nodes:
+        for call in self.nodes if ".add_argument(" in self.script.source.text else ():
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
                 continue
             flags = [str(constant(a)) for a in call.args if isinstance(constant(a), str)]
@@ -306,7 +304,6 @@ _QUERIES = re.compile(
     r"torch\.is_autocast_enabled|torch\.amp\.(?:autocast_mode\.)?is_autocast_available|accelerate\.utils\.is_\w+_available"
 )
 _EITHER = re.compile(rf"{_QUERIES.pattern}|torch\.(?:cuda|xpu|mps|backends\.mps)\.is_available")
-# The same in the text of a file, where no parenthesis follows.
 _NAMED = re.compile(
     r"\b(?:is_(?:bf|bfloat|fp)16_supported|is_torch_(?:bf16|tf32|fp16)\w*|is_autocast_(?:enabled|available)|"
     r"is_(?:bf16|fp16|fp8)_available|(?:cuda|xpu|mps)\.is_available)\b(?!\s*\()"
@@ -341,7 +338,7 @@ class QueryNotCalled(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Queries as a condition, as an operand of `and`, `or` and `not`, or as the value of a precision flag."""
-        if not _NAMED.search(script.source.text):
+        if not _names_query(script.source.text):
             return
         full = script.outline.names.full
         assigned = {text_of(t) for n in all_nodes(script.tree) if isinstance(n, ast.Assign) for t in n.targets}
@@ -355,6 +352,16 @@ class QueryNotCalled(ScriptRule):
                     f"`{text_of(node)}` is a function, which is always true; it is not called",
                     instead=f"{text_of(node)}()",
                 )
+
+
+def _names_query(text: str) -> bool:
+    """Whether a text names a query that it does not call there, imports aside: most files need no closer look."""
+    for match in _NAMED.finditer(text):
+        before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()].lstrip()
+        is_imported = not before and text[match.end() : match.end() + 1] in {",", "\n", ""}
+        if not is_imported and not before.startswith(("from ", "import ", "@")):
+            return True
+    return False
 
 
 def _asks_accelerator(node: ast.expr) -> bool:
