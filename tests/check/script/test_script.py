@@ -1,6 +1,7 @@
 """What is read of a whole script."""
 
 import ast
+import json
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from check_scripts import RULES, findings, script
+from halfstep.check import check_path
 from halfstep.check.files.source import Cell, Settings, Source
 from halfstep.check.script.script import read_script
 from work_counter import num_lines
@@ -129,3 +131,18 @@ def test_the_work_of_a_script_grows_with_its_length():
 
     check(1)  # what is loaded or cached on first use is not counted
     assert num_lines(check, 160) < 9 * num_lines(check, 20)
+
+
+def test_a_message_about_another_line_of_a_notebook_counts_as_the_reader_does(tmp_path):
+    """The region that a backward is in has its line in its own cell, not in the joined text of all cells."""
+    cells = [
+        "import torch\nfrom torch import nn\nmodel, optimizer = nn.Linear(2, 2), None",
+        "for x, y in loader:\n    with torch.autocast('cuda', dtype=torch.bfloat16):\n        loss = loss_fn(model(x), y)\n"
+        "        loss.backward()\n    optimizer.step()",
+    ]
+    notebook = {"nbformat": 4, "cells": [{"cell_type": "code", "source": text} for text in cells]}
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps(notebook))
+    (finding,) = [f for f in check_path(path) if f.code == "HS140"]
+    assert (finding.cell, finding.line) == (2, 4)
+    assert "opened at line 2 of cell 2" in finding.message

@@ -177,6 +177,11 @@ class Script:
             return self.source.place(line, first)
         return self.source.place(line, first, end_line, self.lines.column(end_line, end_column))
 
+    def at(self, node: ast.AST) -> str:
+        """The line of a node in a message, as the reader counts it: in a notebook with its cell."""
+        place = self.where(node)
+        return f"line {place.line}" if place.cell is None else f"line {place.line} of cell {place.cell}"
+
     @cached_property
     def classes_under_autocast(self) -> dict[str, frozenset[str]]:
         """The classes whose forward runs under autocast in this file, with the dtypes it may use ("?": unknown)."""

@@ -266,7 +266,7 @@ class BackwardInsideOwnedAutocast(TraceRule):
         what = "backward" if event.kind == "owned_backward" else f"`{event.optimizer}.step()`"
         return self.finding(
             script.where(event.node),
-            f"{what} runs inside `{key_of(func)}()`, opened at line {func.lineno}",
+            f"{what} runs inside `{key_of(func)}()`, opened at {script.at(func)}",
             instead="end the `with` block after the loss",
         )
 

@@ -71,7 +71,7 @@ class BackwardInsideAutocast(TraceRule):
             return None
         return self.finding(
             script.where(event.node),
-            f"backward runs inside the autocast region opened at line {region.node.lineno}",  # type: ignore[attr-defined]
+            f"backward runs inside the autocast region opened at {script.at(region.node)}",
             instead="end the `with` block after the loss and call backward outside it",
         )
 
@@ -116,17 +116,17 @@ class StepInsideAutocast(TraceRule):
         region = event.autocast()
         if region is None:
             return None
-        line = region.node.lineno  # type: ignore[attr-defined]
+        opened = script.at(region.node)
         if len(event.loops) > region.num_loops:
             return self.finding(
                 script.where(event.node),
-                f"the autocast region opened at line {line} spans the loop: its cached 16-bit weights are stale after this step",
+                f"the autocast region opened at {opened} spans the loop: its cached 16-bit weights are stale after this step",
                 instead="open the region inside the loop, around the forward and the loss",
                 severity="error",
             )
         return self.finding(
             script.where(event.node),
-            f"`{event.optimizer or 'the optimizer'}` steps inside the autocast region opened at line {line}",
+            f"`{event.optimizer or 'the optimizer'}` steps inside the autocast region opened at {opened}",
             instead="end the `with` block after the loss and step outside it",
         )
 

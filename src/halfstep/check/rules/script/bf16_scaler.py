@@ -84,7 +84,7 @@ class ScalerWithBf16(ScriptRule):
                 dtype = text_of(region.dtype_node)
                 yield self.finding(
                     script.where(scaler.node),
-                    f"when `{dtype}` (line {region.node.lineno}) is bfloat16, the scaler is still enabled: it only costs time and skips steps",
+                    f"when `{dtype}` ({script.at(region.node)}) is bfloat16, the scaler is still enabled: it only costs time and skips steps",
                     instead=f"enabled={dtype} == torch.float16",
                 )
         yield from self._passed_in(script)

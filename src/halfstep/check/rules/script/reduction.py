@@ -64,7 +64,7 @@ class UnscaleBeforeReduction(ScriptRule):
                 scaler = key_of(unscale.call.func.value) if isinstance(unscale.call.func, ast.Attribute) else "scaler"
                 yield self.finding(
                     script.where(inside[0].call),
-                    f"gradients are reduced across ranks after `{scaler}.unscale_` (line {unscale.call.lineno}) looked for inf on "
+                    f"gradients are reduced across ranks after `{scaler}.unscale_` ({script.at(unscale.call)}) looked for inf on "
                     "this rank alone: ranks may take different decisions",
                     instead=f"reduce the scaled gradients first, then call {scaler}.unscale_",
                 )

@@ -172,7 +172,7 @@ class WeightsChangedInsideAutocast(ScriptRule):
                 if any(line < call.lineno for line in uses) and any(line > call.lineno for line in uses):
                     yield self.finding(
                         script.where(call),
-                        f"`{name}` changes the weights of `{owner}` inside the autocast region opened at line {region.lineno}: "
+                        f"`{name}` changes the weights of `{owner}` inside the autocast region opened at {script.at(region)}: "
                         "the 16-bit copies that autocast keeps are the old ones",
                         instead="end the region before the weights change",
                     )

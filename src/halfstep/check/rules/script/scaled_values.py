@@ -158,8 +158,9 @@ def _divides_gradient(script: Script, node: ast.AST) -> bool:
     parent = script.outline.parents.get(node)
     while isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add):
         node, parent = parent, script.outline.parents.get(parent)
-    is_divisor = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div) and parent.right is node
-    return is_divisor and any(grad_of(part) for part in ast.walk(parent.left) if isinstance(part, ast.expr))  # type: ignore[union-attr]
+    if not isinstance(parent, ast.BinOp) or not isinstance(parent.op, ast.Div) or parent.right is not node:
+        return False
+    return any(grad_of(part) for part in ast.walk(parent.left) if isinstance(part, ast.expr))
 
 
 def _read(event: Event) -> str:

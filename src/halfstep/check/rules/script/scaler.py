@@ -221,9 +221,10 @@ def _trains_here(script: Script, scaler: Scaler, saved: list[ast.expr]) -> bool:
 def _uses(script: Script, name: str) -> Iterator[ast.expr]:
     """Where a variable of this last name is read."""
     for node in ast.walk(script.tree):
-        last = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-        if last == name and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
-            yield node  # type: ignore[misc]
+        if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load):
+            continue
+        if (node.id if isinstance(node, ast.Name) else node.attr) == name:
+            yield node
 
 
 def _is_state(script: Script, use: ast.expr) -> bool:
@@ -264,8 +265,7 @@ def _unpacked(script: Script, call: ast.Call, index: int) -> str:
     """The variable that receives one of the results of a call."""
     statement = script.outline.parents.get(call)
     target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    is_same = isinstance(target, ast.Tuple) and index < len(target.elts)
-    return key_of(target.elts[index]) if is_same else ""  # type: ignore[union-attr]
+    return key_of(target.elts[index]) if isinstance(target, ast.Tuple) and index < len(target.elts) else ""
 
 
 RULES: tuple[type[Rule], ...] = (ScalerInLoop, ScalerUnused)

@@ -100,7 +100,7 @@ class ScalerBeforeCreation(ScriptRule):
                 if created is None or place in reported:
                     continue
                 reported.add(place)
-                via = f" through the call at line {event.roots[0].lineno}" if event.roots else ""  # type: ignore[attr-defined]
+                via = f" through the call at {script.at(event.roots[0])}" if event.roots else ""
                 yield self.finding(
                     script.where(event.node),
                     f"`{event.scaler}` is used here{via} before it is created at line {created}",

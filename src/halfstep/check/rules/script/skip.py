@@ -124,14 +124,14 @@ class SkipWithoutUpdate(TraceRule):
             if skip is not None and all(_is_past(script, e, event, depth, skip) for e in updates):
                 return self.finding(
                     script.where(event.node),
-                    f"line {skip.body[-1].lineno} skips `{event.scaler}.update()` after this `unscale_`: the next `unscale_` raises RuntimeError",
-                    instead=f"call {event.scaler}.update() before line {skip.body[-1].lineno}, or let {event.scaler}.step skip",
+                    f"{script.at(skip.body[-1])} skips `{event.scaler}.update()` after this `unscale_`: the next `unscale_` raises RuntimeError",
+                    instead=f"call {event.scaler}.update() before {script.at(skip.body[-1])}, or let {event.scaler}.step skip",
                 )
             test = _find_branch(script, event, depth, updates)
             if test is not None:
                 return self.finding(
                     script.where(event.node),
-                    f"`{event.local.scaler}.update()` runs in only one branch of the test at line {test.lineno}: after a skipped "
+                    f"`{event.local.scaler}.update()` runs in only one branch of the test at {script.at(test)}: after a skipped "
                     "step the next `unscale_` raises RuntimeError",
                     instead=f"call {event.local.scaler}.update() in every iteration, after that test",
                 )

@@ -110,7 +110,7 @@ class Fp16WithoutScaler(TraceRule):
         unless = "unless it is launched with mixed_precision fp16, " if launched else ""
         return self.finding(
             script.where(region.node),
-            f"{when} {unless}`{engine.key}` does not scale the loss (line {event.node.lineno}): gradients below 6e-8 become zero",  # type: ignore[attr-defined]
+            f"{when} {unless}`{engine.key}` does not scale the loss ({script.at(event.node)}): gradients below 6e-8 become zero",
             instead="Accelerator(mixed_precision='fp16') with accelerator.autocast(), or dtype=torch.bfloat16"
             if engine.library == ACCELERATE
             else "Fabric(precision='16-mixed') with fabric.autocast(), or dtype=torch.bfloat16",
@@ -134,7 +134,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         return self.finding(
             script.where(scaler.node),
-            f"without `{flag}` the scaler is disabled, but the region at line {opened.node.lineno} still computes in float16: "  # type: ignore[attr-defined]
+            f"without `{flag}` the scaler is disabled, but the region at {script.at(opened.node)} still computes in float16: "
             "gradients below 6e-8 become zero",
             instead=f"torch.autocast(..., enabled={flag})",
             severity="warning",
@@ -160,7 +160,7 @@ class Fp16WithoutScaler(TraceRule):
         return self.finding(
             script.where(event.node),
             f"when {condition}, `{event.local.subject or 'the loss'}` is not scaled, but still computed under float16 autocast "
-            f"(line {opened.node.lineno}): gradients below 6e-8 become zero",  # type: ignore[attr-defined]
+            f"({script.at(opened.node)}): gradients below 6e-8 become zero",
             instead="disable autocast on this path too, or use the scaler on both",
             severity="warning",
         )
@@ -171,15 +171,14 @@ class Fp16WithoutScaler(TraceRule):
         loss = f"`{event.local.subject or 'the loss'}`"
         if all(a.dtype == "float16" for a in autocasts):
             if opened.function is not event.function:
-                line = event.node.lineno  # type: ignore[attr-defined]
                 return self.finding(
                     script.where(autocasts[0].node),
-                    f"{loss} (line {line}) is computed under float16 autocast and not scaled: gradients below 6e-8 become zero",
+                    f"{loss} ({script.at(event.node)}) is computed under float16 autocast and not scaled: gradients below 6e-8 become zero",
                     instead=_SCALE,
                 )
             return self.finding(
                 script.where(event.node),
-                f"{loss} is computed under float16 autocast (line {opened.node.lineno}) and not "  # type: ignore[attr-defined]
+                f"{loss} is computed under float16 autocast ({script.at(opened.node)}) and not "
                 "scaled: gradients below 6e-8 become zero",
                 instead=_SCALE,
             )
@@ -207,7 +206,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         return self.finding(
             script.where(scalers_at(script, event)[0].node),
-            f"the scaler is disabled, so the loss under float16 autocast (line {opened.node.lineno}) is not scaled: "  # type: ignore[attr-defined]
+            f"the scaler is disabled, so the loss under float16 autocast ({script.at(opened.node)}) is not scaled: "
             "gradients below 6e-8 become zero",
             instead="enabled=True, or autocast with dtype=torch.bfloat16",
         )

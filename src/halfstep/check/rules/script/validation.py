@@ -154,12 +154,13 @@ def _evaluates(script: Script, event: Event) -> bool:
     function, calls = event.function, script.outline.calls
     if not _EVALUATION.search(function.name):
         return False
-    modes = {
-        name: [c for c, f in calls.get(name, ()) if f is function and isinstance(c.func, ast.Attribute)]
+    owners = {
+        name: [
+            key_of(c.func.value) for c, f in calls.get(name, ()) if f is function and isinstance(c.func, ast.Attribute)
+        ]
         for name in ("eval", "train", "backward")
     }
-    own = [c for c in modes["eval"] if key_of(c.func.value) == event.local.subject]  # type: ignore[attr-defined]
-    return bool(own) and not modes["backward"] and not modes["train"]
+    return event.local.subject in owners["eval"] and not owners["backward"] and not owners["train"]
 
 
 def _without_kernels(event: Event) -> Event:

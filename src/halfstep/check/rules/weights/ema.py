@@ -75,7 +75,7 @@ class EmaInSixteenBits(ScriptRule):
                 continue
             reported.add(call)
             formats = " or ".join(sorted(cast.low))
-            place = f" (line {cast.node.lineno})"
+            place = f" ({script.at(cast.node)})"
             yield self.finding(
                 script.where(call),
                 f"{when(script, cast)}{text} is stored in {formats}{place}: its small updates are rounded away",

@@ -216,7 +216,7 @@ class WeightsWithoutMaster(ScriptRule):
             yield self.finding(
                 script.where(cast.node),
                 f"{when(script, cast)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
-                f"(line {tie.by.lineno}), {no_master}: {_lost(cast.low)}",
+                f"({script.at(tie.by)}), {no_master}: {_lost(cast.low)}",
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
                 severity=_severity(script, tie, always=not (launched or when(script, cast))),
             )

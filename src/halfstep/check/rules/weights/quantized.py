@@ -169,7 +169,7 @@ def _bf16_training(script: Script) -> str:
         node = keyword_of(outline, call, function, "torch_dtype", "dtype")
         quantized = keyword_of(outline, call, function, "quantization_config")
         if node is not None and quantized is not None and formats_of(outline, node, function) == {"bfloat16"}:
-            return f"line {node.lineno} loads the model in bfloat16"
+            return f"{script.at(node)} loads the model in bfloat16"
     return ""
 
 
