@@ -20,12 +20,15 @@ demo: $(VENV)/.base  ## the main job on this machine
 	OMP_NUM_THREADS=1 $(BIN)/halfstep compare digits --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.dev  ## all tests except the slow ones, with the coverage gate
-	$(PYTEST) -m "not slow" --cov --cov-report=term --cov-fail-under=90
+	$(PYTEST) -m "not slow" --cov --cov-report= --cov-fail-under=90
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(INTERPRETED)
 
 test-all: $(VENV)/.all  ## every test
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
+
+coverage: $(VENV)/.dev  ## the lines that the last `make test` did not run
+	$(BIN)/coverage report
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
