@@ -14,7 +14,8 @@ import halfstep
 from engine_models import batches, build, train_step
 from halfstep.engine.steps import Decision
 from halfstep.kernels.exponents import count_exponents
-from halfstep.watching.events import DriftRule, Event, LossRule, LostUpdateRule, OutcomeRule
+from halfstep.watching.events import DriftRule, Event, LostUpdateRule, OutcomeRule
+from halfstep.watching.losses import LossRule
 from halfstep.watching.sample import Header, Sample, by_module
 from halfstep.watching.updates import UpdateStats
 
@@ -120,52 +121,6 @@ def test_no_trend_is_no_drift(values, dtype):
     assert not drift(values, dtype)
 
 
-# --- losses -------------------------------------------------------------------------------------------------------------
-
-
-def losses(values, fingerprint=None):
-    """The events of a sequence of losses."""
-    rule = LossRule()
-    return [e for i, v in enumerate(values) for e in rule.observe(i, v, fingerprint)]
-
-
-def noisy(count, seed=0, level=2.0, noise=0.1):
-    """Losses around a level."""
-    return (level + noise * torch.randn(count, generator=torch.Generator().manual_seed(seed))).tolist()
-
-
-def test_a_spike_is_reported_once_with_its_batch():
-    """Ten deviations above the median, and the batch's fingerprint is computed only then."""
-    calls = []
-
-    def fingerprint():
-        calls.append(1)
-        return "abc"
-
-    (event,) = losses([*noisy(40), 9.0, 9.5, *noisy(20, 1)], fingerprint)
-    assert (event.kind, event.step, event.data["batch"]) == ("loss-spike", 40, "abc")
-    assert len(calls) == 1
-
-
-@given(st.integers(0, 1000), st.floats(0.01, 0.3), st.floats(0.5, 10))
-def test_noise_and_a_falling_loss_are_no_spikes(seed, noise, level):
-    """200 noisy losses, constant or falling, report nothing."""
-    values = noisy(200, seed, level, noise * level / 4)
-    assert not losses(values)
-    assert not losses([v + 5 * 0.95**i for i, v in enumerate(values)])
-
-
-def test_the_first_losses_are_no_evidence():
-    """Without twenty losses nothing is a spike."""
-    assert not losses([1.0] * 19 + [100.0])
-
-
-def test_a_nan_loss_is_reported_once_per_episode():
-    """NaN, again after a finite loss, with the value; infinities count too."""
-    events = losses([1.0, math.nan, math.nan, 1.0, math.inf])
-    assert [(e.kind, e.step, e.data["loss"]) for e in events] == [("nan-loss", 1, "nan"), ("nan-loss", 4, "inf")]
-
-
 # --- outcomes -----------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +167,7 @@ def test_sums_of_squares_name_the_parameters_without_reading_gradients():
 
 def test_an_event_is_plain_data_and_a_sentence():
     """It can be written to a run file, and prints what happened and what to do."""
-    (event,) = losses([1.0, math.nan])
+    (event,) = LossRule().observe(1, math.nan)
     assert json.loads(json.dumps(event.as_dict()))["kind"] == "nan-loss"
     assert str(event).startswith("step 1: the loss is nan. The forward pass overflowed")
     assert str(Event("scale", 3, "m.")) == "step 3: m."

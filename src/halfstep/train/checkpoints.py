@@ -24,6 +24,7 @@ from halfstep.hardware.units import few
 from halfstep.train.config import TrainConfig, changed_fields
 from halfstep.train.resume import RUN_FILE
 from halfstep.train.stream import DataStream
+from halfstep.watching.watch import Watch
 
 __all__ = ["Progress", "RunCheckpoints", "check_out"]
 
@@ -63,6 +64,7 @@ class RunCheckpoints:
         self.latest = self._find(resume=resume)
         self.saved_at = -1  # the step of the last checkpoint that this process wrote, healthy or not
         self.nonfinite: list[str] = []  # parameters that were not finite at that save
+        self._watch: Watch | None = None
 
     def _find(self, *, resume: bool) -> Path | None:
         latest = self._folder.latest() if self._folder.root.exists() else None
@@ -75,8 +77,9 @@ class RunCheckpoints:
             raise SettingError(f"There is nothing to resume in {self._out}; start the run without --resume.")
         return latest
 
-    def restore(self, engine: Engine, data: DataStream) -> Progress:
+    def restore(self, engine: Engine, data: DataStream, watch: Watch | None = None) -> Progress:
         """Load the latest checkpoint; without one the run starts from the beginning."""
+        self._watch = watch
         if self.latest is None:
             return Progress()
         checkpoint = load_checkpoint(self.latest)
@@ -88,6 +91,8 @@ class RunCheckpoints:
             )
         engine.load(checkpoint)
         data.restore(extra["data"])
+        if watch is not None and extra.get("watch") is not None:
+            watch.load_state_dict(extra["watch"])
         self.saved_at = engine.progress.attempts
         score = read_score(self.latest)
         if score is not None:
@@ -102,6 +107,7 @@ class RunCheckpoints:
             "unvalidated": progress.unvalidated,
             "config": dataclasses.asdict(self._config),
             "data": _BETWEEN_EPOCHS if epoch_done else data.state(),
+            "watch": None if self._watch is None else self._watch.state_dict(),
         }
         step = engine.progress.attempts
         saved = engine.state_dict()

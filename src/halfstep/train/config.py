@@ -43,6 +43,7 @@ class TrainConfig:
     higher_is_better: bool = True  # of the job's metric; without a metric, the lowest validation loss is best
     device: str = "auto"
     watch: int | None = 100  # steps between samples of gradients and weights; None: neither samples nor autopsies
+    watch_activations: bool = False  # also of the outputs of modules
 
     def __post_init__(self) -> None:
         for name in ("accumulate", "eval_every", "keep_last"):
@@ -54,6 +55,8 @@ class TrainConfig:
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise SettingError(f"seed={self.seed} is too large for torch's generators; use a number below 2^63.")
+        if self.watch_activations and self.watch is None:
+            raise SettingError("watch_activations=True has no effect with watch=None; set watch, or leave it out.")
         check_compile(self.compile)
         check_recompute(self.recompute)
 

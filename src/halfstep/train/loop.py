@@ -27,17 +27,19 @@ from halfstep.events import log_info, log_warning
 from halfstep.hardware.environment import environment
 from halfstep.jobs.failures import JobError, user_line
 from halfstep.jobs.job import Job
+from halfstep.train.batches import WindowBatches
 from halfstep.train.checkpoints import Progress, RunCheckpoints
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
 from halfstep.train.health import describe_problem
 from halfstep.train.memory import PeakCounter, compare_memory
-from halfstep.train.numerics import record_event, summary_of
+from halfstep.train.numerics import summary_of
 from halfstep.train.recorder import Observer, Recorder, SilentObserver
 from halfstep.train.resume import RUN_FILE, Source
 from halfstep.train.schedule import check_validation, reject_metric_schedulers, step_on_metric
 from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, batch_size_of, to_device
 from halfstep.train.validation import ValidationStopped, validate
+from halfstep.watching.events import Event
 from halfstep.watching.watch import Watch
 
 __all__ = ["TrainOutcome", "train"]
@@ -117,19 +119,24 @@ class _Run:
         self.watch = (
             None
             if config.watch is None
-            else Watch(every=config.watch, outlet=lambda event: record_event(self.recorder.log, event))
+            else Watch(every=config.watch, activations=config.watch_activations, outlet=self._watched)
         )
         self.model, self.engine = _build(job, self.context, config, precision, self.watch)
         check_validation(job, self.engine)
         self.data = DataStream(job, self.context, split="train")
         self.validation_data = DataStream(job, self.context, split="val")
-        self.recorder = Recorder(self._open_log(header), observer, out / TENSORBOARD, self.watch)
-        self.progress = self.checkpoints.restore(self.engine, self.data)
+        log, compute = self._open_log(header), self.engine.policy.compute
+        self.recorder = Recorder(log, observer, out / TENSORBOARD, self.watch, compute)
+        self.progress = self.checkpoints.restore(self.engine, self.data, self.watch)
         self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
         self._before = (self.engine.progress.attempts, self.engine.progress.applied)
         self._data_failed, self._recorded = False, self.engine.progress.attempts
         self._loss_sum: Tensor | None = None
         self._num_losses = self._samples = 0
+        self._window = None if self.watch is None else WindowBatches()
+
+    def _watched(self, event: Event) -> None:
+        self.recorder.event(event)  # built after the Watch
 
     def _open_log(self, header: dict[str, Any]) -> RunLog:
         path = self.out / RUN_FILE
@@ -195,6 +202,8 @@ class _Run:
         self.model.train()
         self.recorder.restart_clock()
         for batch in self._batches(epoch, stop):
+            if self._window is not None:
+                self._window.add(self.data, batch)
             self._micro_batch(to_device(batch, self.context.device), epoch)
             if self.engine.in_window:
                 continue
@@ -258,6 +267,7 @@ class _Run:
             epoch=epoch,
             micro_batch=self.engine.progress.micro_batches,
             samples=self._samples,
+            batches=None if self._window is None else self._window.end_window(),
         )
         self.recorder.record_truth(self.engine)
         self._loss_sum, self._num_losses, self._samples = None, 0, 0

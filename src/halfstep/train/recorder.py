@@ -6,19 +6,22 @@ arrive, so that logging every step adds no synchronization.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
+from halfstep.precision.formats import Format, get_format
 from halfstep.scaling.readback import Readback
-from halfstep.train.numerics import record_sample
+from halfstep.train.batches import StepBatches
+from halfstep.train.board import open_board
+from halfstep.train.numerics import record_event, record_sample
+from halfstep.watching.events import Event
 from halfstep.watching.watch import Watch
 
 __all__ = ["Observer", "Recorder", "SilentObserver", "StepLine"]
@@ -74,13 +77,22 @@ class SilentObserver:
 class Recorder:
     """Collects losses and results, and writes one line per optimizer step."""
 
-    def __init__(self, log: RunLog, observer: Observer, tensorboard: Path | None, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        observer: Observer,
+        tensorboard: Path | None,
+        watch: Watch | None = None,
+        compute: str = "fp32",
+    ) -> None:
         self.log, self.observer, self._watch = log, observer, watch
-        self._board = _board(tensorboard)
+        self._board = open_board(tensorboard)
         self._losses = Readback()
         self._started = time.perf_counter()
         self._skips = 0
         self._truth_recorded, self._sampled = False, 0
+        fmt = get_format(compute)
+        self._format = fmt if isinstance(fmt, Format) else None
         self.last: StepLine | None = None
 
     def record_truth(self, engine: Engine) -> None:
@@ -89,17 +101,26 @@ class Recorder:
             self._truth_recorded = True
             self.log.event("truth", truth=engine.truth().as_dict())
 
-    def push(self, result: StepResult, loss: Tensor, *, epoch: int, micro_batch: int, samples: int) -> None:
-        """Queue a step; it is written when its values have arrived."""
+    def push(
+        self,
+        result: StepResult,
+        loss: Tensor,
+        *,
+        epoch: int,
+        micro_batch: int,
+        samples: int,
+        batches: StepBatches | None = None,
+    ) -> None:
+        """Queue a step; it is written when its values have arrived. `batches` identifies what it was computed from."""
         now = time.perf_counter()
         rate = samples / max(now - self._started, 1e-9)
         self._started = now
-        self._losses.push(loss.detach().float().reshape(1), (result, epoch, micro_batch, rate))
+        self._losses.push(loss.detach().float().reshape(1), (result, epoch, micro_batch, rate, samples, batches))
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
         """Write the steps whose values have arrived, or with `wait`, all of them."""
-        for (result, epoch, micro_batch, rate), (loss,) in self._losses.deliver(wait=wait):
+        for (result, epoch, micro_batch, rate, samples, batches), (loss,) in self._losses.deliver(wait=wait):
             self._skips += result.skipped
             line = StepLine(
                 result.step, epoch, loss, result.lr, result.skipped, result.grad_norm, result.scale, self._skips, rate
@@ -116,13 +137,13 @@ class Recorder:
                 scale=line.scale,
                 samples_per_second=round(rate, 3),
             )
-            self._scalars(
+            self._board.scalars(
                 "train", {"loss": loss, "lr": line.lr, "scale": line.scale or 1.0, "skips": self._skips}, line.step
             )
             self.last = line
             self.observer.stepped(line)
             if self._watch is not None:
-                self._watch.observe_loss(line.step, loss)
+                self._watch.observe_loss(line.step, loss, None if batches is None else batches.identify, samples)
         self._record_samples()
 
     def _record_samples(self) -> None:
@@ -131,8 +152,12 @@ class Recorder:
         for sample in samples:
             self._sampled = sample.step
             record_sample(self.log, sample)
-            lost = [update.lost for update in sample.updates.values()]
-            self._scalars("numerics", {"lost updates": max(lost, default=0.0)}, sample.step)
+            self._board.sample(sample, self._format)
+
+    def event(self, event: Event) -> None:
+        """Record an event of the Watch."""
+        record_event(self.log, event)
+        self._board.event(event)
 
     def start_from(self, *, skips: int) -> None:
         """Continue the count of skipped steps of a resumed run."""
@@ -145,7 +170,7 @@ class Recorder:
     def validated(self, epoch: int, step: int, values: dict[str, float]) -> None:
         """Record a validation."""
         self.log.event("validation", epoch=epoch, **values)
-        self._scalars("val", values, step)
+        self._board.scalars("val", values, step)
         self.observer.validated(epoch, values)
 
     def saved(self, path: Path) -> None:
@@ -157,20 +182,4 @@ class Recorder:
         """Write everything and close the files."""
         self.flush(wait=True)
         self.log.close()
-        if self._board is not None:
-            self._board.close()
-
-    def _scalars(self, group: str, values: dict[str, float], step: int) -> None:
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(f"{group}/{name}", value, step)
-
-
-def _board(folder: Path | None) -> Any:
-    if folder is None:
-        return None
-    with contextlib.suppress(ImportError):
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(folder))
-    return None
+        self._board.close()

@@ -22,6 +22,7 @@ from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.jobs.job import Job, read_arguments
+from halfstep.train.order import SampleOrder
 
 __all__ = ["DataStream", "batch_size_of", "fingerprint", "to_device"]
 
@@ -77,6 +78,7 @@ class DataStream:
         self._rng: Any = None
         self._first: str | None = None
         self._resume: dict[str, Any] | None = None
+        self.order: SampleOrder | None = None  # of the epoch in progress
 
     def batches(self, epoch: int) -> Iterator[Any]:
         """The batches of `epoch`, from the restored position if it lies in this epoch."""
@@ -89,6 +91,7 @@ class DataStream:
             batches = self._replay(loader, resume)
         else:
             self._rng, self._first = rng_state(), None
+            self.order = SampleOrder(loader, epoch, self._rng)
             with self._job.guard("data"):
                 batches = iter(loader)
         while True:
@@ -149,6 +152,7 @@ class DataStream:
         now = rng_state()
         batches: Iterator[Any]
         self._rng, self._first, self.batch = saved["rng"], saved["first"], saved["batch"]
+        self.order = SampleOrder(loader, self.epoch, self._rng)
         if saved["loader"] is not None:
             if not _has_position(loader):
                 raise SettingError(

@@ -4,20 +4,18 @@ Each rule looks at one kind of evidence and is silent unless the evidence suppor
 
     skip             the step was skipped; which gradients were not finite, where that is known
     scale            the loss scale changed; after a backoff, the gradients of the skip before it
-    nan-loss         a loss was inf or NaN; reported once per episode
     lost-updates     16-bit weights without a master: over two intervals of several steps, more than half of the elements
                      with a gradient did not change at all (`watching.updates`)
     drift            a tensor in fp16 grows from sample to sample and is within a factor of 4 of fp16's largest value
-    loss-spike       a loss far above the recent ones (their median and its absolute deviation); once per episode
     no-activations   activations were requested and cannot be seen
+
+and of losses, in `watching.losses`, nan-loss and loss-spike.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,7 +24,7 @@ from halfstep.precision.formats import FP16, Format, get_format
 from halfstep.watching.sample import Rows, Sample
 from halfstep.watching.updates import MIN_STEPS
 
-__all__ = ["DriftRule", "Event", "LossRule", "LostUpdateRule", "OutcomeRule"]
+__all__ = ["DriftRule", "Event", "LostUpdateRule", "OutcomeRule"]
 
 _MOST_NAMED = 8
 
@@ -94,6 +92,15 @@ class OutcomeRule:
         if scale is None or scale == 1.0:
             advice = "There is no loss scale to lower: look for NaN in the data, the loss or the weights."
         yield Event("skip", step, f"skipped, gradients not finite{where}.", data, advice)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain values, for a checkpoint."""
+        return {"scale": self._scale, "responsible": dict(self._responsible), "consecutive": self._consecutive}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as the rule that this state is of."""
+        self._scale, self._consecutive = state["scale"], state["consecutive"]
+        self._responsible = dict(state["responsible"])
 
     def _scale_event(self, step: int, scale: float) -> Event:
         before = self._scale
@@ -196,58 +203,3 @@ class DriftRule:
             near_the_end = largest > FP16.max / self.margin and largest >= self.growth * values[0]
             if grows and near_the_end and kind + name not in self._reported:
                 yield name, largest
-
-
-# --- losses -------------------------------------------------------------------------------------------------------------
-
-
-class LossRule:
-    """Losses that are not finite, and spikes."""
-
-    window = 64  # recent losses
-    min_losses = 20
-    deviations = 10.0  # above the median, in standard deviations estimated from the median absolute deviation
-    rise = 0.5  # and at least this share of the median
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=self.window)
-        self._in_spike = self._in_nan = False
-
-    def observe(self, step: int, loss: float, fingerprint: Callable[[], str] | None = None) -> Iterator[Event]:
-        """The events of one loss; `fingerprint` identifies the batch and is called only where there is one."""
-        if not math.isfinite(loss):
-            if not self._in_nan:
-                self._in_nan = True
-                yield Event(
-                    "nan-loss",
-                    step,
-                    f"the loss is {loss}.",
-                    _with_batch({"loss": str(loss)}, fingerprint),
-                    "The forward pass overflowed, or the data or the weights are not finite; an autopsy of the step shows which.",
-                )
-            return
-        self._in_nan = False
-        limit = self._limit()
-        is_spike = limit is not None and loss > limit
-        if is_spike and not self._in_spike:
-            median = statistics.median(self._recent)
-            yield Event(
-                "loss-spike",
-                step,
-                f"the loss rose to {loss:.4g}; the median of the last {len(self._recent)} is {median:.4g}.",
-                _with_batch({"loss": loss, "median": median}, fingerprint),
-                "Look at this batch. If spikes recur on different batches, lower the learning rate or max_norm.",
-            )
-        self._in_spike = is_spike
-        self._recent.append(loss)
-
-    def _limit(self) -> float | None:
-        if len(self._recent) < self.min_losses:
-            return None
-        median = statistics.median(self._recent)
-        deviation = 1.4826 * statistics.median(abs(x - median) for x in self._recent)
-        return median + max(self.deviations * deviation, self.rise * abs(median))
-
-
-def _with_batch(data: dict[str, Any], fingerprint: Callable[[], str] | None) -> dict[str, Any]:
-    return data if fingerprint is None else data | {"batch": fingerprint()}

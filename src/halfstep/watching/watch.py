@@ -37,7 +37,8 @@ from halfstep.scaling.readback import Readback
 from halfstep.watching.activations import Activations
 from halfstep.watching.attach import LoopHooks, named_params_of
 from halfstep.watching.autopsy import Autopsy
-from halfstep.watching.events import DriftRule, Event, LossRule, LostUpdateRule, OutcomeRule
+from halfstep.watching.events import DriftRule, Event, LostUpdateRule, OutcomeRule
+from halfstep.watching.losses import Fingerprint, LossRule
 from halfstep.watching.report import WatchReport
 from halfstep.watching.sample import Sample
 from halfstep.watching.sampler import Sampler, is_due, num_nonfinite
@@ -201,14 +202,28 @@ class Watch:
             stream.collect(wait=True)
             stream.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the rules remember of losses and outcomes, as plain values: a resumed run then reports what one run would."""
+        outcomes = [stream.outcomes.state_dict() for stream in self._streams]
+        return {"losses": self._losses.state_dict(), "outcomes": outcomes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as the watch that this state is of; call it after `attach`."""
+        self._losses.load_state_dict(state["losses"])
+        for stream, saved in zip(self._streams, state["outcomes"], strict=True):
+            stream.outcomes.load_state_dict(saved)
+
     # --- results ----------------------------------------------------------------------------------------------------
 
-    def observe_loss(self, step: int, loss: float, fingerprint: Callable[[], str] | None = None) -> None:
+    def observe_loss(
+        self, step: int, loss: float, fingerprint: Fingerprint | None = None, samples: int | None = None
+    ) -> None:
         """Report the loss of a step, a number on the host, so that NaN losses and spikes become events.
 
-        `fingerprint` returns a text that identifies the batch; it is called only for an event.
+        `fingerprint` returns a text that identifies the batch; it is called only for a loss that may be reported. `samples` is the
+        number of examples that the loss is a mean of; short batches are not judged.
         """
-        for event in self._losses.observe(step, float(loss), fingerprint):
+        for event in self._losses.observe(step, float(loss), fingerprint, samples):
             self._send(event)
 
     @property
@@ -260,7 +275,7 @@ class Stream:
     ) -> None:
         self.sampler, self._activations, self._every = sampler, activations, every
         self._finish, self._send = finish, send
-        self._outcomes, self._lost, self._drift = OutcomeRule(), LostUpdateRule(), DriftRule()
+        self.outcomes, self._lost, self._drift = OutcomeRule(), LostUpdateRule(), DriftRule()
         self._num_steps = 0  # since the Watch was attached: a resumed run is sampled early, too
         self._waiting: deque[Sample] = deque()
         self._skipped: dict[int, bool] = {}
@@ -309,7 +324,7 @@ class Stream:
         """The outcome of a step has arrived."""
         if self.has_outcomes and step in self._sampled:
             self._skipped[step] = skipped
-        for event in self._outcomes.observe(step, skipped=skipped, scale=scale, nonfinite=nonfinite):
+        for event in self.outcomes.observe(step, skipped=skipped, scale=scale, nonfinite=nonfinite):
             self._send(event)
 
     def collect(self, *, wait: bool) -> None:

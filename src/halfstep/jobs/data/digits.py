@@ -104,3 +104,8 @@ class DigitsLoader(Loader):
         for rows in self._order.batches(epoch)[first:]:
             chosen = rows.to(images.device)
             yield images[chosen], self._labels[chosen]
+
+    def sample_indices(self, epoch: int, batch: int) -> list[int]:
+        """The digits that a batch consists of, by their index in the split."""
+        indices: list[int] = self._order.batches(epoch)[batch].tolist()
+        return indices

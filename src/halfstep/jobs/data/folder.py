@@ -165,6 +165,11 @@ class FolderImages(Loader):
             images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2).float()
             yield images.sub_(self._mean).div_(self._deviation).contiguous(), labels.to(self._device, non_blocking=True)
 
+    def sample_indices(self, epoch: int, batch: int) -> list[int]:
+        """The files that a batch consists of, by their index in the split."""
+        indices: list[int] = self._order.batches(epoch)[batch].tolist()
+        return indices
+
 
 class _Queue:
     """The batches to decode; read again for every epoch, so that the workers can stay alive."""

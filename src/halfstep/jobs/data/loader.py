@@ -121,6 +121,10 @@ class Loader(ABC):
             yield batch
         self._epoch, self._batch = epoch + 1, 0
 
+    def sample_indices(self, epoch: int, batch: int) -> list[int] | None:
+        """The examples that a batch consists of, by their index in the split; None for generated data."""
+        return None
+
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; for the current epoch, a position that was just loaded is kept."""
         if epoch != self._epoch:
