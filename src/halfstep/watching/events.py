@@ -27,6 +27,11 @@ from halfstep.watching.updates import MIN_STEPS
 __all__ = ["DriftRule", "Event", "LostUpdateRule", "OutcomeRule"]
 
 _MOST_NAMED = 8
+# In the words of the topics, which have the numbers.
+_SEARCH = (
+    "A few skipped steps at the start and an occasional one later are normal: that is how dynamic loss scaling searches "
+    "(halfstep explain loss-scaling)."
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,9 @@ class OutcomeRule:
         data = {"before": before, "after": scale, "parameters": dict(self._responsible) if lowered else {}}
         cause = f" after overflows in {_listed(self._responsible)}" if lowered and self._responsible else ""
         verb = "lowered" if lowered else "raised"
-        return Event("scale", step, f"loss scale {verb} from {before:g} to {scale:g}{cause}.", data)
+        return Event(
+            "scale", step, f"loss scale {verb} from {before:g} to {scale:g}{cause}.", data, _SEARCH if lowered else ""
+        )
 
 
 # --- updates ------------------------------------------------------------------------------------------------------------
@@ -154,7 +161,8 @@ class LostUpdateRule:
             f"step {sample.updates[worst[0]].since} although they have gradients ({_listed(worst)}).",
             {"parameters": new, "dtypes": dtypes},
             f"They are stored in {' and '.join(dtypes)} without an fp32 master, where an update smaller than about "
-            f"{fmt.epsilon / 4:.1g} of its weight is lost. Keep fp32 masters: precision {dtypes[0]}-lean, or {dtypes[0]} with fp32 weights.",
+            f"{fmt.epsilon / 4:.1g} of its weight is lost. Keep fp32 masters: precision {dtypes[0]}-lean, or {dtypes[0]} with fp32 weights "
+            "(halfstep explain fp16-vs-bf16).",
         )
 
 
@@ -187,7 +195,7 @@ class DriftRule:
                 f"values in fp16 grow towards its largest, {FP16.max:g}: {', '.join(f'{n} {v:g}' for n, v in list(new.items())[:_MOST_NAMED])}.",
                 {"largest": new},
                 "They will overflow in the forward pass, which no loss scale prevents. Use bf16, keep these modules in fp32 "
-                "(keep_fp32=...), or look for a normalisation that is missing.",
+                "(keep_fp32=...), or look for a normalisation that is missing (halfstep explain fp16-vs-bf16).",
             )
 
     def _grown(self, kind: str, rows: Rows) -> Iterator[tuple[str, float]]:
