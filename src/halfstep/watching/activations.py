@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfstep.kernels.exponents import LARGEST, count_exponents
 from halfstep.precision.formats import format_name
+from halfstep.watching.cost import DeviceClock
 
 __all__ = ["ActivationTable", "Activations"]
 
@@ -36,6 +37,7 @@ class ActivationTable:
     numels: tuple[int, ...]
     dtypes: tuple[str, ...]
     table: Tensor
+    clocks: tuple[DeviceClock, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Activations:
         self._tables: list[tuple[list[str], Tensor]] = []
         self._numels: dict[str, int] = {}
         self._dtypes: dict[str, str] = {}
+        self._clocks: list[DeviceClock] = []
         self._changed_in_place: set[str] = set()
         self._num_compiled = self._num_hooked = 0
         self.is_paused = False  # while a step is computed again, for an autopsy
@@ -83,7 +86,7 @@ class Activations:
     def take(self) -> ActivationTable | None:
         """The counts since `arm`, if there are any; the hooks are removed."""
         self._flush()
-        tables, dtypes, fired = self._tables, self._dtypes, self._has_fired
+        tables, dtypes, clocks, fired = self._tables, self._dtypes, tuple(self._clocks), self._has_fired
         numels = {name: numel for name, numel in self._numels.items() if numel}
         self.disarm()
         self._has_fired = fired
@@ -93,7 +96,11 @@ class Activations:
         rows = torch.cat([table.to(tables[0][1].device, non_blocking=True) for _, table in tables])
         order = [names.index(name) for members, _ in tables for name in members]
         return ActivationTable(
-            names, tuple(numels.values()), tuple(dtypes[name] for name in names), _combine(rows, order, len(names))
+            names,
+            tuple(numels.values()),
+            tuple(dtypes[name] for name in names),
+            _combine(rows, order, len(names)),
+            clocks,
         )
 
     def missing(self) -> str | None:
@@ -148,11 +155,15 @@ class Activations:
         self._waiting = []
         if intact:
             with torch.autocast(intact[0].tensor.device.type, enabled=False):
+                clock = DeviceClock(intact[0].tensor.device)
                 counts = count_exponents([o.tensor for o in intact])
+                clock.stop()
+            self._clocks.append(clock)
             self._tables.append(([o.name for o in intact], counts.table))
 
     def _clear(self) -> None:
         self._waiting, self._tables, self._numels, self._dtypes, self._has_fired = [], [], {}, {}, False
+        self._clocks = []
 
 
 def _leaves(root: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:

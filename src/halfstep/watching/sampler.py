@@ -12,7 +12,6 @@ values, and a hook on each parameter counts its gradient as it arrives.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from halfstep.kernels.gradstats import dense_values
 from halfstep.precision.formats import format_name
 from halfstep.scaling.readback import Readback
 from halfstep.watching.activations import ActivationTable
+from halfstep.watching.cost import DeviceClock
 from halfstep.watching.sample import Header, Sample
 from halfstep.watching.updates import NUM_COLUMNS as NUM_UPDATE_COLUMNS
 from halfstep.watching.updates import UpdateProbe, UpdateStats, spread
@@ -51,7 +51,7 @@ class _Open:
     activations: Header = field(default_factory=Header)
     probe: tuple[list[str], list[str], list[bool]] = ((), (), ())  # type: ignore[assignment]
     since: int | None = None
-    clocks: list[_Clock] = field(default_factory=list)
+    clocks: list[DeviceClock] = field(default_factory=list)
 
 
 class Sampler:
@@ -72,6 +72,7 @@ class Sampler:
         self._released: dict[str, tuple[Tensor, Tensor]] = {}
         self._hooks: list[Any] = []
         self._is_armed = False
+        self._armed_clocks: list[DeviceClock] = []
         self.seconds: list[float] = []  # of the samples that have arrived
 
     _open: _Open | None
@@ -84,8 +85,11 @@ class Sampler:
         if self._is_armed:
             self.disarm()
         self._is_armed = True
+        clock = DeviceClock(next(iter(self.params.values())).device)
         self._probe.start()
         self._armed_weights = self._count_weights()
+        clock.stop()
+        self._armed_clocks = [clock]
         for name, param in self.params.items():
             if param.requires_grad:
                 self._hooks.append(param.register_hook(self._release_hook(name)))  # type: ignore[no-untyped-call]
@@ -94,12 +98,15 @@ class Sampler:
         """Forget a step that was prepared for."""
         for handle in self._hooks:
             handle.remove()
-        self._hooks, self._released, self._is_armed = [], {}, False
+        self._hooks, self._released, self._is_armed, self._armed_clocks = [], {}, False, []
 
     def _release_hook(self, name: str) -> Callable[[Tensor], None]:
         @torch.no_grad()
         def hook(grad: Tensor) -> None:
+            clock = DeviceClock(grad.device)
             self._released[name] = (count_exponents([grad]).table, spread(grad).clone())
+            clock.stop()
+            self._armed_clocks.append(clock)
 
         return hook
 
@@ -109,7 +116,7 @@ class Sampler:
     def before(self, step: int, gradients: Mapping[str, Tensor], divisor: Tensor | None, idle: frozenset[str]) -> None:
         """Begin the sample of a step, before its update."""
         device = next(iter(self.params.values())).device
-        clock = _Clock(device)
+        clock, clocks = DeviceClock(device), self._armed_clocks
         parts: list[Tensor] = []
         rows, weights = Header(), Header()
         if self._is_armed:
@@ -131,7 +138,7 @@ class Sampler:
             self._probe.start()
         parts += [_as_integers(torch.ones((), device=device) if divisor is None else divisor.reshape(()).to(device))]
         clock.stop()
-        self._open = _Open(step, rows, weights, parts, idle, clocks=[clock])
+        self._open = _Open(step, rows, weights, parts, idle, clocks=[clock, *clocks])
 
     @torch.no_grad()
     def after(self, activations: ActivationTable | None, found_inf: Tensor | None = None) -> None:
@@ -140,7 +147,7 @@ class Sampler:
         if sample is None:
             return
         device = sample.parts[0].device
-        clock = _Clock(device)
+        clock = DeviceClock(device)
         if len(self._probe):
             sums, sample.since = self._probe.finish(sample.step, self._spreads)
             sample.probe = (self._probe.names, self._probe.dtypes, self._probe.masters)
@@ -151,6 +158,7 @@ class Sampler:
         if activations is not None:
             sample.activations = Header(activations.names, activations.numels, activations.dtypes)
             sample.parts.append(activations.table.to(device))
+            sample.clocks.extend(activations.clocks)
         packed = torch.cat([part.reshape(-1) for part in sample.parts])
         sample.parts = []
         clock.stop()
@@ -234,31 +242,3 @@ def num_nonfinite(params: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _as_integers(values: Tensor) -> Tensor:
     return values.to(torch.float64).contiguous().view(torch.int64)
-
-
-class _Clock:
-    """Time between its creation and `stop`, on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: list[torch.cuda.Event] = []
-        self._is_cuda = device.type == "cuda"
-        self._started = time.perf_counter()
-        self._record()
-
-    def stop(self) -> None:
-        """End the interval."""
-        self._elapsed = time.perf_counter() - self._started
-        self._record()
-
-    def seconds(self) -> float:
-        """The length of the interval; on a GPU, once both ends have passed."""
-        if not self._is_cuda:
-            return self._elapsed
-        first, last = self._events
-        return float(first.elapsed_time(last)) / 1000
-
-    def _record(self) -> None:
-        if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._events.append(event)

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -37,6 +35,7 @@ from halfstep.scaling.readback import Readback
 from halfstep.watching.activations import Activations
 from halfstep.watching.attach import LoopHooks, named_params_of
 from halfstep.watching.autopsy import Autopsy
+from halfstep.watching.cost import StepClock, WatchCost, cost_of
 from halfstep.watching.events import DriftRule, Event, LostUpdateRule, OutcomeRule
 from halfstep.watching.losses import Fingerprint, LossRule
 from halfstep.watching.report import WatchReport
@@ -52,20 +51,6 @@ _QUIET = {
     "skip",
     "scale",
 }  # logged at their 1st, 2nd, 4th, ... occurrence: a dynamic loss scale skips in every healthy run
-
-
-@dataclass(frozen=True)
-class WatchCost:
-    """What the samples cost so far, measured on the device."""
-
-    samples: int
-    seconds_per_sample: float
-    share: float  # of the time since the watch was attached
-
-    def __str__(self) -> str:
-        return (
-            f"{self.samples} samples of {1000 * self.seconds_per_sample:.2f} ms, {100 * self.share:.2g} % of the time"
-        )
 
 
 class Watch:
@@ -100,7 +85,6 @@ class Watch:
         self._losses = LossRule()
         self._sums = Readback()
         self._autopsies = Autopsies(self._examined) if replay else None
-        self._started: float | None = None
         self._engine: weakref.ref[Engine] | None = None
 
     # --- set-up -----------------------------------------------------------------------------------------------------
@@ -146,7 +130,6 @@ class Watch:
         hooks = Activations(model) if self.activations and model is not None else None
         stream = Stream(sampler, hooks, self.every, self._finish, self._send)
         self._streams.append(stream)
-        self._started = time.perf_counter() if self._started is None else self._started
         return stream
 
     # --- the Engine's calls -----------------------------------------------------------------------------------------
@@ -228,11 +211,8 @@ class Watch:
 
     @property
     def cost(self) -> WatchCost:
-        """What the samples that have arrived cost."""
-        seconds = [s for stream in self._streams for s in stream.sampler.seconds]
-        total = 0.0 if self._started is None else time.perf_counter() - self._started
-        mean = sum(seconds) / len(seconds) if seconds else 0.0
-        return WatchCost(len(seconds), mean, min(sum(seconds) / total, 1.0) if total else 0.0)
+        """The measured time of the samples that have arrived, of a step, and the share of the one in the other; waits for nothing."""
+        return cost_of([s.sampler.seconds for s in self._streams], [s.clock for s in self._streams])
 
     @property
     def autopsies(self) -> list[Autopsy]:
@@ -281,6 +261,7 @@ class Stream:
         self._skipped: dict[int, bool] = {}
         self._sampled: set[int] = set()
         self._reported_missing = False
+        self.clock = StepClock(self.device)
         self.has_outcomes = False  # whether `outcome` is called for every step
         self.released = False  # whether weights are updated inside backward
 
@@ -318,6 +299,7 @@ class Stream:
                 table = self._activations.take()
                 self._report_missing()
             self.sampler.after(table, found_inf)
+        self.clock.mark()
         self.arm()
 
     def outcome(self, step: int, *, skipped: bool, scale: float | None, nonfinite: Mapping[str, int | None]) -> None:
