@@ -320,5 +320,6 @@ def test_an_outcome_that_is_read_inside_a_forward_is_not_replayed():
     (autopsy,) = watch.autopsies
     assert autopsy.cause == "not replayed"
     assert "read inside engine.forward()" in autopsy.sentence
+    assert not autopsy.advice  # the loop passes a function already
     assert state == read_somewhere(None, "nowhere")[0]
     assert {s.activations["3"].numel for s in watch.samples} == {18}

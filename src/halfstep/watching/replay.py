@@ -43,7 +43,9 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
         names = _bad_gradients(replays) if replays.run.device.type == "cpu" else []
         seen_in = f" Gradients that are not finite: {', '.join(names[:8])}." if names else ""
         advice = (
-            "" if replays.obstacle else "Pass engine.step(replay=fn), where fn() returns the loss of this micro-batch."
+            ""
+            if replays.obstacle or replays.depth
+            else "Pass engine.step(replay=fn), where fn() returns the loss of this micro-batch."
         )
         return replace(plain, sentence=f"no replay: {reason}.{seen_in}", advice=advice)
     try:
