@@ -44,7 +44,7 @@ def classifier(**changed):
 
 def run(out, job, precision="fp32", resume=False, **config):
     """The Watch's events of a run, as they are in its file."""
-    settings = {"batch": BATCH, "watch": 4, "save_every": 1000} | config
+    settings = {"batch": BATCH, "watch": 4, "save_every": 1000, "device": "cpu"} | config
     train(job, TrainConfig(**settings), precision=precision, out=out, resume=resume)
     return [e for e in read_runlog(out / "run.jsonl").events if e["event"] in KINDS]
 
@@ -79,6 +79,18 @@ def test_skips_and_the_scale_name_the_parameters(tmp_path):
     assert "normal" in lowered["advice"]
     autopsy = next(e for e in reported if e["event"] == "autopsy")
     assert (autopsy["data"]["cause"], autopsy["data"]["at_scale_1"]) == ("backward", True)
+
+
+@pytest.mark.parametrize("stop", [9, 10, 11])
+def test_skips_and_scales_are_the_same_after_a_resume(stop, tmp_path):
+    """The run stops around the backoff: the scale before it, its parameters and the skips in a row are remembered."""
+    job = classifier(loss=overflowing)
+    plain = run(tmp_path / "plain", job, "fp16", steps=13)
+    run(tmp_path / "run", job, "fp16", steps=stop)
+    resumed = run(tmp_path / "run", job, "fp16", steps=13, resume=True)
+    outcomes = [[e for e in events if e["event"] in {"skip", "scale"}] for events in (plain, resumed)]
+    assert contents(outcomes[0]) == contents(outcomes[1])
+    assert kinds(outcomes[0]) == {"skip", "scale"}
 
 
 def test_a_nan_loss_names_its_batch(tmp_path):
@@ -188,6 +200,13 @@ def test_under_accumulation_all_batches_of_the_step_are_named(tmp_path):
     first, second = event["data"]["batch"]
     assert (first["epoch"], second["epoch"], second["index"]) == (SPIKED, SPIKED, first["index"] + 1)
     assert BAD in first["samples"] + second["samples"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_spike_has_the_same_batch(spike, tmp_path):
+    """The loss arrives a step later, when the batch still exists."""
+    (event,) = run(tmp_path, spiking(), epochs=10, device="cuda")
+    assert (event["step"], event["data"]["batch"]) == (spike[0]["step"], spike[0]["data"]["batch"])
 
 
 # --- healthy runs ---------------------------------------------------------------------------------------------------------

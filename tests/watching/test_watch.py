@@ -1,5 +1,6 @@
 """Watch in an Engine: samples of true values, judged without changing or delaying the run."""
 
+import json
 import math
 
 import pytest
@@ -182,6 +183,17 @@ def test_a_resumed_run_is_sampled_early_under_its_own_step_numbers(tmp_path):
         train_step(model, engine, batch)
     engine.close()
     assert [s.step for s in watch.samples] == [71, 72, 74]
+
+
+def test_the_state_of_a_watch_fits_its_optimizers():
+    """It can be stored as JSON, and one of another number of optimizers is rejected."""
+    watch = halfstep.Watch()
+    _, _, engine = build("fp16", watch=watch)
+    state = json.loads(json.dumps(watch.state_dict()))
+    watch.load_state_dict(state)
+    with pytest.raises(SettingError, match="attached to 0"):
+        halfstep.Watch().load_state_dict(state)
+    engine.close()
 
 
 @pytest.mark.parametrize("activations", [False, True])

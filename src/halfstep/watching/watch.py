@@ -192,6 +192,10 @@ class Watch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue as the watch that this state is of; call it after `attach`."""
+        if len(state["outcomes"]) != len(self._streams):
+            raise SettingError(
+                f"The state is that of a Watch of {len(state['outcomes'])} optimizers, and this one is attached to {len(self._streams)}."
+            )
         self._losses.load_state_dict(state["losses"])
         for stream, saved in zip(self._streams, state["outcomes"], strict=True):
             stream.outcomes.load_state_dict(saved)
