@@ -6,6 +6,7 @@ from halfstep.check import registry, runner
 from halfstep.check.files.problems import RULES as FILE_RULES
 from halfstep.check.finding import Edit, Fix
 from halfstep.check.rule import ScriptRule
+from halfstep.check.script.syntax.relevant import RuleWords
 
 
 class WordRule(ScriptRule):
@@ -101,5 +102,5 @@ def use_toys(monkeypatch):
 
     monkeypatch.setattr(registry, "rules_of", rules_of)
     monkeypatch.setattr(runner, "rules_of", rules_of)
-    monkeypatch.setattr(runner, "words_of_rules", lambda _group: tuple(rule.word for rule in TOYS))
+    monkeypatch.setattr(runner, "words_of_rules", lambda _group: RuleWords(tuple(rule.word for rule in TOYS)))
     monkeypatch.setattr(runner, "with_usable_fix", lambda finding, source: finding)  # the words are not variables

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 from typing import Literal
 
 from halfstep.check.rule import Rule
+from halfstep.check.script.syntax.relevant import RuleWords
 
 __all__ = ["GROUPS", "Group", "all_rules", "find_rule", "modules_of", "rules_of", "words_of_rules"]
 
@@ -46,9 +47,13 @@ def rules_of(group: Group) -> tuple[type[Rule], ...]:
 
 
 @cache
-def words_of_rules(group: Group) -> tuple[str, ...]:
+def words_of_rules(group: Group) -> RuleWords:
     """The words that rules of one group declare in addition to the common ones."""
-    return tuple(sorted({word for rule in rules_of(group) for word in rule.words}))
+    rules = rules_of(group)
+    return RuleWords(
+        tuple(sorted({word for rule in rules for word in rule.words})),
+        tuple(sorted({word for rule in rules for word in rule.lines})),
+    )
 
 
 def all_rules() -> tuple[type[Rule], ...]:

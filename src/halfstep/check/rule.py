@@ -30,6 +30,7 @@ the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104
            settings = Settings(...)             # optional: the GPU or DeepSpeed version that the cases are checked with
            preview = True                       # optional: not stable yet, so it runs only with --preview
            words = ("set_detect_anomaly",)      # optional: names that this rule alone looks for; scripts are read by words
+           lines = ("cross_entropy",)           # optional: the same in scripts that also mention a 16-bit format or an option
            kinds = ("clip",)                    # of a TraceRule only: the events that it judges
 
            def judge(self, script, trace, index):
@@ -67,6 +68,7 @@ class Rule:
     settings: ClassVar[Settings] = Settings()
     preview: ClassVar[bool] = False
     words: ClassVar[tuple[str, ...]] = ()  # a script or function that contains one is read; see `script.relevant`
+    lines: ClassVar[tuple[str, ...]] = ()  # a function that contains one is read, if its script mentions precision
 
     @classmethod
     def title(cls) -> str:

@@ -195,7 +195,8 @@ def _in_config(source: Source, settings: Settings, *, named: bool, preview: bool
 def _apply(
     group: Group, kind: type[ScriptRule | ConfigRule], facts: Any, source: Source, settings: Settings, *, preview: bool
 ) -> Iterator[Finding]:
-    rules: Iterable[type[Rule]] = rules_of(group)
+    # The rules of scripts have nothing to look for in one that does not mention precision.
+    rules: Iterable[type[Rule]] = rules_of(group) if group == "config" or facts.about else ()
     if settings.gpu is not None:
         rules = (*rules, *rules_of("hardware"))
     if _may_be_affected(source, settings):

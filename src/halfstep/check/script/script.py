@@ -34,6 +34,7 @@ from halfstep.check.script.objects.values import AUTOCASTS, Autocast, Scaler, au
 from halfstep.check.script.syntax.edits import Lines
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import MAX_BINDINGS, Function, Outline, read_outline
+from halfstep.check.script.syntax.relevant import NO_WORDS, RuleWords
 from halfstep.check.settings import Settings
 
 __all__ = ["Script", "read_script"]
@@ -216,20 +217,22 @@ def _mentions(text: str, words: tuple[str, ...], short: tuple[re.Pattern[str], .
     return any(word in text for word in words) or any(pattern.search(text) for pattern in short)
 
 
-def read_script(source: Source, settings: Settings, words: tuple[str, ...] = ()) -> Script:
+def read_script(source: Source, settings: Settings, words: RuleWords = NO_WORDS) -> Script:
     """Read a script's facts; SyntaxError if it cannot be parsed.
 
     `words` are those that single rules declare; a script that mentions one is read as well.
     """
     text = source.text
-    ruled = _mentions(text, (*_RULED, *words), _RULED_SHORT)
-    if not ruled and not _mentions(text, _MENTIONED, _MENTIONED_SHORT):
-        return Script(source, settings, ast.Module([], []), about=False)
+    ruled = _mentions(text, (*_RULED, *words.words), _RULED_SHORT)
+    if not ruled:
+        if not _mentions(text, _MENTIONED, _MENTIONED_SHORT):
+            return Script(source, settings, ast.Module([], []), about=False)
+        ruled = _mentions(text, words.lines, ())
     tree = parse_python(text, source.path)
     # A script that only contains configurations needs no outline: no HS1xx rule applies.
     if not ruled:
         return Script(source, settings, tree)
-    outline = read_outline(tree, text, words)
+    outline = read_outline(tree, text, (*words.words, *words.lines))
     # PaddlePaddle has classes and methods of the same names, with other rules.
     if outline.names.uses("paddle") and not any(i.full.split(".")[0] == "torch" for i in outline.names.imported):
         return Script(source, settings, tree)

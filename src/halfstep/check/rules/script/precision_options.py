@@ -104,7 +104,7 @@ class BooleanOption(ScriptRule):
         "if args.device == 'cpu':\n    args.bf16 = False\n",
     )
     references = (f"{_ARGPARSE}#type", "https://github.com/python/cpython/issues/65407")
-    words = ("type=bool", "default=True")
+    lines = ("type=bool", "default=True")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Options named after a precision whose type is bool, or which store their default."""

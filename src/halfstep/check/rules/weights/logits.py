@@ -62,8 +62,7 @@ class CrossEntropyInSixteenBits(ScriptRule):
         "https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32",
         "https://github.com/huggingface/trl/issues/4303",
     )
-
-    words = ("log_softmax", "logsumexp", "CrossEntropyLoss")
+    lines = ("log_softmax", "logsumexp", "CrossEntropyLoss")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Cross-entropies of logits that are 16-bit, outside autocast."""

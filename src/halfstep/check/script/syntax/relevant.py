@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import bisect
 import re
+from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["relevant_functions"]
+__all__ = ["NO_WORDS", "RuleWords", "relevant_functions"]
 
 _WORDS = (
     "backward", ".step(", "zero_grad", "scale", "Scale", "scalar", "autocast", "half", "float16", "fp16", "bf16", "precision",
@@ -29,6 +30,17 @@ _FORWARDS = ("model(", "net(", "policy(", ".eval()")  # matter only where a regi
 _BREAK = re.compile(r"\r\n|\r|\n")
 
 Def = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class RuleWords:
+    """The words that single rules declare, in addition to the common ones."""
+
+    words: tuple[str, ...] = ()  # a script that contains one is read
+    lines: tuple[str, ...] = ()  # the same, if the script also mentions precision
+
+
+NO_WORDS = RuleWords()
 
 
 def relevant_functions(tree: ast.Module, text: str, words: tuple[str, ...] = ()) -> set[ast.AST]:
