@@ -101,8 +101,7 @@ class LossRule:
                 return
             steps = len(self._rise.losses)
             yield from self._end_rise(f"and came down after {steps} step{'s' if steps > 1 else ''}")
-        limit = self._limit()
-        if limit is not None and loss > limit:
+        if self._is_far(loss):
             text, batch = _identify(fingerprint)
             median = statistics.median(self._recent)
             self._rise = _Rise(step, median, len(self._recent), text, batch, [loss])
@@ -128,15 +127,17 @@ class LossRule:
         self._rise = None if state["rise"] is None else _Rise(**state["rise"])
         self._in_nan, self._most_samples = state["in_nan"], state["most_samples"]
 
-    def _limit(self) -> float | None:
-        if len(self._recent) < self.min_losses:
-            return None
+    def _is_far(self, loss: float) -> bool:
+        """Whether a loss is far above the recent ones."""
+        if len(self._recent) < self.min_losses or loss <= max(self._recent):  # the limit is above all of them
+            return False
         median = statistics.median(self._recent)
-        deviation = 1.4826 * statistics.median(abs(x - median) for x in self._recent)
-        farthest = max(abs(x - median) for x in self._recent)
-        start = abs(statistics.median(self._first))
-        return median + max(
-            self.deviations * deviation, self.rise * abs(median), self.jump * farthest, self.floor * start
+        distances = [abs(x - median) for x in self._recent]
+        return loss - median > max(
+            self.deviations * 1.4826 * statistics.median(distances),
+            self.rise * abs(median),
+            self.jump * max(distances),
+            self.floor * abs(statistics.median(self._first)),
         )
 
     def _stay_up(self, loss: float) -> Iterator[Event]:
