@@ -246,6 +246,35 @@ def test_an_autopsy_of_one_engine_leaves_the_other_alone():
     assert not generator.events
 
 
+def two_optimizers(watch):
+    """One Engine that steps two optimizers of different kinds; the third of four batches has a NaN."""
+    model = net()
+    optimizers = [torch.optim.AdamW(model[0].parameters(), lr=1e-2), torch.optim.SGD(model[3].parameters(), lr=0.1)]
+    engine = Engine(model, optimizers, "fp32", watch=watch)
+    for step in range(1, 5):
+        x, y = data(step, bad=step == 3)
+
+        def compute(x=x, y=y):
+            return F.cross_entropy(model(x), y)
+
+        with engine.forward():
+            loss = compute()
+        engine.backward(loss)
+        engine.step(replay=compute)
+    engine.close()
+    return bits(model.state_dict())
+
+
+def test_an_engine_with_two_optimizers_has_one_sample_for_both():
+    """Every parameter is in it, with the update that its own optimizer made."""
+    watch = halfstep.Watch(every=1)
+    assert two_optimizers(watch) == two_optimizers(None)
+    assert [(a.step, a.cause) for a in watch.autopsies] == [(3, "data")]
+    for sample in watch.samples:
+        assert sample.gradients.keys() == sample.updates.keys() == {"0.weight", "0.bias", "3.weight", "3.bias"}
+        assert all((update.ratio > 0) == (sample.step != 3) for update in sample.updates.values())
+
+
 # --- outcomes that are read at odd moments --------------------------------------------------------------------------------
 
 
@@ -323,3 +352,31 @@ def test_an_outcome_that_is_read_inside_a_forward_is_not_replayed():
     assert not autopsy.advice  # the loop passes a function already
     assert state == read_somewhere(None, "nowhere")[0]
     assert {s.activations["3"].numel for s in watch.samples} == {18}
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["", "read"])
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_the_counts_of_a_guard_can_be_read_inside_a_forward(fused, reads):
+    """They are up to date there, and reading them changes nothing."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    guard, counts = halfstep.Guard(optimizer), []
+    if reads:
+        model[0].register_forward_pre_hook(lambda *_: counts.append(guard.counts.skips))
+    for step in range(4):
+        x, y = data(step, bad=step == 1)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert counts == ([0, 0, 1, 1] if reads else [])
+    assert (guard.counts.steps, guard.counts.skips) == (4, 1)
+    torch.manual_seed(0)
+    expected = net()
+    plain = torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=fused)
+    for step in range(4):
+        x, y = data(step, bad=step == 1)
+        plain.zero_grad()
+        F.cross_entropy(expected(x), y).backward()
+        if step != 1:
+            plain.step()
+    assert bits(model.state_dict()) == bits(expected.state_dict())
