@@ -48,6 +48,19 @@ def test_batches_of_the_last_two_steps_are_stored():
     assert steps[0].identify().batches[0].index == 0
 
 
+def test_a_run_that_nobody_watches_stores_no_batch():
+    """Without a Watch there is nobody to ask."""
+    windows = WindowBatches(active=False)
+    batch = [torch.ones(3)]
+    reference = weakref.ref(batch[0])
+    windows.add(Data(), batch)
+    step = windows.end_window()
+    del batch
+    gc.collect()
+    assert reference() is None
+    assert step.identify().batches == ()
+
+
 def test_nothing_is_hashed_until_somebody_asks(monkeypatch):
     """Normal steps pay for references only."""
     calls = []

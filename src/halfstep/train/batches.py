@@ -86,15 +86,20 @@ class StepBatches:
 
 
 class WindowBatches:
-    """Collects the batches of the window in progress, and limits how many steps' batches are stored."""
+    """Collects the batches of the window in progress, and limits how many steps' batches are stored.
 
-    def __init__(self) -> None:
+    Without `active`, which is for runs that nobody watches, there are none.
+    """
+
+    def __init__(self, *, active: bool = True) -> None:
+        self._active = active
         self._window = StepBatches()
         self._stored: deque[StepBatches] = deque()
 
     def add(self, data: DataStream, batch: Any) -> None:
         """Add the batch that `data` has just returned to the window."""
-        self._window.add(data, batch)
+        if self._active:
+            self._window.add(data, batch)
 
     def end_window(self) -> StepBatches:
         """The batches of the step that ends; those of older steps are dropped."""

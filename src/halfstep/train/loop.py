@@ -32,7 +32,7 @@ from halfstep.train.checkpoints import Progress, RunCheckpoints
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
 from halfstep.train.health import describe_problem
 from halfstep.train.memory import PeakCounter, compare_memory
-from halfstep.train.numerics import summary_of
+from halfstep.train.numerics import summary_of, watch_of
 from halfstep.train.recorder import Observer, Recorder, SilentObserver
 from halfstep.train.resume import RUN_FILE, Source
 from halfstep.train.schedule import check_validation, reject_metric_schedulers, step_on_metric
@@ -40,7 +40,6 @@ from halfstep.train.stop import StopRequest
 from halfstep.train.stream import DataStream, batch_size_of, to_device
 from halfstep.train.validation import ValidationStopped, validate
 from halfstep.watching.events import Event
-from halfstep.watching.watch import Watch
 
 __all__ = ["TrainOutcome", "train"]
 
@@ -116,11 +115,7 @@ class _Run:
         seed_everything(config.seed)
         self.context = RunContext.single(config.device, seed=config.seed, batch_size=config.batch or DEFAULT_BATCH)
         self.memory = PeakCounter(self.context.device)
-        self.watch = (
-            None
-            if config.watch is None
-            else Watch(every=config.watch, activations=config.watch_activations, outlet=self._watched)
-        )
+        self.watch = watch_of(config, self._record_event)
         self.model, self.engine = _build(job, self.context, config, precision, self.watch)
         check_validation(job, self.engine)
         self.data = DataStream(job, self.context, split="train")
@@ -133,9 +128,9 @@ class _Run:
         self._data_failed, self._recorded = False, self.engine.progress.attempts
         self._loss_sum: Tensor | None = None
         self._num_losses = self._samples = 0
-        self._window = None if self.watch is None else WindowBatches()
+        self._window = WindowBatches(active=self.watch is not None)
 
-    def _watched(self, event: Event) -> None:
+    def _record_event(self, event: Event) -> None:
         self.recorder.event(event)  # built after the Watch
 
     def _open_log(self, header: dict[str, Any]) -> RunLog:
@@ -202,8 +197,7 @@ class _Run:
         self.model.train()
         self.recorder.restart_clock()
         for batch in self._batches(epoch, stop):
-            if self._window is not None:
-                self._window.add(self.data, batch)
+            self._window.add(self.data, batch)
             self._micro_batch(to_device(batch, self.context.device), epoch)
             if self.engine.in_window:
                 continue
@@ -267,7 +261,7 @@ class _Run:
             epoch=epoch,
             micro_batch=self.engine.progress.micro_batches,
             samples=self._samples,
-            batches=None if self._window is None else self._window.end_window(),
+            batches=self._window.end_window(),
         )
         self.recorder.record_truth(self.engine)
         self._loss_sum, self._num_losses, self._samples = None, 0, 0

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.precision.formats import Format, get_format
 from halfstep.precision.policy import Policy
+from halfstep.train.config import TrainConfig
 from halfstep.watching.events import Event
 from halfstep.watching.sample import Sample
 from halfstep.watching.watch import Watch
 
-__all__ = ["record_event", "record_sample", "summary_of"]
+__all__ = ["record_event", "record_sample", "summary_of", "watch_of"]
 
 _WORTH_REPORTING = 0.01  # share of a gradient that is lost to underflow
+
+
+def watch_of(config: TrainConfig, outlet: Callable[[Event], None]) -> Watch | None:
+    """The Watch that the settings of a run ask for."""
+    if config.watch is None:
+        return None
+    return Watch(every=config.watch, activations=config.watch_activations, outlet=outlet)
 
 
 def record_event(log: RunLog, event: Event) -> None:
