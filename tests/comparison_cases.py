@@ -4,7 +4,15 @@ import json
 import math
 import random
 
-from halfstep.comparison.measurements import Curves, Failure, GradientDifference, Measurements, TrialResult, Validation
+from halfstep.comparison.measurements import (
+    Curves,
+    Failure,
+    GradientDifference,
+    Measurements,
+    Numerics,
+    TrialResult,
+    Validation,
+)
 from halfstep.comparison.record import RUNS, run_name, write_run
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import TrialSpec
@@ -57,6 +65,7 @@ def measurements(label, repeat, loss, peak, base_bytes):
         },
         split=split if repeat == 0 else None,
         census=CENSUS if repeat == 0 else None,
+        numerics=Numerics(41, 65536.0, 0.0 if label == "fp32" else 0.125, "blocks.1.fc", 0.5) if repeat == 0 else None,
         gradients=GradientDifference(0.9999, 0.01, 0) if repeat == 0 and label != "fp32" else None,
         eager_gradients=GradientDifference(0.9999, 0.003, 0) if repeat == 0 and "compile" in label else None,
     )  # fmt: skip

@@ -8,11 +8,34 @@ from halfstep.comparison.estimate import Estimate
 from halfstep.comparison.rows import Row
 from halfstep.hardware.units import bytes_text, seconds_text
 
-__all__ = ["fit_columns", "plain_table", "show_interval", "table_cells"]
+__all__ = ["fit_columns", "plain_table", "show_interval", "show_layer", "show_share", "table_cells"]
 
-HEADINGS = ("precision", "step", "samples/s", "speed", "peak", "loss", "gap to fp32", "metric", "skipped", "cosine")
+HEADINGS = (
+    "precision",
+    "step",
+    "samples/s",
+    "speed",
+    "peak",
+    "loss",
+    "gap to fp32",
+    "metric",
+    "skipped",
+    "cosine",
+    "underflow",
+    "worst layer",
+)
 # Columns that a narrow terminal drops, in this order.
-_DISPENSABLE = ("cosine", "loss", "skipped", "step", "metric", "samples/s", "gap to fp32")
+_DISPENSABLE = ("cosine", "loss", "worst layer", "skipped", "step", "underflow", "metric", "samples/s", "gap to fp32")
+_LONGEST_NAME = 24  # of a layer
+# What a layer is shown with when gradients are not finite, by `measurements.Numerics.overflowed`.
+_OVERFLOWS = {
+    "forward": "forward overflow",
+    "backward": "backward overflow",
+    "data": "inf or NaN in the data",
+    "weights": "inf or NaN in the weights",
+    "output": "output not finite",
+    "gradient": "gradient not finite",
+}
 
 
 def table_cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -52,7 +75,26 @@ def _cells(row: Row) -> tuple[str, ...]:
         _metric(row.metric),
         str(row.skips),
         "-" if row.cosine is None else f"{row.cosine:.5f}",
+        "-" if row.underflow is None else show_share(row.underflow),
+        show_layer(row, _LONGEST_NAME),
     )
+
+
+def show_share(share: float) -> str:
+    """A share in percent; one that is not 0 never looks like 0."""
+    return "0 %" if share == 0 else f"{100 * share:.2g} %" if share >= 1e-4 else "<0.01 %"
+
+
+def show_layer(row: Row, longest: int | None = None) -> str:
+    """The worst layer of a row and what is wrong with it; only the end of a name that is longer than `longest`."""
+    name = row.worst_layer
+    if name is None:
+        return "-"
+    if longest is not None and len(name) > longest:
+        name = f"..{name[2 - longest :]}"
+    if row.overflowed is not None:
+        return f"{name}: {_OVERFLOWS.get(row.overflowed, row.overflowed)}"
+    return name if row.worst_underflow is None else f"{name} {show_share(row.worst_underflow)}"
 
 
 def _gap(row: Row) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 
 from halfstep.report.html_page import render_html
 from halfstep.report.html_table import Table, data_table
-from halfstep.report.numerics.view import KINDS, RunView, TensorRow, worst
+from halfstep.report.numerics.heat import heat_maps
+from halfstep.report.numerics.view import KINDS, RunView, worst
 
 __all__ = ["render_watch_page", "watch_values"]
 
 _POINTS = 600  # of a curve
-_ROWS = 120  # tensors in the heat map
-_WIDTH, _HEIGHT, _CELL = 1000, 160, 14
+_WIDTH, _HEIGHT = 1000, 160
 
 
 def render_watch_page(view: RunView) -> str:
@@ -36,7 +36,7 @@ def watch_values(view: RunView) -> dict[str, Any]:
         "tiles": _tiles(view),
         "curves": [curve for curve in curves if curve is not None],
         "skipped": [point.step for point in view.points if point.skipped][:50],
-        "heat": _heat_maps(view),
+        "heat": heat_maps(view.rows),
         "tables": [table for table in (_worst_table(view), _event_table(view)) if table is not None],
         "sampled_at": view.sampled_at,
         "format": view.format,
@@ -79,44 +79,6 @@ def _curve(title: str, steps: Sequence[int], values: Sequence[float]) -> dict[st
         "lines": [" ".join(line) for line in lines if line],
         "width": _WIDTH,
         "height": _HEIGHT,
-    }
-
-
-def _heat_maps(view: RunView) -> list[dict[str, Any]]:
-    maps = []
-    for kind in KINDS:
-        rows = [row for row in view.rows if row.kind == kind and row.bins]
-        if rows:
-            maps.append(_heat_map(kind, rows))
-    return maps
-
-
-def _heat_map(kind: str, rows: list[TensorRow]) -> dict[str, Any]:
-    """One line per tensor in the order of the model, one cell per exponent; darker where more elements are."""
-    shown = rows[:_ROWS]
-    exponents = [e for row in shown for e in row.bins]
-    low, high = min(exponents), max(exponents)
-    lines = []
-    for row in shown:
-        total = sum(row.bins.values())
-        cells = [
-            {
-                "x": e - low,
-                "opacity": f"{max(0.06, min(1.0, 3 * count / total)):.2f}",
-                "title": f"2^{e}: {100 * count / total:.2g} %",
-            }
-            for e, count in sorted(row.bins.items())
-            if count
-        ]
-        lines.append({"name": row.name, "cells": cells})
-    ticks = [{"x": e - low, "label": f"2^{e}"} for e in range(low, high + 1) if e % 8 == 0]
-    return {
-        "kind": kind,
-        "lines": lines,
-        "ticks": ticks,
-        "num_columns": high - low + 1,
-        "cell": _CELL,
-        "left_out": len(rows) - len(shown),
     }
 
 

@@ -17,7 +17,7 @@ from halfstep.precision.formats import FP32, Format, get_format
 if TYPE_CHECKING:
     from halfstep.checkpoint.runlog import Run
 
-__all__ = ["KINDS", "NUMERICS", "EventLine", "RunView", "StepPoint", "TensorRow", "view_of", "worst"]
+__all__ = ["KINDS", "NUMERICS", "EventLine", "RunView", "StepPoint", "TensorRow", "rows_of", "view_of", "worst"]
 
 NUMERICS = "numerics"  # the event of a sample
 _QUIET = {"truth", "saved", "validation", "memory", "ended", NUMERICS}  # events that report no problem
@@ -106,7 +106,7 @@ def view_of(run: Run) -> RunView:
         command=command if isinstance(command, str) else " ".join(map(str, command)),
         points=tuple(_point(record) for record in run.records),
         events=tuple(_event(event) for event in run.events if event["event"] not in _QUIET),
-        rows=tuple(_rows(samples[-1], fmt)) if samples else (),
+        rows=tuple(rows_of(samples[-1], fmt)) if samples else (),
         sampled_at=samples[-1].get("step", samples[-1].get("attempted")) if samples else None,
         total_steps=(run.header.get("config") or {}).get("steps"),
         ended=bool(ends) and ends[-1]["time"] >= last_resume,
@@ -163,7 +163,8 @@ def _event(event: Mapping[str, Any]) -> EventLine:
     return EventLine(step, str(event["event"]), text, str(event.get("advice", "")))
 
 
-def _rows(sample: Mapping[str, Any], fmt: Format) -> Iterable[TensorRow]:
+def rows_of(sample: Mapping[str, Any], fmt: Format) -> Iterable[TensorRow]:
+    """The tensors of a sample, as shown for a format."""
     updates = sample.get("updates") or {}
     for kind in KINDS:
         for name, stats in (sample.get(f"{kind}s") or {}).items():
