@@ -138,7 +138,7 @@ class Measurements:
             "validation": Validation,
             "predicted": PredictedPeak,
             "numerics": Numerics,
-            "skip_causes": lambda *causes: tuple(SkipCause(**cause) for cause in causes),
+            "skip_causes": lambda *causes: tuple(SkipCause(**{"module": None, **cause}) for cause in causes),
         }
         fields: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
