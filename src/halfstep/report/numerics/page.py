@@ -10,11 +10,12 @@ from typing import Any
 from halfstep.report.html_page import render_html
 from halfstep.report.html_table import Table, data_table
 from halfstep.report.numerics.heat import heat_maps
-from halfstep.report.numerics.view import KINDS, RunView, worst
+from halfstep.report.numerics.view import KINDS, RunView, format_of, worst
 
 __all__ = ["render_watch_page", "watch_values"]
 
 _POINTS = 600  # of a curve
+_SKIPS = 50  # skipped steps that are listed
 _WIDTH, _HEIGHT = 1000, 160
 
 
@@ -26,17 +27,19 @@ def render_watch_page(view: RunView) -> str:
 def watch_values(view: RunView) -> dict[str, Any]:
     """Everything the page shows."""
     steps = [point.step for point in view.points]
+    skipped = [point.step for point in view.points if point.skipped]
     curves = [_curve("Loss", steps, [point.loss for point in view.points])]
     if any(point.scale != 1.0 for point in view.points):
         scales = [math.log2(point.scale) if point.scale > 0 else math.nan for point in view.points]
-        curves.append(_curve("Loss scale, as a power of 2", steps, scales))
+        curves.append(_curve("Loss scale, as a power of 2", steps, scales, skipped))
     return {
         "title": f"Run {view.run}",
         "about": f"{view.policy}. {view.command}",
         "tiles": _tiles(view),
         "curves": [curve for curve in curves if curve is not None],
-        "skipped": [point.step for point in view.points if point.skipped][:50],
-        "heat": heat_maps(view.rows),
+        "skipped": skipped[:_SKIPS],
+        "skipped_more": len(skipped[_SKIPS:]),
+        "heat": heat_maps(view.rows, format_of(view.format)),
         "tables": [table for table in (_worst_table(view), _event_table(view)) if table is not None],
         "sampled_at": view.sampled_at,
         "format": view.format,
@@ -54,13 +57,15 @@ def _tiles(view: RunView) -> list[tuple[str, str]]:
     return tiles
 
 
-def _curve(title: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any] | None:
-    """A line through the finite values; a gap where one is not finite."""
+def _curve(
+    title: str, steps: Sequence[int], values: Sequence[float], marks: Sequence[int] = ()
+) -> dict[str, Any] | None:
+    """A line through the finite values; a gap where one is not finite, and a mark at each of the steps `marks`."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return None
     low, high = min(finite), max(finite)
-    span, first, last = (high - low) or 1.0, steps[0], steps[-1]
+    span, first, last = high - low, steps[0], steps[-1]
     stride = -(-len(values) // _POINTS)
     lines: list[list[str]] = [[]]
     for step, value in list(zip(steps, values, strict=True))[::stride]:
@@ -68,7 +73,7 @@ def _curve(title: str, steps: Sequence[int], values: Sequence[float]) -> dict[st
             lines.append([])
             continue
         x = _WIDTH * (step - first) / ((last - first) or 1)
-        y = _HEIGHT - (_HEIGHT - 10) * (value - low) / span - 5
+        y = _HEIGHT - (_HEIGHT - 10) * ((value - low) / span if span else 0.5) - 5
         lines[-1].append(f"{x:.1f},{y:.1f}")
     return {
         "title": title,
@@ -77,6 +82,7 @@ def _curve(title: str, steps: Sequence[int], values: Sequence[float]) -> dict[st
         "first": first,
         "last": last,
         "lines": [" ".join(line) for line in lines if line],
+        "marks": [f"{_WIDTH * (step - first) / ((last - first) or 1):.1f}" for step in marks],
         "width": _WIDTH,
         "height": _HEIGHT,
     }

@@ -17,7 +17,18 @@ from halfstep.precision.formats import FP32, Format, get_format
 if TYPE_CHECKING:
     from halfstep.checkpoint.runlog import Run
 
-__all__ = ["KINDS", "NUMERICS", "EventLine", "RunView", "StepPoint", "TensorRow", "rows_of", "view_of", "worst"]
+__all__ = [
+    "KINDS",
+    "NUMERICS",
+    "EventLine",
+    "RunView",
+    "StepPoint",
+    "TensorRow",
+    "format_of",
+    "rows_of",
+    "view_of",
+    "worst",
+]
 
 NUMERICS = "numerics"  # the event of a sample
 _QUIET = {"truth", "saved", "validation", "memory", "ended", NUMERICS}  # events that report no problem
@@ -94,7 +105,7 @@ class RunView:
 def view_of(run: Run) -> RunView:
     """The view of a run file."""
     policy = str(run.header.get("policy", ""))
-    fmt = _format_of(policy)
+    fmt = _compute_format(policy)
     samples = [event for event in run.events if event["event"] == NUMERICS]
     command = run.header.get("command", "")
     ends = [event for event in run.events if event["event"] == "ended"]
@@ -125,15 +136,20 @@ def worst(rows: Iterable[TensorRow], count: int) -> list[TensorRow]:
     return sorted(rows, key=badness, reverse=True)[:count]
 
 
-def _format_of(policy: str) -> Format:
+def format_of(name: str) -> Format:
+    """The format with this name; fp32 for one whose range is not known."""
+    fmt = get_format(name)
+    return fmt if isinstance(fmt, Format) else FP32
+
+
+def _compute_format(policy: str) -> Format:
     from halfstep.errors import SettingError
     from halfstep.precision.policy import Policy
 
     try:
-        fmt = get_format(Policy.parse(policy).compute)
+        return format_of(Policy.parse(policy).compute)
     except SettingError:  # a policy of a later version
         return FP32
-    return fmt if isinstance(fmt, Format) else FP32
 
 
 def _point(record: Mapping[str, Any]) -> StepPoint:
