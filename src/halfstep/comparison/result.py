@@ -64,7 +64,10 @@ class Comparison:
             "notes": list(self.notes),
             "machines": [survey.as_dict() for survey in self.surveys],
             "curves": [_curves(run) for run in self.runs],
-            "samples": [_sample(run) for run in self.runs if run.sample is not None],
+            "samples": sorted(
+                (_sample(run) for run in self.runs if run.sample is not None),
+                key=lambda sample: [row.label for row in self.rows].index(sample["label"]),
+            ),
             "stopped_by": self.stopped_by,
         }
         plain: dict[str, Any] = _plain(values)

@@ -82,7 +82,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def show_share(share: float) -> str:
     """A share in percent; one that is not 0 never looks like 0."""
-    return "0 %" if share == 0 else f"{100 * share:.2g} %" if share >= 1e-4 else "<0.01 %"
+    return "0 %" if share == 0 else f"{100 * share:.3g} %" if share >= 1e-4 else "<0.01 %"
 
 
 def show_layer(row: Row, longest: int | None = None) -> str:

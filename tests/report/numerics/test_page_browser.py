@@ -105,7 +105,7 @@ def test_the_heat_map_has_every_exponent_of_the_last_sample(page, run):
     sample = last_sample(run[0])
     for kind in ("gradient", "weight"):
         expected = {
-            (name, int(e), f"{100 * count / sum(stats['exponents'].values()):.2g} %")
+            (name, int(e), f"{100 * count / sum(stats['exponents'].values()):.3g} %")
             for name, stats in sample[f"{kind}s"].items()
             for e, count in stats["exponents"].items()
         }

@@ -35,7 +35,7 @@ def _heat_map(kind: str, rows: list[TensorRow], fmt: Format) -> dict[str, Any]:
             {
                 "x": e - low,
                 "opacity": f"{max(0.06, min(1.0, 3 * count / total)):.2f}",
-                "title": f"2^{e}: {100 * count / total:.2g} %",
+                "title": f"2^{e}: {100 * count / total:.3g} %",
             }
             for e, count in sorted(row.bins.items())
             if count
