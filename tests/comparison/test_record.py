@@ -38,7 +38,9 @@ def test_the_sample_of_a_run_is_in_its_file(tmp_path):
     path = tmp_path / "c" / RUNS / "fp16-0.jsonl"
     (stats,) = read_run(path).sample["gradients"].values()
     assert (stats["numel"], stats["zeros"], stats["largest"]) == (60, 30, 0.5)
-    (row,) = view_of(read_runlog(path)).rows
+    view = view_of(read_runlog(path))
+    assert (view.ended, view.events) == (True, ())
+    (row,) = view.rows
     assert (row.name, row.kind) == ("blocks.1.fc.weight", "gradient")
     assert row.flushed == pytest.approx(5 / 30)  # 2^-26 to 2^-30
 

@@ -46,11 +46,17 @@ def test_a_small_share_never_looks_like_none(share, text):
 
 
 def test_the_worst_layer_is_shown_with_what_is_wrong(tmp_path):
-    """Its share or its overflow; a long name loses its beginning, and a row without one has a dash."""
+    """Its share or its overflow; in the table a long name loses its beginning, and a row without one has a dash."""
     row = read_comparison([write_case(tmp_path / "c")]).row("fp16")
     assert show_layer(row) == "blocks.1.fc 50 %"
     long = dataclasses.replace(row, worst_layer="model.decoder.layers.11.mlp.down_proj")
-    assert show_layer(long, 20) == "..s.11.mlp.down_proj 50 %"
+    lines = [row, long, dataclasses.replace(long, overflowed="forward"), dataclasses.replace(row, worst_layer=None)]
+    assert [cells[-1] for cells in table_cells(lines)[1]] == [
+        "blocks.1.fc",
+        "..ayers.11.mlp.down_proj",
+        "..ayers.11.mlp.down_proj: forward overflow",
+        "-",
+    ]
     for kind, text in (("forward", "forward overflow"), ("data", "inf or NaN in the data"), ("later", "later")):
         assert show_layer(dataclasses.replace(row, overflowed=kind)) == f"blocks.1.fc: {text}"
     assert show_layer(dataclasses.replace(row, worst_layer=None)) == "-"

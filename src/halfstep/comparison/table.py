@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from halfstep.comparison.estimate import Estimate
 from halfstep.comparison.rows import Row
@@ -25,8 +26,8 @@ HEADINGS = (
     "worst layer",
 )
 # Columns that a narrow terminal drops, in this order.
-_DISPENSABLE = ("cosine", "loss", "worst layer", "skipped", "step", "underflow", "metric", "samples/s", "gap to fp32")
-_LONGEST_NAME = 24  # of a layer
+_DISPENSABLE = ("cosine", "loss", "step", "worst layer", "skipped", "underflow", "metric", "samples/s", "gap to fp32")
+_LONGEST_NAME = 24  # of a layer, in a terminal
 # What a layer is shown with when gradients are not finite, by `measurements.Numerics.overflowed`.
 _OVERFLOWS = {
     "forward": "forward overflow",
@@ -76,7 +77,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         str(row.skips),
         "-" if row.cosine is None else f"{row.cosine:.5f}",
         "-" if row.underflow is None else show_share(row.underflow),
-        show_layer(row, _LONGEST_NAME),
+        _layer(row),
     )
 
 
@@ -85,16 +86,20 @@ def show_share(share: float) -> str:
     return "0 %" if share == 0 else f"{100 * share:.3g} %" if share >= 1e-4 else "<0.01 %"
 
 
-def show_layer(row: Row, longest: int | None = None) -> str:
-    """The worst layer of a row and what is wrong with it; only the end of a name that is longer than `longest`."""
-    name = row.worst_layer
-    if name is None:
+def show_layer(row: Row) -> str:
+    """The worst layer of a row and what is wrong with it."""
+    if row.worst_layer is None:
         return "-"
-    if longest is not None and len(name) > longest:
-        name = f"..{name[2 - longest :]}"
     if row.overflowed is not None:
-        return f"{name}: {_OVERFLOWS.get(row.overflowed, row.overflowed)}"
-    return name if row.worst_underflow is None else f"{name} {show_share(row.worst_underflow)}"
+        return f"{row.worst_layer}: {_OVERFLOWS.get(row.overflowed, row.overflowed)}"
+    return row.worst_layer if row.worst_underflow is None else f"{row.worst_layer} {show_share(row.worst_underflow)}"
+
+
+def _layer(row: Row) -> str:
+    """The same for a narrow column: the end of a long name, and an overflow, but no share."""
+    name = row.worst_layer or "-"
+    name = name if len(name) <= _LONGEST_NAME else f"..{name[2 - _LONGEST_NAME :]}"
+    return show_layer(replace(row, worst_layer=name, worst_underflow=None))
 
 
 def _gap(row: Row) -> str:

@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 NUMERICS = "numerics"  # the event of a sample
-_QUIET = {"truth", "saved", "validation", "memory", "ended", NUMERICS}  # events that report no problem
+_ENDS = {"ended", "measured", "failed"}  # the last events of a run, the latter two in a comparison
+_QUIET = {"truth", "saved", "validation", "memory", "ended", "measured", NUMERICS}  # events that report no problem
 KINDS = ("gradient", "weight", "activation")
 
 
@@ -108,7 +109,7 @@ def view_of(run: Run) -> RunView:
     fmt = _compute_format(policy)
     samples = [event for event in run.events if event["event"] == NUMERICS]
     command = run.header.get("command", "")
-    ends = [event for event in run.events if event["event"] == "ended"]
+    ends = [event for event in run.events if event["event"] in _ENDS]
     last_resume = run.resumes[-1]["time"] if run.resumes else 0.0
     return RunView(
         run=str(run.header["run"]),
