@@ -252,15 +252,15 @@ class Trial:
         except Exception as error:  # no memory for a copy, or a job that cannot use one: the rest is known all the same
             self._add(numerics_failed=f"its gradients could not be computed in fp32 ({_describe(error)})")
         self.loop.examine_skips(on=True)
-        numerics = None
-        for _ in range(NUM_SAMPLED):
-            restore_rng(random_numbers)
-            numerics = self._sample_step(epoch, batch, not_zero)
-            if numerics.overflowed in {None, "forward", "data", "weights"}:  # what a lower scale cannot change
-                break
-        self.loop.examine_skips(on=False)
-        self._add(skip_causes=self.loop.skip_causes() or None)
-        assert numerics is not None
+        try:
+            for _ in range(NUM_SAMPLED):
+                restore_rng(random_numbers)
+                numerics = self._sample_step(epoch, batch, not_zero)
+                if numerics.overflowed in {None, "forward", "data", "weights"}:  # what a lower scale cannot change
+                    break
+        finally:
+            self.loop.examine_skips(on=False)
+            self._add(skip_causes=self.loop.skip_causes() or None)
         return numerics
 
     def _sample_step(self, epoch: int, batch: Any, not_zero: dict[str, Tensor] | None) -> Numerics:

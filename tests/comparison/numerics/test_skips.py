@@ -81,7 +81,8 @@ def test_each_cause_is_reported_once(healthy):
     """The same module again is no news; another one is, and so is a step after training."""
     again = [dataclasses.replace(FORWARD, step=step) for step in (2, 3)]
     later = SkipCause(41, "data", "stem", "a tensor entered module stem with inf in it.", 1.0)
-    notes = skip_notes([case(healthy, [FORWARD, *again, later], skipped={1, 2, 3})] * 2)
+    other_seed = case(healthy, [dataclasses.replace(FORWARD, sentence="the same in other words.")], skipped={1})
+    notes = skip_notes([case(healthy, [FORWARD, *again, later], skipped={1, 2, 3}), other_seed])
     assert [note.partition(":")[0] for note in notes] == [
         "step 1 was skipped",
         "step 41 (after training) was skipped",

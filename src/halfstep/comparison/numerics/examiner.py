@@ -2,8 +2,8 @@
 
 A comparison knows of each training step whether it was skipped and whether its loss was finite, no more: anything else would
 cost time in the steps that it measures. So only the steps of the warm-up, and the one that is sampled after training, can be computed
-again (`watching.replay`), which tells an overflow of the forward pass, an overflow of the backward pass at this loss scale,
-bad data and bad weights apart.
+again (`watching.replay`), which distinguishes an overflow of the forward pass, an overflow of the backward pass at this loss
+scale, bad data and bad weights.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ _NO_COSINE = "the gradients of the first step have no cosine"
 
 def skip_notes(runs: Sequence[RunRecord]) -> tuple[str, ...]:
     """The notes of a row."""
-    notes = [note for run in runs for note in (*_first_step(run), *_later_steps(run))]
+    known: set[tuple[str, str | None]] = set()  # causes and modules that a note is about
+    notes = [note for run in runs for note in (*_first_step(run, known), *_later_steps(run, known))]
     unexamined = sum(_num_unexamined(run) for run in runs)
     if unexamined:
         notes.append(
@@ -36,11 +37,14 @@ def root_cause(run: RunRecord) -> str:
     return next((_sentence(cause) for cause in _causes(run) if not cause.scale_too_high), "")
 
 
-def _first_step(run: RunRecord) -> Iterator[str]:
+def _first_step(run: RunRecord, known: set[tuple[str, str | None]]) -> Iterator[str]:
     cause = next((cause for cause in _causes(run) if cause.step == 1), None)
     gradients = run.measured.gradients
     has_no_cosine = gradients is not None and not math.isfinite(gradients.cosine)
     if cause is not None:
+        if (cause.cause, cause.module) in known:
+            return
+        known.add((cause.cause, cause.module))
         text = f"step 1 was skipped: {_sentence(cause)}"
         if cause.scale_too_high:
             text = f"the gradients of the first step overflowed at the initial loss scale {cause.scale:g}: {cause.sentence.rstrip('.')}"
@@ -52,9 +56,8 @@ def _first_step(run: RunRecord) -> Iterator[str]:
             yield f"{_NO_COSINE}: they are not finite, although its loss is; the cause is not known"
 
 
-def _later_steps(run: RunRecord) -> Iterator[str]:
+def _later_steps(run: RunRecord, known: set[tuple[str, str | None]]) -> Iterator[str]:
     """One note for each cause and module that no earlier note is about."""
-    known = {(cause.cause, cause.module) for cause in _causes(run) if cause.step == 1}
     for cause in _causes(run):
         if (cause.cause, cause.module) not in known and not cause.scale_too_high:
             known.add((cause.cause, cause.module))
