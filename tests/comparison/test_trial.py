@@ -249,6 +249,22 @@ def test_an_initial_scale_that_is_too_high_is_blamed(job, tmp_path):
     assert note.startswith("the gradients of the first step overflowed at the initial loss scale 1.67772e+07: ")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ["fp16", "fp16-lean"])
+def test_on_a_gpu_the_last_step_of_the_warm_up_is_examined(job, row):
+    """Its outcome arrives late, and is read before the timed steps; the sampled step is examined too."""
+    settings = dataclasses.replace(SETTINGS, device="cuda", warmup=1)
+    (variant,) = parse_variants([row])
+    trial = Trial(bad_data(job), TrialSpec(variant, settings, 0, 8, survey=True))
+    trial.warm_up()
+    assert [(cause.step, cause.cause) for cause in trial.measurements.skip_causes] == [(1, "data")]
+    trial.run_slice(3)
+    trial.finish()
+    trial.loop.close()
+    assert [cause.step for cause in trial.measurements.skip_causes] == [1, 5]
+    assert trial.measurements.numerics.overflowed == "data"
+
+
 def test_fp32_twice_is_the_same_run(job):
     """Two runs with the same seed and precision have identical losses."""
     one, other = (run(job, "fp32", survey=False) for _ in range(2))

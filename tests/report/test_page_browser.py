@@ -105,6 +105,19 @@ def test_values_in_the_page_are_those_of_the_file(page, comparison):
     assert page.evaluate("JSON.parse(document.getElementById('comparison').textContent)") == values
 
 
+def test_heat_maps_open_and_fit(page):
+    """Each row that was sampled has one behind a disclosure, with a cell for each exponent; on a phone it scrolls inside itself."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    maps = page.locator("#numerics details svg[aria-label^='Heat map']")
+    assert maps.count() == 3
+    assert not maps.last.is_visible()
+    page.get_by_text("Exponents by layer: fp16").click()
+    assert maps.last.is_visible()
+    assert maps.last.locator("rect").count() == 30
+    assert maps.last.locator("rect").last.bounding_box()["width"] == 14
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_hostile_text_stays_text(page):
     """A reason that tries to close the script is shown as it was written."""
     reason = "out of memory (3 of 3 runs): </script><b>bold</b>"
