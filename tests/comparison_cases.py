@@ -4,7 +4,18 @@ import json
 import math
 import random
 
-from halfstep.comparison.measurements import Curves, Failure, GradientDifference, Measurements, TrialResult, Validation
+import torch
+
+from halfstep.comparison.measurements import (
+    Curves,
+    Failure,
+    GradientDifference,
+    Measurements,
+    Numerics,
+    TrialResult,
+    Validation,
+)
+from halfstep.comparison.numerics.underflow import take_sample
 from halfstep.comparison.record import RUNS, run_name, write_run
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import TrialSpec
@@ -22,6 +33,13 @@ CENSUS = {
     "products": {"bf16": 1.0},
     "misaligned": [{"op": "mm", "shape": [64, 32, 10], "calls": 2}],
 }
+
+
+def sample_values():
+    """A sample of one layer, whose gradient has elements between 2^-30 and 2^-1 and zeros."""
+    weight = torch.nn.Parameter(torch.zeros(3, 20))
+    weight.grad = 65536.0 * torch.cat([2.0 ** -torch.arange(1.0, 31.0), torch.zeros(30)]).reshape(3, 20)
+    return take_sample(41, [("blocks.1.fc.weight", weight)], 65536.0, None)
 
 
 def run_values(seconds, gap=0.0, seed=0, steps=40, scaled=False, skips=(), seed_noise=0.02):
@@ -57,6 +75,7 @@ def measurements(label, repeat, loss, peak, base_bytes):
         },
         split=split if repeat == 0 else None,
         census=CENSUS if repeat == 0 else None,
+        numerics=Numerics(41, 65536.0, 0.0 if label == "fp32" else 0.125, "blocks.1.fc", 0.5) if repeat == 0 else None,
         gradients=GradientDifference(0.9999, 0.01, 0) if repeat == 0 and label != "fp32" else None,
         eager_gradients=GradientDifference(0.9999, 0.003, 0) if repeat == 0 and "compile" in label else None,
     )  # fmt: skip
@@ -88,7 +107,11 @@ def write_case(
             curves, times = run_values(seconds * drift(repeat), seed=repeat, seed_noise=noise, **options)
             base_bytes = 300 * 2**20 if device == "cpu" else 0
             result = TrialResult(
-                curves, times, settings.slices(), measurements(label, repeat, curves.loss[-1], peak, base_bytes)
+                curves,
+                times,
+                settings.slices(),
+                measurements(label, repeat, curves.loss[-1], peak, base_bytes),
+                sample_values() if repeat == 0 else None,
             )
             failure = failures.get(label)
             write_run(

@@ -60,6 +60,20 @@ def test_a_job_file_is_trained_and_its_masters_exported(job_file, tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "w.safetensors").values()} == {torch.bfloat16}
 
 
+def test_a_run_has_a_page(job_file, tmp_path, caplog):
+    """report.html has the curves and the heat map of the run file; a page that cannot be written does not fail the run."""
+    result = run("train", job_file, "-p", "fp16,loss_scale=64", "--steps", 4, "--out", tmp_path / "run")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert result.exit_code == 0
+    assert f"report      {tmp_path / 'run' / 'report.html'}" in result.stdout
+    assert "Loss scale, as a power of 2" in page
+    assert "Heat map of the exponents of gradients" in page
+    (tmp_path / "other" / "report.html").mkdir(parents=True)
+    result = run("train", job_file, "-p", "fp32", "--steps", 2, "--out", tmp_path / "other")
+    assert result.exit_code == 0
+    assert "report.html was not written" in caplog.text
+
+
 def test_several_precisions_stand_side_by_side(job_file, tmp_path):
     """Several precisions have one directory and one row each."""
     result = run("train", job_file, "-p", "fp32", "-p", "bf16", "--steps", 2, "--out", tmp_path / "both")

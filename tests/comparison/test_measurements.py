@@ -3,7 +3,14 @@
 import dataclasses
 import json
 
-from halfstep.comparison.measurements import GradientDifference, Measurements, PredictedPeak, Validation
+from halfstep.comparison.measurements import (
+    GradientDifference,
+    Measurements,
+    Numerics,
+    PredictedPeak,
+    SkipCause,
+    Validation,
+)
 
 COMPLETE = Measurements(
     base_bytes=0,
@@ -26,6 +33,12 @@ COMPLETE = Measurements(
     census={"rows": []},
     census_failed="no",
     predicted=PredictedPeak(6, {"weights": 6}),
+    numerics=Numerics(17, 65536.0, 0.25, "fc", 0.5),
+    numerics_failed="no",
+    skip_causes=(
+        SkipCause(1, "forward", "", "it overflowed.", 65536.0),
+        SkipCause(2, "backward", None, "too high.", 2.0, True),
+    ),
     truth={"rows": {}},
 )
 
@@ -43,7 +56,7 @@ def test_stored_keys_do_not_change():
     assert set(COMPLETE.as_dict()) == {
         "base_bytes", "weights", "batch", "warmup_seconds", "warmup_steps", "warmup_peak_bytes", "gradients", "held", "peak_bytes",
         "samples", "validation", "validation_cut", "stopped_after", "unsurveyed", "split", "split_failed", "census", "census_failed",
-        "predicted", "eager_gradients",
+        "predicted", "eager_gradients", "numerics", "numerics_failed", "skip_causes",
     }  # fmt: skip
 
 

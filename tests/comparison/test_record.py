@@ -1,17 +1,21 @@
 """Runs on disk."""
 
 import dataclasses
+import json
 import math
 
 import pytest
 
 from comparison_cases import write_case
-from halfstep.checkpoint.runlog import RunLog
+from halfstep.checkpoint.runlog import RunLog, read_runlog
 from halfstep.comparison.measurements import Failure
 from halfstep.comparison.record import CUT_OFF, RUNS, read_run, run_files, run_name
 from halfstep.comparison.remainder import read_remainder
 from halfstep.comparison.result import read_comparison
+from halfstep.comparison.table import table_cells
 from halfstep.errors import SettingError
+from halfstep.report.numerics.view import view_of
+from halfstep.report.page import page_values
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path):
@@ -26,6 +30,36 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     assert len(run.seconds) == 30
     assert run.measured.validation.metric == 0.9
     assert run.measured.truth["bytes_per_parameter"] == 16
+
+
+def test_the_sample_of_a_run_is_in_its_file(tmp_path):
+    """As an event that `halfstep watch` shows too: the view of the file has the tensors of the sample."""
+    write_case(tmp_path / "c", repeats=1)
+    path = tmp_path / "c" / RUNS / "fp16-0.jsonl"
+    (stats,) = read_run(path).sample["gradients"].values()
+    assert (stats["numel"], stats["zeros"], stats["largest"]) == (60, 30, 0.5)
+    view = view_of(read_runlog(path))
+    assert (view.ended, view.events) == (True, ())
+    (row,) = view.rows
+    assert (row.name, row.kind) == ("blocks.1.fc.weight", "gradient")
+    assert row.flushed == pytest.approx(5 / 30)  # 2^-26 to 2^-30
+
+
+def test_a_file_without_numerics_is_read(tmp_path):
+    """Comparisons of earlier versions have neither samples nor causes: rows, table and page show nothing for them."""
+    folder = write_case(tmp_path / "c", repeats=1)
+    for path in run_files(folder):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [line for line in lines if line.get("event") != "numerics"]
+        for line in lines:
+            for name in ("numerics", "skip_causes", "numerics_failed"):
+                line.get("values", {}).pop(name, None)
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    comparison = read_comparison([folder])
+    assert all(row.underflow is None and row.worst_layer is None for row in comparison.rows)
+    assert comparison.as_dict()["samples"] == []
+    assert not {"underflow", "worst layer"} & set(table_cells(comparison.rows)[0])
+    assert page_values(comparison, comparison.as_dict())["samples"] == []
 
 
 def test_a_failed_run_has_its_reason(tmp_path):

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from comparison_cases import write_case
+from halfstep.comparison.measurements import Failure, SkipCause
 from halfstep.comparison.record import read_run, run_files
 from halfstep.comparison.rows import METRICS, build_row, final_loss, metric_of, noise_of
 from halfstep.comparison.survey import read_survey
@@ -105,6 +106,21 @@ def test_figures_of_gates_are_plain_numbers(tmp_path):
     assert figures["step_ms"] == pytest.approx(6, rel=0.05)
     assert figures["mean_step_ms"] == pytest.approx(6, rel=0.05)
     assert figures["memory_gib"] == pytest.approx(400 / 1024)
+
+
+def test_a_run_that_diverged_has_the_cause_that_was_examined(tmp_path):
+    """The reason of the row names it, after a NaN and after a hard stop; a scale that was too high is no such cause."""
+    folder = write_case(tmp_path / "c", repeats=1)
+    runs = {run.variant.label: run for run in map(read_run, run_files(folder))}
+    for is_scale, words in ((False, ": head overflowed"), (True, "")):
+        causes = (SkipCause(1, "forward", "head", "head overflowed.", 1.0, is_scale),)
+        measured = dataclasses.replace(runs["fp16"].measured, skip_causes=causes)
+        run = dataclasses.replace(runs["fp16"], loss=(math.nan,) * 40, measured=measured)
+        row = build_row([run], [runs["fp32"]], read_survey(folder), "fp16")
+        assert row.reason == f"NaN (1 of 1 runs): the loss is not finite from step 1 on with seed 0{words}"
+        stopped = dataclasses.replace(run, failure=Failure("overflow", "25 steps in a row were skipped."))
+        reason = build_row([stopped], [runs["fp32"]], read_survey(folder), "fp16").reason
+        assert reason.endswith("were skipped." if is_scale else "were skipped. Examined: head overflowed.")
 
 
 def test_a_slow_step_moves_the_mean_and_not_the_median(tmp_path):

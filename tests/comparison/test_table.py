@@ -1,11 +1,13 @@
 """The table of a comparison."""
 
+import dataclasses
+
 import pytest
 
 from comparison_cases import write_case
 from halfstep.comparison.estimate import Estimate
 from halfstep.comparison.result import read_comparison
-from halfstep.comparison.table import fit_columns, plain_table, show_interval, table_cells
+from halfstep.comparison.table import fit_columns, plain_table, show_interval, show_layer, show_share, table_cells
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,32 @@ def test_columns_that_do_not_fit_are_dropped_and_named(tmp_path, width):
     assert max(map(len, plain_table(shown, lines).splitlines())) <= width
     assert sorted((*shown, *dropped)) == sorted(headings)
     assert {"precision", "speed", "peak"} <= set(shown)
-    assert bool(dropped) is (width < 100)
+    assert bool(dropped) is (width < 140)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.0, "0 %"), (1e-9, "<0.01 %"), (1e-4, "0.01 %"), (0.125, "12.5 %"), (1.0, "100 %")]
+)
+def test_a_small_share_never_looks_like_none(share, text):
+    """Three digits of a percentage, and 0 only for 0."""
+    assert show_share(share) == text
+
+
+def test_the_worst_layer_is_shown_with_what_is_wrong(tmp_path):
+    """Its share or its overflow; in the table a long name loses its beginning, and a row without one has a dash."""
+    row = read_comparison([write_case(tmp_path / "c")]).row("fp16")
+    assert show_layer(row) == "blocks.1.fc 50 %"
+    long = dataclasses.replace(row, worst_layer="model.decoder.layers.11.mlp.down_proj")
+    lines = [row, long, dataclasses.replace(long, overflowed="forward"), dataclasses.replace(row, worst_layer=None)]
+    assert [cells[-1] for cells in table_cells(lines)[1]] == [
+        "blocks.1.fc",
+        "..ayers.11.mlp.down_proj",
+        "..ayers.11.mlp.down_proj: forward overflow",
+        "-",
+    ]
+    for kind, text in (("forward", "forward overflow"), ("data", "inf or NaN in the data"), ("later", "later")):
+        assert show_layer(dataclasses.replace(row, overflowed=kind)) == f"blocks.1.fc: {text}"
+    assert show_layer(dataclasses.replace(row, worst_layer=None)) == "-"
 
 
 def test_empty_columns_are_left_out(tmp_path):

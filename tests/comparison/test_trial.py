@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from comparison_jobs import write_job
+from halfstep.comparison.numerics.skips import root_cause, skip_notes
+from halfstep.comparison.record import read_run, write_run
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import TrialSpec
 from halfstep.comparison.trial import Trial
@@ -120,6 +122,147 @@ def test_gradients_that_overflow_have_no_cosine(job, tmp_path):
     run(job, "fp32", gradients=tmp_path / "g", reference=True)
     overflowed = run(job, "fp16,loss_scale=16777216", gradients=tmp_path / "g").measurements
     assert math.isnan(overflowed.gradients.cosine)
+
+
+def test_underflow_is_measured_in_every_row(job):
+    """A loss scale that is far too small loses most of the gradient in fp16; fp32 and a sensible scale lose nothing."""
+    expected = {"fp32": 0.0, "fp16-lean,loss_scale=128": 0.0, "torch-amp": 0.0}
+    for row, share in expected.items():
+        numerics = run(job, row).measurements.numerics
+        assert (numerics.underflow, numerics.worst_layer, numerics.step) == (share, None, 17)
+    for row in ("fp16,loss_scale=1e-7", "fp16-lean,loss_scale=1e-7"):
+        trial = run(job, row)
+        numerics = trial.measurements.numerics
+        assert 0.5 < numerics.underflow <= numerics.worst_underflow <= 1
+        assert numerics.worst_layer in {"0", "2"}
+        assert set(trial.result().sample.gradients) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        assert set(trial.result().sample.activations) == {"0", "1", "2"}
+
+
+def test_sampling_changes_neither_the_curves_nor_the_timed_steps(job, monkeypatch):
+    """Timed steps are not recorded for a replay, and curves are those of a run that was not sampled."""
+    active = []
+    forward = Trial._forward
+
+    def spied(trial, *args):
+        active.append((len(trial._losses), trial.loop.engine.replays.active))
+        return forward(trial, *args)
+
+    monkeypatch.setattr(Trial, "_forward", spied)
+    sampled = run(job, "fp16").curves()
+    assert {on for done, on in active if done < 4} == {True}
+    assert {on for done, on in active if 4 <= done < 16} == {False}
+    assert sampled == run(job, "fp16", survey=False).curves()
+
+
+def test_a_job_that_cannot_run_in_fp32_still_has_the_rest(job):
+    """The reason is recorded, the sample is there, and phases and census are measured."""
+
+    def loss(model, batch):
+        assert next(model.parameters()).dtype is torch.bfloat16, "bf16 only"
+        return torch.nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+
+    trial = run(dataclasses.replace(job, loss=loss, metric=None), "bf16-lean")
+    measured = trial.measurements
+    assert measured.numerics_failed.startswith("its gradients could not be computed in fp32 (JobError: ")
+    assert "bf16 only" in measured.numerics_failed
+    assert (measured.numerics.underflow, measured.split_failed, measured.census_failed) == (None, None, None)
+    assert trial.result().sample is not None
+
+
+# --- why steps were skipped --------------------------------------------------------------------------------------
+
+
+def large_weights(job):
+    """The first layer gives more than 65504."""
+
+    def model():
+        net = job.model()
+        with torch.no_grad():
+            net[0].weight.fill_(6e4)
+        return net
+
+    return dataclasses.replace(job, model=model)
+
+
+def bad_data(job):
+    """Every batch has a NaN."""
+    data = job.data
+
+    def with_nan(batch_size, split):
+        return [(torch.cat([x[:, :7], torch.full_like(x[:, 7:], math.nan)], 1), y) for x, y in data(batch_size, split)]
+
+    return dataclasses.replace(job, data=with_nan)
+
+
+def bad_weights(job):
+    """One weight is NaN from the start."""
+
+    def model():
+        net = job.model()
+        with torch.no_grad():
+            net[2].weight[0, 3] = math.nan
+        return net
+
+    return dataclasses.replace(job, model=model)
+
+
+def recorded(trial, path):
+    """The run as a comparison reads it from its file."""
+    write_run(path, spec=trial.spec, command=["x"], environment={}, result=trial.result(), failure=None)
+    return read_run(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "cause", "module", "words"),
+    [
+        (large_weights, "fp16", "forward", "0", "overflowed in the forward pass"),
+        (large_weights, "fp16-lean", "forward", "0", "overflowed in the forward pass"),
+        (bad_data, "fp16", "data", "0", "No operation of the step made it"),
+        (bad_weights, "fp16", "weights", "2", "2.weight (float32) contains nan"),
+    ],
+)
+def test_what_the_loss_scale_did_not_cause_is_not_blamed_on_it(job, tmp_path, change, row, cause, module, words):
+    """Every step is skipped, the cause and its module are named, and no note blames the scale."""
+    path = tmp_path / "gradients"
+    run(job, "fp32", gradients=path, reference=True, finish=False)
+    trial = run(change(job), row, gradients=path)
+    numerics = trial.measurements.numerics
+    assert {(c.cause, c.module, c.scale_too_high) for c in trial.measurements.skip_causes} == {(cause, module, False)}
+    assert (numerics.overflowed, numerics.worst_layer, numerics.underflow) == (cause, module, None)
+    record = recorded(trial, tmp_path / "run.jsonl")
+    assert record.measured.skip_causes == trial.measurements.skip_causes
+    notes = skip_notes([record])
+    assert words in notes[0]
+    assert "no cosine" in notes[0]
+    assert not any("initial loss scale" in note for note in notes)
+    assert words in root_cause(record)
+
+
+def test_an_initial_scale_that_is_too_high_is_blamed(job, tmp_path):
+    """The backward pass overflows at this scale and at no lower one, and the note has the scale."""
+    path = tmp_path / "gradients"
+    run(job, "fp32", gradients=path, reference=True, finish=False)
+    trial = run(job, "fp16,loss_scale=16777216", gradients=path)
+    assert all(c.cause == "backward" and c.scale_too_high for c in trial.measurements.skip_causes)
+    (note,) = skip_notes([recorded(trial, tmp_path / "run.jsonl")])
+    assert note.startswith("the gradients of the first step overflowed at the initial loss scale 1.67772e+07: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ["fp16", "fp16-lean"])
+def test_on_a_gpu_the_last_step_of_the_warm_up_is_examined(job, row):
+    """Its outcome arrives late, and is read before the timed steps; the sampled step is examined too."""
+    settings = dataclasses.replace(SETTINGS, device="cuda", warmup=1)
+    (variant,) = parse_variants([row])
+    trial = Trial(bad_data(job), TrialSpec(variant, settings, 0, 8, survey=True))
+    trial.warm_up()
+    assert [(cause.step, cause.cause) for cause in trial.measurements.skip_causes] == [(1, "data")]
+    trial.run_slice(3)
+    trial.finish()
+    trial.loop.close()
+    assert [cause.step for cause in trial.measurements.skip_causes] == [1, 5]
+    assert trial.measurements.numerics.overflowed == "data"
 
 
 def test_fp32_twice_is_the_same_run(job):

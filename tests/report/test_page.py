@@ -60,6 +60,16 @@ def test_values_of_the_page_are_computed_before_the_template(tmp_path):
     assert "multiple of 8" in values["censuses"][0].about
 
 
+def test_the_page_has_a_heat_map_of_each_sample(tmp_path, plain):
+    """With the underflow and the worst layer of each row in the results."""
+    comparison = read_comparison([write_case(tmp_path / "c")])
+    values = page_values(comparison, comparison.as_dict())
+    assert [sample["label"] for sample in values["samples"]] == ["fp32", "bf16", "fp16"]
+    html = render_page(comparison)
+    assert html.count('aria-label="Heat map of the exponents of gradients in ') == 3
+    assert 'data-row="fp16" data-metric="underflow" data-value="0.125">12.5 %<small>blocks.1.fc 50 %</small>' in html
+
+
 def test_every_string_is_escaped(tmp_path, plain):
     """Labels, reasons, notes, commands and truth tables from a hostile file open no element."""
     failures = {"bf16": {"kind": "job", "reason": NASTY}}

@@ -96,13 +96,26 @@ def test_values_in_the_page_are_those_of_the_file(page, comparison):
         "Array.from(document.querySelectorAll('[data-metric]')).map(c => [c.dataset.row, c.dataset.metric, c.dataset.value])"
     )
     figures = {row["label"]: row["figures"] for row in values["rows"]}
-    assert len(cells) == 30
+    assert len(cells) == 33
     for row, metric, value in cells:
         known = figures[row][metric]
         assert (value is None and known is None) or float(value) == known
     bars = page.evaluate("document.getElementById('plot-speed').data[0].x.map(Number)")
     assert bars == [row["figures"]["samples_per_second"] for row in values["rows"] if row["samples_per_second"]]
     assert page.evaluate("JSON.parse(document.getElementById('comparison').textContent)") == values
+
+
+def test_heat_maps_open_and_fit(page):
+    """Each row that was sampled has one behind a disclosure, with a cell for each exponent; on a phone it scrolls inside itself."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    maps = page.locator("#numerics details svg[aria-label^='Heat map']")
+    assert maps.count() == 3
+    assert not maps.last.is_visible()
+    page.get_by_text("Exponents by layer: fp16").click()
+    assert maps.last.is_visible()
+    assert maps.last.locator("rect").count() == 30
+    assert maps.last.locator("rect").last.bounding_box()["width"] == 14
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_hostile_text_stays_text(page):

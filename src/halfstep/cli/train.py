@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+PAGE = "report.html"  # in the directory of a run
 _EXIT = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -99,6 +100,7 @@ def command(
     for policy in precision or ("",):
         where = _folder(out, loaded.name, policy, alone=len(precision) < 2)
         outcomes.append(_run(loaded, overrides, policy, where, saved=saved, quiet=as_json))
+        _write_page(where)
         if outcomes[-1].stopped_by:
             break
     _report(outcomes, as_json=as_json)
@@ -145,6 +147,18 @@ def _run(target: Target, overrides: dict[str, Any], policy: str, out: Path, *, s
     finally:
         if progress is not None:
             progress.close()
+
+
+def _write_page(out: Path) -> None:
+    """Write the page of a run; that it cannot be written does not cost the finished run."""
+    from halfstep.cli.watch import RUN_FILE, write_page
+    from halfstep.errors import MissingError
+    from halfstep.events import log_warning
+
+    try:
+        write_page(out / RUN_FILE, out / PAGE)
+    except (OSError, MissingError) as error:
+        log_warning(f"{out / PAGE} was not written: {error}")
 
 
 def _report(outcomes: list[Any], *, as_json: bool) -> None:

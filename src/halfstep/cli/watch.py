@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from halfstep.report.numerics.view import RunView
 
-__all__ = ["command"]
+__all__ = ["command", "write_page"]
 
 RUN_FILE = "run.jsonl"
 _READING = 5  # times as long as reading a run file takes is waited at least before it is read again
@@ -35,7 +35,8 @@ def command(run: Path, html: Path | None, once: bool, interval: float) -> None:
     """
     path = _run_file(run)
     if html is not None:
-        _write_page(path, html)
+        write_page(path, html)
+        click.echo(f"written {html}")
         return
     from rich.console import Console
 
@@ -76,8 +77,8 @@ def _read(path: Path) -> RunView:
     return view_of(read_runlog(path))
 
 
-def _write_page(path: Path, html: Path) -> None:
+def write_page(path: Path, html: Path) -> None:
+    """Write the page of a run file."""
     from halfstep.report.numerics.page import render_watch_page
 
     html.write_text(render_watch_page(_read(path)), encoding="utf-8")
-    click.echo(f"written {html}")

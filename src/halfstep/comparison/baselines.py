@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.comparison.measurements import SkipCause
 from halfstep.comparison.training_loop import Parts, StepOutcome, TrainingLoop
 from halfstep.comparison.variant import Variant
 from halfstep.engine.compiling import compile_model
@@ -84,6 +85,17 @@ class _PlainLoop:
         """Remove the scheduler."""
         self.scheduler = None
 
+    def examine_skips(self, *, on: bool) -> None:
+        """Nothing to switch: only the Engine can compute a step again."""
+
+    def skip_causes(self) -> tuple[SkipCause, ...]:
+        """None is known."""
+        return ()
+
+    def examining_seconds(self) -> float:
+        """No time."""
+        return 0.0
+
     def close(self) -> None:
         """Nothing to undo: no setup outlives the process."""
 
@@ -136,7 +148,7 @@ class _TorchAmp(_PlainLoop):
         """The scaler's scale."""
         return float(self.scaler.get_scale())
 
-    def step(self) -> Callable[[], StepOutcome]:
+    def step(self, replay: Callable[[], Any] | None = None) -> Callable[[], StepOutcome]:
         """Unscale, clip, step, update."""
         self._record_gradients()
         before = _scale_of(self.scaler)
@@ -176,7 +188,7 @@ class _Accelerate(_PlainLoop):
         scaler = self.accelerator.scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    def step(self) -> Callable[[], StepOutcome]:
+    def step(self, replay: Callable[[], Any] | None = None) -> Callable[[], StepOutcome]:
         """Clip and step."""
         self._record_gradients()
         before = _scale_of(self.accelerator.scaler)
@@ -218,7 +230,7 @@ class _Fabric(_PlainLoop):
         scaler = self._scaler()
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    def step(self) -> Callable[[], StepOutcome]:
+    def step(self, replay: Callable[[], Any] | None = None) -> Callable[[], StepOutcome]:
         """Clip and step."""
         self._record_gradients()
         before = _scale_of(self._scaler())

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.comparison.baselines import make_baseline
+from halfstep.comparison.measurements import SkipCause
+from halfstep.comparison.numerics.examiner import SkipExaminer
 from halfstep.comparison.training_loop import Parts, StepOutcome, TrainingLoop
 from halfstep.comparison.variant import Variant
 from halfstep.engine.engine import Engine
@@ -28,6 +30,7 @@ class EngineLoop:
 
     def __init__(self, variant: Variant, parts: Parts, max_norm: float | None) -> None:
         self.model = parts.model
+        self._examiner = SkipExaminer()
         self.engine = Engine(
             parts.model,
             parts.optimizer,
@@ -35,6 +38,7 @@ class EngineLoop:
             max_norm=max_norm,
             scheduler=parts.scheduler,
             compile=variant.compile,
+            watch=self._examiner,
         )
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -49,10 +53,22 @@ class EngineLoop:
         """Backpropagate the scaled loss."""
         self.engine.backward(loss)
 
-    def step(self) -> Callable[[], StepOutcome]:
+    def step(self, replay: Callable[[], Any] | None = None) -> Callable[[], StepOutcome]:
         """Step the engine; its result is read later."""
-        result = self.engine.step()
+        result = self.engine.step(replay=replay)
         return lambda: StepOutcome(result.grad_norm, result.scale, result.skipped)
+
+    def examine_skips(self, *, on: bool) -> None:
+        """Examine the steps that follow."""
+        self._examiner.switch(on=on)
+
+    def skip_causes(self) -> tuple[SkipCause, ...]:
+        """What the examiner has found."""
+        return tuple(self._examiner.causes)
+
+    def examining_seconds(self) -> float:
+        """The time it took."""
+        return self._examiner.seconds
 
     def divisor(self) -> float:
         """The loss scale."""

@@ -1,4 +1,4 @@
-"""What one run produced: its curves, its timings, and the values measured once per run.
+"""What one run produced: its curves, its timings, its samples, and the values measured once per run.
 
 `Measurements` is stored as the `measured` event of a run file. `as_dict` and `from_dict` are the only places that know
 the stored keys; a value that was not measured is left out of the file.
@@ -7,10 +7,24 @@ the stored keys; a value that was not measured is left out of the file.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-__all__ = ["Curves", "Failure", "GradientDifference", "Measurements", "PredictedPeak", "TrialResult", "Validation"]
+if TYPE_CHECKING:
+    from halfstep.watching.sample import Sample
+
+__all__ = [
+    "Curves",
+    "Failure",
+    "GradientDifference",
+    "Measurements",
+    "Numerics",
+    "PredictedPeak",
+    "SkipCause",
+    "TrialResult",
+    "Validation",
+]
 
 # Field -> stored key, where they differ.
 _KEYS = {"weights_digest": "weights", "batch_digest": "batch", "allocated": "held"}
@@ -50,6 +64,34 @@ class PredictedPeak:
 
 
 @dataclass(frozen=True)
+class Numerics:
+    """What the format did to the gradients of one step after training."""
+
+    step: int  # counted from the start of training
+    scale: float  # of the loss
+    underflow: float | None = None  # share of the elements that are not 0 in fp32 and are 0 as stored here
+    worst_layer: str | None = (
+        None  # the module with the largest share, or the first that overflowed; None if there is none
+    )
+    worst_underflow: float | None = None  # its share
+    overflowed: str | None = (
+        None  # if gradients are not finite: the cause as in SkipCause, or what of that module is not ("output", "gradient")
+    )
+
+
+@dataclass(frozen=True)
+class SkipCause:
+    """Why a step was skipped, from computing it again."""
+
+    step: int
+    cause: str  # data, weights, forward, backward or not reproduced, as in `watching.autopsy`
+    module: str | None  # "" is the model itself, None outside of it
+    sentence: str
+    scale: float  # of the loss
+    scale_too_high: bool = False  # whether the gradients are finite without loss scaling
+
+
+@dataclass(frozen=True)
 class Measurements:
     """Values measured once per run; None where one was not measured."""
 
@@ -73,6 +115,9 @@ class Measurements:
     census: dict[str, Any] | None = None
     census_failed: str | None = None
     predicted: PredictedPeak | None = None
+    numerics: Numerics | None = None
+    numerics_failed: str | None = None
+    skip_causes: tuple[SkipCause, ...] | None = None  # of skipped steps that were computed again
     truth: dict[str, Any] | None = None  # stored in the header of the run file
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,17 +132,22 @@ class Measurements:
     @classmethod
     def from_dict(cls, values: dict[str, Any], truth: dict[str, Any] | None = None) -> Self:
         """The measurements that `as_dict` wrote; unknown keys are ignored."""
-        types = {
+        types: dict[str, Callable[..., Any]] = {
             "gradients": GradientDifference,
             "eager_gradients": GradientDifference,
             "validation": Validation,
             "predicted": PredictedPeak,
+            "numerics": Numerics,
+            "skip_causes": lambda *causes: tuple(SkipCause(**{"module": None, **cause}) for cause in causes),
         }
         fields: dict[str, Any] = {}
         for item in dataclasses.fields(cls):
             value = values.get(_KEYS.get(item.name, item.name))
             if value is not None:
-                fields[item.name] = types[item.name](**value) if item.name in types else value
+                build = types.get(item.name)
+                fields[item.name] = (
+                    value if build is None else build(*value) if isinstance(value, list) else build(**value)
+                )
         return cls(**{**fields, "truth": truth})
 
 
@@ -119,9 +169,12 @@ class TrialResult:
     seconds: tuple[float, ...] = ()  # of every timed step
     slices: tuple[int, ...] = ()  # steps in each turn
     measurements: Measurements = field(default_factory=Measurements)
+    sample: Sample | None = None  # behind `Measurements.numerics`
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     return {key: item for key, item in dataclasses.asdict(value).items() if item is not None}

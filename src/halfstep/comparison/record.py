@@ -2,8 +2,8 @@
 
 It is a run file in the format of `halfstep.checkpoint.runlog`. The first line has an extra key `comparison`: the row, the
 seed, the repeat, the settings. One `step` line per training step has loss, gradient norm, scale, whether it was skipped,
-and for timed steps their seconds and the number of the slice. A `measured` event has everything that is one value per
-run; a `failed` event gives the reason why a run ended early.
+and for timed steps their seconds and the number of the slice. A `numerics` event has the exponents of one step after
+training, a `measured` event everything that is one value per run; a `failed` event gives the reason why a run ended early.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import TrialSpec
 from halfstep.comparison.variant import Variant
 from halfstep.errors import SettingError
+from halfstep.train.numerics import record_sample
 
 __all__ = ["CUT_OFF", "RUNS", "RunRecord", "read_run", "run_files", "run_name", "write_run"]
 
 RUNS = "runs"  # in the directory of a comparison
 _LONGEST_NAME = 120  # of a run's files; file systems allow 255 bytes
 CUT_OFF = "cut off"  # the failure of a run whose file is truncated
+NUMERICS = "numerics"  # the event of a sample
 _STORED = ("contender", "settings", "repeat", "seed", "batch", "is_reference")  # of the TrialSpec
 
 
@@ -48,6 +50,7 @@ class RunRecord:
     measured: Measurements = field(default_factory=Measurements)
     failure: Failure | None = None
     machine: str = ""
+    sample: dict[str, Any] | None = None  # exponents of the gradients and activations of a step after training
 
     @property
     def seconds(self) -> list[float]:
@@ -91,6 +94,8 @@ def write_run(
         comparison={key: stored[key] for key in _STORED},
     ) as log:
         _write_steps(log, result)
+        if result.sample is not None:
+            record_sample(log, result.sample)
         if measured:
             log.event("measured", values=measured)
         if failure is not None:
@@ -159,6 +164,7 @@ def _read(run: Run, header: dict[str, Any], machine: str) -> RunRecord:
         Measurements.from_dict(measured, run.header["truth"]),
         failure,
         machine,
+        next((event for event in reversed(run.events) if event["event"] == NUMERICS), None),
     )
 
 

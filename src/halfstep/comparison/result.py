@@ -64,6 +64,10 @@ class Comparison:
             "notes": list(self.notes),
             "machines": [survey.as_dict() for survey in self.surveys],
             "curves": [_curves(run) for run in self.runs],
+            "samples": sorted(
+                (_sample(run) for run in self.runs if run.sample is not None),
+                key=lambda sample: [row.label for row in self.rows].index(sample["label"]),
+            ),
             "stopped_by": self.stopped_by,
         }
         plain: dict[str, Any] = _plain(values)
@@ -185,6 +189,8 @@ def _notes(runs: list[RunRecord], survey: Survey, rows: list[Row]) -> list[str]:
             notes.append(f"{label}: timing the phases of a step failed ({measured.split_failed}).")
         if measured.census_failed is not None:
             notes.append(f"{label}: the operator census failed ({measured.census_failed}).")
+        if measured.numerics_failed is not None:
+            notes.append(f"{label}: its underflow was not measured: {measured.numerics_failed}.")
         if measured.stopped_after is not None and not survey.stopped:
             notes.append(
                 f"{label} was cut short after {measured.stopped_after} of {run.settings.steps} steps and not repeated: it is so much "
@@ -283,6 +289,15 @@ def _curves(run: RunRecord) -> dict[str, Any]:
         "skipped": [i + 1 for i, skipped in enumerate(run.skipped) if skipped],
         "seconds": run.seconds,
     }
+
+
+def _sample(run: RunRecord) -> dict[str, Any]:
+    """The exponents of a run, in the form of its run file."""
+    assert run.sample is not None
+    values: dict[str, Any] = {
+        name: run.sample[name] for name in ("step", "scale", "gradients", "activations") if name in run.sample
+    }
+    return {"label": _named(run.variant.label, run.machine), "compute": run.variant.compute, **values}
 
 
 def _plain(value: Any) -> Any:

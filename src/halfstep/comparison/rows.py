@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from halfstep.comparison.estimate import Estimate, curve_distance, from_groups, from_values, paired_ratio
+from halfstep.comparison.numerics.skips import root_cause, skip_notes
 from halfstep.comparison.record import RunRecord
 from halfstep.comparison.survey import Survey
 from halfstep.comparison.variant import Variant
@@ -62,6 +63,10 @@ class Row:
     cosine: float | None = None  # of the first gradients with fp32's
     gradient_error: float | None = None  # of the first gradients, relative to fp32's
     eager_error: float | None = None  # and relative to those of the same precision without compilation
+    underflow: float | None = None  # share of the gradient that is 0 here and not in fp32, in a step after training
+    worst_layer: str | None = None  # the module with the largest share, or where a gradient became inf or NaN
+    worst_underflow: float | None = None  # that module's share
+    overflowed: str | None = None  # what happened in it, if gradients are not finite: see `measurements.Numerics`
     census: dict[str, Any] | None = None
     truth: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
@@ -92,6 +97,7 @@ METRICS = {
     "cosine": "cosine of the first gradients with fp32's",
     "gradient_error": "relative error of the first gradients with respect to fp32's",
     "eager_error": "relative difference of a compiled row's first gradients from those of the same precision without compilation",
+    "underflow": "share of the gradient's elements that are 0 as stored and not in fp32, in a step after training",
     "flops_share": "share of the measured matmul rate that the job reaches",
 }
 
@@ -140,7 +146,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey:
         status,
         reason,
         num_runs=len(completed),
-        notes=(*variant.notes, *_overflow_note(runs)),
+        notes=(*variant.notes, *skip_notes(runs)),
     )
     timed = [run for run in runs if run.slices]
     if not timed:
@@ -176,18 +182,18 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey:
         cosine=None if gradients is None else _finite(gradients.cosine),
         gradient_error=None if gradients is None else _finite(gradients.relative_error),
         eager_error=None if eager is None else _finite(eager.relative_error),
+        **_numerics(timed),
         census=None if surveyed is None else surveyed.census,
         truth=next((run.measured.truth for run in timed if run.measured.truth), None),
     )
 
 
-def _overflow_note(runs: Sequence[RunRecord]) -> tuple[str, ...]:
-    cosines = [run.measured.gradients.cosine for run in runs if run.measured.gradients is not None]
-    if all(map(math.isfinite, cosines)):
-        return ()
-    return (
-        "the gradients of the first step overflowed, because the initial loss scale is too high; they have no cosine",
-    )
+def _numerics(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    numerics = next((run.measured.numerics for run in runs if run.measured.numerics is not None), None)
+    if numerics is None:
+        return {}
+    names = ("underflow", "worst_layer", "worst_underflow", "overflowed")
+    return {name: getattr(numerics, name) for name in names}
 
 
 def _status(runs: Sequence[RunRecord]) -> tuple[str, str]:
@@ -195,14 +201,15 @@ def _status(runs: Sequence[RunRecord]) -> tuple[str, str]:
     if failed:
         assert failed[0].failure is not None
         share = f" ({len(failed)} of {len(runs)} runs)" if len(runs) > 1 else ""
-        return "failed", f"{failed[0].failure.kind}{share}: {failed[0].failure.reason}"
-    diverged = [(run.seed, run.diverged_at) for run in runs if run.diverged_at is not None]
+        cause = root_cause(failed[0]) if failed[0].failure.kind == "overflow" else ""
+        reason = f"{failed[0].failure.reason}{f' Examined: {cause}.' if cause else ''}"
+        return "failed", f"{failed[0].failure.kind}{share}: {reason}"
+    diverged = [run for run in runs if run.diverged_at is not None]
     if diverged:
-        seed, step = diverged[0]
-        return (
-            "failed",
-            f"NaN ({len(diverged)} of {len(runs)} runs): the loss is not finite from step {step} on with seed {seed}",
-        )
+        run = diverged[0]
+        reason = f"the loss is not finite from step {run.diverged_at} on with seed {run.seed}"
+        cause = root_cause(run)
+        return "failed", f"NaN ({len(diverged)} of {len(runs)} runs): {reason}{f': {cause}' if cause else ''}"
     return "done", ""
 
 

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from halfstep.comparison.estimate import Estimate
 from halfstep.comparison.rows import Row
 from halfstep.hardware.units import bytes_text, seconds_text
 
-__all__ = ["fit_columns", "plain_table", "show_interval", "table_cells"]
+__all__ = ["fit_columns", "plain_table", "show_interval", "show_layer", "show_share", "table_cells"]
 
-HEADINGS = ("precision", "step", "samples/s", "speed", "peak", "loss", "gap to fp32", "metric", "skipped", "cosine")
+HEADINGS = (
+    "precision",
+    "step",
+    "samples/s",
+    "speed",
+    "peak",
+    "loss",
+    "gap to fp32",
+    "metric",
+    "skipped",
+    "cosine",
+    "underflow",
+    "worst layer",
+)
 # Columns that a narrow terminal drops, in this order.
-_DISPENSABLE = ("cosine", "loss", "skipped", "step", "metric", "samples/s", "gap to fp32")
+_DISPENSABLE = ("cosine", "loss", "step", "worst layer", "skipped", "underflow", "metric", "samples/s", "gap to fp32")
+_LONGEST_NAME = 24  # of a layer, in a terminal
+# What a layer is shown with when gradients are not finite, by `measurements.Numerics.overflowed`.
+_OVERFLOWS = {
+    "forward": "forward overflow",
+    "backward": "backward overflow",
+    "data": "inf or NaN in the data",
+    "weights": "inf or NaN in the weights",
+    "output": "output not finite",
+    "gradient": "gradient not finite",
+}
 
 
 def table_cells(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -52,7 +76,30 @@ def _cells(row: Row) -> tuple[str, ...]:
         _metric(row.metric),
         str(row.skips),
         "-" if row.cosine is None else f"{row.cosine:.5f}",
+        "-" if row.underflow is None else show_share(row.underflow),
+        _layer(row),
     )
+
+
+def show_share(share: float) -> str:
+    """A share in percent; one that is not 0 never looks like 0."""
+    return "0 %" if share == 0 else f"{100 * share:.3g} %" if share >= 1e-4 else "<0.01 %"
+
+
+def show_layer(row: Row) -> str:
+    """The worst layer of a row and what is wrong with it."""
+    if row.worst_layer is None:
+        return "-"
+    if row.overflowed is not None:
+        return f"{row.worst_layer}: {_OVERFLOWS.get(row.overflowed, row.overflowed)}"
+    return row.worst_layer if row.worst_underflow is None else f"{row.worst_layer} {show_share(row.worst_underflow)}"
+
+
+def _layer(row: Row) -> str:
+    """The same for a narrow column: the end of a long name, and an overflow, but no share."""
+    name = row.worst_layer or "-"
+    name = name if len(name) <= _LONGEST_NAME else f"..{name[2 - _LONGEST_NAME :]}"
+    return show_layer(replace(row, worst_layer=name, worst_underflow=None))
 
 
 def _gap(row: Row) -> str:

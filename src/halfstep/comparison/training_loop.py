@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from halfstep.backends.context import RunContext
+from halfstep.comparison.measurements import SkipCause
 from halfstep.engine.schedules import needs_metric
 from halfstep.jobs.job import Job
 
@@ -52,8 +53,17 @@ class TrainingLoop(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Backpropagate."""
 
-    def step(self) -> Callable[[], StepOutcome]:
-        """Update; the returned function reads the outcome."""
+    def step(self, replay: Callable[[], Any] | None = None) -> Callable[[], StepOutcome]:
+        """Update; the returned function reads the outcome. `replay` computes the loss again, for `examine_skips`."""
+
+    def examine_skips(self, *, on: bool) -> None:
+        """From now on, find out why a step is skipped, or not; a loop that cannot does nothing."""
+
+    def skip_causes(self) -> tuple[SkipCause, ...]:
+        """Why steps were skipped, as far as it was examined."""
+
+    def examining_seconds(self) -> float:
+        """The time that took."""
 
     def divisor(self) -> float:
         """The factor that gradients carry between backward and step: the loss scale."""

@@ -2,8 +2,8 @@
 
 The order matters. The first step also yields the gradients that are compared with fp32's. Warm-up steps are trained but
 not timed. Timed steps come in slices, between which other rows take their turns. Everything that would disturb training
-comes after it: validation, then a few steps timed phase by phase with the device synchronized in between, then one step
-under the census. Nothing is measured after those last steps.
+comes after it: validation, then a step whose numbers are sampled, a few steps timed phase by phase with the device
+synchronized in between, and one step under the census. Nothing is measured after those last steps.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ from halfstep.comparison.census_trace import trace_step
 from halfstep.comparison.clock import StepClock, peak_bytes, reset_peak, resident_bytes, synchronize
 from halfstep.comparison.gradients import compare_gradients, save_gradients
 from halfstep.comparison.loops import make_loop
-from halfstep.comparison.measurements import Curves, Measurements, PredictedPeak, TrialResult, Validation
+from halfstep.comparison.measurements import Curves, Measurements, Numerics, PredictedPeak, TrialResult, Validation
+from halfstep.comparison.numerics.underflow import judge_sample, num_underflows, take_sample, where_not_zero
 from halfstep.comparison.spec import TrialSpec
 from halfstep.comparison.training_loop import StepOutcome, TrainingLoop, build_parts
 from halfstep.engine.compiling import records_graphs
 from halfstep.jobs.job import Job, trainable
 from halfstep.train.stream import DataStream, batch_size_of, fingerprint, to_device
+from halfstep.watching.activations import Activations
+from halfstep.watching.sample import Sample
 
 __all__ = ["PHASES", "Trial"]
 
 PHASES = ("data", "forward", "backward", "step")
 NUM_SPLIT = 5  # steps whose phases are timed separately
+NUM_SAMPLED = 3  # steps that are tried until one does not overflow
 NUM_WATCHED = 3  # steps under the CPU census; the minimum time of each operator counts
 
 
@@ -50,6 +54,7 @@ class Trial:
         self.measurements = Measurements(base_bytes=resident_bytes() if self.device.type == "cpu" else 0)
         seed_everything(spec.seed)
         parts = build_parts(job, self.context)
+        self._model = parts.model
         self._named = trainable(parts.model)  # before a baseline wraps the model and changes the names
         self._add(weights_digest=fingerprint([p for _, p in self._named]))
         self.loop: TrainingLoop = make_loop(spec.variant, parts, spec.settings.max_norm)
@@ -63,6 +68,7 @@ class Trial:
         self.seconds: list[float] = []  # of every timed step
         self.slices: list[int] = []  # steps in each turn
         self._curves: Curves | None = None
+        self._sample: Sample | None = None
 
     def _add(self, **values: Any) -> None:
         self.measurements = replace(self.measurements, **values)
@@ -79,11 +85,16 @@ class Trial:
     def warm_up(self) -> None:
         """The first steps (compilation, autotuning, optimizer states), timed as a whole."""
         start = time.perf_counter()
+        self.loop.examine_skips(on=True)
         for number in range(self.spec.settings.num_warmup):
-            self._step(first=number == 0)
+            self._step(first=number == 0, examine=True)
         synchronize(self.device)
+        for read in self._outcomes[-1:]:
+            read()  # on a GPU, the outcome of the last step arrives here
+        self.loop.examine_skips(on=False)
         self._add(
-            warmup_seconds=time.perf_counter() - start,
+            skip_causes=self.loop.skip_causes() or None,
+            warmup_seconds=time.perf_counter() - start - self.loop.examining_seconds(),
             warmup_steps=self.spec.settings.num_warmup,
             warmup_peak_bytes=peak_bytes(self.device),
         )
@@ -98,25 +109,30 @@ class Trial:
         self.seconds += self._clock.seconds()
         self.slices.append(count)
 
-    def _step(self, *, first: bool = False) -> None:
+    def _step(self, *, first: bool = False, examine: bool = False) -> None:
         epoch, raw = next(self._batches)
         if first:
             self._add(batch_digest=fingerprint(raw))
-        loss = self._forward(epoch, to_device(raw, self.device))
+        batch = to_device(raw, self.device)
+        loss = self._forward(epoch, batch)
         self.loop.backward(loss)
         if first:
             self._compare_gradients()
             self._count_bytes()
-        self._outcomes.append(self.loop.step())
+        self._outcomes.append(self.loop.step(self._replay(epoch, batch) if examine else None))
         self._losses.append(loss.detach().to(torch.float32, copy=True))  # a CUDA graph overwrites it on replay
         self._sizes.append(batch_size_of(raw, self.spec.batch))
 
     def _forward(self, epoch: int, batch: Any, split: str = "train") -> Tensor:
         with self.loop.forward():
-            loss: Tensor = self.job.call(
-                "loss", self.context, model=self.loop.model, batch=batch, epoch=epoch, split=split
-            )
+            return self._loss(self.loop.model, epoch, batch, split)
+
+    def _loss(self, model: Any, epoch: int, batch: Any, split: str = "train") -> Tensor:
+        loss: Tensor = self.job.call("loss", self.context, model=model, batch=batch, epoch=epoch, split=split)
         return loss
+
+    def _replay(self, epoch: int, batch: Any) -> Callable[[], Tensor]:
+        return lambda: self._loss(self.loop.model, epoch, batch)
 
     def _compare_gradients(self) -> None:
         if not self.spec.survey:
@@ -163,14 +179,13 @@ class Trial:
             self._survey()
 
     def _survey(self) -> None:
-        """Phases, census and predicted memory: once per row."""
+        """Numerics, phases, census and predicted memory: once per row."""
         self.loop.end_schedule()  # OneCycleLR, for one, raises when it is stepped beyond its total_steps
-        for name, measure in (("split", self._split), ("census", self._census)):
+        for name, measure in (("numerics", self._numerics), ("split", self._split), ("census", self._census)):
             try:
                 self._add(**{name: measure()})
             except Exception as error:  # a profiler without permissions must not cost the finished run
-                message = (str(error).strip().splitlines() or [""])[0]
-                self._add(**{f"{name}_failed": f"{type(error).__name__}: {message}"})
+                self._add(**{f"{name}_failed": _describe(error)})
         if self.device.type == "cuda" and not self.spec.variant.compile:  # the prediction does not cover compilation
             self._predict()
 
@@ -187,7 +202,7 @@ class Trial:
         curves = Curves()
         with contextlib.suppress(Exception):
             curves = self.curves()
-        return TrialResult(curves, tuple(self.seconds), tuple(self.slices), self.measurements)
+        return TrialResult(curves, tuple(self.seconds), tuple(self.slices), self.measurements, self._sample)
 
     def curves(self) -> Curves:
         """Loss, gradient norm, scale and skips of every training step; synchronizes with the device."""
@@ -225,6 +240,44 @@ class Trial:
                 total += size
         restore_rng(random_numbers)
         return Validation(**{name: value / total for name, value in sums.items()})
+
+    def _numerics(self) -> Numerics:
+        """What the format does to one more step; one that overflows is tried again, at the lower scale that follows."""
+        epoch, batch = self._next_on_device()
+        random_numbers = rng_state()
+        not_zero = None
+        try:
+            with self._uncompiled():
+                not_zero = where_not_zero(self._model, lambda model: self._loss(model, epoch, batch))
+        except Exception as error:  # no memory for a copy, or a job that cannot use one: the rest is known all the same
+            self._add(numerics_failed=f"its gradients could not be computed in fp32 ({_describe(error)})")
+        self.loop.examine_skips(on=True)
+        try:
+            for _ in range(NUM_SAMPLED):
+                restore_rng(random_numbers)
+                numerics = self._sample_step(epoch, batch, not_zero)
+                if numerics.overflowed in {None, "forward", "data", "weights"}:  # what a lower scale cannot change
+                    break
+        finally:
+            self.loop.examine_skips(on=False)
+            self._add(skip_causes=self.loop.skip_causes() or None)
+        return numerics
+
+    def _sample_step(self, epoch: int, batch: Any, not_zero: dict[str, Tensor] | None) -> Numerics:
+        activations = Activations(self._model)
+        activations.arm()
+        try:
+            loss = self._forward(epoch, batch)
+            self.loop.backward(loss)
+        finally:
+            counted = activations.take()
+        scale = self.loop.divisor()
+        self._sample = take_sample(len(self._losses) + 1, self._named, scale, counted)
+        underflows = None if not_zero is None else num_underflows(self._named, not_zero)
+        examined = len(self.loop.skip_causes())
+        self.loop.step(self._replay(epoch, batch))()
+        cause = next(iter(self.loop.skip_causes()[examined:]), None)
+        return judge_sample(self._sample, underflows, cause)
 
     def _split(self) -> dict[str, float]:
         """Median seconds of each phase, in steps that synchronize between phases."""
@@ -279,6 +332,11 @@ class Trial:
         self.loop.backward(loss)
         enter_phase("step")
         self.loop.step()
+
+
+def _describe(error: Exception) -> str:
+    message = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {message}"
 
 
 def _bytes(tensors: list[Any]) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from halfstep.hardware.torch_build import require
 from halfstep.hardware.units import bytes_text, count_text, seconds_text
 from halfstep.report.html_page import asset, render_html, script_json, script_source
+from halfstep.report.numerics.heat import heat_maps
+from halfstep.report.numerics.view import format_of, rows_of
 from halfstep.report.page_tables import census_tables, environments, summary, truth_table
 from halfstep.report.plot import Plot, Values
 from halfstep.report.plot_bars import census_plot, flops_plot, memory_plot, phases_plot, speed_plot
@@ -70,11 +72,23 @@ def page_values(comparison: Comparison, data: Values) -> dict[str, Any]:
         "verdict": _verdict(comparison),
         "summary": summary(comparison),
         "failed": failed,
+        "samples": _samples(data),
         "censuses": census_tables(data),
         "truth": truth_table(data),
         "environments": environments(data),
         "commands": "\n".join(dict.fromkeys(" ".join(machine["command"]) for machine in data["machines"])),
     }
+
+
+def _samples(data: Values) -> list[dict[str, Any]]:
+    """The heat maps of each row that was sampled."""
+    samples = []
+    for sample in data["samples"]:
+        fmt = format_of(sample["compute"])
+        heat = heat_maps(tuple(rows_of(sample, fmt)), fmt)
+        if heat:
+            samples.append({"label": sample["label"], "heat": heat})
+    return samples
 
 
 def _about(comparison: Comparison, data: Values) -> str:

@@ -18,7 +18,7 @@ __all__ = ["Census", "Summary", "SummaryCell", "SummaryRow", "census_tables", "e
 
 HEADS = (
     "precision", "step", "samples/s", "speedup", "peak memory", "final loss", "gap to fp32", "val loss", "metric", "skipped",
-    "gradient cosine", "warm-up",
+    "gradient cosine", "underflow, worst layer", "warm-up",
 )  # fmt: skip
 MAX_OPERATORS = 15  # in the table of a row
 MAX_SHAPES = 6  # of misaligned products
@@ -76,6 +76,7 @@ def summary(comparison: Comparison) -> Summary:
 
 def _cells(row: Row) -> tuple[SummaryCell, ...]:
     from halfstep.comparison.rows import metric_of
+    from halfstep.comparison.table import show_layer, show_share
 
     if row.step_seconds is None:
         return ()
@@ -100,6 +101,11 @@ def _cells(row: Row) -> tuple[SummaryCell, ...]:
         cell("metric", _number(row.metric, ".4f"), _half(row.metric)),
         cell("skips", str(row.skips), f"{row.nonfinite} non-finite losses" if row.nonfinite else ""),
         cell("cosine", "-" if row.cosine is None else f"{row.cosine:.6f}", _gradient_errors(row)),
+        cell(
+            "underflow",
+            "-" if row.underflow is None else show_share(row.underflow),
+            "" if row.worst_layer is None else show_layer(row),
+        ),
         SummaryCell(warmup, f"{row.warmup_steps} steps"),
     )
 

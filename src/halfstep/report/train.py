@@ -87,6 +87,8 @@ def render_outcome(outcome: TrainOutcome) -> str:
         f"run file    {outcome.out / 'run.jsonl'}",
         f"checkpoint  {outcome.checkpoint or 'none'}",
     ]
+    if (page := outcome.out / "report.html").exists():
+        lines.append(f"report      {page}")
     lines += outcome.numerics
     if outcome.problem:
         lines.append(f"problem     {outcome.problem}")

@@ -9,13 +9,14 @@ from typing import Any
 
 from halfstep.report.html_page import render_html
 from halfstep.report.html_table import Table, data_table
-from halfstep.report.numerics.view import KINDS, RunView, TensorRow, worst
+from halfstep.report.numerics.heat import heat_maps
+from halfstep.report.numerics.view import KINDS, RunView, format_of, worst
 
 __all__ = ["render_watch_page", "watch_values"]
 
 _POINTS = 600  # of a curve
-_ROWS = 120  # tensors in the heat map
-_WIDTH, _HEIGHT, _CELL = 1000, 160, 14
+_SKIPS = 50  # skipped steps that are listed
+_WIDTH, _HEIGHT = 1000, 160
 
 
 def render_watch_page(view: RunView) -> str:
@@ -26,17 +27,19 @@ def render_watch_page(view: RunView) -> str:
 def watch_values(view: RunView) -> dict[str, Any]:
     """Everything the page shows."""
     steps = [point.step for point in view.points]
+    skipped = [point.step for point in view.points if point.skipped]
     curves = [_curve("Loss", steps, [point.loss for point in view.points])]
     if any(point.scale != 1.0 for point in view.points):
         scales = [math.log2(point.scale) if point.scale > 0 else math.nan for point in view.points]
-        curves.append(_curve("Loss scale, as a power of 2", steps, scales))
+        curves.append(_curve("Loss scale, as a power of 2", steps, scales, skipped))
     return {
         "title": f"Run {view.run}",
         "about": f"{view.policy}. {view.command}",
         "tiles": _tiles(view),
         "curves": [curve for curve in curves if curve is not None],
-        "skipped": [point.step for point in view.points if point.skipped][:50],
-        "heat": _heat_maps(view),
+        "skipped": skipped[:_SKIPS],
+        "skipped_more": len(skipped[_SKIPS:]),
+        "heat": heat_maps(view.rows, format_of(view.format)),
         "tables": [table for table in (_worst_table(view), _event_table(view)) if table is not None],
         "sampled_at": view.sampled_at,
         "format": view.format,
@@ -54,13 +57,15 @@ def _tiles(view: RunView) -> list[tuple[str, str]]:
     return tiles
 
 
-def _curve(title: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any] | None:
-    """A line through the finite values; a gap where one is not finite."""
+def _curve(
+    title: str, steps: Sequence[int], values: Sequence[float], marks: Sequence[int] = ()
+) -> dict[str, Any] | None:
+    """A line through the finite values; a gap where one is not finite, and a mark at each of the steps `marks`."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return None
     low, high = min(finite), max(finite)
-    span, first, last = (high - low) or 1.0, steps[0], steps[-1]
+    span, first, last = high - low, steps[0], steps[-1]
     stride = -(-len(values) // _POINTS)
     lines: list[list[str]] = [[]]
     for step, value in list(zip(steps, values, strict=True))[::stride]:
@@ -68,7 +73,7 @@ def _curve(title: str, steps: Sequence[int], values: Sequence[float]) -> dict[st
             lines.append([])
             continue
         x = _WIDTH * (step - first) / ((last - first) or 1)
-        y = _HEIGHT - (_HEIGHT - 10) * (value - low) / span - 5
+        y = _HEIGHT - (_HEIGHT - 10) * ((value - low) / span if span else 0.5) - 5
         lines[-1].append(f"{x:.1f},{y:.1f}")
     return {
         "title": title,
@@ -77,46 +82,9 @@ def _curve(title: str, steps: Sequence[int], values: Sequence[float]) -> dict[st
         "first": first,
         "last": last,
         "lines": [" ".join(line) for line in lines if line],
+        "marks": [f"{_WIDTH * (step - first) / ((last - first) or 1):.1f}" for step in marks],
         "width": _WIDTH,
         "height": _HEIGHT,
-    }
-
-
-def _heat_maps(view: RunView) -> list[dict[str, Any]]:
-    maps = []
-    for kind in KINDS:
-        rows = [row for row in view.rows if row.kind == kind and row.bins]
-        if rows:
-            maps.append(_heat_map(kind, rows))
-    return maps
-
-
-def _heat_map(kind: str, rows: list[TensorRow]) -> dict[str, Any]:
-    """One line per tensor in the order of the model, one cell per exponent; darker where more elements are."""
-    shown = rows[:_ROWS]
-    exponents = [e for row in shown for e in row.bins]
-    low, high = min(exponents), max(exponents)
-    lines = []
-    for row in shown:
-        total = sum(row.bins.values())
-        cells = [
-            {
-                "x": e - low,
-                "opacity": f"{max(0.06, min(1.0, 3 * count / total)):.2f}",
-                "title": f"2^{e}: {100 * count / total:.2g} %",
-            }
-            for e, count in sorted(row.bins.items())
-            if count
-        ]
-        lines.append({"name": row.name, "cells": cells})
-    ticks = [{"x": e - low, "label": f"2^{e}"} for e in range(low, high + 1) if e % 8 == 0]
-    return {
-        "kind": kind,
-        "lines": lines,
-        "ticks": ticks,
-        "num_columns": high - low + 1,
-        "cell": _CELL,
-        "left_out": len(rows) - len(shown),
     }
 
 

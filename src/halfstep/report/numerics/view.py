@@ -17,10 +17,22 @@ from halfstep.precision.formats import FP32, Format, get_format
 if TYPE_CHECKING:
     from halfstep.checkpoint.runlog import Run
 
-__all__ = ["KINDS", "NUMERICS", "EventLine", "RunView", "StepPoint", "TensorRow", "view_of", "worst"]
+__all__ = [
+    "KINDS",
+    "NUMERICS",
+    "EventLine",
+    "RunView",
+    "StepPoint",
+    "TensorRow",
+    "format_of",
+    "rows_of",
+    "view_of",
+    "worst",
+]
 
 NUMERICS = "numerics"  # the event of a sample
-_QUIET = {"truth", "saved", "validation", "memory", "ended", NUMERICS}  # events that report no problem
+_ENDS = {"ended", "measured", "failed"}  # the last events of a run, the latter two in a comparison
+_QUIET = {"truth", "saved", "validation", "memory", "ended", "measured", NUMERICS}  # events that report no problem
 KINDS = ("gradient", "weight", "activation")
 
 
@@ -94,10 +106,10 @@ class RunView:
 def view_of(run: Run) -> RunView:
     """The view of a run file."""
     policy = str(run.header.get("policy", ""))
-    fmt = _format_of(policy)
+    fmt = _compute_format(policy)
     samples = [event for event in run.events if event["event"] == NUMERICS]
     command = run.header.get("command", "")
-    ends = [event for event in run.events if event["event"] == "ended"]
+    ends = [event for event in run.events if event["event"] in _ENDS]
     last_resume = run.resumes[-1]["time"] if run.resumes else 0.0
     return RunView(
         run=str(run.header["run"]),
@@ -106,7 +118,7 @@ def view_of(run: Run) -> RunView:
         command=command if isinstance(command, str) else " ".join(map(str, command)),
         points=tuple(_point(record) for record in run.records),
         events=tuple(_event(event) for event in run.events if event["event"] not in _QUIET),
-        rows=tuple(_rows(samples[-1], fmt)) if samples else (),
+        rows=tuple(rows_of(samples[-1], fmt)) if samples else (),
         sampled_at=samples[-1].get("step", samples[-1].get("attempted")) if samples else None,
         total_steps=(run.header.get("config") or {}).get("steps"),
         ended=bool(ends) and ends[-1]["time"] >= last_resume,
@@ -125,15 +137,20 @@ def worst(rows: Iterable[TensorRow], count: int) -> list[TensorRow]:
     return sorted(rows, key=badness, reverse=True)[:count]
 
 
-def _format_of(policy: str) -> Format:
+def format_of(name: str) -> Format:
+    """The format with this name; fp32 for one whose range is not known."""
+    fmt = get_format(name)
+    return fmt if isinstance(fmt, Format) else FP32
+
+
+def _compute_format(policy: str) -> Format:
     from halfstep.errors import SettingError
     from halfstep.precision.policy import Policy
 
     try:
-        fmt = get_format(Policy.parse(policy).compute)
+        return format_of(Policy.parse(policy).compute)
     except SettingError:  # a policy of a later version
         return FP32
-    return fmt if isinstance(fmt, Format) else FP32
 
 
 def _point(record: Mapping[str, Any]) -> StepPoint:
@@ -163,7 +180,8 @@ def _event(event: Mapping[str, Any]) -> EventLine:
     return EventLine(step, str(event["event"]), text, str(event.get("advice", "")))
 
 
-def _rows(sample: Mapping[str, Any], fmt: Format) -> Iterable[TensorRow]:
+def rows_of(sample: Mapping[str, Any], fmt: Format) -> Iterable[TensorRow]:
+    """The tensors of a sample, as shown for a format."""
     updates = sample.get("updates") or {}
     for kind in KINDS:
         for name, stats in (sample.get(f"{kind}s") or {}).items():
