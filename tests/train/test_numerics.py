@@ -48,9 +48,12 @@ def test_samples_are_in_the_run_file(tmp_path):
     assert outcome.numerics[0].startswith("watched")
 
 
-def test_a_watch_that_is_off_records_nothing(tmp_path):
-    """No sample, and no line in the summary."""
+def test_a_watch_that_is_off_records_nothing(tmp_path, monkeypatch):
+    """No sample, no line in the summary, and no remark that a replay has no effect."""
+    remarks = []
+    monkeypatch.setattr("halfstep.engine.replay.record.log_once", remarks.append)
     outcome, log = run(tmp_path, watch=None)
+    assert not remarks
     assert not [event for event in log.events if event["event"] == "numerics"]
     assert outcome.numerics == ()
 

@@ -248,7 +248,8 @@ class _Run:
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._num_losses += 1
         self._samples += batch_size_of(batch, self.context.batch_size)
-        result = self.engine.step(replay=compute)  # keeps the batch until the outcome has arrived
+        # A replay keeps the batch until the outcome has arrived.
+        result = self.engine.step(replay=None if self.watch is None else compute)
         if result.boundary:
             self._record(result, epoch)
 
