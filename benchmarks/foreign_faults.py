@@ -180,7 +180,7 @@ def _called(model: nn.Module, fault: Fault) -> list[tuple[str, nn.Module]]:
         if isinstance(module, nn.ModuleList | nn.ModuleDict) or "parametrizations" in name:
             continue
 
-        def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+        def hook(module: nn.Module, _: Any, output: Any, name: str = name) -> None:
             first = _first(output)
             if isinstance(first, Tensor) and first.is_floating_point():
                 called.append((name, module))
@@ -291,7 +291,7 @@ def _eps(module: nn.Module) -> str:
 
 
 class Injector:
-    """Makes a fault happen while it is armed."""
+    """Makes a fault happen from `arm` to `disarm`, in the micro-batch that is due."""
 
     def __init__(self, fault: Fault, model: nn.Module) -> None:
         self.fault, self.model = fault, model
@@ -347,11 +347,11 @@ class Injector:
             name = _eps(module)
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, 0.0)
-            undo.callback(module.register_forward_pre_hook(lambda module, args: (args[0] * 0, *args[1:])).remove)
+            undo.callback(module.register_forward_pre_hook(lambda _, args: (args[0] * 0, *args[1:])).remove)
         elif fault.kind == "scores":
             for name in FOREIGN[fault.setting.model].scores[str(fault.target)]:
                 module = self.model.get_submodule(name)
-                undo.callback(module.register_forward_hook(lambda m, args, out: out * (3e3 / out.abs().max())).remove)
+                undo.callback(module.register_forward_hook(lambda _, __, out: out * (3e3 / out.abs().max())).remove)
         elif fault.kind == "residual":
             block, inner = str(fault.target), FOREIGN[fault.setting.model].residuals[str(fault.target)]
 
@@ -359,9 +359,9 @@ class Injector:
                 return torch.where(self.spot(x) > 0, torch.full_like(x, 5e4), x)
 
             hook = self.model.get_submodule(block).register_forward_pre_hook
-            undo.callback(hook(lambda m, args: (large(args[0]), *args[1:])).remove)
+            undo.callback(hook(lambda _, args: (large(args[0]), *args[1:])).remove)
             hook = self.model.get_submodule(inner).register_forward_hook
-            undo.callback(hook(lambda m, args, out: (large(_first(out)), *out[1:])).remove)
+            undo.callback(hook(lambda _, __, out: (large(_first(out)), *out[1:])).remove)
 
     def _poison(self, fault: Fault, batch: Batch) -> None:
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
@@ -388,7 +388,7 @@ class Injector:
         self._undo.close()
 
 
-def _masked_row(injector: Injector, x: Tensor) -> Tensor:
+def _masked_row(_: Injector, x: Tensor) -> Tensor:
     """Attention to nothing at all."""
     blocked = torch.zeros(x.shape, dtype=torch.bool)
     blocked.view(-1, x.shape[-1])[0] = True
@@ -399,8 +399,8 @@ _CHANGES: dict[str, Callable[[Injector, Tensor], Tensor]] = {
     "output": Injector.ruin,
     "once": Injector.ruin,
     "exp": lambda i, x: x + torch.exp(i.spot(x) * 1e5),
-    "einsum": lambda i, x: x + torch.einsum("...i,...j->...", (x * 0 + 300).half(), (x * 0 + 300).half()).unsqueeze(-1),
-    "sqrt": lambda i, x: x + (x - x.detach()).abs().sqrt(),
+    "einsum": lambda _, x: x + torch.einsum("...i,...j->...", (x * 0 + 300).half(), (x * 0 + 300).half()).unsqueeze(-1),
+    "sqrt": lambda _, x: x + (x - x.detach()).abs().sqrt(),
     "function": lambda i, x: Ruined.apply(x, i.ruin),
     "where-log": lambda i, x: (
         x + torch.where(i.spot(x) > 0, 0.0, (x * (1 - i.spot(x)) + (1 - i.spot(x)) * 1e3).log()).to(x.dtype) * 1e-3
@@ -441,7 +441,7 @@ def run_fault(
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     options = compiling._options  # noqa: SLF001
     if setting.backend not in {None, "inductor"}:
-        compiling._options = lambda mode, budget: {"backend": setting.backend}  # noqa: SLF001
+        compiling._options = lambda *_: {"backend": setting.backend}  # noqa: SLF001
     init = scale or (2.0**24 if fault.kind == "scale" else 2.0**6)
     scaler = LossScaler(init_scale=init) if setting.precision.startswith("fp16") else None
     engine = Engine(

@@ -194,7 +194,7 @@ def _frozen_mobilenet(attention: str) -> nn.Module:
     model = _mobilenet(attention)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign, misc]
+            module.train = lambda *_, module=module: module  # type: ignore[method-assign, misc]
             module.training = False
     return model
 

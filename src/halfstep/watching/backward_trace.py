@@ -91,16 +91,15 @@ class BackwardTrace:
             for node in graph:
                 edges = tuple((-1, 0) if n is None else (index[n], nr) for n, nr in node.next_functions)
                 variable = id(node.variable) if node.name().endswith(_ACCUMULATE) else None
-                self.nodes.append(
-                    Node(node.name().rpartition("::")[2], node._sequence_nr(), edges, variable, thread, outer)
-                )  # noqa: SLF001
+                name, sequence_nr = node.name().rpartition("::")[2], node._sequence_nr()  # noqa: SLF001
+                self.nodes.append(Node(name, sequence_nr, edges, variable, thread, outer))
                 undo.callback(node.register_prehook(self._enter(index[node])).remove)
                 undo.callback(node.register_hook(self._measure(index[node])).remove)
             del graph, index
             yield
 
     def _enter(self, number: int) -> Any:
-        return lambda gradients: self._running.append(number)
+        return lambda _: self._running.append(number)
 
     def _measure(self, number: int) -> Any:
         def hook(results: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:

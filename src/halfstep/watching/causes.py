@@ -68,11 +68,13 @@ def _weights(autopsy: Autopsy) -> tuple[str, str]:
 def _forward(autopsy: Autopsy) -> tuple[str, str]:
     limit = largest_finite(autopsy.dtype)
     largest = max((each.largest for each in autopsy.inputs if each.finite), default=0.0)
-    where = f"{autopsy.op} in {place_in_words(autopsy.module)}"
+    where = f"{_operation_in_words(autopsy)} in {place_in_words(autopsy.module)}"
     of = f" of {autopsy.parameter}" if autopsy.parameter else ""
     if autopsy.value == "nan":
+        masked = any(not each.finite for each in autopsy.inputs)
+        inputs = "a row that is masked with -inf everywhere" if masked else f"finite inputs{of}"
         return (
-            f"{where} gave NaN from finite inputs{of} in the forward pass ({autopsy.dtype}).",
+            f"{where} gave NaN from {inputs} in the forward pass ({autopsy.dtype}).",
             _NAN_ADVICE.get(
                 autopsy.op, "Look for 0 / 0, log or sqrt of a negative number, or inf - inf inside this operation. "
             )
@@ -89,6 +91,10 @@ def _forward(autopsy: Autopsy) -> tuple[str, str]:
         + (f", whose largest number is {limit:.5g}." if limit is not None else "."),
         wider + "The loss scale does not act on the forward pass; lowering it does not help.",
     )
+
+
+def _operation_in_words(autopsy: Autopsy) -> str:
+    return f"the cast to {autopsy.dtype}" if autopsy.op == "_to_copy" else autopsy.op.lstrip("_")
 
 
 _NAN_ADVICE = {
