@@ -229,3 +229,71 @@ def test_a_cast_that_overflows_reads_as_one():
     assert autopsy.sentence.startswith(
         "the cast to float16 in module 0 overflowed in the forward pass: inputs up to 1e+06 gave inf"
     )
+
+
+CONSTANT = {
+    "assigned": lambda y: y.clone().index_put_((torch.tensor([0]),), torch.tensor(math.nan)),
+    "indexed": lambda y: _assigned(y, math.inf),
+    "filled": lambda y: y.masked_fill(torch.eye(3, 4) > 0, math.nan),
+    "multiplied": lambda y: y * math.nan,
+    "tensor": lambda y: y * torch.tensor([1.0, math.nan, 1.0, 1.0]),
+    "where": lambda y: torch.where(y > y.min(), y, math.nan),
+}
+
+
+def _assigned(y, value):
+    y = y.clone()
+    y[y > y.min()] = value
+    return y
+
+
+@pytest.mark.parametrize("change", CONSTANT)
+def test_a_constant_in_the_code_of_a_module_is_a_fault_of_that_module(change):
+    """No batch has it: data is what entered from outside."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[1].register_forward_hook(lambda module, args, y: CONSTANT[change](y))
+    x = torch.randn(3, 4)
+    autopsy = autopsy_of(model, lambda: model(x).mean())
+    assert (autopsy.cause, autopsy.module) == ("forward", "1")
+
+
+def test_a_model_that_the_user_compiled_is_replayed_in_eager_mode_too():
+    """torch.compile(model) before the Engine gets it; modules have the names of the model inside."""
+    torch._dynamo.reset()
+    model = torch.compile(nn.Sequential(nn.Linear(4, 4), Leaky(math.nan)), backend="eager")
+    x = torch.randn(3, 4)
+    autopsy = autopsy_of(model, lambda: model(x).mean())
+    torch._dynamo.reset()
+    assert (autopsy.cause, autopsy.module) == ("backward", "1")
+    assert autopsy.notes[-1].startswith("compiled code was replayed in eager mode")
+
+
+def _fill(param):
+    param.grad.fill_(math.inf)
+
+
+HOOKS = {
+    "backward hook": lambda m: m.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * math.nan,)),
+    "backward pre-hook": lambda m: m.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * math.inf,)),
+    "gradient hook": lambda m: m.weight.register_hook(lambda gradient: gradient * math.nan),
+    "accumulated": lambda m: m.weight.register_post_accumulate_grad_hook(_fill),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_module_of_a_hook_that_ruins_a_gradient_is_named(hook):
+    """Hooks of modules and of parameters, before and after the accumulation."""
+    model = nn.Sequential(*(nn.Linear(3, 1 if i == 2 else 3, bias=False) for i in range(3)))
+    HOOKS[hook](model[1])
+    x = torch.randn(4, 3)
+    autopsy = autopsy_of(model, lambda: model(x).mean())
+    assert (autopsy.cause, autopsy.module) == ("backward", "1")
+
+
+def test_a_python_number_is_shown_among_the_inputs():
+    """Without it a product of 1 that overflows would be a riddle."""
+    model = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    autopsy = autopsy_of(model, lambda: (model(x).abs() + 2).mean() * 3e38)
+    assert (autopsy.cause, autopsy.module, autopsy.op) == ("forward", None, "mul")
+    assert "the number 3e+38" in str(autopsy)

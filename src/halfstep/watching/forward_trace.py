@@ -7,7 +7,8 @@ not the culprit, but the one from which an unbroken chain leads to the loss:
     result not finite, inputs finite    this operation is the origin
     result not finite, an input too     the origin of that input; NaN before inf, arithmetic before masks, the earliest first
     softmax NaN, its inputs -inf        softmax, if a mask made them -inf: a row was masked everywhere
-    a tensor that no operation made     it entered as it is: a parameter, a buffer, data or a constant
+    a tensor that no operation made     it entered as it is: a parameter, a buffer or data
+    a constant, made in the code        data if a loss has it (targets are made there); in a module, that module's forward
 
 Results are measured on the device as they appear (`probes.py`), and the chain is followed on the host after one read.
 Tensors are recognised by storage, offset, shape and stride; a write into a storage ends what was known about its views.
@@ -27,11 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.watching.places import Places, next_sequence_nr
 from halfstep.watching.probes import Probes, Range
 
-__all__ = ["ForwardTrace", "Operation", "Origin"]
+__all__ = ["CONSTANTS", "ForwardTrace", "Operation", "Origin"]
 
 _UNDEFINED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 _OVERWRITES = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
-_MASKING = (
+CONSTANTS = (  # operations that write numbers of the code's own, such as masks
+    "index_fill",
+    "index_fill_",
+    "index_put",
+    "index_put_",
+    "lift_fresh",
     "masked_fill",
     "masked_fill_",
     "where",
@@ -44,6 +50,7 @@ _MASKING = (
     "tril",
     "scalar_tensor",
 )
+_ARITHMETIC = ("mul", "mul_", "div", "div_", "add", "add_", "sub", "sub_", "pow", "pow_")
 _COPIES = ("_to_copy", "clone", "copy_", "contiguous")
 _ABSORBING = ("softmax", "attention", "logsumexp")
 _SEVERITY = {"nan": 2, "inf": 1, "-inf": 0}
@@ -61,6 +68,7 @@ class Operation:
     inputs: tuple[int, ...]  # probes
     outputs: tuple[int, ...]
     is_constant: bool = False  # without a tensor among its arguments
+    numbers: tuple[float, ...] = ()  # operands of arithmetic that are Python numbers
     outsider: str = ""  # the class of the module in which it ran, if that is no part of the model
 
 
@@ -97,10 +105,12 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         about = _about(func)
         self._find_node()
-        if about.is_view:
+        is_constant = about.name == "lift_fresh"  # torch.tensor(...)
+        if about.is_view and not is_constant:
             return func(*args, **kwargs)
         overwritten = about.written if about.overwrites else ()
         inputs = [self.look(t) for i, a in enumerate(args) if i not in overwritten for t in _tensors(a)]
+        inputs = [] if is_constant else inputs
         inputs += [self.look(t) for key, a in kwargs.items() if key not in about.written for t in _tensors(a)]
         result = func(*args, **kwargs)
         number = len(self.operations)
@@ -112,7 +122,14 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = self._places
         self.operations.append(
             Operation(
-                about.name, places.current, self._node, _some(inputs), _some(outputs), not sources, places.outsider
+                about.name,
+                places.current,
+                self._node,
+                _some(inputs),
+                _some(outputs),
+                is_constant or not sources,
+                tuple(float(a) for a in args if type(a) in (int, float)) if about.name in _ARITHMETIC else (),
+                places.outsider,
             )
         )
         return result
@@ -165,7 +182,8 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for probe in operation.inputs:
                 if not ranges[probe].finite and probe not in origins:
                     writers = (of_operation.get(w) for w in reversed(self._writers_of[probe]))
-                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, True)
+                    is_number = not ranges[probe].shape and operation.place is not None and probe not in self.named
+                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, not is_number)
             bad = [probe for probe in operation.outputs if not ranges[probe].finite]
             if not bad:
                 continue
@@ -173,7 +191,8 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origin = min((origins[p] for p in causes), key=lambda o: self._rank(o, ranges), default=None)
             if origin is not None and self._is_masked_everywhere(operation, origin, ranges):
                 origin = None
-            of_operation[number] = origin or Origin(number, bad[0], operation.is_constant)
+            entered = operation.is_constant and operation.place is None
+            of_operation[number] = origin or Origin(number, bad[0], entered)
             origins.update(dict.fromkeys(bad, of_operation[number]))
         return origins
 
@@ -186,7 +205,7 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made and values == {"-inf"} and (origin.entered or self._masks(origin))
 
     def _masks(self, origin: Origin) -> bool:
-        return self.operations[origin.operation].name in _MASKING
+        return self.operations[origin.operation].name in CONSTANTS
 
     def _rank(self, origin: Origin, ranges: Sequence[Range]) -> tuple[int, bool, int]:
         masks = self._masks(origin) and not origin.entered
@@ -196,7 +215,9 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The operation that first computed with a tensor that entered; copies and casts only pass it on."""
         origins = self.origins(ranges)
         for operation in self.operations[origin.operation :]:
-            if operation.name not in _COPIES and any(origins.get(p) == origin for p in operation.inputs):
+            if operation.name not in (*_COPIES, "lift_fresh") and any(
+                origins.get(p) == origin for p in operation.inputs
+            ):
                 return operation
         return self.operations[origin.operation]
 

@@ -52,8 +52,8 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
     except Exception as error:
         return replace(plain, sentence=f"the replay failed with {type(error).__name__}: {error}")
     notes = autopsy.notes
-    if any(m._compiled_call_impl is not None for m in replays.run.module.modules()):  # noqa: SLF001 - torch has no public test
-        notes = (*notes, "compiled code was replayed in eager mode")
+    if replays.is_compiled:
+        notes = (*notes, "compiled code was replayed in eager mode, where roundings and dropout masks can differ")
     return explained(replace(autopsy, notes=notes, seconds=time.perf_counter() - started), hardware)
 
 
@@ -120,6 +120,7 @@ class _Replay:
         operation, probe = trace.operations[origin.operation], ranges[origin.probe]
         shown = {"op": operation.name, "dtype": probe.dtype, "value": probe.value, "module": operation.place}
         inputs = tuple(ranges[p] for p in operation.inputs)
+        inputs += tuple(Range("number", (), value, value) for value in operation.numbers)
         parameter = next((trace.named[p] for p in operation.inputs if p in trace.named), "")
         cause: Cause = "forward"
         if origin.entered:
@@ -180,7 +181,7 @@ class _Replay:
         place = self._owner(parameter, None) if is_own else _place_of(node, trace, places)
         op = f"{operation_of(node.name) or 'accumulate_grad'} (backward)"
         if origin.arrived:
-            op = f"a sum of gradients or a hook before {op}"
+            op = f"a sum of gradients, or a hook on one, before {op}"
         inputs = () if origin.arrived else tuple(ranges[p] for p in node.inputs if p is not None)
         return replace(
             self.case,
