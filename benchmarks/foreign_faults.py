@@ -525,6 +525,7 @@ def outcomes(
         except RuntimeError:  # of torch's compiler
             if fault.setting.backend is None or not _fails_without_watch(fault):
                 raise
+            print(f"not counted, torch.compile fails with and without a watch: {fault}", flush=True)
             continue
         if not watch.autopsies or not skipped[fault.step] or (fault.kind != "scale" and skipped.count(True) != 1):
             continue
