@@ -9,6 +9,8 @@ from halfstep.watching.probes import Range
 
 INPUT = Range("float16", (2, 3), -2.0, 300.0, "x")
 
+MASKED = Range("float16", (2, 3), float("-inf"), 1.0)
+
 
 @pytest.mark.parametrize(
     ("autopsy", "words", "advice"),
@@ -27,6 +29,9 @@ INPUT = Range("float16", (2, 3), -2.0, 300.0, "x")
         (Autopsy(1, "forward", "mlp", "addmm", "float16", "inf", (INPUT,)), "largest number is 65504", "Use bf16"),
         (Autopsy(1, "forward", "mlp", "addmm", "float32", "inf", (INPUT,)), "up to 300", "even the range of fp32"),
         (Autopsy(1, "forward", None, "nll_loss_forward", "float32", "nan"), "NaN from finite inputs", "ignore_index"),
+        (Autopsy(1, "forward", "a", "log", "float32", "-inf", (INPUT,)), "gave -inf from inputs in [-2, 300]", "clamp"),
+        (Autopsy(1, "forward", "a", "fill_", "float16", "nan", (INPUT,)), "put NaN into", "float('nan')"),
+        (Autopsy(1, "forward", "a", "_softmax", "float16", "nan", (MASKED,)), "masked with -inf", "padding only"),
         (
             Autopsy(1, "backward", "a", "mm (backward)", "float16", "inf", scale=8.0, at_scale_1=True),
             "loss scale 8",
@@ -58,7 +63,7 @@ def test_only_overflow_at_this_scale_advises_about_the_scale():
 def test_places_in_words():
     """The loss, the model itself, a module."""
     assert [place_in_words(p) for p in (None, "", "a.b")] == [
-        "the loss function, outside the model",
+        "the loss function (outside the model)",
         "the model's own forward",
         "module a.b",
     ]

@@ -37,14 +37,21 @@ def test_hooks_count_as_their_module_and_code_between_children_as_the_parent():
     assert model.places.current is None
 
 
-def test_a_module_outside_the_model_is_named_by_its_class():
-    """A loss module has no name in the model."""
-    loss, places = nn.MSELoss(), Places(nn.Linear(1, 1))
-    names = []
-    loss.register_forward_hook(lambda *_: names.append(places.current))
+def test_a_module_that_is_no_part_of_the_model_counts_as_its_caller():
+    """A loss module has no name in the model, whether the loop calls it or a forward that has just created it."""
+
+    class Scored(nn.Module):
+        def forward(self, x):
+            return loss(x, torch.ones(1))
+
+    loss, model = nn.MSELoss(), nn.Sequential(Scored())
+    places, names = Places(model), []
+    loss.register_forward_hook(lambda *_: names.append((places.current, places.outsider)))
     with places.followed():
         loss(torch.ones(1), torch.ones(1))
-    assert names == ["MSELoss"]
+        model(torch.ones(1))
+    assert names == [(None, "MSELoss"), ("0", "MSELoss")]
+    assert places.outsider == ""
 
 
 def test_nodes_of_the_graph_belong_to_the_module_that_created_them():

@@ -140,7 +140,7 @@ class Engine(SavedEngine):
             run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release
         )
         losses, self._watch, self._closed = self._truths.losses, watch, False
-        self.replays = Replays(run, self.backend, self._buffers, self.scaler, watch, gradient_release, in_graphs)
+        self.replays = Replays(run, self.backend, self._buffers, self.scaler, watch, gradient_release, in_graphs, model)
         self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, losses, self.ema, self.replays)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]

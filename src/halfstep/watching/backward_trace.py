@@ -6,21 +6,27 @@ a parameter whose gradient is not finite back to its origin:
     inputs finite, a result not             this node is the origin
     an input not finite, its producer's result not either     the origin of the producer
     an input not finite, all producers' results finite        a sum of branches overflowed, or a hook changed the gradient
+
+A node may run a backward pass of its own: re-entrant checkpoints do, over a graph that they have just computed again. Its
+nodes run before the outer one is through, so the first origin is the inner one. Parameters in it are reached there, and the
+gradient of a checkpoint's input at the leaf that stands for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from halfstep.engine.graph import nodes_of
 from halfstep.watching.probes import Probes, Range
 
-__all__ = ["BackwardOrigin", "BackwardTrace"]
+__all__ = ["BackwardOrigin", "BackwardTrace", "Node"]
 
 _ACCUMULATE = "AccumulateGrad"
 
@@ -36,11 +42,15 @@ class BackwardOrigin:
 
 
 @dataclass
-class _Node:
+class Node:
+    """One node of a graph, and what it received and returned."""
+
     name: str
     sequence_nr: int
     edges: tuple[tuple[int, int], ...]  # (node, input) of each result; (-1, 0) where there is none
     variable: int | None  # identity of the parameter
+    thread: int  # that created it
+    outer: int | None  # the node during which its graph ran, if it did during one
     order: int = -1  # in which it ran
     inputs: tuple[int | None, ...] = ()
     outputs: tuple[int | None, ...] = ()
@@ -50,13 +60,30 @@ class BackwardTrace:
     """Measures the gradients at every node of a graph."""
 
     def __init__(self, probes: Probes) -> None:
-        self.nodes: list[_Node] = []
+        self.nodes: list[Node] = []
         self._probes = probes
         self._num_run = 0
+        self._running: list[int] = []
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Measure every backward pass in this block, those inside another one included."""
+        backward: Any = torch.autograd.backward
+
+        def followed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.of_graph([tensors] if isinstance(tensors, Tensor) else list(tensors)):
+                return backward(tensors, *args, **kwargs)
+
+        torch.autograd.backward = followed_backward
+        try:
+            yield
+        finally:
+            torch.autograd.backward = backward
 
     @contextlib.contextmanager
     def of_graph(self, roots: Sequence[Tensor]) -> Iterator[None]:
         """Measure a backward pass from these tensors in this block."""
+        thread, outer = threading.get_ident(), self._running[-1] if self._running else None
         graph = list(dict.fromkeys(node for root in roots for node in nodes_of(root.grad_fn)))
         start = len(self.nodes)
         index = {node: start + i for i, node in enumerate(graph)}
@@ -64,13 +91,20 @@ class BackwardTrace:
             for node in graph:
                 edges = tuple((-1, 0) if n is None else (index[n], nr) for n, nr in node.next_functions)
                 variable = id(node.variable) if node.name().endswith(_ACCUMULATE) else None
-                self.nodes.append(_Node(node.name().rpartition("::")[2], node._sequence_nr(), edges, variable))  # noqa: SLF001
+                name, sequence_nr = node.name().rpartition("::")[2], node._sequence_nr()  # noqa: SLF001
+                self.nodes.append(Node(name, sequence_nr, edges, variable, thread, outer))
+                undo.callback(node.register_prehook(self._enter(index[node])).remove)
                 undo.callback(node.register_hook(self._measure(index[node])).remove)
             del graph, index
             yield
 
+    def _enter(self, number: int) -> Any:
+        return lambda _: self._running.append(number)
+
     def _measure(self, number: int) -> Any:
         def hook(results: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+            while self._running and self._running.pop() != number:
+                pass
             node = self.nodes[number]
             node.order, self._num_run = self._num_run, self._num_run + 1
             node.inputs = tuple(None if g is None else self._probes.add(g) for g in gradients)

@@ -10,6 +10,7 @@ from halfstep.hardware.installed import this_environment
 from halfstep.hardware.probe import Hardware
 from halfstep.precision.formats import Format, canonical_name, get_format
 from halfstep.watching.autopsy import Autopsy
+from halfstep.watching.forward_trace import CONSTANTS
 
 __all__ = ["explained", "largest_finite", "place_in_words"]
 
@@ -29,7 +30,7 @@ def explained(autopsy: Autopsy, hardware: Hardware | None = None) -> Autopsy:
 def place_in_words(module: str | None) -> str:
     """Where code ran."""
     if module is None:
-        return "the loss function, outside the model"
+        return "the loss function (outside the model)"
     return f"module {module}" if module else "the model's own forward"
 
 
@@ -48,10 +49,12 @@ def _data(autopsy: Autopsy) -> tuple[str, str]:
             f"the weight of micro-batch {autopsy.window_index}, backward(weight=...), was {autopsy.value}.",
             "Pass a finite weight of 0 or more, such as a count of tokens. The loss scale is not to blame.",
         )
-    shape = "x".join(map(str, autopsy.inputs[0].shape)) if autopsy.inputs else ""
+    first = autopsy.inputs[0] if autopsy.inputs else None
+    tensor = "" if first is None else f" ({'x'.join(map(str, first.shape)) or 'a scalar'}, {first.dtype})"
     return (
-        f"a tensor of shape {shape} ({autopsy.dtype}) entered {place_in_words(autopsy.module)} with {autopsy.value} in it, in "
-        f"{autopsy.op}, micro-batch {autopsy.window_index}. No operation of the step made it: it is data, a target or a constant.",
+        f"a tensor{tensor} with {_value_in_words(autopsy)} in it entered {place_in_words(autopsy.module)}, where "
+        f"{_operation_in_words(autopsy)} uses it, in micro-batch {autopsy.window_index}. No operation of the step computed it: it is "
+        "data, a target or a constant.",
         "Check the batch: missing values, a division by 0 in the preprocessing, or a number beyond the range of its dtype. "
         "Neither the precision nor the loss scale is to blame.",
     )
@@ -59,7 +62,8 @@ def _data(autopsy: Autopsy) -> tuple[str, str]:
 
 def _weights(autopsy: Autopsy) -> tuple[str, str]:
     return (
-        f"{autopsy.parameter} ({autopsy.dtype}) contains {autopsy.value}, and {place_in_words(autopsy.module)} uses it in {autopsy.op}.",
+        f"{autopsy.parameter} ({autopsy.dtype}) contains {_value_in_words(autopsy)}, and {place_in_words(autopsy.module)} uses it in "
+        f"{_operation_in_words(autopsy)}.",
         "It was written before this step, and every later step will be skipped too: load the last healthy checkpoint. Usual "
         "causes are a learning rate that is too high, weights edited or loaded outside the Engine, or updates without a finite check.",
     )
@@ -68,15 +72,32 @@ def _weights(autopsy: Autopsy) -> tuple[str, str]:
 def _forward(autopsy: Autopsy) -> tuple[str, str]:
     limit = largest_finite(autopsy.dtype)
     largest = max((each.largest for each in autopsy.inputs if each.finite), default=0.0)
-    where = f"{autopsy.op} in {place_in_words(autopsy.module)}"
+    operation = _operation_in_words(autopsy)
+    where = f"{operation} in {place_in_words(autopsy.module)}"
     of = f" of {autopsy.parameter}" if autopsy.parameter else ""
-    if autopsy.value == "nan":
+    value, masked = _value_in_words(autopsy), "softmax" in autopsy.op or "attention" in autopsy.op
+    if autopsy.op in CONSTANTS or (not masked and any(not each.finite for each in autopsy.inputs)):
         return (
-            f"{where} gave NaN from finite inputs{of} in the forward pass ({autopsy.dtype}).",
-            _NAN_ADVICE.get(
-                autopsy.op, "Look for 0 / 0, log or sqrt of a negative number, or inf - inf inside this operation. "
-            )
-            + "The loss scale does not act on the forward pass.",
+            f"{where} put {value} into the forward pass ({autopsy.dtype}): a constant of the code, not the result of a computation.",
+            "Look for float('nan'), float('inf') or torch.inf in the code of this module or in a hook on it. "
+            + _NOT_THE_SCALE,
+        )
+    if autopsy.value == "nan":
+        inputs = f"finite inputs{of}"
+        if any(not each.finite for each in autopsy.inputs):
+            inputs = "a row that is masked with -inf everywhere"
+        advice = "Look for 0 / 0, log or sqrt of a negative number, or inf - inf inside this operation. "
+        return (
+            f"{where} gave NaN from {inputs} in the forward pass ({autopsy.dtype}).",
+            _NAN_ADVICE.get(operation, advice) + _NOT_THE_SCALE,
+        )
+    if operation in _INF_ADVICE and limit is not None and largest < limit / 2:
+        ranges = (
+            f" from inputs{of} in [{min(r.low for r in autopsy.inputs):.4g}, {max(r.high for r in autopsy.inputs):.4g}]"
+        )
+        return (
+            f"{where} gave {value}{ranges} in the forward pass ({autopsy.dtype}).",
+            _INF_ADVICE[operation] + _NOT_THE_SCALE,
         )
     wider = (
         "Use bf16, whose range is that of fp32, list this module in the policy's fp32 modules, or make its values smaller (a norm, "
@@ -87,16 +108,40 @@ def _forward(autopsy: Autopsy) -> tuple[str, str]:
     return (
         f"{where} overflowed in the forward pass: inputs{of} up to {largest:.4g} gave {autopsy.value} in {autopsy.dtype}"
         + (f", whose largest number is {limit:.5g}." if limit is not None else "."),
-        wider + "The loss scale does not act on the forward pass; lowering it does not help.",
+        wider + _NOT_THE_SCALE,
     )
 
 
+def _operation_in_words(autopsy: Autopsy) -> str:
+    if autopsy.op == "_to_copy":
+        return f"the cast to {autopsy.dtype}"
+    before, hook, after = autopsy.op.rpartition("before ")
+    operation, is_backward, _ = after.partition(" (backward)")
+    operation = {"to_copy": "a cast", "accumulate_grad": "the accumulation"}.get(operation, operation)
+    words = "a backward hook" if operation == "backward_hook_function" else f"the backward pass of {operation}"
+    words = operation if operation == "the accumulation" else words
+    return f"{before}{hook}{words}" if is_backward else autopsy.op.strip("_")
+
+
+def _value_in_words(autopsy: Autopsy) -> str:
+    return "NaN" if autopsy.value == "nan" else autopsy.value
+
+
+_NOT_THE_SCALE = "The loss scale does not act on the forward pass, so lowering it does not help."
+_ZERO = "A denominator was 0: add an eps to it, or clamp it. A mean over a mask divides by 0 if nothing is selected. "
+_INF_ADVICE = {
+    **dict.fromkeys(("div", "reciprocal", "rsqrt", "pow"), _ZERO),
+    **dict.fromkeys(("log", "log2", "log10", "log1p"), "The logarithm of 0 is -inf: add an eps, or clamp its input. "),
+    "exp": "exp leaves the format for inputs above 88 in fp32 and bf16, and above 11 in fp16: subtract the maximum, as softmax and logsumexp do. ",
+}
+_MASKED = "softmax over no element is NaN: is every position of a row masked, such as a sample of padding only? "
 _NAN_ADVICE = {
     "nll_loss_forward": "A mean over no target is NaN: are all targets of this batch equal to ignore_index? ",
     "nll_loss2d_forward": "A mean over no target is NaN: are all targets of this batch equal to ignore_index? ",
     "mean": "A mean over no element is NaN. ",
-    "_softmax": "A row that is masked everywhere has no softmax. ",
-    "_log_softmax": "A row that is masked everywhere has no softmax. ",
+    "div": "A mean over a mask is 0 / 0 if nothing is selected: add an eps to the denominator, or clamp it. ",
+    "softmax": _MASKED,
+    "log_softmax": _MASKED,
 }
 
 
@@ -104,9 +149,13 @@ def _backward(autopsy: Autopsy) -> tuple[str, str]:
     limit = largest_finite(autopsy.dtype)
     what = "NaN" if autopsy.value == "nan" else f"{autopsy.value} in {autopsy.dtype}"
     of = f" of {autopsy.parameter}" if autopsy.parameter else ""
-    where = f"{autopsy.op} in {place_in_words(autopsy.module)} gave {what} for the gradient{of}"
+    where = f"{_operation_in_words(autopsy)} in {place_in_words(autopsy.module)} gave {what} for the gradient{of}"
     if autopsy.at_scale_1:
-        fits = f", and would fit up to about {autopsy.fitting_scale:g}" if autopsy.fitting_scale is not None else ""
+        fits = (
+            f", and a scale of up to about {autopsy.fitting_scale:g} would fit"
+            if autopsy.fitting_scale is not None
+            else ""
+        )
         range_of = f" (largest {autopsy.dtype} number: {limit:.5g})" if limit is not None else ""
         return (
             f"{where} at the loss scale {autopsy.scale:g}{range_of}; without loss scaling the gradients are finite{fits}.",
@@ -115,12 +164,12 @@ def _backward(autopsy: Autopsy) -> tuple[str, str]:
         )
     if autopsy.at_scale_1 is False:
         return (
-            f"{where} in the backward pass, and also without loss scaling: the scale {autopsy.scale:g} is not to blame.",
+            f"{where}, and also without loss scaling: the scale {autopsy.scale:g} is not to blame.",
             "The gradient itself leaves the format: look for sqrt or norm at 0, log or division near 0, where() around an invalid branch, "
             "a hook that changes gradients, or use a format with a wider range.",
         )
     return (
-        f"{where} in the backward pass; no loss scale was in use.",
+        f"{where}; no loss scale was in use.",
         "The gradient itself leaves the format: look for sqrt or norm at 0, log or division near 0, where() around an invalid branch, "
         "or a hook that changes gradients.",
     )

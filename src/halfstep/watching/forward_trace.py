@@ -6,7 +6,9 @@ not the culprit, but the one from which an unbroken chain leads to the loss:
     result finite                       nothing, whatever the inputs were: absorbed
     result not finite, inputs finite    this operation is the origin
     result not finite, an input too     the origin of that input; NaN before inf, arithmetic before masks, the earliest first
-    a tensor that no operation made     it entered as it is: a parameter, a buffer, data or a constant
+    softmax NaN, its inputs -inf        softmax, if a mask made them -inf: a row was masked everywhere
+    a tensor that no operation made     it entered as it is: a parameter, a buffer or data
+    a constant, made in the code        data if a loss has it (targets are made there); in a module, that module's forward
 
 Results are measured on the device as they appear (`probes.py`), and the chain is followed on the host after one read.
 Tensors are recognised by storage, offset, shape and stride; a write into a storage ends what was known about its views.
@@ -26,11 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.watching.places import Places, next_sequence_nr
 from halfstep.watching.probes import Probes, Range
 
-__all__ = ["ForwardTrace", "Operation", "Origin"]
+__all__ = ["CONSTANTS", "ForwardTrace", "Operation", "Origin"]
 
 _UNDEFINED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
 _OVERWRITES = ("copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_")
-_MASKING = (
+CONSTANTS = (  # operations that write numbers of the code's own, such as masks
+    "index_fill",
+    "index_fill_",
+    "index_put",
+    "index_put_",
+    "lift_fresh",
     "masked_fill",
     "masked_fill_",
     "where",
@@ -43,6 +50,7 @@ _MASKING = (
     "tril",
     "scalar_tensor",
 )
+_ARITHMETIC = ("mul", "mul_", "div", "div_", "add", "add_", "sub", "sub_", "pow", "pow_")
 _COPIES = ("_to_copy", "clone", "copy_", "contiguous")
 _ABSORBING = ("softmax", "attention", "logsumexp")
 _SEVERITY = {"nan": 2, "inf": 1, "-inf": 0}
@@ -56,10 +64,12 @@ class Operation:
 
     name: str
     place: str | None  # the module in whose code it ran
-    node: int  # the number of the last autograd node that was created before it
+    node: int  # the number of its autograd node; -1 if it has none
     inputs: tuple[int, ...]  # probes
     outputs: tuple[int, ...]
     is_constant: bool = False  # without a tensor among its arguments
+    numbers: tuple[float, ...] = ()  # operands of arithmetic that are Python numbers
+    outsider: str = ""  # the class of the module in which it ran, if that is no part of the model
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class Origin:
 @dataclass
 class _Storage:
     writers: tuple[int, ...] = ()  # the operations that wrote it or parts of it
+    is_empty: bool = False  # whatever was in memory, until something is written
     probes: dict[_Key, int | None] = field(default_factory=dict)  # by view, since the last of them
 
 
@@ -88,14 +99,18 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = {_storage_of(tensor): name for name, tensor in reversed(list(named.items()))}
         self._writers_of: dict[int, tuple[int, ...]] = {}  # probe -> operations
         self.named: dict[int, str] = {}  # probe -> parameter or buffer
+        self._last_nr, self._node, self._in_function = next_sequence_nr(), -1, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         about = _about(func)
-        if about.is_view:
+        self._find_node()
+        is_constant = about.name == "lift_fresh"  # torch.tensor(...)
+        if about.is_view and not is_constant:
             return func(*args, **kwargs)
         overwritten = about.written if about.overwrites else ()
         inputs = [self.look(t) for i, a in enumerate(args) if i not in overwritten for t in _tensors(a)]
+        inputs = [] if is_constant else inputs
         inputs += [self.look(t) for key, a in kwargs.items() if key not in about.written for t in _tensors(a)]
         result = func(*args, **kwargs)
         number = len(self.operations)
@@ -103,19 +118,41 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [] if about.undefined else [self._written(t, number, sources) for t in _tensors(result)]
         if about.undefined:
             for tensor in _tensors(result):
-                self._storages.pop(_storage_of(tensor), None)
+                self._storages[_storage_of(tensor)] = _Storage(is_empty=True)
+        places = self._places
         self.operations.append(
             Operation(
-                about.name, self._places.current, next_sequence_nr() - 1, _some(inputs), _some(outputs), not sources
+                about.name,
+                places.current,
+                self._node,
+                _some(inputs),
+                _some(outputs),
+                is_constant or not sources,
+                tuple(float(a) for a in args if type(a) in (int, float)) if about.name in _ARITHMETIC else (),
+                places.outsider,
             )
         )
         return result
+
+    def _find_node(self) -> None:
+        """The node of the operation that is about to run: autograd creates it before, if there is to be one.
+
+        The operations inside a custom autograd function share the node of the function; they run without gradients.
+        """
+        number, grads = next_sequence_nr(), torch.is_grad_enabled()
+        if number != self._last_nr:
+            self._node, self._in_function = number - 1, not grads
+        elif grads or not self._in_function:
+            self._node, self._in_function = -1, False
+        self._last_nr = number
 
     def look(self, tensor: Tensor) -> int | None:
         """The probe of a tensor as it is now."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return None
         storage = self._storages.setdefault(_storage_of(tensor), _Storage())
+        if storage.is_empty:
+            return None
         key = _view_of(tensor)
         if key not in storage.probes:
             name = "" if storage.writers else self._names.get(_storage_of(tensor), "")
@@ -145,25 +182,42 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for probe in operation.inputs:
                 if not ranges[probe].finite and probe not in origins:
                     writers = (of_operation.get(w) for w in reversed(self._writers_of[probe]))
-                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, True)
+                    is_number = not ranges[probe].shape and operation.place is not None and probe not in self.named
+                    origins[probe] = next(filter(None, writers), None) or Origin(number, probe, not is_number)
             bad = [probe for probe in operation.outputs if not ranges[probe].finite]
             if not bad:
                 continue
             causes = [probe for probe in operation.inputs if not ranges[probe].finite]
             origin = min((origins[p] for p in causes), key=lambda o: self._rank(o, ranges), default=None)
-            of_operation[number] = origin or Origin(number, bad[0], operation.is_constant)
+            if origin is not None and self._is_masked_everywhere(operation, origin, ranges):
+                origin = None
+            entered = operation.is_constant and operation.place is None
+            of_operation[number] = origin or Origin(number, bad[0], entered)
             origins.update(dict.fromkeys(bad, of_operation[number]))
         return origins
 
+    def _is_masked_everywhere(self, operation: Operation, origin: Origin, ranges: Sequence[Range]) -> bool:
+        """Whether a softmax gave NaN because of a mask: a mask belongs there, but not in all places of a row."""
+        if not any(word in operation.name for word in _ABSORBING):
+            return False
+        values = {ranges[p].value for p in operation.inputs} - {""}
+        made = any(ranges[p].value == "nan" for p in operation.outputs)
+        return made and values == {"-inf"} and (origin.entered or self._masks(origin))
+
+    def _masks(self, origin: Origin) -> bool:
+        return self.operations[origin.operation].name in CONSTANTS
+
     def _rank(self, origin: Origin, ranges: Sequence[Range]) -> tuple[int, bool, int]:
-        masks = self.operations[origin.operation].name in _MASKING and not origin.entered
+        masks = self._masks(origin) and not origin.entered
         return -_SEVERITY[ranges[origin.probe].value], masks, origin.operation
 
     def entry(self, origin: Origin, ranges: Sequence[Range]) -> Operation:
         """The operation that first computed with a tensor that entered; copies and casts only pass it on."""
         origins = self.origins(ranges)
         for operation in self.operations[origin.operation :]:
-            if operation.name not in _COPIES and any(origins.get(p) == origin for p in operation.inputs):
+            if operation.name not in (*_COPIES, "lift_fresh") and any(
+                origins.get(p) == origin for p in operation.inputs
+            ):
                 return operation
         return self.operations[origin.operation]
 
@@ -171,6 +225,8 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The origin of what the operation of an autograd node read or gave that was not finite, though it was absorbed."""
         origins = self.origins(ranges)
         for operation in (o for o in self.operations if o.node == node):
+            if all(ranges[p].finite for p in operation.outputs):
+                continue  # where it saturates, its derivative is 0
             bad = [p for p in (*operation.inputs, *operation.outputs) if not ranges[p].finite]
             if any(word in operation.name for word in _ABSORBING):
                 bad = [p for p in bad if ranges[p].value != "-inf"]  # a mask, which belongs there

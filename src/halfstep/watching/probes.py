@@ -21,7 +21,7 @@ __all__ = ["Probes", "Range"]
 class Range:
     """The smallest and largest element of a tensor; both NaN if it contains a NaN."""
 
-    dtype: str
+    dtype: str  # "number" for a Python number
     shape: tuple[int, ...]
     low: float
     high: float
@@ -47,7 +47,9 @@ class Range:
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         place = f"{self.name} " if self.name else ""
-        return f"{place}{shape} {self.dtype} in [{self.low:.4g}, {self.high:.4g}]"
+        if self.dtype == "number":
+            return f"the number {self.low:.4g}"
+        return f"{place}{shape} {self.dtype} in [{self.low + 0.0:.4g}, {self.high + 0.0:.4g}]"  # no -0
 
 
 class Probes:

@@ -24,7 +24,7 @@ from halfstep.engine.replay.undisturbed import BufferCopies, compute_losses, run
 from halfstep.hardware.probe import Hardware
 from halfstep.kernels.gradstats import dense_values, total_norm
 from halfstep.watching.autopsy import Autopsy, Cause
-from halfstep.watching.backward_trace import BackwardOrigin, BackwardTrace
+from halfstep.watching.backward_trace import BackwardOrigin, BackwardTrace, Node
 from halfstep.watching.causes import explained, largest_finite
 from halfstep.watching.forward_trace import ForwardTrace, Origin
 from halfstep.watching.places import Places
@@ -54,8 +54,8 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
     except Exception as error:
         return replace(plain, sentence=f"the replay failed with {type(error).__name__}: {error}")
     notes = autopsy.notes
-    if any(m._compiled_call_impl is not None for m in replays.run.module.modules()):  # noqa: SLF001 - torch has no public test
-        notes = (*notes, "compiled code was replayed in eager mode")
+    if replays.is_compiled:
+        notes = (*notes, "compiled code was replayed in eager mode, where roundings and dropout masks can differ")
     return explained(replace(autopsy, notes=notes, seconds=time.perf_counter() - started), hardware)
 
 
@@ -122,16 +122,19 @@ class _Replay:
         operation, probe = trace.operations[origin.operation], ranges[origin.probe]
         shown = {"op": operation.name, "dtype": probe.dtype, "value": probe.value, "module": operation.place}
         inputs = tuple(ranges[p] for p in operation.inputs)
+        inputs += tuple(Range("number", (), value, value) for value in operation.numbers)
         parameter = next((trace.named[p] for p in operation.inputs if p in trace.named), "")
         cause: Cause = "forward"
         if origin.entered:
             name, user = trace.named.get(origin.probe), trace.entry(origin, ranges)
+            operation = user
             shown["op"], shown["module"] = user.name, user.place
             others = tuple(ranges[p] for p in user.inputs if ranges[p].finite)
             cause, parameter, inputs = ("data" if name is None else "weights"), name or "", (probe, *others)
             if name is not None:
                 shown["module"] = self._owner(name, user.place)
-        return replace(self.case, cause=cause, inputs=inputs, parameter=parameter, **shown)  # type: ignore[arg-type]
+        notes = (f"it ran in a {operation.outsider}, which is not part of the model",) if operation.outsider else ()
+        return replace(self.case, cause=cause, inputs=inputs, parameter=parameter, notes=notes, **shown)  # type: ignore[arg-type]
 
     def _owner(self, name: str, place: str | None) -> str:
         """The module of a parameter or buffer: the one that used it, if it is an owner, or the first that has it."""
@@ -146,18 +149,21 @@ class _Replay:
     def _in_backward(
         self, trace: ForwardTrace, ranges: list[Range], places: Places, losses: list[Tensor]
     ) -> Autopsy | None:
-        gradients, measured = self._trace_backward(losses, self.case.scale)
+        with places.followed():  # what checkpoints compute again
+            gradients, measured = self._trace_backward(losses, self.case.scale)
         origin = gradients.origin(measured)
         if origin is None:
             return self._of_accumulation()
         node = gradients.nodes[origin.node]
-        absorbed = None if origin.arrived else trace.behind(node.sequence_nr, ranges)
+        # Where the forward absorbs an inf its derivative is 0, and 0 * inf is NaN.
+        absorbs = not origin.arrived and node.outer is None and measured[origin.probe].value == "nan"
+        absorbed = trace.behind(node.sequence_nr, ranges) if absorbs else None
         if absorbed is not None:
             autopsy = self._in_forward(trace, ranges, absorbed)
             note = f"the forward pass absorbed it; {operation_of(node.name)} of the backward pass did not"
-            return replace(autopsy, notes=(note,))
+            return replace(autopsy, notes=(*autopsy.notes, note))
         autopsy = self._describe(origin, gradients, measured, places)
-        operation = trace.of_node(node.sequence_nr)
+        operation = trace.of_node(node.sequence_nr) if node.outer is None else None
         if operation is not None:
             autopsy = replace(autopsy, inputs=autopsy.inputs + tuple(ranges[p] for p in operation.inputs))
         return self._blame_scale(autopsy)
@@ -165,7 +171,7 @@ class _Replay:
     def _trace_backward(self, losses: list[Tensor], scale: float) -> tuple[BackwardTrace, list[Range]]:
         probes = Probes()
         trace, scaled = BackwardTrace(probes), scale_losses(self.replays, losses, self.batch.factor, scale)
-        with trace.of_graph(scaled):
+        with trace.followed():
             run_backward(self.replays, scaled)
         return trace, probes.read()
 
@@ -173,10 +179,11 @@ class _Replay:
         names = {id(p): name for name, p in self.replays.run.module.named_parameters()}
         node, probe = trace.nodes[origin.node], ranges[origin.probe]
         parameter = "" if origin.parameter is None else names.get(origin.parameter, "")
-        place = places.of_node(node.sequence_nr) if node.variable is None else self._owner(parameter, None)
+        is_own = node.variable is not None and parameter
+        place = self._owner(parameter, None) if is_own else _place_of(node, trace, places)
         op = f"{operation_of(node.name) or 'accumulate_grad'} (backward)"
         if origin.arrived:
-            op = f"a sum of gradients or a hook before {op}"
+            op = f"a sum of gradients, or a hook on one, before {op}"
         inputs = () if origin.arrived else tuple(ranges[p] for p in node.inputs if p is not None)
         return replace(
             self.case,
@@ -220,6 +227,12 @@ class _Replay:
             fitting = 2.0 ** math.floor(math.log2(limit / largest))
             fitting = fitting if fitting < self.case.scale else None  # an intermediate value that is nowhere visible
         return replace(autopsy, at_scale_1=finite, fitting_scale=fitting)
+
+
+def _place_of(node: Node, trace: BackwardTrace, places: Places) -> str | None:
+    """The module in which a node was created; that of the outer node where only the caller of a checkpoint is known."""
+    place = places.of_node(node.sequence_nr, node.thread)
+    return _place_of(trace.nodes[node.outer], trace, places) if place is None and node.outer is not None else place
 
 
 def _bad_gradients(replays: Replays) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,15 +81,24 @@ class Replays:
         watch: Any,
         released: bool,
         in_graphs: bool,
+        model: Any = None,  # as the user passed it, one or several
     ) -> None:
         self.run, self.backend, self.buffers, self.scaler = run, backend, buffers, scaler
         self.active = bool(getattr(watch, "replay", False))
         self._released, self._in_graphs = released, in_graphs
+        members = model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model]
+        self._was_compiled = any(hasattr(member, "_orig_mod") for member in members)  # by torch.compile(model)
         self.depth = 0  # above 0 inside a forward
         self.is_used = False  # whether the loop has passed a function to step(replay=...)
         self._start: tuple[Generators, bool] | None = None  # of the micro-batch in progress
         self._window: list[MicroBatch | None] = []
         self._steps: dict[int, list[MicroBatch | None]] = {}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether code of the model is compiled: by the Engine, by module.compile() or by torch.compile(model)."""
+        every = self.run.module.modules()
+        return self._was_compiled or any(m._compiled_call_impl is not None for m in every)  # noqa: SLF001 - no public test
 
     @property
     def obstacle(self) -> str | None:
