@@ -136,3 +136,63 @@ def test_a_decorator_with_a_fallback_is_silent():
         "@custom_fwd\ndef forward(ctx, x):\n    return x\n"
     )
     assert [code for code in codes(text) if code.startswith("HS159")] == []
+
+
+LIGHTNING = """\
+import torch
+import pytorch_lightning as pl
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.loss = torch.nn.{loss}()
+    def training_step(self, batch, index):
+        x, y = batch
+        return self.loss(self.net(x).sigmoid(), y)
+trainer = pl.Trainer({options})
+trainer.fit(Net(), loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "count"),
+    [
+        ("BCELoss", "precision='16-mixed'", 1),
+        ("BCELoss", "precision=16, accelerator='gpu'", 1),
+        ("BCELoss", "precision='bf16-mixed'", 1),
+        ("BCELoss", "precision='bf16-mixed', accelerator='cpu'", 0),
+        ("BCELoss", "precision='32-true'", 0),
+        ("BCELoss", "precision='16-true'", 0),
+        ("BCELoss", "", 0),
+        ("MSELoss", "precision='16-mixed'", 0),
+    ],
+)
+def test_bce_in_a_step_of_lightning(loss, options, count):
+    """Mixed precision of Lightning runs the steps under autocast, which forbids BCELoss on a GPU."""
+    assert len(findings(LIGHTNING.format(loss=loss, options=options), "HS146")) == count
+
+
+LOSSES = """\
+import torch
+import torch.nn.functional as F
+ALIAS = F.{bce}
+LOSSES = {{"bce": torch.nn.{loss}(), "mse": torch.nn.MSELoss()}}
+def get_loss(name):
+    if name == "mse":
+        return torch.nn.MSELoss()
+    return torch.nn.{loss}()
+criterion = get_loss("bce")
+alias_loss = ALIAS
+for x, y in loader:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        a = criterion(model(x), y)
+        b = LOSSES["bce"](model(x), y)
+        c = alias_loss(model(x), y)
+        d = LOSSES["mse"](model(x), y)
+"""
+
+
+def test_bce_by_another_name():
+    """A factory of the file, a table and another name of the function lead to the loss that autocast forbids."""
+    wrong = LOSSES.format(bce="binary_cross_entropy", loss="BCELoss")
+    assert [f.line for f in findings(wrong, "HS146")] == [13, 14, 15]
+    assert findings(LOSSES.format(bce="binary_cross_entropy_with_logits", loss="BCEWithLogitsLoss"), "HS146") == []
