@@ -106,8 +106,8 @@ def _parts(script: Script, name: str, call: ast.Call) -> tuple[ast.expr | None, 
 def _number(script: Script, node: ast.expr | None, function: Function) -> float | None:
     """A number, also written as `float("-1e20")`, `torch.finfo(torch.float32).min` or a constant of the file."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _number(script, node.operand, function)
-        return -value if value is not None else None
+        positive = _number(script, node.operand, function)
+        return -positive if positive is not None else None
     if isinstance(node, ast.Call) and key_of(node.func) == "float" and len(node.args) == 1:
         node = node.args[0]
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call) and node.attr in {"min", "max"}:
