@@ -99,3 +99,17 @@ def test_the_path_without_apex_runs_a_plain_backward():
 def test_gradients_are_used_after_the_block_unscaled_them(body, options, expected):
     """A clip or step inside the block is reported, and one of weights that the optimizer does not step."""
     assert reported(loop(body, options)) == expected
+
+
+def test_a_clip_in_the_block_of_a_function_that_a_loop_calls():
+    """A training function that is called once per epoch is read like a loop of the module."""
+    text = (
+        "import torch\nfrom apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n"
+        "def train():\n    for x, y in loader:\n        loss = model(x)\n"
+        "        with amp.scale_loss(loss, optimizer) as scaled:\n            scaled.backward()\n"
+        "            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n        optimizer.step()\n"
+        "for epoch in range(9):\n    train()\n"
+    )
+    assert [f.line for f in findings(text, "HS197")] == [9]
+    after = text.replace("            torch.nn", "        torch.nn")
+    assert findings(after, "HS197") == []

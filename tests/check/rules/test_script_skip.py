@@ -2,7 +2,7 @@
 
 import pytest
 
-from check_scripts import codes
+from check_scripts import codes, findings
 
 TRAINER = """\
 import math
@@ -132,3 +132,44 @@ def test_unscale_under_a_flag_is_reported():
     """The test may follow the `if` that contains the `unscale_`; `break` ends the loop and is not a skip."""
     assert codes(LOOP.format(leave="continue")) == ["HS112:10"]
     assert codes(LOOP.format(leave="break")) == []
+
+
+SCALED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+def has_inf_grad(model):
+    return any(torch.isinf(p.grad).any() for p in model.parameters())
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    {test}
+        {skip}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+FLAG = """bad = False
+    for p in model.parameters():
+        if p.grad is not None and not torch.isfinite(p.grad).all():
+            bad = True
+    if bad:"""
+
+
+@pytest.mark.parametrize(
+    ("test", "skip", "count"),
+    [
+        ("if not all(torch.isfinite(p.grad).all() for p in model.parameters()):", "continue", 1),
+        ("if has_inf_grad(model):", "optimizer.zero_grad(); continue", 1),
+        (FLAG, "continue", 1),
+        ("if not torch.isfinite(loss):", "continue", 0),
+        ("if any(torch.isnan(p.grad).any() for p in model.parameters()):", "continue", 0),
+        ("if has_inf_grad(model):", "break", 0),
+        ("if has_inf_grad(model):", "scaler.update(1024.0); continue", 0),
+        ("if has_inf_grad(model):", "num_skipped += 1", 0),
+        ("scaler.unscale_(optimizer)\n    if has_inf_grad(model):", "continue", 0),
+    ],
+)
+def test_an_overflow_that_keeps_the_scale(test, skip, count):
+    """A loop that skips batches with infinite gradients itself never lowers the scale; after `unscale_` it raises instead."""
+    assert len(findings(SCALED.format(test=test, skip=skip), "HS157")) == count

@@ -58,6 +58,9 @@ def test_a_conjunction_is_refuted_by_its_parts():
     """`a and b` is not false where both are true."""
     assert not possible((Guard("a and b", is_true=False),), (Guard("a", is_true=True), Guard("b", is_true=True)))
     assert possible((Guard("a and b", is_true=False),), (Guard("a", is_true=True),))
+    calls = (Guard("f(x)", is_true=True), Guard("g(y)", is_true=True))
+    assert not possible((Guard("f(x) and g(y)", is_true=False),), calls)
+    assert possible((Guard("f(x and g(y))", is_true=False),), calls)
 
 
 @given(st.sampled_from(TESTS), st.booleans(), st.sampled_from(TESTS), st.booleans(), st.integers(-1, 4))

@@ -57,3 +57,13 @@ def test_calls_that_branch_out_are_cut_off():
         + "def f7():\n    loss.backward()\nf0()\n"
     )
     assert sum(len(t) for t in traces(body)) <= 3001
+
+
+def test_a_spawned_function_is_read_without_the_condition_of_its_plain_call():
+    """`mp.spawn(main)` in one branch and `main()` in the other: both branches of the same flag in main are possible."""
+    text = (
+        "import torch.multiprocessing as mp\ndef main(rank=0):\n    if args.ddp:\n        loss.backward()\n    optimizer.step()\n"
+        "if args.ddp:\n    mp.spawn(main)\nelse:\n    main()\n"
+    )
+    assert any("backward" in {e.kind for e in trace} for trace in traces(text))
+    assert not any("backward" in {e.kind for e in trace} for trace in traces(text.replace("mp.spawn(main)", "pass")))

@@ -322,7 +322,8 @@ class ApexScaledGradients(TraceRule):
             return None
         is_clip = event.kind == "clip"
         what = f"`{text_of(event.node.func)}`" if isinstance(event.node, ast.Call) else "this call"
-        if event.inside("scaled_loss") is region:
+        inside = event.inside("scaled_loss")
+        if inside is not None and inside.node is region.node:
             verb = "clips" if is_clip else "uses"
             return self.finding(
                 script.where(event.node),

@@ -1,4 +1,4 @@
-"""HS130, HS150: torch.autograd.grad and custom autograd functions."""
+"""HS130, HS150, HS159: torch.autograd.grad and custom autograd functions."""
 
 from __future__ import annotations
 
@@ -105,4 +105,61 @@ class CustomFunctionUncast(ScriptRule):
                 )
 
 
-RULES: tuple[type[Rule], ...] = (PenaltyNotUnscaled, CustomFunctionUncast)
+_CUSTOM = """\
+import torch
+from torch{module}.amp import custom_bwd, custom_fwd
+class Identity(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd{device}
+    def forward(ctx, x):
+        return x
+    @staticmethod
+    @custom_bwd{device}
+    def backward(ctx, g):
+        return g
+"""
+
+
+class CustomDecoratorArguments(ScriptRule):
+    """A custom_fwd or custom_bwd is called with arguments that it does not accept."""
+
+    code = "HS159"
+    name = "custom-decorator-arguments"
+    severity = "error"
+    reason = (
+        "`torch.amp.custom_fwd` and `custom_bwd` require `device_type`, as a keyword: a bare `@custom_fwd`, the form of torch.cuda.amp, "
+        "raises TypeError when the file is imported. The old ones in torch.cuda.amp do not accept `device_type` and raise it too."
+    )
+    bad = (
+        _CUSTOM.format(module="", device=""),
+        _CUSTOM.format(module="", device="").replace("@custom_fwd", "@custom_fwd(cast_inputs=torch.float32)"),
+    )
+    good = (
+        _CUSTOM.format(module="", device="(device_type='cuda')"),
+        _CUSTOM.format(module="", device="(device_type='cuda')").replace(
+            "@custom_fwd(", "@custom_fwd(cast_inputs=torch.float32, "
+        ),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Decorators of functions: one finding per script and decorator."""
+        names = script.outline.names
+        for function in script.outline.functions:
+            for decorator in getattr(function.node, "decorator_list", ()):
+                called = decorator.func if isinstance(decorator, ast.Call) else decorator
+                full = names.full(called)
+                if not full.endswith((".amp.custom_fwd", ".amp.custom_bwd")) or names.ambiguous(called):
+                    continue
+                keywords = {k.arg for k in decorator.keywords} if isinstance(decorator, ast.Call) else set()
+                is_new, last = full.startswith("torch.amp."), full.rsplit(".", 1)[-1]
+                if None not in keywords and ("device_type" in keywords) != is_new and full.startswith("torch."):
+                    fault = "requires the keyword `device_type`" if is_new else "does not accept `device_type`"
+                    yield self.finding(
+                        script.where(decorator),
+                        f"{full} {fault}: this raises TypeError when the file is imported",
+                        instead=f'@torch.amp.{last}(device_type="cuda")',
+                    )
+
+
+RULES: tuple[type[Rule], ...] = (PenaltyNotUnscaled, CustomFunctionUncast, CustomDecoratorArguments)

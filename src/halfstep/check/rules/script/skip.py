@@ -1,4 +1,4 @@
-"""HS112: an iteration that is skipped between `unscale_` and `update`."""
+"""HS112, HS157: an iteration that is skipped between `unscale_` or `backward` and `update`."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ class Trainer:
 """
 MAX_TESTS = 20  # that are inspected after one `unscale_`; only generated code has more
 _FINITE = re.compile(r"finite|is_?nan|is_?inf|has_(nan|inf)", re.IGNORECASE)
+_INFINITE = re.compile(r"finite|inf(?!er|o)|overflow", re.IGNORECASE)
 _NORM = re.compile(r"grad_?norm|total_norm|^norm$|gnorm", re.IGNORECASE)
 _STEP = re.compile(r"step|batch|iter", re.IGNORECASE)  # names of functions that run one iteration
 _LOGS = re.compile(r"log|print|warn|zero_grad|record|track", re.IGNORECASE)
@@ -136,6 +137,77 @@ class SkipWithoutUpdate(TraceRule):
                     instead=f"call {event.local.scaler}.update() in every iteration, after that test",
                 )
         return None
+
+
+_GRADIENTS = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    if any(not torch.isfinite(p.grad).all() for p in model.parameters()):
+        {skip}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+class OverflowKeepsScale(TraceRule):
+    """An iteration with non-finite gradients skips `scaler.step` and `update`, so the scale never shrinks."""
+
+    code = "HS157"
+    name = "overflow-keeps-scale"
+    severity = "warning"
+    reason = (
+        "The scale starts at 65536 and shrinks only in `update()`, after `step` or `unscale_` has found inf in the gradients. A loop that "
+        "tests the gradients itself and moves to the next batch leaves the scale as it is, and the next batch overflows as well: every "
+        "iteration is skipped, the loss stays where it is, and nothing raises. `scaler.step` skips such steps itself."
+    )
+    bad = (
+        _GRADIENTS.format(skip="continue"),
+        _GRADIENTS.format(skip="print('overflow')\n        optimizer.zero_grad()\n        continue"),
+    )
+    good = (
+        _GRADIENTS.format(skip="skipped += 1"),
+        _GRADIENTS.format(skip="scaler.update(scaler.get_scale() / 2)\n        continue"),
+        _GRADIENTS.format(skip="raise FloatingPointError"),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.update",)
+    kinds = ("backward",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A scaled backward after which a test of the gradients leaves the iteration before any step and update."""
+        event = trace[index]
+        if event.scaled != "yes" or without_amp(event) or switched_off(script, event) or not event.loops:
+            return None
+        later = [e for e in trace[index + 1 :] if compatible(e, event) and e.loops[:1] == event.loops[:1]]
+        uses = [e for e in later if e.kind in {"unscale", "scaler_step", "update", "handed"}]
+        updates = [e for e in uses if e.kind == "update"]
+        depth = len(event.roots)
+        skip = _find_skip(script, event, depth) if updates else None
+        if skip is None or not _reads_gradients(script, skip, event) or any(e.kind == "handed" for e in uses):
+            return None
+        if not all(_is_past(script, e, event, depth, skip) for e in uses):
+            return None
+        name = updates[0].local.scaler
+        return self.finding(
+            script.where(skip.test),
+            f"{script.at(skip.body[-1])} skips `{name}.step` and `{name}.update()` when the gradients overflow: the scale does not shrink, "
+            "and the next batch overflows as well",
+            instead=f"remove the test: {name}.step skips such a step, and {name}.update() lowers the scale",
+        )
+
+
+def _reads_gradients(script: Script, test: ast.If, event: Event) -> bool:
+    """Whether a test is about inf in gradients, not about the loss: `p.grad`, a helper of the file, or a flag set from them."""
+    parts: list[ast.AST] = [test.test, *_values(script, test, event.function.node)]
+    calls = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)]
+    targets = [script.outline.call_target(call, event.function) for call in calls]
+    names = [name for part in (*parts, *(t.node for t in targets if t is not None)) for name in _names(part)]
+    is_loss = any("loss" in name.lower() for name in _names(test.test))
+    return not is_loss and any("grad" in name.lower() for name in names) and any(map(_INFINITE.search, names))
 
 
 def _place(script: Script, event: Event, depth: int) -> ast.stmt:
@@ -271,6 +343,9 @@ def _values(script: Script, test: ast.If, function: ast.AST) -> Iterator[ast.exp
             before = [b for b in bindings if b.function.node is function and getattr(b.node, "lineno", 0) < test.lineno]
             if before and before[-1].value is not None:
                 yield before[-1].value
+                above = script.outline.parents.get(before[-1].node)
+                if isinstance(above, ast.If) and isinstance(before[-1].value, ast.Constant):
+                    yield above.test  # `if not isfinite(p.grad).all(): bad = True`
 
 
 def _is_elsewhere(script: Script, call: ast.Call, event: Event) -> bool:
@@ -280,4 +355,4 @@ def _is_elsewhere(script: Script, call: ast.Call, event: Event) -> bool:
     return inherited and script.outline.call_target(call, event.function) is None
 
 
-RULES: tuple[type[Rule], ...] = (SkipWithoutUpdate,)
+RULES: tuple[type[Rule], ...] = (SkipWithoutUpdate, OverflowKeepsScale)

@@ -1,9 +1,8 @@
-"""HS155, HS163-HS165, HS167: constants outside the range of 16 bits, queries for hardware support, and fp8 everywhere."""
+"""HS155, HS165, HS167: reductions in 16 bits, queries for hardware support, and fp8 everywhere."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
@@ -11,20 +10,10 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.logits import in_autocast
 from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of
 from halfstep.check.script.script import Script
-from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
-_ATTENTION = """\
-import torch
-def attention(q, k, v, mask):
-    scores = torch.matmul(q, k.transpose(-2, -1)) / 8
-    scores = scores.masked_fill(mask == 0, {value})
-    return torch.matmul(scores.softmax(-1), v)
-with torch.autocast("cuda", dtype=torch.float16):
-    y = attention(q, k, v, mask)
-"""
 _CONVERT = """\
 import torch
 from torchao.float8 import convert_to_float8_training
@@ -48,136 +37,6 @@ _PRESERVES_DTYPE = {
 }
 
 _REDUCTIONS = ("softmax", "log_softmax", "sum", "mean", "cumsum", "norm", "prod", "cumprod", "logsumexp", "var")
-
-
-class MaskOverflowsHalf(ScriptRule):
-    """An attention mask is filled with a value outside the range of float16."""
-
-    code = "HS163"
-    name = "mask-overflows-half"
-    severity = "warning"
-    reason = (
-        "The largest float16 value is 65504. Under autocast the scores of a matmul are float16, and `masked_fill` with -1e9 raises RuntimeError: "
-        "value cannot be converted to type c10::Half without overflow."
-    )
-    bad = (
-        _ATTENTION.format(value="-1e9"),
-        _ATTENTION.format(value="float('-1e20')"),
-        _ATTENTION.format(value="-1e10").replace(
-            "return torch.matmul(scores.softmax(-1), v)", "scores = torch.softmax(scores, -1)"
-        ),
-    )
-    good = (
-        _ATTENTION.format(value="torch.finfo(scores.dtype).min"),
-        _ATTENTION.format(value="float('-inf')"),
-        _ATTENTION.format(value="-1e9").replace("float16", "bfloat16"),
-    )
-    references = ("https://docs.pytorch.org/docs/stable/type_info.html#torch.torch.finfo",)
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """Fill values beyond 65504 for scores that come from a matmul, in scripts that run in float16."""
-        regions = [a for a in script.autocasts if a.enabled != "no"]
-        if not any("float16" in a.dtypes for a in regions):
-            return
-        certain = all(a.dtype == "float16" for a in regions)
-        for name in ("masked_fill", "masked_fill_"):
-            for call, function in script.outline.calls.get(name, ()):
-                number = _number(argument(call, 1, "value"))
-                if number is not None and 65504 < abs(number) < float("inf"):
-                    receiver = call.func.value if isinstance(call.func, ast.Attribute) else call
-                    if _from_matmul(script, receiver, function, call.lineno):
-                        yield self.finding(
-                            script.where(call),
-                            f"{number:g} is outside the range of float16 (maximum 65504): this raises RuntimeError under float16 autocast",
-                            instead=f"torch.finfo({key_of(receiver) or 'scores'}.dtype).min",
-                            severity=None if certain else "advice",
-                        )
-
-
-def _number(node: ast.expr | None) -> float | None:
-    """A number, also written as `float("-1e20")`."""
-    if isinstance(node, ast.Call) and key_of(node.func) == "float" and len(node.args) == 1:
-        node = node.args[0]
-    value = constant(node)
-    try:
-        return float(value) if isinstance(value, (int, float, str)) else None
-    except (ValueError, OverflowError):
-        return None
-
-
-def _from_matmul(script: Script, node: ast.expr, function: Function, line: int) -> bool:
-    """Whether scores are a matrix product that is not cast to float32 before a line."""
-    options = [node]
-    key = key_of(node)
-    if key:
-        options = [
-            b.value
-            for b in script.outline.lookup(key, function)
-            if b.function is function and b.value is not None and b.node.lineno < line  # type: ignore[attr-defined]
-        ]
-    text = " ".join(ast.unparse(option) for option in options)
-    products = ("matmul(", "bmm(", "einsum(", "baddbmm(", " @ ")
-    cast = re.search(r"\.float\(|float32|softmax", text)
-    return any(p in text for p in products) and cast is None
-
-
-class EpsUnderflowsHalf(ScriptRule):
-    """A small constant that guards a float16 value against zero is itself zero in float16."""
-
-    code = "HS164"
-    name = "eps-underflows-half"
-    severity = "warning"
-    reason = (
-        "The smallest positive float16 value is 6e-8, and 1e-8 rounds to zero. `x.half() + 1e-8` equals x, and the division it "
-        "should protect gives inf or NaN."
-    )
-    bad = (
-        "import torch\ny = x / (x.half().abs() + 1e-8)\n",
-        "import torch\nz = w.to(torch.float16).clamp(min=1e-12)\n",
-        "import torch\neps = torch.tensor(1e-8, dtype=torch.float16)\n",
-    )
-    good = (
-        "import torch\ny = x / (x.half().abs() + 1e-6)\n",
-        "import torch\nz = w.to(torch.float16).float().clamp(min=1e-12)\n",
-    )
-    references = ("https://github.com/pytorch/pytorch/issues/147437",)
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """Constants that round to zero in float16, added to or clamping a value that is certainly float16."""
-        outline = script.outline
-        spots: list[tuple[ast.AST, ast.AST | None]] = []
-        for name in ("half", "to"):
-            for call, _ in outline.calls.get(name, ()):
-                if name == "half" or any(DTYPES.get(outline.names.full(a)) == "float16" for a in call.args):
-                    spots += _guards_of(script, call)
-        for call, function in outline.calls.get("tensor", ()):
-            if dtypes_of(outline, argument(call, None, "dtype"), function) == {"float16"}:
-                spots.append((call, argument(call, 0, "data")))
-        for node, value in spots:
-            number = constant(value)
-            if isinstance(number, float) and 0 < abs(number) < 2**-25:
-                yield self.finding(
-                    script.where(node),
-                    f"{number:g} rounds to zero in float16, whose smallest positive value is 6e-8",
-                    instead="compute in float32, or use an eps of at least 1e-7",
-                )
-
-
-def _guards_of(script: Script, node: ast.AST) -> list[tuple[ast.AST, ast.AST | None]]:
-    """Additions and clamps applied directly to a float16 value."""
-    parents = script.outline.parents
-    while True:
-        parent = parents.get(node)
-        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add):
-            return [(parent, parent.right if parent.left is node else parent.left)]
-        call = parents.get(parent) if isinstance(parent, ast.Attribute) and parent.value is node else None
-        if not isinstance(parent, ast.Attribute) or not isinstance(call, ast.Call):
-            return []
-        if parent.attr in {"clamp", "clamp_", "clamp_min", "clip"}:
-            return [(call, argument(call, 0, "min"))]
-        if parent.attr not in _PRESERVES_DTYPE:
-            return []
-        node = call
 
 
 class ReductionInHalf(ScriptRule):
@@ -329,4 +188,4 @@ class Fp8EveryLayer(ScriptRule):
                     )
 
 
-RULES: tuple[type[Rule], ...] = (MaskOverflowsHalf, EpsUnderflowsHalf, ReductionInHalf, EmulatedBf16, Fp8EveryLayer)
+RULES: tuple[type[Rule], ...] = (ReductionInHalf, EmulatedBf16, Fp8EveryLayer)

@@ -90,7 +90,7 @@ def _refutes(parts: tuple[Guard, ...], whole: tuple[Guard, ...]) -> bool:
     """Whether `a` and `b` are true although `a and b` is not, or false although `a or b` is true."""
     for text, is_true in whole:
         word = " or " if is_true else " and "
-        plain = word in text and "(" not in text and (" and " in text) != (" or " in text)
+        plain = word in text and (" and " in text) != (" or " in text)
         if plain and all(Guard(part, not is_true) in parts for part in text.split(word)):
             return True
     return False

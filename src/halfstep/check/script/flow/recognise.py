@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
-from halfstep.check.script.objects.losses import bce_of
+from halfstep.check.script.objects.losses import BCE, bce_of
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
@@ -24,7 +24,6 @@ CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip
 _READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "nan_to_num", "nan_to_num_"}
 _MAY_UNSCALE = re.compile(r"scal|amp", re.IGNORECASE)
 _OWN_CLIPS = {"clip_gradients", "clip_gradient", "clip_grads", "clip_grad", "clip_grad_value"}  # of other files
-BCE = {"torch.nn.functional.binary_cross_entropy", "torch.binary_cross_entropy"}
 WRAPS = {
     "torch.nn.DataParallel": "dp",
     "torch.nn.parallel.DataParallel": "dp",

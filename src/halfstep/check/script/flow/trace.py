@@ -28,20 +28,32 @@ MAX_IN_ALL = 20_000
 
 Trace = tuple[Event, ...]
 
+_SPAWNS = ("spawn", "start_processes", "Process", "launch")  # of torch.multiprocessing, multiprocessing and detectron2
+
 
 def read_traces(outline: Outline) -> tuple[Trace, ...]:
     """Every root's trace that has any event, the module's first."""
     recogniser = Recogniser(outline)
     flows = {f: read_flow(outline, recogniser, f) for f in (outline.module, *outline.functions)}
     called = {item.target for items in flows.values() for item in items if isinstance(item, Jump)}
-    roots = [f for f in flows if f not in called]
+    spawned = _spawned(outline)
+    roots = [f for f in flows if f not in called or f in spawned]
     followed: set[Function] = set()
     traces: list[Trace] = []
     # Functions that only call each other are reached from no root; each is read separately, after the roots.
     for function in dict.fromkeys((*roots, *flows)):
-        if (function not in called or function not in followed) and sum(map(len, traces)) < MAX_IN_ALL:
+        is_root = function not in called or function not in followed or function in spawned
+        if is_root and sum(map(len, traces)) < MAX_IN_ALL:
             traces.append(_Follow(flows, followed).run(function))
     return tuple(trace for trace in traces if trace)
+
+
+def _spawned(outline: Outline) -> set[Function]:
+    """The functions that run in processes of their own: `mp.spawn(main)` next to a plain `main()` for one process."""
+    sites = [site for name in _SPAWNS for site in outline.calls.get(name, ())]
+    passed = [value for call, _ in sites for value in (*call.args[:1], *(k.value for k in call.keywords))]
+    names = {value.id for value in passed if isinstance(value, ast.Name)}
+    return {f for f in outline.functions if f.name in names and not f.cls} if names else set()
 
 
 class _Follow:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from halfstep.check.script.flow.recognise import BCE
 from halfstep.check.script.objects.choices import default_of
-from halfstep.check.script.objects.values import Autocast, autocasts_of, constant
+from halfstep.check.script.objects.engines import loop_class
+from halfstep.check.script.objects.losses import BCE
+from halfstep.check.script.objects.values import Autocast, argument, autocasts_of, constant
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -18,8 +19,23 @@ _LOSSES = {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
 
 
 def bce_in_forward(script: Script) -> Iterator[ast.Call]:
-    """Binary cross-entropies on probabilities, in the forward of a module that a CUDA autocast region calls."""
+    """Binary cross-entropies on probabilities, in the forward of a module that a CUDA autocast region calls.
+
+    Lightning's mixed precision runs the steps of its modules in such a region.
+    """
     outline = script.outline
+    for name, methods in outline.classes.items() if "ightning" in script.source.text else ():
+        loop = loop_class(script, name)
+        if loop is None or loop.base == "trainer" or loop.precision not in {"fp16", "bf16"} or _on_cpu(script):
+            continue
+        for method in (m for n, m in methods.items() if n == "forward" or n.endswith(("step", "loss"))):
+            for node in ast.walk(method.node):
+                if (
+                    isinstance(node, ast.Call)
+                    and _is_bce(script, node, method)
+                    and not _is_disabled(script, node, method)
+                ):
+                    yield node
     if any(a.device not in {"cuda", None} for a in script.autocasts):
         return
     for name in script.classes_under_autocast:
@@ -31,6 +47,12 @@ def bce_in_forward(script: Script) -> Iterator[ast.Call]:
                 and not _is_disabled(script, node, forward)
             ):
                 yield node
+
+
+def _on_cpu(script: Script) -> bool:
+    """Whether a Trainer is created for another device than CUDA."""
+    calls = (call for call, _ in script.outline.calls.get("Trainer", ()))
+    return any(constant(argument(call, None, "accelerator")) in {"cpu", "mps", "tpu"} for call in calls)
 
 
 def _is_bce(script: Script, call: ast.Call, function: Function | None) -> bool:

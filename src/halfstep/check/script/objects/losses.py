@@ -9,7 +9,9 @@ from halfstep.check.script.objects.expressions import entries_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["bce_of"]
+__all__ = ["BCE", "bce_of"]
+
+BCE = {"torch.nn.functional.binary_cross_entropy", "torch.binary_cross_entropy"}
 
 _CRITERION = re.compile(r"crit|loss|bce|objective|cost|adversarial", re.IGNORECASE)
 
@@ -20,14 +22,31 @@ def bce_of(outline: Outline, func: ast.expr, function: Function) -> str:
     key = key_of(func)
     if key and _CRITERION.search(key):
         options = [o for value in outline.values(key, function) for o in entries_of(value, outline, function)]
-    calls = [o for o in options if isinstance(o, ast.Call)]
-    created = [o for o in calls if _creates_bce(outline, o)]
+    if not options and isinstance(func, ast.Subscript):
+        options = [o for o in entries_of(func, outline, function) if o is not func]
+    options = [o for option in options for o in _returned(outline, option, function)]
+    calls = [o for o in options if isinstance(o, ast.Call) or outline.names.full(o)]
+    created = [o for o in calls if _is_bce(outline, o)]
     if not created:
         return ""
     if len(created) == len(options):
         return "yes"
     is_own = key not in function.params and ("." not in key or key in outline.bindings)
     return "maybe" if is_own and len(calls) == len(options) else ""
+
+
+def _returned(outline: Outline, node: ast.expr, function: Function) -> list[ast.expr]:
+    """The losses that a function of this file returns: `get_loss(name)`; any other expression as it is."""
+    target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
+    if target is None or target.cls or not isinstance(target.node, ast.FunctionDef):
+        return [node]
+    returned = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
+    return returned or [node]
+
+
+def _is_bce(outline: Outline, node: ast.expr) -> bool:
+    """Whether an expression creates a BCELoss, or is the function."""
+    return _creates_bce(outline, node) if isinstance(node, ast.Call) else outline.names.full(node) in BCE
 
 
 def _creates_bce(outline: Outline, call: ast.Call) -> bool:

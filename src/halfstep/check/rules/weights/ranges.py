@@ -1,0 +1,226 @@
+"""HS163, HS164: constants that are outside the range of float16, or zero in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.objects.lowered import formats_of_tensor
+from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RULES"]
+
+_PRESERVES_DTYPE = frozenset({
+    "abs", "norm", "sum", "mean", "pow", "square", "sqrt", "detach", "cuda", "max", "min", "clone", "contiguous",
+})  # fmt: skip
+_ATTENTION = """\
+import torch
+def attention(q, k, v, mask):
+    scores = torch.matmul(q, k.transpose(-2, -1)) / 8
+    scores = scores.masked_fill(mask == 0, {value})
+    return torch.matmul(scores.softmax(-1), v)
+with torch.autocast("cuda", dtype=torch.float16):
+    y = attention(q, k, v, mask)
+"""
+
+
+# Functions that fill a tensor, each with the position of the value among the arguments of the method.
+_FILLS = {"masked_fill": 1, "masked_fill_": 1, "full": 1, "full_like": 1, "new_full": 1, "fill_": 0}
+_LARGEST = 3.4028234663852886e38  # of float32
+_SINGLE = {"torch.float32", "torch.float"}
+
+
+class MaskOverflowsHalf(ScriptRule):
+    """A float16 tensor is filled with a value outside the range of float16."""
+
+    code = "HS163"
+    name = "mask-overflows-half"
+    severity = "warning"
+    reason = (
+        "The largest float16 value is 65504. Under autocast the scores of a matmul are float16, and `masked_fill` with -1e9 raises RuntimeError: "
+        "value cannot be converted to type c10::Half without overflow. So do `full`, `full_like`, `new_full` and `fill_`. (A sum, `where` and "
+        "an assignment to `scores[mask]` give -inf instead.)"
+    )
+    bad = (
+        _ATTENTION.format(value="-1e9"),
+        _ATTENTION.format(value="float('-1e20')"),
+        _ATTENTION.format(value="-1e10").replace(
+            "return torch.matmul(scores.softmax(-1), v)", "scores = torch.softmax(scores, -1)"
+        ),
+    )
+    good = (
+        _ATTENTION.format(value="torch.finfo(scores.dtype).min"),
+        _ATTENTION.format(value="float('-inf')"),
+        _ATTENTION.format(value="-1e9").replace("float16", "bfloat16"),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/type_info.html#torch.torch.finfo",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Fill values beyond 65504 for a tensor that is float16, or for a product in a script that runs in float16."""
+        sites = [(name, *site) for name in _FILLS for site in script.outline.calls.get(name, ())]
+        for name, call, function in sites:
+            receiver, value, dtype = _parts(script, name, call)
+            number = _number(script, value, function)
+            if number is None or not 65504 < abs(number) < float("inf"):
+                continue
+            if dtype is not None:
+                formats = dtypes_of(script.outline, dtype, function)
+            else:
+                formats = formats_of_tensor(script, receiver, function) if receiver is not None else frozenset()
+                if not formats and receiver is not None and name.startswith("masked_fill"):
+                    formats = _product_formats(script, receiver, function, call.lineno)
+            if "float16" in formats:
+                yield self._report(script, call, receiver, number, is_certain=formats == {"float16"})
+
+    def _report(
+        self, script: Script, call: ast.Call, receiver: ast.expr | None, number: float, *, is_certain: bool
+    ) -> Finding:
+        key = key_of(receiver) if receiver is not None else ""
+        return self.finding(
+            script.where(call),
+            f"{number:g} is outside the range of float16 (maximum 65504): this raises RuntimeError{'' if is_certain else ' in float16'}",
+            instead=f"torch.finfo({key}.dtype).min" if key else "torch.finfo(torch.float16).min",
+            severity=None if is_certain else "advice",
+        )
+
+
+def _parts(script: Script, name: str, call: ast.Call) -> tuple[ast.expr | None, ast.expr | None, ast.expr | None]:
+    """The tensor whose dtype a fill has, the value, and the dtype if it is an argument."""
+    dtype = argument(call, None, "dtype")
+    is_function = script.outline.names.full(call.func).startswith("torch.")
+    if name in {"full", "full_like"}:
+        tensor = argument(call, 0, "input") if name == "full_like" else None
+        return (tensor, argument(call, 1, "fill_value"), dtype) if is_function else (None, None, None)
+    if is_function:
+        return argument(call, 0, "input"), argument(call, _FILLS[name] + 1, "value"), dtype
+    tensor = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return tensor, argument(call, _FILLS[name], "fill_value" if name == "new_full" else "value"), dtype
+
+
+def _number(script: Script, node: ast.expr | None, function: Function) -> float | None:
+    """A number, also written as `float("-1e20")`, `torch.finfo(torch.float32).min` or a constant of the file."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        positive = _number(script, node.operand, function)
+        return -positive if positive is not None else None
+    if isinstance(node, ast.Call) and key_of(node.func) == "float" and len(node.args) == 1:
+        node = node.args[0]
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call) and node.attr in {"min", "max"}:
+        limits, dtype = node.value, argument(node.value, 0, "type")
+        is_limits = script.outline.names.full(limits.func) == "torch.finfo"
+        if not is_limits or dtype is None or script.outline.names.full(dtype) not in _SINGLE:
+            return None
+        return -_LARGEST if node.attr == "min" else _LARGEST
+    key = key_of(node) if node is not None else ""
+    if key.isidentifier() and key not in function.params:
+        values = script.outline.values(key, function)
+        node = values[0] if len(values) == 1 else None
+    value = constant(node)
+    try:
+        return float(value) if isinstance(value, (int, float, str)) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _product_formats(script: Script, node: ast.expr, function: Function, line: int) -> frozenset[str]:
+    """The dtypes of the regions of a script, for scores that are a product; empty if none is float16."""
+    regions = [a for a in script.autocasts if a.enabled != "no"]
+    if not any("float16" in a.dtypes for a in regions) or not _from_matmul(script, node, function, line):
+        return frozenset()
+    return frozenset().union(*(a.dtypes for a in regions))
+
+
+def _from_matmul(script: Script, node: ast.expr, function: Function, line: int) -> bool:
+    """Whether scores are a matrix product that is not cast to float32 before a line."""
+    options = [node]
+    key = key_of(node)
+    if key:
+        options = [
+            b.value
+            for b in script.outline.lookup(key, function)
+            if b.function is function and b.value is not None and b.node.lineno < line  # type: ignore[attr-defined]
+        ]
+    text = " ".join(ast.unparse(option) for option in options)
+    products = ("matmul(", "bmm(", "einsum(", "baddbmm(", " @ ")
+    cast = re.search(r"\.float\(|float32|softmax", text)
+    return any(p in text for p in products) and cast is None
+
+
+class EpsUnderflowsHalf(ScriptRule):
+    """A small constant that guards a float16 value against zero is itself zero in float16."""
+
+    code = "HS164"
+    name = "eps-underflows-half"
+    severity = "warning"
+    reason = (
+        "The smallest positive float16 value is 6e-8, and 1e-8 rounds to zero. `x.half() + 1e-8` equals x, and the division it "
+        "should protect gives inf or NaN."
+    )
+    bad = (
+        "import torch\ny = x / (x.half().abs() + 1e-8)\n",
+        "import torch\nz = w.to(torch.float16).clamp(min=1e-12)\n",
+        "import torch\neps = torch.tensor(1e-8, dtype=torch.float16)\n",
+    )
+    good = (
+        "import torch\ny = x / (x.half().abs() + 1e-6)\n",
+        "import torch\nz = w.to(torch.float16).float().clamp(min=1e-12)\n",
+    )
+    references = ("https://github.com/pytorch/pytorch/issues/147437",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Constants that round to zero in float16, added to or clamping a value that is certainly float16."""
+        outline = script.outline
+        spots: list[tuple[ast.AST, ast.AST | None]] = []
+        for name in ("half", "to"):
+            for call, function in outline.calls.get(name, ()):
+                if name == "half" or any(DTYPES.get(outline.names.full(a)) == "float16" for a in call.args):
+                    spots += _guards_of(script, call)
+                    for use in _uses_of_cast(script, call, function):
+                        spots += _guards_of(script, use)
+        for call, function in outline.calls.get("tensor", ()):
+            if dtypes_of(outline, argument(call, None, "dtype"), function) == {"float16"}:
+                spots.append((call, argument(call, 0, "data")))
+        for node, value in spots:
+            number = constant(value)
+            if isinstance(number, float) and 0 < abs(number) < 2**-25:
+                yield self.finding(
+                    script.where(node),
+                    f"{number:g} rounds to zero in float16, whose smallest positive value is 6e-8",
+                    instead="compute in float32, or use an eps of at least 1e-7",
+                )
+
+
+def _uses_of_cast(script: Script, call: ast.Call, function: Function) -> list[ast.Name]:
+    """The later uses of a variable whose value is this cast: `x = x.half()`; none in a script with autocast."""
+    parent = script.outline.parents.get(call)
+    target = parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
+    if not isinstance(target, ast.Name) or script.autocasts:
+        return []
+    uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
+    uses = [n for n in uses if n.lineno > call.lineno and isinstance(n.ctx, ast.Load)]
+    return [n for n in uses if formats_of_tensor(script, n, function) == {"float16"}]
+
+
+def _guards_of(script: Script, node: ast.AST) -> list[tuple[ast.AST, ast.AST | None]]:
+    """Additions and clamps applied directly to a float16 value."""
+    parents = script.outline.parents
+    while True:
+        parent = parents.get(node)
+        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add):
+            return [(parent, parent.right if parent.left is node else parent.left)]
+        call = parents.get(parent) if isinstance(parent, ast.Attribute) and parent.value is node else None
+        if not isinstance(parent, ast.Attribute) or not isinstance(call, ast.Call):
+            return []
+        if parent.attr in {"clamp", "clamp_", "clamp_min", "clip"}:
+            return [(call, argument(call, 0, "min"))]
+        if parent.attr not in _PRESERVES_DTYPE:
+            return []
+        node = call
+
+
+RULES: tuple[type[Rule], ...] = (MaskOverflowsHalf, EpsUnderflowsHalf)

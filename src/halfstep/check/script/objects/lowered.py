@@ -1,0 +1,159 @@
+"""The formats of tensors, as far as one function decides them: cast explicitly, or computed in an autocast region.
+
+A product in an enabled region has the region's dtype, and so has the output of a model that ends in a linear layer.
+Elementwise operations keep it; a softmax, a sum or a norm returns float32 inside the region and keeps it outside.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+from halfstep.check.script.objects.formats import SIXTEEN_BIT
+from halfstep.check.script.objects.modules import created_classes
+from halfstep.check.script.objects.values import argument, autocasts_of, constant
+from halfstep.check.script.objects.weights import Creation, cast_formats
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function, Outline
+from halfstep.check.script.syntax.scope import Binding
+
+if TYPE_CHECKING:
+    from halfstep.check.script.script import Script
+
+__all__ = ["PRODUCTS", "formats_of_tensor", "region_formats"]
+
+MAX_STEPS = 10  # operations and assignments between a cast and the value in question
+PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum", "baddbmm", "addmm"})
+_KEEPS = frozenset({
+    "abs", "clamp", "clip", "clone", "contiguous", "cpu", "cuda", "detach", "expand", "flatten", "gather", "index_select", "max", "mean",
+    "min", "neg", "permute", "relu", "repeat", "reshape", "sigmoid", "sqrt", "square", "squeeze", "t", "tanh", "transpose", "unsqueeze",
+    "view", "swapaxes",
+})  # fmt: skip
+# Autocast computes these in float32.
+_RAISED = frozenset({"softmax", "log_softmax", "sum", "norm", "pow", "exp", "log", "cumsum", "prod"})
+_LAYERS = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
+_SHAPES = frozenset({"squeeze", "view", "flatten", "reshape"})
+_NONE: frozenset[str] = frozenset()
+
+
+def formats_of_tensor(script: Script, node: ast.expr, function: Function) -> frozenset[str]:
+    """The formats that a value may have where it stands, all of them 16-bit; empty if the text does not decide it."""
+    outline = script.outline
+    for _ in range(MAX_STEPS):
+        if isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr in {"T", "mT", "data"}):
+            node = node.value
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            return region_formats(script, node, function)
+        elif isinstance(node, ast.BinOp) and isinstance(constant(node.right), (int, float)):
+            node = node.left
+        elif isinstance(node, ast.BinOp) and isinstance(constant(node.left), (int, float)):
+            node = node.right
+        elif isinstance(node, ast.Name):
+            binding = _only_binding(outline, node, function)
+            if binding is None or binding.value is None:
+                return _NONE
+            node = binding.value
+        elif isinstance(node, ast.Call):
+            cast = cast_formats(outline, node, function)
+            if cast:
+                return cast if cast <= SIXTEEN_BIT else _NONE
+            last = key_of(node.func).rsplit(".", 1)[-1] or getattr(node.func, "attr", "")
+            is_torch = outline.names.full(node.func).startswith("torch.")
+            if last in PRODUCTS and (is_torch or isinstance(node.func, ast.Attribute)):
+                return region_formats(script, node, function)
+            if last in _RAISED and region_formats(script, node, function):
+                return _NONE
+            if last in _KEEPS | _RAISED and argument(node, None, "dtype") is None:
+                inner = argument(node, 0, "input") if is_torch else getattr(node.func, "value", None)
+                if inner is None:
+                    return _NONE
+                node = inner
+            else:
+                return region_formats(script, node, function) if _ends_in_layer(script, node, function) else _NONE
+        else:
+            return _NONE
+    return _NONE
+
+
+def _only_binding(outline: Outline, name: ast.Name, function: Function) -> Binding | None:
+    """The last assignment before a use, if it is not in a branch that the use is not in."""
+    here = [b for b in outline.lookup(name.id, function) if b.function is function and b.index is None]
+    before = [b for b in here if getattr(b.node, "lineno", 0) < name.lineno]
+    if not before or len(before) != len(here):
+        return None  # assigned again later: in a loop, that may be the value
+    binding = before[-1]
+    block = outline.parents.get(binding.node)
+    around = set()
+    parent: ast.AST | None = name
+    while parent is not None:
+        around.add(parent)
+        parent = outline.parents.get(parent)
+    while isinstance(block, (ast.With, ast.AsyncWith)):  # a region always runs
+        block = outline.parents.get(block)
+    return binding if block in around or isinstance(block, ast.Module) else None
+
+
+def region_formats(script: Script, node: ast.AST, function: Function) -> frozenset[str]:
+    """The dtypes of the innermost autocast region around a node; empty if there is none, or if it may be off or float32."""
+    parent = script.outline.parents.get(node)
+    while parent is not None:
+        contexts: list[ast.expr] = []
+        if isinstance(parent, (ast.With, ast.AsyncWith)):
+            contexts = [item.context_expr for item in parent.items]
+        elif isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            contexts = parent.decorator_list
+        regions = [a for context in contexts for a in autocasts_of(script.outline, context, function)]
+        if regions:
+            dtypes = frozenset().union(*(a.dtypes for a in regions))
+            on_gpu = all(a.device in {"cuda", None} for a in regions)
+            return dtypes if on_gpu and dtypes <= SIXTEEN_BIT and all(a.enabled != "no" for a in regions) else _NONE
+        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            return _NONE
+        parent = script.outline.parents.get(parent)
+    return _NONE
+
+
+def _ends_in_layer(script: Script, call: ast.Call, function: Function) -> bool:
+    """Whether a call runs a model whose forward returns what a linear layer or a convolution computes."""
+    if not key_of(call.func) or script.outline.names.full(call.func):
+        return False
+    creations = script.training.model(call.func, function).creations
+    return bool(creations) and all(_returns_layer(script, creation) for creation in creations)
+
+
+def _returns_layer(script: Script, creation: Creation) -> bool:
+    outline = script.outline
+    full = outline.names.full(creation.node.func)
+    if full in _LAYERS or full.startswith("torchvision.models."):
+        return True
+    classes = created_classes(outline, creation.node)
+    return bool(classes) and all(_last_layer(outline, name) for name in classes)
+
+
+def _last_layer(outline: Outline, name: str) -> bool:
+    """Whether the forward of a class of this file returns `self.layer(...)`, a layer that autocast lowers."""
+    methods = outline.classes.get(name, {})
+    forward, init = methods.get("forward"), methods.get("__init__")
+    if forward is None or init is None:
+        return False
+    returns = [n.value for n in ast.walk(forward.node) if isinstance(n, ast.Return) and n.value is not None]
+    made = {
+        key_of(target): node.value
+        for node in ast.walk(init.node)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
+    for value in map(_unshaped, returns):
+        layer = made.get(key_of(value.func)) if isinstance(value, ast.Call) else None
+        if isinstance(layer, ast.Call) and outline.names.full(layer.func) == "torch.nn.Sequential" and layer.args:
+            layer = layer.args[-1]
+        if not isinstance(layer, ast.Call) or outline.names.full(layer.func) not in _LAYERS:
+            return False
+    return bool(returns)
+
+
+def _unshaped(node: ast.expr) -> ast.expr:
+    """The value in `self.fc(x).squeeze(1)`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPES:
+        node = node.func.value
+    return node
