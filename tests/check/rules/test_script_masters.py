@@ -547,3 +547,58 @@ def test_options_of_a_load_are_set_in_branches(options, message):
     )
     reports = findings(text, "HS277")
     assert [f.message.startswith(message) for f in reports] == ([True] if message else [])
+
+
+FREEZES = """\
+import torch
+model = Net().bfloat16()
+{freeze}
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+for x in loader:
+    model(x).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        ("if args.freeze:\n    model.requires_grad_(False)", "when `not args.freeze`, "),
+        ("if cfg.frozen and head:\n    freeze(model)", "when `not (cfg.frozen and head)`, "),
+        (
+            "if tune_head_only:\n    for p in model.parameters():\n        p.requires_grad = False",
+            "when `not tune_head_only`",
+        ),
+        ("model.requires_grad_(False)", ""),
+        ("if not args.train_all:\n    model.requires_grad_(False)", ""),
+        ("if not args.no_freeze:\n    freeze(model)", ""),
+        ("if args.freeze:\n    model.requires_grad_(False)\nmodel.requires_grad_(False)", ""),
+    ],
+)
+def test_an_option_that_freezes_a_model_leaves_a_path_that_trains_it(freeze, message):
+    """`if args.freeze:` freezes nothing in the other case; a freeze without such an option leaves nothing to train."""
+    messages = [f.message for f in findings(FREEZES.format(freeze=freeze), "HS151")]
+    assert len(messages) == bool(message)
+    assert all(m.startswith(message) for m in messages)
+
+
+def test_a_trainer_that_is_created_from_a_dictionary_is_read():
+    """`Trainer(**options)`: the model and the arguments come from the dictionary, and an optional adapter with them."""
+    text = (
+        "import torch\nfrom transformers import AutoModelForCausalLM, TrainingArguments, Trainer\n"
+        "model = AutoModelForCausalLM.from_pretrained(name, dtype={dtype})\n"
+        'options = {{"model": model, "args": TrainingArguments("out", bf16=True), "train_dataset": data}}\n'
+        '{adapter}options["peft_config"] = LoraConfig(r=8)\n'
+        "trainer = Trainer(**options)\ntrainer.train()\n"
+    )
+    optional = "if args.use_lora:\n    "
+    assert [f.code for f in findings(text.format(dtype="torch.bfloat16", adapter=optional), "HS277")] == ["HS277"]
+    assert findings(text.format(dtype="torch.bfloat16", adapter=""), "HS277") == []
+    assert findings(text.format(dtype="torch.float32", adapter=optional), "HS277") == []
+
+
+@pytest.mark.parametrize(("module", "count"), [("energon", 1), ("core", 0)])
+def test_the_data_loader_of_megatron_trains_nothing(module, count):
+    """`megatron.energon` loads data; other modules of Megatron keep float32 copies of the weights."""
+    text = f"from megatron.{module} import Thing\n" + FREEZES.format(freeze="")
+    assert len(findings(text, "HS151")) == count

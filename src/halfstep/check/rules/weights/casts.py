@@ -197,7 +197,7 @@ class HalfModelWithScaler(ScriptRule):
             ):
                 yield self.finding(
                     script.where(cast.node),
-                    f"{when(script, cast)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                    f"{when(script, cast, tie.lineage)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
                     instead=f"{remedy(script, cast)} and let autocast cast",
                 )
 
@@ -248,7 +248,7 @@ class HalfWeightsPlainOptimizer(ScriptRule):
             if cast.low == {"float16"} and cast.node not in reported and is_stepped(script, tie):
                 yield self.finding(
                     script.where(cast.node),
-                    f"{when(script, cast)}{subject(cast)} is trained in float16 by `{text_of(tie.by.func)}` ({script.at(tie.by)}) without float32 "
+                    f"{when(script, cast, tie.lineage)}{subject(cast)} is trained in float16 by `{text_of(tie.by.func)}` ({script.at(tie.by)}) without float32 "
                     "master weights or a loss scale: small updates are lost",
                     instead=f"{remedy(script, cast)} and train under autocast with a GradScaler, or under bfloat16 autocast",
                     severity=None if cast.is_certain else "advice",

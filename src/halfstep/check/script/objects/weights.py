@@ -32,18 +32,8 @@ from halfstep.check.script.syntax.scope import Binding
 __all__ = ["Cast", "Lineage", "VariableCast", "base_of", "cast_formats", "casts_in", "conditions_of", "trace_model"]
 
 _SAME_MODEL = {
-    "cuda",
-    "cpu",
-    "train",
-    "eval",
-    "to",
-    "requires_grad_",
-    "share_memory",
-    "apply",
-    "to_empty",
-    "xpu",
-    "npu",
-}
+    "cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu",
+}  # fmt: skip
 _WRAPPERS = {
     "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard", "replicate",
     "prepare", "prepare_model", "setup", "setup_module", "deepcopy", "checkpoint_wrapper", "parallelize_module", "unwrap_model",
@@ -54,6 +44,7 @@ _MODEL_CLASS = re.compile(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Au
 # These classes read a configuration, a tokenizer or the like.
 _OTHER_CLASS = re.compile(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
 ADAPTER_FLAG = re.compile(r"lora|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb", re.IGNORECASE)
+FREEZE_FLAG = re.compile(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
 MAX_PLACES = 40  # names of one model; generated code has more
 
 
@@ -111,6 +102,7 @@ class Lineage:
         default_factory=dict
     )  # names that deepcopy was called on
     is_adapted: bool = False  # quantized, or wrapped with an adapter
+    frozen_when: dict[str, None] = field(default_factory=dict)  # options that freeze the model
 
     def has(self, key: str, function: Function) -> bool:
         """Whether a variable is one of this model's names."""
@@ -121,6 +113,13 @@ class Lineage:
         """Whether some cast returns the weights to float32."""
         casts = [c for c in self.casts if c.form == "cast" and not c.low and "float32" in c.formats]
         return any(not self._changes_nothing(c) for c in casts)
+
+    def is_frozen_by_option(self, node: ast.AST) -> bool:
+        """Whether an option such as `args.freeze_backbone` decides what `node` does: without it, the weights are trained."""
+        guards = conditions_of(self.outline, node)
+        options = [text for text, is_true in guards if is_true and FREEZE_FLAG.search(text)]
+        self.frozen_when.update(dict.fromkeys(options))
+        return bool(options)
 
     def _changes_nothing(self, cast: Cast) -> bool:
         """Whether a cast runs only where the dtype is float32 anyway: `if dtype == torch.float32: model.to(dtype)`."""
