@@ -602,3 +602,28 @@ def test_the_data_loader_of_megatron_trains_nothing(module, count):
     """`megatron.energon` loads data; other modules of Megatron keep float32 copies of the weights."""
     text = f"from megatron.{module} import Thing\n" + FREEZES.format(freeze="")
     assert len(findings(text, "HS151")) == count
+
+
+@pytest.mark.parametrize(
+    ("create", "count"),
+    [
+        ("create_model(name, dtype=torch.bfloat16)", 1),
+        ("build_policy_network(cfg, dtype=torch.bfloat16)", 1),
+        ("models.load_model(cfg, torch_dtype='bfloat16')", 1),
+        ("create_model(name, dtype=torch.float32)", 0),
+        ("create_model(name, dtype=torch.bfloat16).float()", 0),
+        ("create_dataset(name, dtype=torch.bfloat16)", 0),
+    ],
+)
+def test_a_function_of_another_file_that_receives_a_dtype_is_assumed_to_use_it(create, count):
+    """`create_model(..., dtype=torch.bfloat16)` most likely creates such weights: advice that states the condition."""
+    results = findings(loop(f"model = {create}"), "HS151")
+    assert [f.severity for f in results] == ["advice"] * count
+    assert all("creates bfloat16 weights" in f.message for f in results)
+
+
+@pytest.mark.parametrize(("flags", "count"), [("bf16=True", 1), ("bf16=True, deepspeed='ds.json'", 0)])
+def test_a_16_bit_default_of_a_trainer_is_reported(flags, count):
+    """A Trainer trains what is created under the default dtype; DeepSpeed keeps float32 copies."""
+    text = trainer("torch.set_default_dtype(torch.bfloat16)\nmodel = Net()", flags)
+    assert len(findings(text, "HS162")) == count

@@ -86,7 +86,9 @@ def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     parts = [f"`{flag}`" for flag in flags]
     if script.training.adapters == "optional" and not asks_for_adapters(conditions):
         parts.append("no adapter is used")
-    if not cast.is_certain and cast.low:
+    if cast.form == "factory":
+        parts.append(f"`{text_of(cast.node.func)}` creates {low} weights")
+    elif not cast.is_certain and cast.low:
         parts.append(f"`{variable}` is {low}" if variable else f"the dtype is {low}")
     return f"when {' and '.join(parts)}, " if parts else ""
 

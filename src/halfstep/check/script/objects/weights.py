@@ -41,6 +41,9 @@ _WRAPPERS = {
 _LOADS = {"from_pretrained", "from_config", "_from_config", "from_single_file"}
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gptq_config")
 _MODEL_CLASS = re.compile(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoencoder|Pipeline")
+_FACTORY = re.compile(
+    r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(model|policy|transformer|unet|network)$"
+)
 # These classes read a configuration, a tokenizer or the like.
 _OTHER_CLASS = re.compile(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
 ADAPTER_FLAG = re.compile(r"lora|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb", re.IGNORECASE)
@@ -56,7 +59,7 @@ class Cast:
     function: Function
     key: str  # the variable that is cast or assigned; "" if it has no name
     formats: frozenset[str]
-    form: str  # cast, load, constructor, or checkpoint: a load without a dtype
+    form: str  # cast, load, constructor, factory (a function of another file), or checkpoint: a load without a dtype
 
     @property
     def low(self) -> frozenset[str]:
@@ -311,8 +314,12 @@ def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name:
     full = lineage.outline.names.full(call.func)
     if value is None or (full.startswith("torch.") and not full.startswith("torch.nn.")) or not text_of(call.func):
         return
-    if text_of(call.func).rsplit(".", 1)[-1][:1].isupper():
-        lineage.casts.append(Cast(call, function, name, formats_of(lineage.outline, value, function), "constructor"))
+    last = text_of(call.func).rsplit(".", 1)[-1]
+    formats = formats_of(lineage.outline, value, function)
+    if last[:1].isupper():
+        lineage.casts.append(Cast(call, function, name, formats, "constructor"))
+    elif _FACTORY.search(last):  # of another file, which may keep other weights
+        lineage.casts.append(Cast(call, function, name, formats | {UNKNOWN}, "factory"))
 
 
 def _add_layers(lineage: Lineage, call: ast.Call, function: Function, target: Function | None, name: str) -> None:
