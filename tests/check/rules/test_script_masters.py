@@ -627,3 +627,18 @@ def test_a_16_bit_default_of_a_trainer_is_reported(flags, count):
     """A Trainer trains what is created under the default dtype; DeepSpeed keeps float32 copies."""
     text = trainer("torch.set_default_dtype(torch.bfloat16)\nmodel = Net()", flags)
     assert len(findings(text, "HS162")) == count
+
+
+@pytest.mark.parametrize(
+    ("optional", "count"), [("", 0), ("if use_lora:\n", 1)], ids=["in-both-branches", "in-both-branches-of-an-option"]
+)
+def test_an_adapter_in_both_branches_is_always_attached(optional, count):
+    """`if adapter_path:` chooses a stored adapter, else a new one: both train adapters, unless an option decides on them."""
+    attach = (
+        "if adapter_path:\n    model = PeftModel.from_pretrained(model, adapter_path)\n"
+        "else:\n    model = get_peft_model(model, config)\n"
+    )
+    if optional:
+        attach = optional + "".join(f"    {line}\n" for line in attach.splitlines())
+    setup = "from peft import PeftModel, get_peft_model\nmodel = Net().bfloat16()\n" + attach
+    assert len(findings(loop(setup), "HS151")) == count

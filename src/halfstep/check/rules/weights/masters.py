@@ -77,12 +77,12 @@ def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     conditions = tuple(guard for guard in conditions if not guard.text.startswith("__name__"))
     equal = {text.partition(" == ")[0] for text, is_true in conditions if is_true and " == " in text}
     decisive = [g for g in conditions if g.is_true or g.text.partition(" == ")[0] not in equal]
-    flags = [text if is_true else f"not {text}" for text, is_true in decisive if len(text) < 60]
+    flags = [text if is_true else _negated(text) for text, is_true in decisive if len(text) < 60]
     low = " or ".join(sorted(cast.low))
     names = (v for v in dtype_values(cast) if key_of(v))
     variable = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
     frozen = lineage.frozen_when if lineage is not None else ()
-    flags += [f"not ({option})" if " " in option else f"not {option}" for option in frozen]
+    flags += map(_negated, frozen)
     parts = [f"`{flag}`" for flag in flags]
     if script.training.adapters == "optional" and not asks_for_adapters(conditions):
         parts.append("no adapter is used")
@@ -91,6 +91,10 @@ def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
     elif not cast.is_certain and cast.low:
         parts.append(f"`{variable}` is {low}" if variable else f"the dtype is {low}")
     return f"when {' and '.join(parts)}, " if parts else ""
+
+
+def _negated(text: str) -> str:
+    return f"not ({text})" if re.search(r" (and|or) ", text) else f"not {text}"
 
 
 def dtype_values(cast: Cast) -> Iterator[ast.expr]:
@@ -212,11 +216,8 @@ class WeightsWithoutMaster(ScriptRule):
                 continue
             unless = "without DeepSpeed or FSDP, " if launched else ""
             no_master = "which keeps no float32 master weights"
-            no_master = (
-                f"without float32 master weights unless `{_optimizer_name(tie)}` adds them"
-                if tie.is_assumed
-                else no_master
-            )
+            if tie.is_assumed:
+                no_master = f"without float32 master weights unless `{_optimizer_name(tie)}` adds them"
             yield self.finding(
                 script.where(cast.node),
                 f"{when(script, cast, tie.lineage)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "

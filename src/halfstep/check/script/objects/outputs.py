@@ -22,17 +22,8 @@ __all__ = ["Exit", "in_no_grad", "keeps_dtype", "keeps_format", "leaves_autocast
 
 MAX_STEPS = 6  # assignments and reshapes between the output of a model and its loss
 _RESHAPES = {
-    "view",
-    "reshape",
-    "flatten",
-    "transpose",
-    "permute",
-    "contiguous",
-    "squeeze",
-    "unsqueeze",
-    "swapaxes",
-    "cuda",
-}
+    "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda",
+}  # fmt: skip
 _CASTS = re.compile(r"float\(|float32|fp32|softmax|upcast|\.double\(")
 # A function or module with such a name is no model whose last layer is a matrix product.
 _MODEL = re.compile(
