@@ -154,6 +154,9 @@ def test_16_bit_logits_are_followed_through_operations(text):
         ("p = scores.half().softmax(-1)\n", 1),
         ("p = torch.softmax(x, -1, torch.float16)\n", 1),
         ("h = x.to(torch.float16)\nn = torch.norm(h)\n", 1),
+        ("def f(mask):\n    mask = mask.cuda()\n    mask = mask.half()\n    return mask.sum()\n", 1),
+        ("def f(mask):\n    mask = mask.half()\n    mask = mask.float()\n    return mask.sum()\n", 0),
+        ("def f(mask, low):\n    if low:\n        mask = mask.half()\n    return mask.sum()\n", 0),
         ("n = x.half().float().norm()\n", 0),
         ("with torch.autocast('cuda'):\n    p = scores.half().softmax(-1)\n", 0),
         ("n = x.half().sum(dtype=torch.float32)\n", 0),
@@ -162,3 +165,92 @@ def test_16_bit_logits_are_followed_through_operations(text):
 def test_reductions_of_float16_values(text, count):
     """A reduction right after a cast to float16 computes in it, except under autocast or with a dtype."""
     assert len(findings("import torch\n" + text, "HS165")) == count
+
+
+ENGINE = """\
+import deepspeed, torch
+import torch.nn.functional as F
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return self.head(x){forward}
+model = Net()
+engine, optimizer, loader, _ = deepspeed.initialize(model=model, config=config)
+criterion = torch.nn.CrossEntropyLoss()
+{dtype}for x, y in loader:
+    {cast}
+    out = engine(x)
+    loss = {loss}
+    engine.backward(loss)
+    engine.step()
+"""
+ASKED = "dtype = torch.float32\nif engine.fp16_enabled():\n    dtype = torch.half\n"
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype", "severity"),
+    [
+        ("x, y = x.to(engine.device).half(), y.to(engine.device)", "", "warning"),
+        ("x = x.cuda().bfloat16()", "", "warning"),
+        ("x = x.to(dtype)", ASKED, "advice"),
+        ("x = x.half() if fp16 else x", ASKED, "advice"),
+    ],
+)
+def test_the_loss_of_a_16_bit_engine_is_reported(cast, dtype, severity):
+    """A DeepSpeed engine whose inputs are cast to 16 bits has 16-bit weights and returns 16-bit logits."""
+    text = ENGINE.format(cast=cast, dtype=dtype, loss="criterion(out, y)", forward="")
+    assert [(f.code, f.severity) for f in findings(text, "HS154")] == [("HS154", severity)]
+
+
+def test_the_loss_of_an_engine_that_a_function_receives_is_reported():
+    """`train(engine, loader)`: the parameter is the engine that the caller passes."""
+    text = ENGINE.format(cast="x = x.half()", dtype="", loss="F.cross_entropy(out, y)", forward="")
+    head, _, loop = text.partition("for x, y")
+    loop = ("for x, y" + loop).replace("engine", "model").replace("\n", "\n    ").rstrip()
+    text = head + "def train(model, loader):\n    " + loop + "\ntrain(engine, loader)\n"
+    assert [f.code for f in findings(text, "HS154")] == ["HS154"]
+
+
+@pytest.mark.parametrize(
+    ("cast", "loss", "forward"),
+    [
+        ("x = x.half()", "criterion(out.float(), y)", ""),
+        ("x = x.half()", "criterion(out, y)", ".float()"),
+        ("x = x.to(engine.device)", "criterion(out, y)", ""),
+        ("x = x.float()", "criterion(out, y)", ""),
+        ("y = y.half()", "criterion(out, y)", ""),
+    ],
+)
+def test_float32_logits_of_an_engine_are_silent(cast, loss, forward):
+    """Logits that are cast, a model that casts its output, and inputs that stay in float32."""
+    assert [f.code for f in findings(ENGINE.format(cast=cast, dtype="", loss=loss, forward=forward), "HS154")] == []
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "F.log_softmax(student['logits'] / temperature, dim=-1)",
+        "F.log_softmax(student.logits.view(-1, n) / self.temperature, dim=-1)",
+        "F.cross_entropy(30 * student.logits, y)",
+    ],
+)
+def test_logits_with_a_temperature_after_autocast_are_reported(loss):
+    """A temperature and a constant factor do not change the dtype of logits that leave an autocast region."""
+    text = (
+        "import torch\nimport torch.nn.functional as F\n"
+        f"def step(self, student_model, x, y, temperature):\n    with torch.autocast('cuda', dtype=torch.bfloat16):\n"
+        f"        student = student_model(x)\n    loss = {loss}\n    loss.backward()\n"
+    )
+    assert [f.code for f in findings(text, "HS154")] == ["HS154"]
+
+
+def test_logits_of_an_unpacked_pair_after_autocast_are_reported():
+    """`logits, hidden = out['logits'], out['hidden']` names the logits; a table of dtypes may choose 16 bits."""
+    text = (
+        "import torch\nimport torch.nn.functional as F\n"
+        "dtype = {'fp32': torch.float32, 'bf16': torch.bfloat16}[name]\n"
+        "def step(student_model, x, y):\n    with torch.autocast('cuda', dtype=dtype):\n"
+        "        out = student_model(x)\n    logits, hidden = out['logits'], out['hidden']\n"
+        "    loss = F.cross_entropy({}, y)\n    loss.backward()\n"
+    )
+    assert [f.severity for f in findings(text.replace("{}", "logits"), "HS154")] == ["advice"]
+    assert [f.code for f in findings(text.replace("{}", "hidden.float()"), "HS154")] == []

@@ -547,3 +547,98 @@ def test_options_of_a_load_are_set_in_branches(options, message):
     )
     reports = findings(text, "HS277")
     assert [f.message.startswith(message) for f in reports] == ([True] if message else [])
+
+
+FREEZES = """\
+import torch
+model = Net().bfloat16()
+{freeze}
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+for x in loader:
+    model(x).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        ("if args.freeze:\n    model.requires_grad_(False)", "when `not args.freeze`, "),
+        ("if cfg.frozen and head:\n    freeze(model)", "when `not (cfg.frozen and head)`, "),
+        (
+            "if tune_head_only:\n    for p in model.parameters():\n        p.requires_grad = False",
+            "when `not tune_head_only`",
+        ),
+        ("model.requires_grad_(False)", ""),
+        ("if not args.train_all:\n    model.requires_grad_(False)", ""),
+        ("if not args.no_freeze:\n    freeze(model)", ""),
+        ("if args.freeze:\n    model.requires_grad_(False)\nmodel.requires_grad_(False)", ""),
+    ],
+)
+def test_an_option_that_freezes_a_model_leaves_a_path_that_trains_it(freeze, message):
+    """`if args.freeze:` freezes nothing in the other case; a freeze without such an option leaves nothing to train."""
+    messages = [f.message for f in findings(FREEZES.format(freeze=freeze), "HS151")]
+    assert len(messages) == bool(message)
+    assert all(m.startswith(message) for m in messages)
+
+
+def test_a_trainer_that_is_created_from_a_dictionary_is_read():
+    """`Trainer(**options)`: the model and the arguments come from the dictionary, and an optional adapter with them."""
+    text = (
+        "import torch\nfrom transformers import AutoModelForCausalLM, TrainingArguments, Trainer\n"
+        "model = AutoModelForCausalLM.from_pretrained(name, dtype={dtype})\n"
+        'options = {{"model": model, "args": TrainingArguments("out", bf16=True), "train_dataset": data}}\n'
+        '{adapter}options["peft_config"] = LoraConfig(r=8)\n'
+        "trainer = Trainer(**options)\ntrainer.train()\n"
+    )
+    optional = "if args.use_lora:\n    "
+    assert [f.code for f in findings(text.format(dtype="torch.bfloat16", adapter=optional), "HS277")] == ["HS277"]
+    assert findings(text.format(dtype="torch.bfloat16", adapter=""), "HS277") == []
+    assert findings(text.format(dtype="torch.float32", adapter=optional), "HS277") == []
+
+
+@pytest.mark.parametrize(("module", "count"), [("energon", 1), ("core", 0)])
+def test_the_data_loader_of_megatron_trains_nothing(module, count):
+    """`megatron.energon` loads data; other modules of Megatron keep float32 copies of the weights."""
+    text = f"from megatron.{module} import Thing\n" + FREEZES.format(freeze="")
+    assert len(findings(text, "HS151")) == count
+
+
+@pytest.mark.parametrize(
+    ("create", "count"),
+    [
+        ("create_model(name, dtype=torch.bfloat16)", 1),
+        ("build_policy_network(cfg, dtype=torch.bfloat16)", 1),
+        ("models.load_model(cfg, torch_dtype='bfloat16')", 1),
+        ("create_model(name, dtype=torch.float32)", 0),
+        ("create_model(name, dtype=torch.bfloat16).float()", 0),
+        ("create_dataset(name, dtype=torch.bfloat16)", 0),
+    ],
+)
+def test_a_function_of_another_file_that_receives_a_dtype_is_assumed_to_use_it(create, count):
+    """`create_model(..., dtype=torch.bfloat16)` most likely creates such weights: advice that states the condition."""
+    results = findings(loop(f"model = {create}"), "HS151")
+    assert [f.severity for f in results] == ["advice"] * count
+    assert all("creates bfloat16 weights" in f.message for f in results)
+
+
+@pytest.mark.parametrize(("flags", "count"), [("bf16=True", 1), ("bf16=True, deepspeed='ds.json'", 0)])
+def test_a_16_bit_default_of_a_trainer_is_reported(flags, count):
+    """A Trainer trains what is created under the default dtype; DeepSpeed keeps float32 copies."""
+    text = trainer("torch.set_default_dtype(torch.bfloat16)\nmodel = Net()", flags)
+    assert len(findings(text, "HS162")) == count
+
+
+@pytest.mark.parametrize(
+    ("optional", "count"), [("", 0), ("if use_lora:\n", 1)], ids=["in-both-branches", "in-both-branches-of-an-option"]
+)
+def test_an_adapter_in_both_branches_is_always_attached(optional, count):
+    """`if adapter_path:` chooses a stored adapter, else a new one: both train adapters, unless an option decides on them."""
+    attach = (
+        "if adapter_path:\n    model = PeftModel.from_pretrained(model, adapter_path)\n"
+        "else:\n    model = get_peft_model(model, config)\n"
+    )
+    if optional:
+        attach = optional + "".join(f"    {line}\n" for line in attach.splitlines())
+    setup = "from peft import PeftModel, get_peft_model\nmodel = Net().bfloat16()\n" + attach
+    assert len(findings(loop(setup), "HS151")) == count

@@ -14,12 +14,13 @@ from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switch
 from halfstep.check.script.objects.adapters import upcasts_parameters
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
 from halfstep.check.script.objects.parameters import owners_of
+from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["RULES"]
 
@@ -197,7 +198,7 @@ class HalfModelWithScaler(ScriptRule):
             ):
                 yield self.finding(
                     script.where(cast.node),
-                    f"{when(script, cast)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
+                    f"{when(script, cast, tie.lineage)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
                     instead=f"{remedy(script, cast)} and let autocast cast",
                 )
 
@@ -248,7 +249,7 @@ class HalfWeightsPlainOptimizer(ScriptRule):
             if cast.low == {"float16"} and cast.node not in reported and is_stepped(script, tie):
                 yield self.finding(
                     script.where(cast.node),
-                    f"{when(script, cast)}{subject(cast)} is trained in float16 by `{text_of(tie.by.func)}` ({script.at(tie.by)}) without float32 "
+                    f"{when(script, cast, tie.lineage)}{subject(cast)} is trained in float16 by `{text_of(tie.by.func)}` ({script.at(tie.by)}) without float32 "
                     "master weights or a loss scale: small updates are lost",
                     instead=f"{remedy(script, cast)} and train under autocast with a GradScaler, or under bfloat16 autocast",
                     severity=None if cast.is_certain else "advice",
@@ -282,9 +283,9 @@ class DefaultDtypeHalf(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Calls that set a 16-bit default, in scripts that train what is created under it."""
-        if not script.has("backward", "owned_backward") or is_exercise(script):
-            return
         outline = script.outline
+        if is_exercise(script) or not (script.has("backward", "owned_backward") or _has_plain_trainer(outline)):
+            return
         defaults = [
             (call, function, low)
             for name in ("set_default_dtype", "set_default_tensor_type")
@@ -303,6 +304,17 @@ class DefaultDtypeHalf(ScriptRule):
                 instead="keep the default dtype at float32 and use autocast",
                 severity=None if low <= SIXTEEN_BIT else "advice",
             )
+
+
+def _has_plain_trainer(outline: Outline) -> bool:
+    """Whether a Trainer updates the weights in their own dtype: without DeepSpeed or FSDP, as far as the text shows."""
+    sites = [site for name, calls in outline.calls.items() if name.endswith("Trainer") for site in calls]
+    arguments = [
+        (arguments_of(outline, call, function), function) for call, function in sites if "train" in outline.calls
+    ]
+    return any(
+        a is not None and not PARSES.search(text_of(a.func)) and not is_sharded(outline, a, f) for a, f in arguments
+    )
 
 
 def _default_formats(script: Script, call: ast.Call, function: Function) -> Iterator[frozenset[str]]:

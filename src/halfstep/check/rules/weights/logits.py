@@ -9,8 +9,15 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
-from halfstep.check.script.objects.outputs import Exit, in_no_grad, keeps_dtype, leaves_autocast
-from halfstep.check.script.objects.values import argument, autocasts_of, constant, text_of
+from halfstep.check.script.objects.outputs import (
+    Exit,
+    in_no_grad,
+    keeps_dtype,
+    keeps_format,
+    leaves_autocast,
+    leaves_engine,
+)
+from halfstep.check.script.objects.values import argument, autocasts_of, text_of
 from halfstep.check.script.objects.weights import Cast, base_of, cast_formats, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -83,6 +90,8 @@ class CrossEntropyInSixteenBits(ScriptRule):
                 conditional |= not formats <= SIXTEEN_BIT
             elif not _with_autocast(script, call, function):
                 exit_ = leaves_autocast(script, logits, function, call.lineno)
+                if exit_ is None and is_training:
+                    exit_ = leaves_engine(script, logits, function, call.lineno)
                 if exit_ is not None and is_training:
                     yield self._report_exit(script, call, logits, exit_)
                 elif exit_ is not None:
@@ -111,7 +120,7 @@ class CrossEntropyInSixteenBits(ScriptRule):
         unless = "" if exit_.is_certain else f" unless `{exit_.model}` casts its output"
         return self.finding(
             script.where(call),
-            f"the logits `{_short(logits)}` are {' or '.join(sorted(exit_.formats))}{unless} (autocast ends before this loss): so are the "
+            f"the logits `{_short(logits)}` are {' or '.join(sorted(exit_.formats))}{unless} ({exit_.cause}): so are the "
             "log-probabilities and the loss",
             instead="move the loss into the autocast region, or cast the logits with .float()",
             severity=None if exit_.is_certain else "advice",
@@ -185,8 +194,8 @@ def _logit_formats(script: Script, node: ast.expr, function: Function, line: int
         depth -= 1
         if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
             node = node.value
-        elif isinstance(node, ast.BinOp) and isinstance(constant(node.right), (int, float)):
-            node = node.left  # a number does not change the dtype
+        elif isinstance(node, ast.BinOp) and (operand := keeps_format(node)) is not None:
+            node = operand
         elif isinstance(node, ast.Call) and outline.names.full(node.func) == "einops.rearrange" and node.args:
             node = node.args[0]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

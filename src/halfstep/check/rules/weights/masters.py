@@ -12,7 +12,7 @@ from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, asks_for_adapters, conditions_of
+from halfstep.check.script.objects.weights import Cast, Lineage, asks_for_adapters, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.settings import Settings
@@ -66,8 +66,8 @@ def is_exercise(script: Script) -> bool:
     return bool(_TESTS.search(script.source.path.replace("\\", "/")))
 
 
-def when(script: Script, cast: Cast) -> str:
-    """The condition under which a cast happens, as the beginning of a message."""
+def when(script: Script, cast: Cast, lineage: Lineage | None = None) -> str:
+    """The condition under which a cast happens and its model is trained, as the beginning of a message."""
     conditions = conditions_of(script.outline, cast.node)
     option = (
         keyword_of(script.outline, cast.node, cast.function, "dtype", "torch_dtype") if cast.form == "load" else None
@@ -77,16 +77,24 @@ def when(script: Script, cast: Cast) -> str:
     conditions = tuple(guard for guard in conditions if not guard.text.startswith("__name__"))
     equal = {text.partition(" == ")[0] for text, is_true in conditions if is_true and " == " in text}
     decisive = [g for g in conditions if g.is_true or g.text.partition(" == ")[0] not in equal]
-    flags = [text if is_true else f"not {text}" for text, is_true in decisive if len(text) < 60]
+    flags = [text if is_true else _negated(text) for text, is_true in decisive if len(text) < 60]
     low = " or ".join(sorted(cast.low))
     names = (v for v in dtype_values(cast) if key_of(v))
     variable = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
+    frozen = lineage.frozen_when if lineage is not None else ()
+    flags += map(_negated, frozen)
     parts = [f"`{flag}`" for flag in flags]
     if script.training.adapters == "optional" and not asks_for_adapters(conditions):
         parts.append("no adapter is used")
-    if not cast.is_certain and cast.low:
+    if cast.form == "factory":
+        parts.append(f"`{text_of(cast.node.func)}` creates {low} weights")
+    elif not cast.is_certain and cast.low:
         parts.append(f"`{variable}` is {low}" if variable else f"the dtype is {low}")
     return f"when {' and '.join(parts)}, " if parts else ""
+
+
+def _negated(text: str) -> str:
+    return f"not ({text})" if re.search(r" (and|or) ", text) else f"not {text}"
 
 
 def dtype_values(cast: Cast) -> Iterator[ast.expr]:
@@ -208,17 +216,14 @@ class WeightsWithoutMaster(ScriptRule):
                 continue
             unless = "without DeepSpeed or FSDP, " if launched else ""
             no_master = "which keeps no float32 master weights"
-            no_master = (
-                f"without float32 master weights unless `{_optimizer_name(tie)}` adds them"
-                if tie.is_assumed
-                else no_master
-            )
+            if tie.is_assumed:
+                no_master = f"without float32 master weights unless `{_optimizer_name(tie)}` adds them"
             yield self.finding(
                 script.where(cast.node),
-                f"{when(script, cast)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
+                f"{when(script, cast, tie.lineage)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
                 f"({script.at(tie.by)}), {no_master}: {_lost(cast.low)}",
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
-                severity=_severity(script, tie, always=not (launched or when(script, cast))),
+                severity=_severity(script, tie, always=not (launched or when(script, cast, tie.lineage))),
             )
         for cast in script.training.cast_parameters:
             low = " or ".join(sorted(cast.low))
@@ -255,7 +260,7 @@ class CheckpointDtypeTrained(ScriptRule):
         "measured: transformers 5.22.2, bf16 checkpoint, Trainer(bf16=True), lr 1e-5, 20 steps",
     )
     settings = Settings(transformers=(5, 22, 2))
-    words = ("bf16=True",)
+    words = ("bf16=True", 'dtype="auto"', "dtype='auto'")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Loads without a dtype, or with "auto", of models that are trained in full."""
@@ -285,7 +290,7 @@ class CheckpointDtypeTrained(ScriptRule):
             how = 'dtype="auto"' if cast.form == "load" else "no dtype"
             yield self.finding(
                 script.where(cast.node),
-                f"{when(script, cast)}{before}{subject(cast)} is loaded with {how} and so has its checkpoint's dtype, {which}, and is trained "
+                f"{when(script, cast, tie.lineage)}{before}{subject(cast)} is loaded with {how} and so has its checkpoint's dtype, {which}, and is trained "
                 "without float32 master weights (unless launched with DeepSpeed or FSDP): updates below 1/512 of a weight are lost",
                 instead=f"{remedy(script, cast)} (bf16=True still computes in bfloat16), or {_MASTER}",
                 severity=None if stored else "advice",
@@ -379,7 +384,7 @@ class Bf16WeightsTrained(ScriptRule):
             severity: Severity | None = None if cast.is_certain and not tie.is_parsed else "advice"
             yield self.finding(
                 script.where(cast.node),
-                f"{when(script, cast)}{subject(cast)} has {' or '.join(sorted(cast.low))} weights and `{text_of(tie.by.func)}` trains them "
+                f"{when(script, cast, tie.lineage)}{subject(cast)} has {' or '.join(sorted(cast.low))} weights and `{text_of(tie.by.func)}` trains them "
                 f"without a float32 copy (unless launched with DeepSpeed or FSDP): {_lost(cast.low)}",
                 instead=f'{remedy(script, cast)} with bf16=True, or pass optimizers=(halfstep.optim.AdamW(..., master="split"), None)',
                 severity=severity,

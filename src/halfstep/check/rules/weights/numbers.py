@@ -86,21 +86,25 @@ def _dtype_argument(script: Script, call: ast.Call) -> ast.expr | None:
 def _reduced(script: Script, call: ast.Call) -> ast.expr | None:
     """What a reduction of torch reduces: the receiver of a method, or the first argument of a function."""
     func = call.func
-    if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Call):
-        return func.value
-    full = script.outline.names.full(func)
-    return argument(call, 0, "input") if full.startswith(("torch.", "torch.nn.functional.")) else None
+    if script.outline.names.full(func).startswith("torch."):
+        return argument(call, 0, "input")
+    is_method = isinstance(func, ast.Attribute) and isinstance(func.value, (ast.Call, ast.Name))
+    return func.value if is_method and isinstance(func, ast.Attribute) else None
 
 
 def _is_half(script: Script, node: ast.expr, function: Function) -> bool:
     """Whether a value is cast to float16 in the same expression, or by the assignment just before."""
     name = node.id if isinstance(node, ast.Name) else ""
     if name:
-        lines = [b for b in script.outline.lookup(name, function) if b.function is function]
-        before = [b for b in lines if getattr(b.node, "lineno", 0) < node.lineno]
-        if len(before) != 1 or len(lines) != 1 or before[0].value is None or before[0].index is not None:
+        here = [b for b in script.outline.lookup(name, function) if b.function is function]
+        before = [b for b in here if getattr(b.node, "lineno", 0) < node.lineno]
+        last = before[-1] if before else None
+        if last is None or last.value is None or last.index is not None:
             return False
-        node = before[0].value
+        # In a branch or a loop that does not contain the reduction, another assignment may be the last one.
+        if script.outline.parents.get(last.node) not in set(script.above(node)):
+            return False
+        node = last.value
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == "half" and not node.args:
             return True

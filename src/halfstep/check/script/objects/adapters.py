@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterable
 
+from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import (
@@ -50,9 +51,10 @@ def adapter_use(outline: Outline) -> str:
         return "yes"
     names = [name for name in mentions if not _FLAG.search(name.rsplit(".", 1)[-1])]
     sites = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
+    guards = [conditions_of(outline, call) for call, _ in sites]
     conditional = [
-        _is_conditional(outline, call) or _in_helper(function) or _may_return_early(outline, call, function)
-        for call, function in sites
+        asks_for_adapters(_decisive(own, guards)) or _in_helper(function) or _may_return_early(outline, call, function)
+        for own, (call, function) in zip(guards, sites, strict=True)
     ]
     conditional += [
         _is_conditional(outline, call) or may_be_none(outline, keyword.value, function)
@@ -108,6 +110,18 @@ def _attaches(name: str, call: ast.Call) -> bool:
 
 def _is_conditional(outline: Outline, call: ast.AST) -> bool:
     return asks_for_adapters(conditions_of(outline, call))
+
+
+def _decisive(own: tuple[Guard, ...], others: list[tuple[Guard, ...]]) -> tuple[Guard, ...]:
+    """The conditions of a call without those whose other branch attaches an adapter too.
+
+    `if adapter_path: model = PeftModel.from_pretrained(...)`, `else: model = get_peft_model(...)` attaches one in any case.
+    """
+    return tuple(
+        guard
+        for index, guard in enumerate(own)
+        if not any(o[: index + 1] == (*own[:index], Guard(guard.text, not guard.is_true)) for o in others)
+    )
 
 
 def _may_return_early(outline: Outline, call: ast.Call, function: Function) -> bool:

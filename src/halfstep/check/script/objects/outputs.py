@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from halfstep.check.script.objects.formats import SIXTEEN_BIT
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
 from halfstep.check.script.objects.modules import created_classes
-from halfstep.check.script.objects.values import UNKNOWN, autocasts_of
-from halfstep.check.script.objects.weights import Creation
+from halfstep.check.script.objects.values import UNKNOWN, argument, autocasts_of, constant
+from halfstep.check.script.objects.weights import Creation, cast_formats, conditions_of
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import Binding
@@ -17,26 +18,19 @@ from halfstep.check.script.syntax.scope import Binding
 if TYPE_CHECKING:
     from halfstep.check.script.script import Script
 
-__all__ = ["Exit", "in_no_grad", "keeps_dtype", "leaves_autocast"]
+__all__ = ["Exit", "in_no_grad", "keeps_dtype", "keeps_format", "leaves_autocast", "leaves_engine"]
 
 MAX_STEPS = 6  # assignments and reshapes between the output of a model and its loss
 _RESHAPES = {
-    "view",
-    "reshape",
-    "flatten",
-    "transpose",
-    "permute",
-    "contiguous",
-    "squeeze",
-    "unsqueeze",
-    "swapaxes",
-    "cuda",
-}
+    "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda",
+}  # fmt: skip
 _CASTS = re.compile(r"float\(|float32|fp32|softmax|upcast|\.double\(")
 # A function or module with such a name is no model whose last layer is a matrix product.
 _MODEL = re.compile(
     r"model|net|classifier|head|backbone|student|encoder|decoder|policy|actor|gpt|llm|\blm\b|vit|bert", re.IGNORECASE
 )
+_TEMPERATURE = re.compile(r"(^|[._])(temperature|temp|tau|T)$")
+_ASKS_ENGINE = {"fp16_enabled": "float16", "bfloat16_enabled": "bfloat16"}  # methods of a DeepSpeed engine
 _LIBRARIES = ("torchvision.models.", "timm.", "torch.nn.")
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
 
@@ -47,6 +41,7 @@ class Exit(NamedTuple):
     model: str
     formats: frozenset[str]
     is_certain: bool  # the text shows that the model casts nothing back
+    cause: str = "autocast ends before this loss"
 
 
 def in_no_grad(script: Script, node: ast.AST) -> bool:
@@ -81,21 +76,8 @@ def leaves_autocast(script: Script, logits: ast.expr, function: Function, line: 
     outline = script.outline
     if outline.names.uses(*_FRAMEWORKS):
         return None
-    node = logits
-    inside: ast.AST | None = None  # the statement that computes the value
-    for _ in range(MAX_STEPS):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPES:
-            node = node.func.value
-        elif isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "logits"):
-            node = node.value
-        elif isinstance(node, ast.Name):
-            binding = _last_binding(outline, node.id, function, line)
-            if binding is None or binding.value is None or binding.index not in {None, 0}:
-                return None
-            node, inside, line = binding.value, binding.node, binding.node.lineno  # type: ignore[attr-defined]
-        else:
-            break
-    if not isinstance(node, ast.Call) or inside is None or not chain(node.func):
+    node, inside = _output_call(outline, logits, function, line)
+    if node is None or inside is None:
         return None
     model = key_of(node.func).removesuffix(".forward")
     formats = _formats_around(script, inside, function)
@@ -109,7 +91,113 @@ def leaves_autocast(script: Script, logits: ast.expr, function: Function, line: 
     if any(not keeps_dtype(script, c) for c in own):
         return None
     certain = bool(creations) and all(keeps_dtype(script, c) for c in creations)
-    return Exit(model, formats, certain)
+    if formats <= SIXTEEN_BIT:
+        return Exit(model, formats, certain)
+    return Exit(model, formats & SIXTEEN_BIT, False, "autocast, where it is not float32, ends before this loss")
+
+
+def leaves_engine(script: Script, logits: ast.expr, function: Function, line: int) -> Exit | None:
+    """The DeepSpeed engine that logits come from, if its inputs are cast to 16 bits: so are its weights and its output."""
+    outline = script.outline
+    created = outline.library_calls.get("deepspeed.initialize", ())
+    call, _ = _output_call(outline, logits, function, line) if created else (None, None)
+    if call is None:
+        return None
+    key = key_of(call.func)
+    names, models = set(), []
+    for site in created:
+        statement = outline.parents.get(site.call)
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        first = [t.elts[0] if isinstance(t, ast.Tuple) and t.elts else t for t in targets]
+        model = argument(site.call, None, "model")
+        names |= {key_of(node) for node in (*first, model)} - {""}
+        models += [(model, site.function)] if model is not None else []
+    variables = {key}
+    if key in function.params:
+        variables |= {key_of(value) for value, _ in passed_for(outline, key, function)}
+    if not names & variables:
+        return None
+    casts = [cast for value in _arguments(call) for cast in _casts_before(outline, value, function, call.lineno)]
+    formats: frozenset[str] = frozenset().union(*(cast_formats(outline, cast, function) for cast in casts))
+    asked = {fmt for name, fmt in _ASKS_ENGINE.items() if name in outline.calls}
+    if not formats & SIXTEEN_BIT and not asked:
+        return None
+    conditional = bool(asked) or not formats <= SIXTEEN_BIT or any(conditions_of(outline, cast) for cast in casts)
+    formats = (formats & SIXTEEN_BIT) or frozenset(asked)
+    creations = [c for model, scope in models for c in script.training.model(model, scope).creations]
+    own = [c for c in creations if created_classes(outline, c.node)]
+    if any(not keeps_dtype(script, c) for c in own):
+        return None
+    certain = bool(creations) and all(keeps_dtype(script, c) for c in creations) and not conditional
+    condition = "where its inputs are cast, " if conditional else ""
+    return Exit(key, formats, certain, f"{condition}the engine has 16-bit weights, and no autocast is active")
+
+
+def _arguments(call: ast.Call) -> Iterator[str]:
+    """The variables that a call receives."""
+    yield from (v.id for v in (*call.args, *(k.value for k in call.keywords)) if isinstance(v, ast.Name))
+
+
+def _casts_before(outline: Outline, name: str, function: Function, line: int) -> Iterator[ast.Call]:
+    """The casts of a variable before a line: `x, y = x.to(device).half(), y.to(device)`."""
+    for binding in outline.lookup(name, function):
+        if binding.function is function and getattr(binding.node, "lineno", line) < line:
+            cast = _cast_in(_element(binding))
+            if cast is not None and cast_formats(outline, cast, function) & SIXTEEN_BIT:
+                yield cast
+
+
+def _element(binding: Binding) -> ast.expr | None:
+    """What an assignment gives its variable; of `a, b = x, y` the element."""
+    value = binding.value
+    if binding.index is not None and isinstance(value, (ast.Tuple, ast.List)) and binding.index < len(value.elts):
+        return value.elts[binding.index]
+    return value if binding.index in {None, 0} else None
+
+
+def _cast_in(node: ast.expr | None) -> ast.Call | None:
+    """The cast in `data.to(device).half()`."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in {"half", "bfloat16"} or (
+            node.func.attr in {"to", "type"} and (node.args or node.keywords)
+        ):
+            return node
+        node = node.func.value
+    return None
+
+
+def _output_call(
+    outline: Outline, logits: ast.expr, function: Function, line: int
+) -> tuple[ast.Call | None, ast.AST | None]:
+    """The call of a model that logits are the output of, and its statement: through reshapes and a temperature."""
+    node = logits
+    inside: ast.AST | None = None
+    for _ in range(MAX_STEPS):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPES:
+            node = node.func.value
+        elif isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "logits"):
+            node = node.value
+        elif isinstance(node, ast.BinOp) and keeps_format(node) is not None:
+            node = keeps_format(node) or node
+        elif isinstance(node, ast.Name):
+            binding = _last_binding(outline, node.id, function, line)
+            value = _element(binding) if binding is not None else None
+            if binding is None or value is None:
+                return None, None
+            node, inside, line = value, binding.node, binding.node.lineno  # type: ignore[attr-defined]
+        else:
+            break
+    is_call = isinstance(node, ast.Call) and inside is not None and bool(chain(node.func))
+    return (node, inside) if is_call and isinstance(node, ast.Call) else (None, None)
+
+
+def keeps_format(node: ast.BinOp) -> ast.expr | None:
+    """The logits of `logits / 2`, `30 * logits` and `logits / temperature`: a number does not change their dtype."""
+    if isinstance(constant(node.right), (int, float)) or _TEMPERATURE.search(key_of(node.right)):
+        return node.left
+    if isinstance(constant(node.left), (int, float)):
+        return node.right
+    return None
 
 
 def _last_binding(outline: Outline, name: str, function: Function, line: int) -> Binding | None:
@@ -128,6 +216,6 @@ def _formats_around(script: Script, node: ast.AST, function: Function) -> frozen
             if regions:
                 dtypes = frozenset().union(*(a.dtypes for a in regions))
                 enabled = all(a.enabled != "no" for a in regions)
-                return dtypes if enabled and dtypes <= SIXTEEN_BIT and UNKNOWN not in dtypes else frozenset()
+                return dtypes if enabled and dtypes & SIXTEEN_BIT and UNKNOWN not in dtypes else frozenset()
         parent = script.outline.parents.get(parent)
     return frozenset()

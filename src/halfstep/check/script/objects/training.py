@@ -15,7 +15,7 @@ from functools import cached_property
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, trains_part_of
-from halfstep.check.script.objects.loading import loading_options
+from halfstep.check.script.objects.loading import expanded, loading_options
 from halfstep.check.script.objects.parameters import is_model_name, owners_of
 from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded, model_of, unsharded_when
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -56,6 +56,7 @@ _ASIDE = re.compile(
     r"eval|infer|test|sampl|generat|export|deploy|save(?!d)|onnx|valid|serve|predict|bench|profil|lora|adapter|quant|debug"
 )
 _OWNS_TRAINING = ("deepspeed", "colossalai", "megatron", "fairscale", "horovod", "nemo")
+_LOADS_DATA = "megatron.energon"  # Megatron's data loader, which any loop may use
 _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerate, which then trains float32 copies
 _MAKES_OPTIMIZER = re.compile(
     r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE
@@ -117,7 +118,8 @@ class Training:
             names = [name for name in names if not name.startswith("AnyPrecision")]
         if names or outline.calls.keys() & _PLUGINS:
             return True
-        return outline.names.uses(*_OWNS_TRAINING)
+        packages = [full for full in outline.names.table.values() if not full.startswith(_LOADS_DATA)]
+        return any(full.partition(".")[0] in _OWNS_TRAINING for full in packages)
 
     @cached_property
     def by_optimizers(self) -> tuple[Trained, ...]:
@@ -259,11 +261,13 @@ class Training:
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
                 if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
                     continue
-                if not _READS.search(name) and any(lineage.has(key, function) for key in keys):
+                changes = not _READS.search(name) and any(lineage.has(key, function) for key in keys)
+                if changes and not lineage.is_frozen_by_option(call):
                     return True
         if trains_part_of(lineage, self._enabled_parts):
             return False
-        return any(freezes(lineage, loop, function) for loop, function in self._freezing_loops)
+        loops = [loop for loop, function in self._freezing_loops if freezes(lineage, loop, function)]
+        return not all(lineage.is_frozen_by_option(loop) for loop in loops)
 
     @cached_property
     def _enabled_parts(self) -> tuple[tuple[str, Function], ...]:
@@ -329,15 +333,19 @@ class Training:
             if not name.endswith("Trainer"):
                 continue
             for call, function in sites:
-                model = model_of(call)
-                arguments = arguments_of(self.outline, call, function)
+                options = expanded(self.outline, call, function)
+                model = model_of(options)
+                arguments = arguments_of(self.outline, options, function)
                 if model is None or arguments is None or is_sharded(self.outline, arguments, function):
                     continue
                 without = unsharded_when(self.outline, arguments, function)
                 own = keyword_of(
                     self.outline, call, function, "optimizers", "optimizer", "peft_config", "optimizer_cls_and_kwargs"
                 )
-                if own is not None and constant(own) is not None and not may_be_none(self.outline, own, function):
+                is_optional = own is not None and (
+                    may_be_none(self.outline, own, function) or asks_for_adapters(conditions_of(self.outline, own))
+                )
+                if own is not None and constant(own) is not None and not is_optional:
                     continue
                 lineage = self.model(model, function)
                 lineage.casts += loading_options(self.outline, model, arguments, function)

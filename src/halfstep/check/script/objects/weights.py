@@ -32,18 +32,8 @@ from halfstep.check.script.syntax.scope import Binding
 __all__ = ["Cast", "Lineage", "VariableCast", "base_of", "cast_formats", "casts_in", "conditions_of", "trace_model"]
 
 _SAME_MODEL = {
-    "cuda",
-    "cpu",
-    "train",
-    "eval",
-    "to",
-    "requires_grad_",
-    "share_memory",
-    "apply",
-    "to_empty",
-    "xpu",
-    "npu",
-}
+    "cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu",
+}  # fmt: skip
 _WRAPPERS = {
     "compile", "DataParallel", "DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard", "replicate",
     "prepare", "prepare_model", "setup", "setup_module", "deepcopy", "checkpoint_wrapper", "parallelize_module", "unwrap_model",
@@ -51,9 +41,13 @@ _WRAPPERS = {
 _LOADS = {"from_pretrained", "from_config", "_from_config", "from_single_file"}
 _QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit", "gptq_config")
 _MODEL_CLASS = re.compile(r"Model|For[A-Z]|LM|Transformer|UNet|ControlNet|VAE|Autoencoder|Pipeline")
+_FACTORY = re.compile(
+    r"^_*(create|build|load|make|get|init|initialize|setup)_\w*(model|policy|transformer|unet|network)$"
+)
 # These classes read a configuration, a tokenizer or the like.
 _OTHER_CLASS = re.compile(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
 ADAPTER_FLAG = re.compile(r"lora|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb", re.IGNORECASE)
+FREEZE_FLAG = re.compile(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
 MAX_PLACES = 40  # names of one model; generated code has more
 
 
@@ -65,7 +59,7 @@ class Cast:
     function: Function
     key: str  # the variable that is cast or assigned; "" if it has no name
     formats: frozenset[str]
-    form: str  # cast, load, constructor, or checkpoint: a load without a dtype
+    form: str  # cast, load, constructor, factory (a function of another file), or checkpoint: a load without a dtype
 
     @property
     def low(self) -> frozenset[str]:
@@ -111,6 +105,7 @@ class Lineage:
         default_factory=dict
     )  # names that deepcopy was called on
     is_adapted: bool = False  # quantized, or wrapped with an adapter
+    frozen_when: dict[str, None] = field(default_factory=dict)  # options that freeze the model
 
     def has(self, key: str, function: Function) -> bool:
         """Whether a variable is one of this model's names."""
@@ -121,6 +116,13 @@ class Lineage:
         """Whether some cast returns the weights to float32."""
         casts = [c for c in self.casts if c.form == "cast" and not c.low and "float32" in c.formats]
         return any(not self._changes_nothing(c) for c in casts)
+
+    def is_frozen_by_option(self, node: ast.AST) -> bool:
+        """Whether an option such as `args.freeze_backbone` decides what `node` does: without it, the weights are trained."""
+        guards = conditions_of(self.outline, node)
+        options = [text for text, is_true in guards if is_true and FREEZE_FLAG.search(text)]
+        self.frozen_when.update(dict.fromkeys(options))
+        return bool(options)
 
     def _changes_nothing(self, cast: Cast) -> bool:
         """Whether a cast runs only where the dtype is float32 anyway: `if dtype == torch.float32: model.to(dtype)`."""
@@ -312,8 +314,12 @@ def _add_constructor(lineage: Lineage, call: ast.Call, function: Function, name:
     full = lineage.outline.names.full(call.func)
     if value is None or (full.startswith("torch.") and not full.startswith("torch.nn.")) or not text_of(call.func):
         return
-    if text_of(call.func).rsplit(".", 1)[-1][:1].isupper():
-        lineage.casts.append(Cast(call, function, name, formats_of(lineage.outline, value, function), "constructor"))
+    last = text_of(call.func).rsplit(".", 1)[-1]
+    formats = formats_of(lineage.outline, value, function)
+    if last[:1].isupper():
+        lineage.casts.append(Cast(call, function, name, formats, "constructor"))
+    elif _FACTORY.search(last):  # of another file, which may keep other weights
+        lineage.casts.append(Cast(call, function, name, formats | {UNKNOWN}, "factory"))
 
 
 def _add_layers(lineage: Lineage, call: ast.Call, function: Function, target: Function | None, name: str) -> None:
