@@ -104,6 +104,7 @@ class BooleanOption(ScriptRule):
         "if args.device == 'cpu':\n    args.bf16 = False\n",
     )
     references = (f"{_ARGPARSE}#type", "https://github.com/python/cpython/issues/65407")
+    words = ("--half", "--amp", '_amp"', "_amp'", "-amp", "mixed-precision", "--mixed_precision", "_tf32", "--tf32")
     lines = ("type=bool", "default=True")
 
     def check(self, script: Script) -> Iterator[Finding]:
