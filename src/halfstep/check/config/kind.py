@@ -31,7 +31,7 @@ __all__ = [
     "recipe_of",
 ]
 
-Recipe = Literal["axolotl", "llamafactory", "torchtune", "torchtitan"]
+Recipe = Literal["axolotl", "llamafactory", "torchtune", "torchtitan", "kohya", "fairseq", "verl", "nanotron"]
 Kind = Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint"] | Recipe
 
 _HINT = re.compile(
@@ -110,6 +110,15 @@ _AXOLOTL = frozenset({
 })  # fmt: skip
 _LLAMAFACTORY_STAGES = frozenset({"pt", "sft", "rm", "ppo", "dpo", "kto"})
 _LLAMAFACTORY_TYPES = frozenset({"full", "freeze", "lora", "oft"})
+# Keys of kohya's training scripts and of their graphical interface.
+_KOHYA = frozenset({
+    "pretrained_model_name_or_path", "mixed_precision", "save_precision", "optimizer_type", "optimizer", "optimizer_args",
+    "network_module", "network_dim", "train_data_dir", "dataset_config", "cache_latents", "min_snr_gamma", "clip_skip",
+    "save_model_as", "max_data_loader_n_workers", "learning_rate", "lr_scheduler", "max_train_epochs", "max_train_steps",
+})  # fmt: skip
+_FAIRSEQ = frozenset(
+    {"task", "criterion", "optimization", "optimizer", "checkpoint", "distributed_training", "dataset"}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +159,12 @@ def find_configs(root: Node, name: str = "") -> Iterator[Match]:
         if "lightning" in _text(node, "class_path") and (arguments := _child(node, "init_args")):
             names[id(arguments)] = _text(node, "class_path").rpartition(".")[2]
         recipe = recipe_of(node)
+        if recipe is None and node is root and recipe_of(_flat(node)) == "kohya":
+            yield Match("kohya", _flat(node), strict=True)  # sd-scripts ignores the names of tables
         if recipe is not None:
             yield Match(recipe, node, strict=True)
+        if recipe == "verl":
+            inside.update(id(inner) for inner in walk(node))
         kind = kind_of(node) if recipe in {None, "llamafactory"} else None  # LLaMA-Factory reads TrainingArguments too
         if kind is None:
             if recipe is None and is_trainer_part(node, names.get(id(node), "")):
@@ -181,7 +194,31 @@ def recipe_of(block: Block) -> Recipe | None:
     training = _child(block, "training")
     if training is not None and _child(block, "model") is not None and keys & {"job", "parallelism", "metrics"}:
         return "torchtitan" if set(training.keys()) & {"seq_len", "local_batch_size", "batch_size", "steps"} else None
-    return None
+    if keys & {"full_bf16", "full_fp16"}:
+        return "kohya" if len(keys & _KOHYA) >= 3 else None
+    common, optimizer = _child(block, "common"), _child(block, "optimizer")
+    if common is not None and {"memory_efficient_fp16", "memory_efficient_bf16"} & set(common.keys()):
+        return "fairseq" if keys & _FAIRSEQ else None
+    if optimizer is not None and "accumulate_grad_in_fp32" in optimizer:
+        return "nanotron" if {"model", "parallelism"} <= keys else None
+    return "verl" if _is_verl(block) else None
+
+
+def _is_verl(block: Block) -> bool:
+    """Whether a mapping contains an optimizer of verl next to the settings of FSDP, and the dtype of its weights."""
+    for part in (block, _child(block, "actor")):
+        if part is None or _child(part, "optim") is None:
+            continue
+        places = [_child(part, "fsdp_config"), _child(_child(part, "model") or part, "fsdp_config")]
+        if any(place is not None and "model_dtype" in place for place in places):
+            return True
+    return False
+
+
+def _flat(block: Block) -> Block:
+    """The mapping with the entries of its tables in place of the tables."""
+    parts = [e.value.entries if isinstance(e.value, Block) else (e,) for e in block.entries]
+    return replace(block, entries=tuple(entry for part in parts for entry in part))
 
 
 def _child(block: Block, key: str) -> Block | None:
