@@ -18,6 +18,7 @@ from halfstep.precision.node import Block, Entry, Node, Scalar, walk
 
 __all__ = [
     "DEEPSPEED_KEYS",
+    "TUNERS",
     "Kind",
     "Match",
     "fill_template",
@@ -83,6 +84,7 @@ _PADDLE = frozenset({
     "amp_master_grad", "amp_custom_black_list", "amp_custom_white_list", "unified_checkpoint", "disable_ckpt_quant",
     "continue_training", "eval_with_do_generation", "use_fused_rms_norm", "zero_padding", "freeze_include", "src_length",
 })  # fmt: skip
+TUNERS = ("tuner_type", "train_type", "sft_type")  # of ms-swift 4, 3 and 2
 _TRANSFORMERS_ALONE = ("per_device_train_batch_size", "num_train_epochs")
 _LIGHTNING = frozenset({
     "accelerator", "devices", "max_epochs", "gpus", "strategy", "num_nodes", "gradient_clip_val", "max_steps",
@@ -159,11 +161,12 @@ def find_configs(root: Node, name: str = "") -> Iterator[Match]:
         if "lightning" in _text(node, "class_path") and (arguments := _child(node, "init_args")):
             names[id(arguments)] = _text(node, "class_path").rpartition(".")[2]
         recipe = recipe_of(node)
-        if recipe is None and node is root and recipe_of(_flat(node)) == "kohya":
-            yield Match("kohya", _flat(node), strict=True)  # sd-scripts ignores the names of tables
+        tables = node is root and recipe is None and recipe_of(_flat(node)) == "kohya"
+        if tables:
+            recipe = "kohya"  # sd-scripts ignores the names of tables
         if recipe is not None:
-            yield Match(recipe, node, strict=True)
-        if recipe == "verl":
+            yield Match(recipe, _flat(node) if tables else node, strict=True)
+        if recipe in {"kohya", "verl"}:
             inside.update(id(inner) for inner in walk(node))
         kind = kind_of(node) if recipe in {None, "llamafactory"} else None  # LLaMA-Factory reads TrainingArguments too
         if kind is None:
@@ -205,14 +208,11 @@ def recipe_of(block: Block) -> Recipe | None:
 
 
 def _is_verl(block: Block) -> bool:
-    """Whether a mapping contains an optimizer of verl next to the settings of FSDP, and the dtype of its weights."""
-    for part in (block, _child(block, "actor")):
-        if part is None or _child(part, "optim") is None:
-            continue
-        places = [_child(part, "fsdp_config"), _child(_child(part, "model") or part, "fsdp_config")]
-        if any(place is not None and "model_dtype" in place for place in places):
-            return True
-    return False
+    """Whether a mapping is verl's: an actor, or an optimizer, next to FSDP settings that name the weights' dtype."""
+    actor, model = _child(block, "actor"), _child(block, "model")
+    owners = [actor, *((block, model) if _child(block, "optim") is not None else ())]
+    settings = [_child(owner, "fsdp_config") for owner in owners if owner is not None]
+    return any(part is not None and "model_dtype" in part for part in settings)
 
 
 def _flat(block: Block) -> Block:
@@ -246,8 +246,8 @@ def kind_of(block: Block) -> Kind | None:
     if is_deepspeed(block):
         return "deepspeed"
     precision = keys & {"fp16", "bf16", "tf32", "fp16_full_eval", "bf16_full_eval", "half_precision_backend"}
-    if "model_name_or_path" in keys and _text(block, "torch_dtype") + _text(block, "dtype"):
-        precision = precision | {"torch_dtype"}  # TRL, whose `bf16` is true by default
+    if (keys & {"model_name_or_path", *TUNERS}) and _text(block, "torch_dtype") + _text(block, "dtype"):
+        precision = precision | {"torch_dtype"}  # TRL and ms-swift, which decide `bf16` themselves
     trainer = len(keys & _TRANSFORMERS)
     if precision and trainer >= 2 and (keys & set(_TRANSFORMERS_ALONE) or trainer >= 4) and not keys & _PADDLE:
         return "transformers"

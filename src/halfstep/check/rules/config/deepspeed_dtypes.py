@@ -13,6 +13,7 @@ from halfstep.check.rule import Rule
 __all__ = ["RULES"]
 
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
+_FP32_MASTERS = "Remove it: the masters are fp32 then."
 _MATRIX = "https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/runtime/test_ds_initialize.py"
 
 
@@ -300,22 +301,26 @@ class SixteenBitMasters(DeepSpeedRule):
         ):
             if on and deepspeed.stage == 0:
                 message = f"`{path[1]}` requires ZeRO, but the stage is 0."
-                yield self.at(config, path, message, instead="Use ZeRO stage 1, 2 or 3.")
+                yield self.at(config, path, message, instead=_FP32_MASTERS)
             elif on and needs_offload and deepspeed.stage and deepspeed.offloads_optimizer is False:
                 message = f"`{path[1]}` requires optimizer offload to the CPU."
-                alternative = ", or enable `bf16_optimizer_states`." if path[0] == bf16 else "."
-                instead = 'Add `"offload_optimizer": {"device": "cpu"}`' + alternative
-                yield self.at(config, path, message, instead=instead)
+                yield self.at(config, path, message, instead=_FP32_MASTERS)
         if masters and config.is_on("fp16", "fp16_master_weights_and_grads"):
             message = "fp16 and bf16 master weights are both enabled; DeepSpeed raises an error."
-            yield self.at(config, (bf16, "bf16_master_weights_and_grads"), message, instead="Keep one.")
+            yield self.at(
+                config,
+                (bf16, "bf16_master_weights_and_grads"),
+                message,
+                instead="Remove both: the masters are fp32 then.",
+            )
         if states is True and config.value(bf16, "bf16_master_weights_and_grads") in {None, False}:
             message = (
                 "`bf16_optimizer_states` requires `bf16_master_weights_and_grads`; DeepSpeed raises an error without "
                 "it."
             )
-            instead = "Enable `bf16_master_weights_and_grads`, or remove this key."
-            yield self.at(config, (bf16, "bf16_optimizer_states"), message, instead=instead)
+            yield self.at(
+                config, (bf16, "bf16_optimizer_states"), message, instead="Remove it: the states are fp32 then."
+            )
 
 
 class SequenceParallelReduction(DeepSpeedRule):

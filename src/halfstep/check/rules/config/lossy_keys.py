@@ -79,6 +79,8 @@ class VerlModelDtype(KindRule):
     )
     bad = (
         _VERL.format(dtype="bfloat16"),
+        "actor_rollout_ref:\n  actor:\n    ppo_mini_batch_size: 32\n    fsdp_config:\n      model_dtype: bf16\n",
+        "critic:\n  optim:\n    lr: 1e-5\n  model:\n    fsdp_config:\n      model_dtype: bfloat16\n",
         "model:\n  fsdp_config:\n    model_dtype: bf16\noptim:\n  lr: 1e-5\n",
     )
     good = (
