@@ -27,7 +27,7 @@ _GROUPS = {
         "Libraries",
         "Known defects of the versions that are installed, pinned or named with `--with`. [advisories.md](advisories.md) lists them.",
     ),
-    "HS5": ("Recipes", "Files of axolotl, LLaMA-Factory, torchtune and torchtitan, recognised by their content."),
+    "HS5": ("Recipes", "Files of training programs, from axolotl to verl, recognised by their content."),
 }
 _MAX_CASE = 4000  # characters; the longer cases are stress tests, not examples
 

@@ -12,6 +12,12 @@ FACTORY = "stage: sft\nfinetuning_type: lora\ntemplate: qwen3\nnum_train_epochs:
 TUNE = "model:\n  _component_: torchtune.models.x.y\noptimizer:\n  _component_: torch.optim.AdamW\ndtype: bf16\n"
 TITAN = '[job]\nname = "x"\n[model]\nname = "llama3"\n[training]\nseq_len = 8\ndtype = "bfloat16"\n'
 
+# sd-scripts reads the keys of all tables as one list of arguments.
+KOHYA = (
+    '[model]\npretrained_model_name_or_path = "a"\n[optimizer]\noptimizer_type = "AdamW"\nlearning_rate = 1e-5\n'
+    '[training]\nmixed_precision = "bf16"\nfull_bf16 = true\nlr_scheduler = "cosine"\nmax_train_steps = 10\n'
+)
+
 
 def kinds(text, language="yaml"):
     return [config.kind for config in read_configs(Source(f"x.{language}", text, language), Settings())]
@@ -24,6 +30,13 @@ def kinds(text, language="yaml"):
         (FACTORY, "yaml", ["llamafactory", "transformers"]),
         (TUNE, "yaml", ["torchtune"]),
         (TITAN, "toml", ["torchtitan"]),
+        (KOHYA, "toml", ["kohya"]),
+        ("common:\n  memory_efficient_fp16: true\ntask:\n  _name: translation\n", "yaml", ["fairseq"]),
+        (
+            "actor_rollout_ref:\n  actor:\n    fsdp_config:\n      model_dtype: bf16\n    optim:\n      lr: 1e-6\n",
+            "yaml",
+            ["verl"],
+        ),
     ],
 )
 def test_a_recipe_is_recognised_by_its_content(text, language, expected):
@@ -39,6 +52,9 @@ def test_a_recipe_is_recognised_by_its_content(text, language, expected):
         ("model:\n  name: x\noptimizer:\n  name: adamw\ndtype: bf16\n", "yaml"),
         ("model:\n  _component_: mine.model\noptimizer:\n  _component_: mine.adam\ndtype: bf16\n", "yaml"),
         ("training:\n  dtype: bfloat16\n  steps: 5\nmodel: x\n", "yaml"),
+        ("common:\n  memory_efficient_fp16: true\nserver:\n  port: 80\n", "yaml"),
+        ("ref:\n  fsdp_config:\n    model_dtype: bfloat16\n", "yaml"),
+        ("full_bf16: true\nname: x\n", "yaml"),
         ('[tool.x]\nprecision = "bf16"\n[model]\nname = "y"\n', "toml"),
         ("services:\n  app:\n    image: x\n    environment:\n      PRECISION: bf16\n", "yaml"),
     ],

@@ -18,6 +18,7 @@ from halfstep.precision.node import Block, Entry, Node, Scalar, walk
 
 __all__ = [
     "DEEPSPEED_KEYS",
+    "TUNERS",
     "Kind",
     "Match",
     "fill_template",
@@ -31,7 +32,7 @@ __all__ = [
     "recipe_of",
 ]
 
-Recipe = Literal["axolotl", "llamafactory", "torchtune", "torchtitan"]
+Recipe = Literal["axolotl", "llamafactory", "torchtune", "torchtitan", "kohya", "fairseq", "verl", "nanotron"]
 Kind = Literal["deepspeed", "accelerate", "transformers", "lightning", "halfstep", "torch", "joint"] | Recipe
 
 _HINT = re.compile(
@@ -83,6 +84,7 @@ _PADDLE = frozenset({
     "amp_master_grad", "amp_custom_black_list", "amp_custom_white_list", "unified_checkpoint", "disable_ckpt_quant",
     "continue_training", "eval_with_do_generation", "use_fused_rms_norm", "zero_padding", "freeze_include", "src_length",
 })  # fmt: skip
+TUNERS = ("tuner_type", "train_type", "sft_type")  # of ms-swift 4, 3 and 2
 _TRANSFORMERS_ALONE = ("per_device_train_batch_size", "num_train_epochs")
 _LIGHTNING = frozenset({
     "accelerator", "devices", "max_epochs", "gpus", "strategy", "num_nodes", "gradient_clip_val", "max_steps",
@@ -110,6 +112,15 @@ _AXOLOTL = frozenset({
 })  # fmt: skip
 _LLAMAFACTORY_STAGES = frozenset({"pt", "sft", "rm", "ppo", "dpo", "kto"})
 _LLAMAFACTORY_TYPES = frozenset({"full", "freeze", "lora", "oft"})
+# Keys of kohya's training scripts and of their graphical interface.
+_KOHYA = frozenset({
+    "pretrained_model_name_or_path", "mixed_precision", "save_precision", "optimizer_type", "optimizer", "optimizer_args",
+    "network_module", "network_dim", "train_data_dir", "dataset_config", "cache_latents", "min_snr_gamma", "clip_skip",
+    "save_model_as", "max_data_loader_n_workers", "learning_rate", "lr_scheduler", "max_train_epochs", "max_train_steps",
+})  # fmt: skip
+_FAIRSEQ = frozenset(
+    {"task", "criterion", "optimization", "optimizer", "checkpoint", "distributed_training", "dataset"}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +161,13 @@ def find_configs(root: Node, name: str = "") -> Iterator[Match]:
         if "lightning" in _text(node, "class_path") and (arguments := _child(node, "init_args")):
             names[id(arguments)] = _text(node, "class_path").rpartition(".")[2]
         recipe = recipe_of(node)
+        tables = node is root and recipe is None and recipe_of(_flat(node)) == "kohya"
+        if tables:
+            recipe = "kohya"  # sd-scripts ignores the names of tables
         if recipe is not None:
-            yield Match(recipe, node, strict=True)
+            yield Match(recipe, _flat(node) if tables else node, strict=True)
+        if recipe in {"kohya", "verl"}:
+            inside.update(id(inner) for inner in walk(node))
         kind = kind_of(node) if recipe in {None, "llamafactory"} else None  # LLaMA-Factory reads TrainingArguments too
         if kind is None:
             if recipe is None and is_trainer_part(node, names.get(id(node), "")):
@@ -181,7 +197,28 @@ def recipe_of(block: Block) -> Recipe | None:
     training = _child(block, "training")
     if training is not None and _child(block, "model") is not None and keys & {"job", "parallelism", "metrics"}:
         return "torchtitan" if set(training.keys()) & {"seq_len", "local_batch_size", "batch_size", "steps"} else None
-    return None
+    if keys & {"full_bf16", "full_fp16"}:
+        return "kohya" if len(keys & _KOHYA) >= 3 else None
+    common, optimizer = _child(block, "common"), _child(block, "optimizer")
+    if common is not None and {"memory_efficient_fp16", "memory_efficient_bf16"} & set(common.keys()):
+        return "fairseq" if keys & _FAIRSEQ else None
+    if optimizer is not None and "accumulate_grad_in_fp32" in optimizer:
+        return "nanotron" if {"model", "parallelism"} <= keys else None
+    return "verl" if _is_verl(block) else None
+
+
+def _is_verl(block: Block) -> bool:
+    """Whether a mapping is verl's: an actor, or an optimizer, next to FSDP settings that name the weights' dtype."""
+    actor, model = _child(block, "actor"), _child(block, "model")
+    owners = [actor, *((block, model) if _child(block, "optim") is not None else ())]
+    settings = [_child(owner, "fsdp_config") for owner in owners if owner is not None]
+    return any(part is not None and "model_dtype" in part for part in settings)
+
+
+def _flat(block: Block) -> Block:
+    """The mapping with the entries of its tables in place of the tables."""
+    parts = [e.value.entries if isinstance(e.value, Block) else (e,) for e in block.entries]
+    return replace(block, entries=tuple(entry for part in parts for entry in part))
 
 
 def _child(block: Block, key: str) -> Block | None:
@@ -209,8 +246,8 @@ def kind_of(block: Block) -> Kind | None:
     if is_deepspeed(block):
         return "deepspeed"
     precision = keys & {"fp16", "bf16", "tf32", "fp16_full_eval", "bf16_full_eval", "half_precision_backend"}
-    if "model_name_or_path" in keys and _text(block, "torch_dtype") + _text(block, "dtype"):
-        precision = precision | {"torch_dtype"}  # TRL, whose `bf16` is true by default
+    if (keys & {"model_name_or_path", *TUNERS}) and _text(block, "torch_dtype") + _text(block, "dtype"):
+        precision = precision | {"torch_dtype"}  # TRL and ms-swift, which decide `bf16` themselves
     trainer = len(keys & _TRANSFORMERS)
     if precision and trainer >= 2 and (keys & set(_TRANSFORMERS_ALONE) or trainer >= 4) and not keys & _PADDLE:
         return "transformers"

@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from halfstep.check.config.config import Config
+from halfstep.check.config.kind import TUNERS
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items
 
 __all__ = ["axolotl_fsdp", "is_absent", "trained_dtype", "trains_all_weights"]
@@ -58,7 +59,8 @@ def axolotl_fsdp(config: Config) -> Literal[0, 1, 2]:
 
 def trained_dtype(config: Config) -> Entry | None:
     """The dtype that a file of trainer arguments (TRL's format) loads a model in, if it trains all the weights itself."""
-    named = any(config.entry(key) for key in _MODEL_KEYS)
+    tuners = {config.value(key) for key in TUNERS} - {None}
+    named = any(config.entry(key) for key in _MODEL_KEYS) if not tuners else tuners == {"full"}
     off = any(config.value(key) is False for key in _SWITCHES)
     keys = [entry.key for entry in config.root.entries if _NOT_PLAIN.search(entry.key)]
     plain = all(is_absent(config, key) or (off and _is_idle(key)) for key in keys)

@@ -13,6 +13,7 @@ from halfstep.check.rule import Rule
 __all__ = ["RULES"]
 
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
+_FP32_MASTERS = "Remove it: the masters are fp32 then."
 _MATRIX = "https://github.com/deepspeedai/DeepSpeed/blob/master/tests/unit/runtime/test_ds_initialize.py"
 
 
@@ -274,8 +275,7 @@ class SixteenBitMasters(DeepSpeedRule):
     reason = (
         "`fp16_master_weights_and_grads` requires ZeRO and optimizer offload with DeepSpeedCPUAdam. "
         "`bf16_master_weights_and_grads` requires the same, or `bf16_optimizer_states`, which in turn requires it. "
-        "Other combinations fail an assertion at startup. Without an fp32 master, updates below half a ULP of a "
-        "weight are lost."
+        "Other combinations fail an assertion at startup. Where DeepSpeed accepts them, HS219 reports what they lose."
     )
     bad = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 0},\n'
@@ -285,10 +285,8 @@ class SixteenBitMasters(DeepSpeedRule):
     )
     good = (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 0}, "bf16": {"enabled": true}}',
-        '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},\n'
-        ' "fp16": {"enabled": true, "fp16_master_weights_and_grads": true}}',
-        '{"zero_optimization": {"stage": 2},\n'
-        ' "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}}',
+        '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": true, "fp16_master_weights_and_grads": false}}',
+        '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true, "bf16_optimizer_states": false}}',
     )
     references = (_DOCS + "#fp16-training-options", "measured: DeepSpeed 0.19.8, each combination")
 
@@ -303,22 +301,26 @@ class SixteenBitMasters(DeepSpeedRule):
         ):
             if on and deepspeed.stage == 0:
                 message = f"`{path[1]}` requires ZeRO, but the stage is 0."
-                yield self.at(config, path, message, instead="Use ZeRO stage 1, 2 or 3.")
+                yield self.at(config, path, message, instead=_FP32_MASTERS)
             elif on and needs_offload and deepspeed.stage and deepspeed.offloads_optimizer is False:
                 message = f"`{path[1]}` requires optimizer offload to the CPU."
-                alternative = ", or enable `bf16_optimizer_states`." if path[0] == bf16 else "."
-                instead = 'Add `"offload_optimizer": {"device": "cpu"}`' + alternative
-                yield self.at(config, path, message, instead=instead)
+                yield self.at(config, path, message, instead=_FP32_MASTERS)
         if masters and config.is_on("fp16", "fp16_master_weights_and_grads"):
             message = "fp16 and bf16 master weights are both enabled; DeepSpeed raises an error."
-            yield self.at(config, (bf16, "bf16_master_weights_and_grads"), message, instead="Keep one.")
+            yield self.at(
+                config,
+                (bf16, "bf16_master_weights_and_grads"),
+                message,
+                instead="Remove both: the masters are fp32 then.",
+            )
         if states is True and config.value(bf16, "bf16_master_weights_and_grads") in {None, False}:
             message = (
                 "`bf16_optimizer_states` requires `bf16_master_weights_and_grads`; DeepSpeed raises an error without "
                 "it."
             )
-            instead = "Enable `bf16_master_weights_and_grads`, or remove this key."
-            yield self.at(config, (bf16, "bf16_optimizer_states"), message, instead=instead)
+            yield self.at(
+                config, (bf16, "bf16_optimizer_states"), message, instead="Remove it: the states are fp32 then."
+            )
 
 
 class SequenceParallelReduction(DeepSpeedRule):

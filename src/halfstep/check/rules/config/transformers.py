@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from halfstep.check.config.config import Config
 from halfstep.check.config.recipes import trained_dtype
 from halfstep.check.finding import Finding
+from halfstep.check.overflowing import OVERFLOWING
 from halfstep.check.rule import KindRule, Rule
 
 __all__ = ["RULES"]
@@ -96,6 +97,7 @@ class Bf16WeightsConfigured(TrainerRule):
         "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: bfloat16\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
         "model_revision: main\ntorch_dtype: bfloat16\nattn_implementation: flash_attention_2\nbf16: true\n"
         "per_device_train_batch_size: 1\nnum_train_epochs: 1\n",
+        "model: Qwen/Qwen3-4B\ntuner_type: full\ntorch_dtype: bfloat16\nper_device_train_batch_size: 1\nnum_train_epochs: 1\n",
     )
     good = (
         "model_name_or_path: Qwen/Qwen3-4B\ntorch_dtype: float32\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-5\n",
@@ -153,6 +155,40 @@ class Fp16WeightsConfigured(TrainerRule):
             yield self.finding(
                 config.where(entry), message, instead=f"Set `{entry.key}: float32`; `fp16: true` computes in fp16."
             )
+
+
+class OverflowingModelConfigured(TrainerRule):
+    """A file of training arguments trains a model in fp16 whose activations exceed its range."""
+
+    code = "HS280"
+    name = "overflowing-model-configured"
+    severity = "warning"
+    reason = (
+        "T5 v1.1, FLAN-T5, mT5 and the large T5 checkpoints, and Gemma 3, were pre-trained in bfloat16 and have "
+        "activations above 65504, the largest fp16 number. In fp16 they become inf and the loss NaN, or 0 in the "
+        "Trainer's log; loss scaling does not help, because the forward pass overflows."
+    )
+    bad = (
+        "model_name_or_path: google/flan-t5-large\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n",
+        "model_name_or_path: google/gemma-3-4b-it\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n",
+    )
+    good = (
+        "model_name_or_path: google/flan-t5-large\nbf16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n",
+        "model_name_or_path: t5-base\nfp16: true\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n",
+    )
+    references = (
+        "https://github.com/huggingface/transformers/issues/23918",
+        "https://github.com/huggingface/trl/issues/3236",
+    )
+
+    def inspect(self, config: Config) -> Iterator[Finding]:
+        """Report fp16 next to the name of such a model."""
+        entry = config.entry("fp16")
+        names = (config.value(key) for key in ("model_name_or_path", "model_name", "model_id", "model"))
+        model = next((name for name in names if isinstance(name, str) and OVERFLOWING.search(name)), None)
+        if entry and config.value("fp16") is True and model:
+            message = f"{model} has activations above 65504, which fp16 turns into inf: the loss becomes NaN."
+            yield self.finding(config.where(entry), message, instead="Use `bf16: true`, or fp32 on a GPU without it.")
 
 
 class ApexArguments(TrainerRule):
@@ -256,6 +292,7 @@ RULES: tuple[type[Rule], ...] = (
     TrainerFp16OnCpu,
     Bf16WeightsConfigured,
     Fp16WeightsConfigured,
+    OverflowingModelConfigured,
     ApexArguments,
     FlagAsText,
     NanFilter,

@@ -1,0 +1,158 @@
+"""HS270: a model that overflows in float16 is trained in float16."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.overflowing import OVERFLOWING
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.objects.formats import keyword_of
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RULES"]
+
+_TRAINER = """\
+from transformers import AutoModelForSeq2SeqLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+model = AutoModelForSeq2SeqLM.from_pretrained("{model}")
+args = Seq2SeqTrainingArguments("out", {flag}=True)
+Seq2SeqTrainer(model=model, args=args, train_dataset=data).train()
+"""
+_LIGHTNING = """\
+import lightning as L
+from transformers import T5ForConditionalGeneration
+
+class Tuner(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = T5ForConditionalGeneration.from_pretrained("google/flan-t5-large")
+
+L.Trainer(precision="{precision}").fit(Tuner(), loader)
+"""
+_NOT_MODELS = ("Tokenizer", "Processor", "Config", "FeatureExtractor", "TokenizerFast")
+_HALF = {16, "16", "16-mixed", "16-true"}
+
+
+class OverflowingModel(ScriptRule):
+    """A model whose activations exceed the range of float16 is trained in float16."""
+
+    code = "HS270"
+    name = "overflowing-model"
+    severity = "warning"
+    reason = (
+        "T5 v1.1, FLAN-T5, mT5 and the large T5 checkpoints, and Gemma 3, were pre-trained in bfloat16 and have activations above 65504, "
+        "the largest float16 number (Gemma 3: about 800,000). In float16 they become inf: the loss is NaN, or 0 in the Trainer's log. "
+        "Loss scaling does not help, because the forward pass overflows. Use bfloat16, or float32 on GPUs without it."
+    )
+    bad = (
+        _TRAINER.format(model="google/flan-t5-base", flag="fp16"),
+        _LIGHTNING.format(precision="16-mixed"),
+        _TRAINER.format(model="google/mt5-small", flag="fp16").replace("True", "torch.cuda.is_available()"),
+    )
+    good = (
+        _TRAINER.format(model="google/flan-t5-base", flag="bf16"),
+        _LIGHTNING.format(precision="bf16-mixed"),
+        _TRAINER.format(model="t5-small", flag="fp16"),
+    )
+    references = (
+        "https://github.com/huggingface/transformers/issues/23918",
+        "https://github.com/huggingface/transformers/issues/14189",
+        "https://github.com/huggingface/trl/issues/3236",
+        "https://github.com/unslothai/unsloth/pull/4014",
+    )
+    lines = (
+        "flan-t5",
+        "mt5-",
+        "t5-v1",
+        "t5-large",
+        "t5-3b",
+        "t5-11b",
+        "gemma-3",
+        "embeddinggemma",
+        "mt0-",
+        "fp16=True",
+        "fp16=torch",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """fp16 that is on in every run, or on every GPU, where all models of the file are known to overflow."""
+        if is_exercise(script) or script.outline.names.uses("unsloth"):
+            return  # Unsloth trains these models in float32 itself
+        names = _model_names(script)
+        if not names:
+            return
+        model = " and ".join(f"`{name}`" for name in sorted(names))
+        for node, how in _half_modes(script):
+            yield self.finding(
+                script.where(node),
+                f"{model} has activations above 65504, which {how} turns into inf: the loss becomes NaN",
+                instead="train in bfloat16, or in float32 on a GPU without it",
+            )
+
+
+def _model_names(script: Script) -> set[str]:
+    """The checkpoints that a script loads as models, if the text names all of them and each overflows."""
+    names: set[str] = set()
+    for call, function in script.outline.calls.get("from_pretrained", ()):
+        loader = text_of(call.func).removesuffix(".from_pretrained").rpartition(".")[2]
+        if loader.endswith(_NOT_MODELS) or not loader[:1].isupper() or loader.startswith("Peft"):
+            continue
+        texts = _texts(script, argument(call, 0, "pretrained_model_name_or_path"), function)
+        if not texts or not all(OVERFLOWING.search(text) for text in texts):
+            return set()
+        names |= texts
+    return names
+
+
+def _texts(script: Script, node: ast.expr | None, function: Function) -> set[str]:
+    """The strings that an argument may be; empty if it may be something else."""
+    key = key_of(node) if node is not None else ""
+    values = [constant(v) for v in script.outline.values(key, function)] if key else [constant(node)]
+    if key and not values:
+        values = list(_defaults(script, key.rpartition(".")[2]))
+    return {v for v in values if isinstance(v, str)} if all(isinstance(v, str) for v in values) else set()
+
+
+def _defaults(script: Script, option: str) -> Iterator[object]:
+    """The default of a command-line option."""
+    for call, _ in script.outline.calls.get("add_argument", ()):
+        if any(str(constant(a)).lstrip("-").replace("-", "_") == option for a in call.args):
+            yield constant(argument(call, None, "default"))
+
+
+def _half_modes(script: Script) -> Iterator[tuple[ast.expr, str]]:
+    """The arguments that make a Trainer or an Accelerator compute in float16."""
+    outline = script.outline
+    for full, sites in outline.library_calls.items():
+        package, last = full.split(".")[0], full.rpartition(".")[2]
+        for site in sites:
+            if package in {"transformers", "trl"} and last.endswith(("TrainingArguments", "Config")):
+                node = keyword_of(outline, site.call, site.function, "fp16")
+                if node is not None and _is_on(script, node, site.function):
+                    yield node, "fp16"
+            elif package == "accelerate" and last == "Accelerator":
+                node = argument(site.call, None, "mixed_precision")
+                if node is not None and constant(node) == "fp16":
+                    yield node, "fp16"
+            elif package in {"lightning", "pytorch_lightning"} and last == "Trainer":
+                node = keyword_of(outline, site.call, site.function, "precision")
+                if node is not None and constant(node) in _HALF:
+                    yield node, f"precision {constant(node)!r}"
+
+
+def _is_on(script: Script, node: ast.expr, function: Function) -> bool:
+    """Whether a flag is true, or true on every GPU."""
+    values = script.outline.values(key_of(node), function) if key_of(node) else [node]
+    return bool(values) and all(
+        constant(value) is True or (isinstance(value, ast.Call) and text_of(value.func) == "torch.cuda.is_available")
+        for value in values
+    )
+
+
+RULES: tuple[type[Rule], ...] = (OverflowingModel,)
