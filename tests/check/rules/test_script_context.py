@@ -53,3 +53,10 @@ def test_choice_between_contexts_is_silent(contexts):
 def test_context_managers_are_truthy():
     """Contexts define no truth value, so `and` evaluates to the last and `or` to the first."""
     assert all(map(bool, (torch.no_grad(), torch.autocast("cpu"), torch.inference_mode(), contextlib.nullcontext())))
+
+
+def test_inference_mode_includes_no_grad():
+    """Where inference_mode is entered, a no_grad that is not changes nothing; an autocast that is not does."""
+    assert messages(f"torch.no_grad() and torch.inference_mode(), {AUTOCAST}") == []
+    assert len(messages(f"torch.inference_mode() and torch.no_grad(), {AUTOCAST}")) == 1
+    assert len(messages(f"{AUTOCAST} and torch.inference_mode()")) == 1

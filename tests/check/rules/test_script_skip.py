@@ -132,3 +132,34 @@ def test_unscale_under_a_flag_is_reported():
     """The test may follow the `if` that contains the `unscale_`; `break` ends the loop and is not a skip."""
     assert codes(LOOP.format(leave="continue")) == ["HS112:10"]
     assert codes(LOOP.format(leave="break")) == []
+
+
+HELPER = """\
+import math
+import torch
+scaler = torch.amp.GradScaler("cuda")
+
+def forward_backward(model, optimizers, batch):
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(batch)
+    if not math.isfinite(loss.item()):
+        {leave}
+    scaler.scale(loss).backward()
+
+def train(model, optimizers, loader):
+    for batch in loader:
+        forward_backward(model, optimizers, batch)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+def test_step_after_a_helper_that_returns_before_backward():
+    """The caller steps without gradients where the helper returns early; where it raises, the run ends."""
+    assert codes(HELPER.format(leave="return")) == ["HS115:18"]
+    assert codes(HELPER.format(leave="raise FloatingPointError(loss)")) == []
+    both = "if strict:\n            raise FloatingPointError(loss)\n        else:\n            return"
+    assert codes(HELPER.format(leave=both)) == []

@@ -63,7 +63,7 @@ class ContextNotEntered(ScriptRule):
             if not isinstance(joined, ast.BoolOp) or not _opens_block(script, joined):
                 continue
             dropped = _dropped(joined, contexts)
-            if dropped is not None:
+            if dropped is not None and not _is_implied(script, joined):
                 word, entered = (
                     ("and", joined.values[-1]) if isinstance(joined.op, ast.And) else ("or", joined.values[0])
                 )
@@ -87,6 +87,13 @@ def _dropped(joined: ast.BoolOp, contexts: set[ast.Call]) -> ast.expr | None:
     if isinstance(joined.op, ast.And):
         return next((value for value in joined.values[:-1] if value in contexts), None)
     return next((value for value in joined.values[1:] if value in contexts and joined.values[0] in contexts), None)
+
+
+def _is_implied(script: Script, joined: ast.BoolOp) -> bool:
+    """Whether the context that is entered includes the others: inference_mode turns gradients off as well."""
+    names = [script.outline.names.full(v.func) if isinstance(v, ast.Call) else "" for v in joined.values]
+    entered = names.pop() if isinstance(joined.op, ast.And) else names.pop(0)
+    return entered.endswith(".inference_mode") and all(name.endswith((".no_grad", ".inference_mode")) for name in names)
 
 
 RULES: tuple[type[Rule], ...] = (ContextNotEntered,)
