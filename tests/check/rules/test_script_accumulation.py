@@ -548,3 +548,35 @@ def test_what_is_added_to_a_scaled_gradient_has_its_scale(change, expected):
     )
     assert reported(text.format(unscale="")) == expected
     assert reported(text.format(unscale="    scaler.unscale_(optimizer)\n")) == []
+
+
+SLICES = """\
+for batch, y in loader:
+    optimizer.zero_grad()
+    for i in range(0, {total}, {size}):
+        with torch.autocast('cuda', dtype=torch.float16):
+            loss = {loss}
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "loss", "expected"),
+    [
+        ("microbatch", "F.mse_loss(model(batch[i : i + microbatch]), y[i : i + microbatch])", ["HS180"]),
+        ("args.chunk_size", "losses(model, batch[i : i + args.chunk_size]).mean()", ["HS180"]),
+        ("mini_bs", "(losses(model, batch[i : i + mini_bs]) * weights).mean()", ["HS180"]),
+        ("microbatch", "F.mse_loss(model(batch[i : i + microbatch]), y) * share", []),
+        ("microbatch", "F.mse_loss(model(batch[i : i + microbatch]), y) / num_slices", []),
+        ("microbatch", "losses(model, batch[i : i + microbatch]).sum()", []),
+        ("microbatch", "F.mse_loss(model(batch[i : i + microbatch]), y, reduction='sum')", []),
+        ("microbatch", "F.mse_loss(model(batch), y)", []),
+        ("bptt", "F.mse_loss(model(batch[i : i + bptt]), y)", []),
+    ],
+)
+def test_the_mean_losses_of_slices_of_a_batch_are_divided_by_their_number(size, loss, expected):
+    """`range(0, n, size)` over a batch is a window of n / size micro-batches, unless each loss has its share as a factor."""
+    text = HEAD + SLICES.format(total="len(batch)", size=size, loss=loss)
+    assert reported(text) == expected

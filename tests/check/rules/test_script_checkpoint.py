@@ -166,3 +166,10 @@ def test_a_long_checkpoint_is_reported_at_the_call_that_saves_it():
     text = HEAD + LOAD + LOOP.format(save=save)
     (finding,) = findings(text, "HS170")
     assert text.splitlines()[finding.line - 1] == "    torch.save({"
+
+
+def test_a_deleted_attribute_is_no_checkpoint_key():
+    """`delattr(self, "scaler")` names the scaler without saving it."""
+    save = 'torch.save({"o": optimizer.state_dict()}, "x"); {}(trainer, "scaler")'
+    reported = [findings(HEAD + LOAD + LOOP.format(save=save.replace("{}", f)), "HS170") for f in ("delattr", "keep")]
+    assert [len(found) for found in reported] == [1, 0]

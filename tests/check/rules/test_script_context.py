@@ -53,3 +53,32 @@ def test_choice_between_contexts_is_silent(contexts):
 def test_context_managers_are_truthy():
     """Contexts define no truth value, so `and` evaluates to the last and `or` to the first."""
     assert all(map(bool, (torch.no_grad(), torch.autocast("cpu"), torch.inference_mode(), contextlib.nullcontext())))
+
+
+def test_inference_mode_includes_no_grad():
+    """Where inference_mode is entered, a no_grad that is not changes nothing; an autocast that is not does."""
+    assert messages(f"torch.no_grad() and torch.inference_mode(), {AUTOCAST}") == []
+    assert len(messages(f"torch.inference_mode() and torch.no_grad(), {AUTOCAST}")) == 1
+    assert len(messages(f"{AUTOCAST} and torch.inference_mode()")) == 1
+
+
+REGION = "import torch\n{flag}\nfor x in loader:\n    with torch.autocast('cuda'{dtype}{enabled}):\n        loss = model(x)\n"
+
+
+@pytest.mark.parametrize(
+    ("flag", "enabled", "expected"),
+    [
+        ("", ", enabled=args.use_bf16", 1),
+        ("", ", enabled=cfg['bf16']", 1),
+        ("amp = cfg.precision in ('fp16', 'bf16')", ", enabled=amp", 1),
+        ("amp = str(cfg.get('precision', 'no')).lower() == 'bf16'", ", enabled=amp", 1),
+        ("amp = cfg.precision == 'fp16'", ", enabled=amp", 0),
+        ("bf16_layers = 3", ", enabled=args.amp", 0),
+        ("torch.set_autocast_dtype('cuda', torch.bfloat16)", ", enabled=args.bf16", 0),
+    ],
+)
+def test_a_region_that_an_option_for_bfloat16_enables_needs_its_dtype(flag, enabled, expected):
+    """Without a dtype the region is in float16; with one, or with another default, it is what the option asks for."""
+    text = REGION.format(flag=flag, dtype="", enabled=enabled)
+    assert len(findings(text, "HS136")) == expected
+    assert findings(REGION.format(flag=flag, dtype=", dtype=torch.bfloat16", enabled=enabled), "HS136") == []

@@ -119,3 +119,27 @@ def test_a_helper_of_another_file_may_save_apex_by_itself():
     assert findings(text.format(save="save_checkpoint(config, epoch, model, optimizer)"), "HS173") == []
     state = "torch.save({'optimizer': optimizer.state_dict()}, path)"
     assert [f.line for f in findings("import torch\n" + text.format(save=state), "HS173")] == [10]
+
+
+def test_a_signature_that_is_tried_first_is_handled():
+    """A TypeError of the constructor that a handler catches is another version of torch, not a mistake."""
+    text = (
+        "import torch\ntry:\n    scaler = torch.amp.GradScaler(device_type='cuda')\nexcept {error}:\n"
+        "    scaler = torch.cuda.amp.GradScaler()\n"
+    )
+    assert findings(text.format(error="TypeError"), "HS124") == []
+    assert findings(text.format(error="(AttributeError, TypeError)"), "HS124") == []
+    assert [f.line for f in findings(text.format(error="ImportError"), "HS124")] == [3]
+
+
+@pytest.mark.parametrize(
+    "reset",
+    ["except RuntimeError:\n        {}", "finally:\n        overflows = count()\n    if overflows > 9:\n        {}"],
+)
+def test_a_scaler_that_is_reset_after_an_overflow_is_not_recreated_every_time(reset):
+    """A new scaler in a handler or after many overflows is not one per iteration; outside of it, it is."""
+    body = "    try:\n        scaler.scale(model(x)).backward()\n        scaler.step(optimizer)\n        scaler.update()\n    "
+    text = "import torch\n" + CREATE + "for x in loader:\n{start}" + body
+    made = "scaler = torch.amp.GradScaler('cuda', init_scale=256.0)\n"
+    assert findings(text.format(start="") + reset.format(made), "HS121") == []
+    assert [f.line for f in findings(text.format(start=f"    {made}") + reset.format("pass\n"), "HS121")] == [4]

@@ -173,3 +173,34 @@ FLAG = """bad = False
 def test_an_overflow_that_keeps_the_scale(test, skip, count):
     """A loop that skips batches with infinite gradients itself never lowers the scale; after `unscale_` it raises instead."""
     assert len(findings(SCALED.format(test=test, skip=skip), "HS157")) == count
+
+
+HELPER = """\
+import math
+import torch
+scaler = torch.amp.GradScaler("cuda")
+
+def forward_backward(model, optimizers, batch):
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(batch)
+    if not math.isfinite(loss.item()):
+        {leave}
+    scaler.scale(loss).backward()
+
+def train(model, optimizers, loader):
+    for batch in loader:
+        forward_backward(model, optimizers, batch)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+"""
+
+
+def test_step_after_a_helper_that_returns_before_backward():
+    """The caller steps without gradients where the helper returns early; where it raises, the run ends."""
+    assert codes(HELPER.format(leave="return")) == ["HS115:18"]
+    assert codes(HELPER.format(leave="raise FloatingPointError(loss)")) == []
+    both = "if strict:\n            raise FloatingPointError(loss)\n        else:\n            return"
+    assert codes(HELPER.format(leave=both)) == []

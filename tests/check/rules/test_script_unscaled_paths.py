@@ -187,3 +187,46 @@ def test_reports_the_path_on_which_nothing_scales_a_float16_loss(text, line, sev
 def test_is_silent_where_every_float16_path_is_scaled(text):
     """One switch for both, a device without autocast, an engine that scales, or a scale by hand is no finding."""
     assert findings(text, "HS123") == []
+
+
+ATTRIBUTE = """\
+import torch
+from torch.cuda.amp import GradScaler, autocast
+class Model:
+    def __init__(self, options):
+        self.amp = options.amp
+        self.cast = autocast
+        {otherwise}
+        self.scaler = GradScaler()
+    def update(self, x):
+        self.optimizer.zero_grad()
+        with self.cast():
+            loss = self.net(x)
+        if self.amp:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            loss.backward()
+            self.optimizer.step()
+"""
+
+
+def test_a_context_chosen_by_the_same_flag_is_no_region_without_it():
+    """`self.cast` may be a null context where the loss is not scaled; with one value it is autocast on both paths."""
+    assert [f.line for f in findings(ATTRIBUTE.format(otherwise=""), "HS123")] == [18]
+    assert findings(ATTRIBUTE.format(otherwise="if not self.amp: self.cast = nullcast"), "HS123") == []
+
+
+@pytest.mark.parametrize("enabled", ["x.is_cuda", "x.device.type == 'cuda'"])
+def test_a_forward_that_enables_float16_by_the_device_of_its_input(enabled):
+    """On a GPU the region of the forward is enabled, and the loss needs a scale."""
+    text = (
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        f"        with torch.autocast('cuda', enabled={enabled}):\n            return self.body(x)\n"
+        "model = Net().cuda()\nfor x, y in loader:\n    optimizer.zero_grad()\n    loss = loss_fn(model(x), y)\n"
+        "    loss.backward()\n    optimizer.step()\n"
+    )
+    assert [f.line for f in findings(text, "HS123")] == [10]
+    assert findings(text.replace(f"enabled={enabled}", "enabled=self.amp"), "HS123") == []
+    assert findings(text.replace("'cuda', enabled", "'cuda', torch.bfloat16, enabled"), "HS123") == []

@@ -33,6 +33,7 @@ _NUMBER = re.compile(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.it
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
+_MEAN = re.compile(r"\.mean$|(^|[._])(\w+_loss|cross_entropy|criterion|loss_fn|kl_div)$|_with_logits$", re.IGNORECASE)
 _LOSS_FUNCTION = re.compile(r"forward|loss|criterion|__call__|__init__|objective", re.IGNORECASE)
 
 # Functions that multiply gradients: `scale_grads`, `multiply_grads`, `average_gradients`, `torch._foreach_div_`.
@@ -104,6 +105,8 @@ class LossNotDivided(TraceRule):
             return None
         if self._summed(script, trace, event) or _joins_cached(script):
             return None
+        if " / " in length and not _is_mean(script, event):
+            return None  # each slice may have its share of the batch as a factor
         return self.finding(
             script.where(event.node),
             f"the step runs every `{length}` micro-batches, but the loss is not divided by `{length}`: gradients are too large by that factor",
@@ -178,6 +181,16 @@ class LossNotDivided(TraceRule):
             isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div) and not isinstance(n.right, ast.Constant)
             for n in nodes
         )
+
+
+def _is_mean(script: Script, event: Event) -> bool:
+    """Whether the loss of a backward is a mean over its micro-batch: `x.mean()`, or a loss function as torch.nn has it."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    loss = func.value if isinstance(func, ast.Attribute) else None
+    if event.scaled == "yes" and isinstance(loss, ast.Call) and loss.args:
+        loss = loss.args[0]  # scaler.scale(loss)
+    values = [b.value for b in _before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
+    return bool(values) and all(isinstance(v, ast.Call) and _MEAN.search(text_of(v.func)) for v in values)
 
 
 def _before(script: Script, name: str, event: Event) -> list[Binding]:

@@ -47,7 +47,7 @@ _RESUMES = re.compile(
     re.IGNORECASE,
 )
 _TRAINS = re.compile(r"train|fit|epoch|step|loop", re.IGNORECASE)
-_ABOUT = re.compile(r"^(getattr|hasattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
+_ABOUT = re.compile(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
 MAX_LINES = 5  # between the start of a checkpoint and the entry that is reported
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 _LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'

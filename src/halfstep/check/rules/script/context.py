@@ -1,4 +1,6 @@
-"""HS148: context managers joined by `and` or `or` in a `with` statement.
+"""HS136 and HS148: contexts that are not the ones a line asks for.
+
+An autocast region that an option for bfloat16 enables computes in float16 unless its dtype is passed as well.
 
 `with a() and b():` is valid Python and looks like a list of two contexts, but it is one expression with one value: a
 context manager is truthy, so `and` evaluates to the last one and `or` to the first, and the others are discarded.
@@ -7,11 +9,13 @@ context manager is truthy, so `and` evaluates to the last one and `or` to the fi
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.objects.values import AUTOCASTS, text_of
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.objects.values import AUTOCASTS, Autocast, text_of
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES"]
@@ -27,6 +31,85 @@ _AUTOCAST = 'torch.autocast("cuda", dtype=torch.float16)'
 _CONTEXTS = AUTOCASTS | {
     f"{module}.{mode}" for module in ("torch", "torch.autograd") for mode in ("no_grad", "inference_mode")
 }
+
+
+_TRAIN = """\
+import torch
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda"{dtype}, enabled=args.bf16):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+# The name of an option for bfloat16, and a comparison with its name.
+_BF16 = re.compile(r"(^|[._\[]|['\"])(use_|enable_|with_|is_)?(bf16|bfloat16)(_mixed|_amp|['\"\]]|$)", re.IGNORECASE)
+_COMPARED = re.compile(r"^[^=<>]+ (==|in) [^=]*['\"](bf16|bfloat16|bf16-mixed|bf16_mixed)['\"]", re.IGNORECASE)
+_SETS = {"set_autocast_gpu_dtype", "set_autocast_dtype"}
+
+
+class Bf16OptionRunsFloat16(ScriptRule):
+    """An option for bfloat16 enables an autocast region that computes in float16."""
+
+    code = "HS136"
+    name = "bf16-option-runs-float16"
+    severity = "warning"
+    reason = (
+        "On CUDA autocast defaults to float16. A region without `dtype` that `--bf16` enables, or a setting that allows both formats, "
+        "computes in float16 all the same: values above 65504 become inf and gradients below 6e-8 become zero, although bfloat16 was "
+        "chosen to avoid that, and a scaler that is off for bfloat16 is missing."
+    )
+    bad = (
+        _TRAIN.format(dtype=""),
+        _TRAIN.format(dtype="")
+        .replace("for x", 'use_amp = args.precision in ("fp16", "bf16")\nfor x')
+        .replace("args.bf16", "use_amp"),
+    )
+    good = (
+        _TRAIN.format(dtype=", dtype=torch.bfloat16"),
+        _TRAIN.format(dtype=", dtype=torch.bfloat16 if args.precision == 'bf16' else torch.float32"),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.autocast",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Regions without a dtype that are enabled by an option for bfloat16."""
+        if "bf16" not in script.source.text.lower() and "bfloat16" not in script.source.text.lower():
+            return
+        if _SETS & script.outline.calls.keys():
+            return
+        reported: set[ast.AST] = set()
+        for event in script.events("enter_autocast"):
+            region = event.regions[-1]
+            autocast = region.autocasts[0]
+            if len(region.autocasts) != 1 or autocast.node in reported or not _defaults_to_float16(autocast):
+                continue
+            option = _bf16_option(script, event, autocast)
+            if option:
+                reported.add(autocast.node)
+                yield self.finding(
+                    script.where(autocast.node),
+                    f"this region has no dtype, so on CUDA it computes in float16 also when `{option}` asks for bfloat16",
+                    instead="dtype=torch.bfloat16, chosen by the same option",
+                )
+
+
+def _defaults_to_float16(autocast: Autocast) -> bool:
+    """Whether a region that may be on CUDA is written without a dtype."""
+    return autocast.dtype_node is None and "float16" in autocast.dtypes and autocast.enabled != "no"
+
+
+def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
+    """The condition for bfloat16 that enables a region: its flag, or one around it; "" if there is none."""
+    flag = autocast.enabled if autocast.enabled != "yes" else ""
+    texts = [flag, *(text_of(v) for v in script.outline.values(flag, event.function))] if flag else []
+    texts += [guard.text for guard in event.guards if guard.is_true]
+    for text in texts:
+        plain = text.removeprefix("bool(").removesuffix(")")
+        if _BF16.search(plain) and re.fullmatch(r"[\w.\[\]'\"]+", plain):
+            return plain
+        if _COMPARED.match(text) and " and " not in text and " or " not in text:
+            return text
+    return ""
 
 
 class ContextNotEntered(ScriptRule):
@@ -63,7 +146,7 @@ class ContextNotEntered(ScriptRule):
             if not isinstance(joined, ast.BoolOp) or not _opens_block(script, joined):
                 continue
             dropped = _dropped(joined, contexts)
-            if dropped is not None:
+            if dropped is not None and not _is_implied(script, joined):
                 word, entered = (
                     ("and", joined.values[-1]) if isinstance(joined.op, ast.And) else ("or", joined.values[0])
                 )
@@ -89,4 +172,11 @@ def _dropped(joined: ast.BoolOp, contexts: set[ast.Call]) -> ast.expr | None:
     return next((value for value in joined.values[1:] if value in contexts and joined.values[0] in contexts), None)
 
 
-RULES: tuple[type[Rule], ...] = (ContextNotEntered,)
+def _is_implied(script: Script, joined: ast.BoolOp) -> bool:
+    """Whether the context that is entered includes the others: inference_mode turns gradients off as well."""
+    names = [script.outline.names.full(v.func) if isinstance(v, ast.Call) else "" for v in joined.values]
+    entered = names.pop() if isinstance(joined.op, ast.And) else names.pop(0)
+    return entered.endswith(".inference_mode") and all(name.endswith((".no_grad", ".inference_mode")) for name in names)
+
+
+RULES: tuple[type[Rule], ...] = (Bf16OptionRunsFloat16, ContextNotEntered)

@@ -21,8 +21,9 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.window import depth_without_optimizers
 from halfstep.check.script.objects.owners import optimized_models
-from halfstep.check.script.objects.values import constant
+from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -194,8 +195,10 @@ class UncheckedUpdate(TraceRule):
             return None
         if not script.scalers_named(event.scaler):
             return None
-        around = [e for e in trace if e.loops[: len(event.loops)] == event.loops]
-        if any(e.kind in {"handed", "owned_step", "owned_backward", "make_scaler"} for e in around):
+        loops = event.loops[: depth_without_optimizers(script, event)]
+        around = [e for e in trace if loops and e.loops[: len(loops)] == loops]
+        usual = [e for e in around if not any(guard.text.startswith("except@") for guard in e.guards)]
+        if any(e.kind in {"handed", "owned_step", "owned_backward", "make_scaler"} for e in usual):
             return None
         if event.kind == "update":
             return self._unchecked_update(script, event, around)
@@ -204,9 +207,9 @@ class UncheckedUpdate(TraceRule):
     def _unchecked_update(self, script: Script, event: Event, around: list[Event]) -> Finding | None:
         """The finding for an update whose steps are all under a condition that the update does not have."""
         checks = [e for e in around if e.kind in {"scaler_step", "unscale"} and e.scaler == event.scaler]
-        if not any(e.kind == "scaler_step" for e in checks) or any(map(is_accumulation, _guards(checks))):
+        if not any(e.kind == "scaler_step" for e in checks):
             return None
-        guard = _decisive(script, event, checks)
+        guard = None if any(map(is_accumulation, _guards(checks))) else _decisive(script, event, checks)
         if guard is None and not any(compatible(e, event) for e in checks):
             # The branch of a skipped batch: whatever was checked before it, another update has used.
             updates = [e for e in around if e.kind == "update" and e.scaler == event.scaler and e is not event]
@@ -282,7 +285,23 @@ def _decisive(script: Script, event: Event, others: list[Event]) -> Guard | None
     common = set.intersection(*(set(e.guards) for e in others)) if others else set()
     own = [g for g in others[0].guards if g in common and g not in event.guards] if others else []
     own = [g for g in own if _varies(script, g, others[0]) and not _tests_the_same(event, g)]
+    own = [g for g in own if not any(_raises_unless(script, g, other) for other in others)]
     return own[0] if own else None
+
+
+def _raises_unless(script: Script, guard: Guard, event: Event) -> bool:
+    """Whether a statement before an event may raise where a condition around the event is not met, so that the run stops."""
+    words = set(re.findall(r"[A-Za-z_]\w+", guard.text))
+    inner: ast.AST = event.node
+    for outer in script.above(event.node):
+        for statement in getattr(outer, "body", ()):
+            if statement is inner:
+                break
+            tested = re.findall(r"[A-Za-z_]\w+", text_of(statement.test)) if isinstance(statement, ast.If) else ()
+            if words & set(tested) and any(isinstance(node, ast.Raise) for node in ast.walk(statement)):
+                return True
+        inner = outer
+    return False
 
 
 def _tests_the_same(event: Event, guard: Guard) -> bool:

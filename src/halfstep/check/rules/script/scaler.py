@@ -11,7 +11,7 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, compatible
-from halfstep.check.script.flow.order import TraceRule, loops_around
+from halfstep.check.script.flow.order import TraceRule, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.expressions import arguments_of
@@ -90,6 +90,8 @@ class ScalerInLoop(TraceRule):
             fresh = [e for e in fresh if not _is_replacement(script, e)]
             if not steps or fresh or self._first_time(event, name, steps) or _is_over_runs(script, event):
                 return None
+            if not only_settings(script, event, steps[0]):
+                return None  # a reset after an exception, or after many overflows
             every_step = scaler.key and all(len(e.loops) == len(event.loops) for e in steps)
             severity: Severity = "error" if every_step else "warning"
             frequency = f"on every iteration of the loop at line {script.source.cell_line(event.loops[-1].line).line}"

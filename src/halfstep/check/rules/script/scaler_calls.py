@@ -83,7 +83,7 @@ class ScalerArguments(ScriptRule):
             if script.outline.names.ambiguous(scaler.node.func):
                 continue
             fault = self._fault(scaler)
-            if fault:
+            if fault and not (fault.endswith("TypeError") and _is_handled(script, scaler.node)):
                 flag = key_of(scaler.node.args[0]) if scaler.node.args else ""
                 right = f"enabled={flag}" if _FLAG.search(flag) else "init_scale=2.0**16"
                 yield self.finding(script.where(scaler.node), fault, instead=f'torch.amp.GradScaler("cuda", {right})')
@@ -117,6 +117,18 @@ class ScalerArguments(ScriptRule):
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not _is_valid(value, limits):
                 return f"{name}={value!r} must be {limits}"
         return ""
+
+
+def _is_handled(script: Script, call: ast.Call) -> bool:
+    """Whether a handler catches the TypeError of a call: another signature is tried next, for another version of torch."""
+    inner: ast.AST = call
+    for outer in script.above(call):
+        if isinstance(outer, ast.Try) and any(inner is statement for statement in outer.body):
+            types = [text_of(handler.type) if handler.type is not None else "" for handler in outer.handlers]
+            if any(not t or re.search(r"\b(TypeError|Exception|BaseException)\b", t) for t in types):
+                return True
+        inner = outer
+    return False
 
 
 class ScalerStepClosure(TraceRule):

@@ -154,6 +154,8 @@ class Fp16WithoutScaler(TraceRule):
         if not decisive or any(_DEVICE.search(g.text) or g.text.startswith("except@") for g in decisive):
             return None
         regions = opened.regions[-1].autocasts
+        if _is_chosen_elsewhere(script, opened):
+            return None
         if not all(a.enabled == "yes" or _is_wider(a.enabled, g.text) for a in regions for g in decisive):
             return None
         condition = " and ".join(f"`{g.text}` is {'true' if g.is_true else 'false'}" for g in decisive)
@@ -237,7 +239,7 @@ class Fp16WithoutScaler(TraceRule):
             if call.loops != event.loops or call.function is not event.function or call.inside("no_grad"):
                 continue
             regions = regions_in_forward(script.outline, call.subject, call.function)
-            if regions and all(a.dtype == "float16" and a.enabled == "yes" for a in regions):
+            if regions and all(a.dtype == "float16" and _is_on(a) for a in regions):
                 line = regions[0].node.lineno
                 return self.finding(
                     script.where(event.node),
@@ -272,8 +274,20 @@ def _may_be_float16(script: Script, opened: Event) -> bool:
     return may_be and not any(_is_misplaced(script, a) for a in autocasts)
 
 
+def _is_chosen_elsewhere(script: Script, opened: Event) -> bool:
+    """Whether a region is opened through a variable with several values: `self.cast = autocast` in one branch of a flag."""
+    node = opened.regions[-1].node
+    key = key_of(node.func if isinstance(node, ast.Call) else node)
+    return bool(key) and len(script.outline.values(key, opened.function)) > 1
+
+
 def _is_always_float16(opened: Event) -> bool:
     return all(a.dtype == "float16" and a.enabled == "yes" for a in opened.regions[-1].autocasts)
+
+
+def _is_on(region: Autocast) -> bool:
+    """Whether a region is enabled on a GPU: always, or by a test of the device."""
+    return region.enabled == "yes" or bool(re.fullmatch(r"[\w.]+\.is_cuda|[\w.]+ == ['\"]cuda['\"]", region.enabled))
 
 
 def _is_wider(region: str, scaler: str) -> bool:

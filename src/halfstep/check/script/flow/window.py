@@ -16,7 +16,16 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 
-__all__ = ["ACCUMULATION", "Window", "accumulated_over", "branched", "micro_batches", "targets_of", "window_of"]
+__all__ = [
+    "ACCUMULATION",
+    "Window",
+    "accumulated_over",
+    "branched",
+    "depth_without_optimizers",
+    "micro_batches",
+    "targets_of",
+    "window_of",
+]
 
 # Names of the number of micro-batches.
 ACCUMULATION = re.compile(
@@ -31,6 +40,7 @@ _FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradient
 _AROUND = {"enumerate", "tqdm", "zip", "list", "iter", "reversed"}  # functions that iterate over their first argument
 _CHUNKS = re.compile(r"chunk|split", re.IGNORECASE)
 _SIZE = re.compile(r"batch_?size|bs$|samples", re.IGNORECASE)  # of a chunk, rather than how many there are
+_PART = re.compile(r"micro|mini|sub_?batch|chunk|split|(^|_)mbs?$", re.IGNORECASE)  # of a batch: its size
 _MICRO = re.compile(r"^_?(micro|mini|sub)_?batches$", re.IGNORECASE)
 _COUNTER = re.compile(r"(==|>=) [A-Za-z_]")  # `count == accumulate`, `count >= accumulate`
 
@@ -143,6 +153,14 @@ def branched(trace: Trace, event: Event) -> list[Guard]:
     ]
 
 
+def depth_without_optimizers(script: Script, step: Event) -> int:
+    """How many loops are around a step, without those over the optimizers: `for o in optimizers: scaler.step(o)`."""
+    depth = len(step.loops)
+    while depth and _is_over_optimizers(script, step, depth - 1):
+        depth -= 1
+    return depth
+
+
 def _is_over_optimizers(script: Script, step: Event, depth: int) -> bool:
     """Whether the loops around a step, from a depth on, are over the optimizers: `for o in optimizers: o.step()`."""
     names = set(re.findall(r"\w+", step.local.optimizer))
@@ -169,8 +187,24 @@ def _counted_loop(script: Script, event: Event, step: Event) -> Window | None:
     if len(loops) != len(event.loops) or len(loops) != depth + 1:
         return None
     loop = loops[depth]
-    length = micro_batches(loop)
+    length = micro_batches(loop) or _slices(loop)
     return Window(step, f"the loop at line {script.where(loop).line} ends", length, by_loop=True) if length else None
+
+
+def _slices(loop: ast.AST) -> str:
+    """The number of slices of a loop `for i in range(0, n, size)` whose body reads `batch[i : i + size]`; "" for any other."""
+    source = loop.iter if isinstance(loop, ast.For) else None
+    if not isinstance(source, ast.Call) or text_of(source.func) != "range" or len(source.args) != 3:
+        return ""
+    assert isinstance(loop, ast.For)
+    start, total, size = map(text_of, source.args)
+    index = text_of(loop.target)
+    is_sliced = any(
+        isinstance(node, ast.Slice) and text_of(node.lower) == index and text_of(node.upper) == f"{index} + {size}"
+        for statement in loop.body
+        for node in ast.walk(statement)
+    )
+    return f"{total} / {size}" if start == "0" and is_sliced and _PART.search(size) else ""
 
 
 def micro_batches(loop: ast.AST) -> str:
