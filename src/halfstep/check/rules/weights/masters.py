@@ -10,6 +10,7 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
+from halfstep.check.script.objects.freezing import freezing_options
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, asks_for_adapters, conditions_of
@@ -81,6 +82,7 @@ def when(script: Script, cast: Cast) -> str:
     low = " or ".join(sorted(cast.low))
     names = (v for v in dtype_values(cast) if key_of(v))
     variable = next((text_of(v) for v in names if formats_of(script.outline, v, cast.function) & cast.low), "")
+    flags += [f"not {text}" for text in freezing_options(script.outline, cast.key)]
     parts = [f"`{flag}`" for flag in flags]
     if script.training.adapters == "optional" and not asks_for_adapters(conditions):
         parts.append("no adapter is used")
@@ -365,6 +367,7 @@ class Bf16WeightsTrained(ScriptRule):
         "https://arxiv.org/abs/2010.06192",
         "https://github.com/huggingface/transformers/issues/36567",
     )
+    lines = ("rainer.train(",)
 
     def check(self, script: Script) -> Iterator[Finding]:
         """bfloat16 weights that are passed to a Trainer without DeepSpeed, FSDP or an adapter."""

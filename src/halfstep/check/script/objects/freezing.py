@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import re
 
+from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.values import constant, text_of
-from halfstep.check.script.objects.weights import Lineage
+from halfstep.check.script.objects.weights import Lineage, conditions_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["enabled_parts", "freezes", "freezing_loops", "trains_part_of"]
+__all__ = ["asks_to_freeze", "enabled_parts", "freezes", "freezing_loops", "freezing_options", "trains_part_of"]
 
 
 _ATTACHES = re.compile(r"^_*(initialize|init|attach|add|insert|inject|replace|build|create|wrap|patch)_")
+_FREEZE_FLAG = re.compile(r"^[\w.]*freez\w*$", re.IGNORECASE)
 _ITERATED = {"parameters", "named_parameters", "modules", "named_modules"}
 
 
@@ -44,11 +46,37 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
         and not _has_new_layers(lineage)
     ):
         return False  # a part of the model: the rest is trained
+    if _freezes_named(loop) and not _has_new_layers(lineage):
+        return False  # the layers of other names are trained
     # A loop that chooses the layers to train, with the cast after it: those layers have 16 bits too.
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
     return not chooses or not any(
         c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts
     )
+
+
+def _freezes_named(loop: ast.For) -> bool:
+    """Whether a loop freezes only parameters with a certain name: `if "visual" in name: p.requires_grad = False`."""
+    only = loop.body[0] if len(loop.body) == 1 else None
+    if not isinstance(only, ast.If) or only.orelse or "requires_grad" not in ast.unparse(only.body[0]):
+        return False
+    tests = [n for n in ast.walk(only.test) if isinstance(n, ast.Compare)]
+    words = [constant(test.left) for test in tests]
+    is_part = bool(tests) and all(len(t.ops) == 1 and isinstance(t.ops[0], ast.In) for t in tests)
+    negated = any(isinstance(n, (ast.Not, ast.NotIn, ast.IfExp)) for n in ast.walk(only.test))
+    return is_part and not negated and not {"", "model", "weight", "layer", "layers"} & set(words)
+
+
+def asks_to_freeze(guards: tuple[Guard, ...]) -> bool:
+    """Whether one of these conditions is an option that freezes something: `if args.freeze_encoder:`."""
+    return any(is_true and _FREEZE_FLAG.search(text) for text, is_true in guards)
+
+
+def freezing_options(outline: Outline, key: str) -> list[str]:
+    """The options under which a function of another file freezes a variable: `if args.freeze: freeze(model)`."""
+    sites = [site for name, calls in outline.calls.items() if "freez" in name.lower() for site in calls]
+    guards = [g for call, _ in sites if key in map(key_of, call.args) for g in conditions_of(outline, call)]
+    return list(dict.fromkeys(g.text for g in guards if asks_to_freeze((g,))))
 
 
 def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:

@@ -14,10 +14,10 @@ from functools import cached_property
 
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
-from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, trains_part_of
+from halfstep.check.script.objects.freezing import asks_to_freeze, enabled_parts, freezes, freezing_loops, trains_part_of
 from halfstep.check.script.objects.loading import loading_options
 from halfstep.check.script.objects.parameters import is_model_name, owners_of
-from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded, model_of, unsharded_when
+from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded, is_trainer, model_of, unsharded_when
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
@@ -256,6 +256,8 @@ class Training:
                     continue
                 if self.adapters == "optional" and asks_for_adapters(conditions_of(outline, call)):
                     continue
+                if asks_to_freeze(conditions_of(outline, call)):
+                    continue
                 keys = [owner, *(key_of(a) for a in call.args), *(key_of(k.value) for k in call.keywords)]
                 if name == "requires_grad_" and trains_part_of(lineage, self._enabled_parts):
                     continue
@@ -326,10 +328,10 @@ class Training:
 
     def _trainer_ties(self) -> Iterator[Trained]:
         for name, sites in self.outline.calls.items():
-            if not name.endswith("Trainer"):
+            if not is_trainer(self.outline, name):
                 continue
             for call, function in sites:
-                model = model_of(call)
+                model = model_of(self.outline, call, function)
                 arguments = arguments_of(self.outline, call, function)
                 if model is None or arguments is None or is_sharded(self.outline, arguments, function):
                     continue
@@ -337,7 +339,9 @@ class Training:
                 own = keyword_of(
                     self.outline, call, function, "optimizers", "optimizer", "peft_config", "optimizer_cls_and_kwargs"
                 )
-                if own is not None and constant(own) is not None and not may_be_none(self.outline, own, function):
+                # `if args.lora: options["peft_config"] = config`: without the option all weights are trained.
+                always = own is not None and not asks_for_adapters(conditions_of(self.outline, own))
+                if own is not None and always and constant(own) is not None and not may_be_none(self.outline, own, function):
                     continue
                 lineage = self.model(model, function)
                 lineage.casts += loading_options(self.outline, model, arguments, function)
