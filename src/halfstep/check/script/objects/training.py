@@ -14,10 +14,23 @@ from functools import cached_property
 
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
-from halfstep.check.script.objects.freezing import asks_to_freeze, enabled_parts, freezes, freezing_loops, trains_part_of
+from halfstep.check.script.objects.freezing import (
+    asks_to_freeze,
+    enabled_parts,
+    freezes,
+    freezing_loops,
+    trains_part_of,
+)
 from halfstep.check.script.objects.loading import loading_options
 from halfstep.check.script.objects.parameters import is_model_name, owners_of
-from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded, is_trainer, model_of, unsharded_when
+from halfstep.check.script.objects.trainers import (
+    PARSES,
+    arguments_of,
+    is_sharded,
+    is_trainer,
+    model_of,
+    unsharded_when,
+)
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
@@ -341,7 +354,12 @@ class Training:
                 )
                 # `if args.lora: options["peft_config"] = config`: without the option all weights are trained.
                 always = own is not None and not asks_for_adapters(conditions_of(self.outline, own))
-                if own is not None and always and constant(own) is not None and not may_be_none(self.outline, own, function):
+                if (
+                    own is not None
+                    and always
+                    and constant(own) is not None
+                    and not may_be_none(self.outline, own, function)
+                ):
                     continue
                 lineage = self.model(model, function)
                 lineage.casts += loading_options(self.outline, model, arguments, function)
