@@ -168,3 +168,38 @@ def test_the_backward_of_an_engine_may_run_inside_torch_autocast(indent, expecte
         f"    {indent}accelerator.backward(loss)\n    optimizer.step()\n"
     )
     assert reported(text, "HS140") == expected
+
+
+CLIPS = """\
+from accelerate import Accelerator
+accelerator = Accelerator({options})
+g, d, opt_g, opt_d, loader = accelerator.prepare(g, d, opt_g, opt_d, loader)
+for batch in loader:
+    accelerator.backward(loss_fn(g, d, batch))
+    accelerator.clip_grad_norm_(g.parameters(), 1.0)
+{between}    accelerator.clip_grad_norm_(d.parameters(), 1.0)
+    opt_g.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "between", "expected"),
+    [
+        ("mixed_precision='fp16'", "", ["error:7"]),
+        ("mixed_precision=args.precision", "", ["warning:7"]),
+        ("mixed_precision='bf16'", "", []),
+        ("", "", []),
+        ("mixed_precision='fp16'", "    opt_g.step()\n    accelerator.backward(other(g, d, batch))\n", []),
+    ],
+)
+def test_a_second_clip_of_an_accelerator_unscales_again(options, between, expected):
+    """In fp16 each `accelerator.clip_grad_norm_` unscales every optimizer, which raises until one has stepped."""
+    assert reported(CLIPS.format(options=options, between=between), "HS105") == expected
+
+
+def test_clips_of_two_branches_are_no_second_clip():
+    """Only one of them runs."""
+    text = CLIPS.format(options="mixed_precision='fp16'", between="")
+    text = text.replace("    accelerator.clip_grad_norm_(g", "    if joint:\n        accelerator.clip_grad_norm_(g")
+    text = text.replace("    accelerator.clip_grad_norm_(d", "    else:\n        accelerator.clip_grad_norm_(d")
+    assert reported(text, "HS105") == []
