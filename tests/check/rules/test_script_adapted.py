@@ -181,8 +181,8 @@ def test_one_option_decides_accelerate_and_the_cast():
         "optimizer = torch.optim.AdamW(model.parameters())\nmodel, optimizer = accelerator.prepare(model, optimizer)\n"
         "for x in loader:\n    accelerator.backward(model(x))\n    optimizer.step()\n"
     )
-    assert [f.line for f in findings(text.format(value="fp16"), "HS160")] == [6]
-    assert findings(text.format(value="half"), "HS160") == []
+    assert [f.line for f in findings(text.format(value="fp16"), "HS199")] == [6]
+    assert findings(text.format(value="half"), "HS199") == []
 
 
 def test_a_16_bit_default_next_to_an_optional_adapter():

@@ -13,6 +13,7 @@ from check_scripts import RULES, findings, script
 from halfstep.check import check_path
 from halfstep.check.files.source import Cell, Settings, Source
 from halfstep.check.script.script import read_script
+from halfstep.check.script.syntax.relevant import RuleWords
 from work_counter import num_lines
 
 
@@ -27,7 +28,17 @@ def test_words_of_a_rule_make_a_script_relevant():
     """A script that mentions no mixed precision is read if it contains a word that a rule declares."""
     source = Source("train.py", "torch.autograd.set_detect_anomaly(True)\n", "python")
     assert not read_script(source, Settings()).about
-    assert "set_detect_anomaly" in read_script(source, Settings(), ("set_detect_anomaly",)).outline.calls
+    assert "set_detect_anomaly" in read_script(source, Settings(), RuleWords(("set_detect_anomaly",))).outline.calls
+
+
+def test_lines_of_a_rule_need_a_mention_of_precision():
+    """A word that matters only next to a 16-bit format does not make a script relevant by itself."""
+    words = RuleWords(lines=("CrossEntropyLoss",))
+    plain = Source("train.py", "loss = CrossEntropyLoss()\n", "python")
+    assert not read_script(plain, Settings(), words).about
+    option = Source("train.py", "loss = CrossEntropyLoss()\nuse(fp16)\n", "python")
+    assert "CrossEntropyLoss" in read_script(option, Settings(), words).outline.calls
+    assert "CrossEntropyLoss" not in read_script(option, Settings()).outline.calls
 
 
 def test_broken_python_is_a_syntax_error():

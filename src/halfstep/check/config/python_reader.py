@@ -191,6 +191,7 @@ class _Finder:
         last = full.rpartition(".")[2]
         if self._is_trainer_class(call.func):
             yield self._keywords("transformers", call, last or "TrainingArguments")
+            yield from self._changed_options(call, last or "TrainingArguments")
         elif self._is_lightning(call):
             yield from self._lightning(call, last)
         elif last in _HALF_PLUGINS and full.split(".")[0] in _LIGHTNING_PACKAGES:
@@ -208,6 +209,19 @@ class _Finder:
             yield self._keywords("halfstep", call, last)
         elif full.startswith("halfstep.") and full.endswith("Policy.parse") and call.args:
             yield self._positional("halfstep", call, "Policy.parse", precision=call.args[0])
+
+    def _changed_options(self, call: ast.Call, origin: str) -> Iterator[Config]:
+        """The arguments of `TrainingArguments(**options)` with the keys that the script sets in `options` later."""
+        spread = [".".join(chain(k.value)) for k in call.keywords if k.arg is None]
+        name = spread[0] if len(spread) == 1 else ""
+        source = self.literals.blocks.get(name) if name in self.literals.changes else None
+        root = self.literals.node(source) if source is not None else None
+        if isinstance(root, Block) and source is not None:
+            own = self.literals.call(call)
+            for changed in self._versions(root, name, source):
+                entries = (*own.entries, *changed.entries)
+                block = replace(own, entries=entries, open=changed.open)
+                yield replace(self._config("transformers", block, origin), assembled=True)
 
     def _is_lightning(self, call: ast.Call) -> bool:
         """Whether a call creates a Trainer or Fabric: the class, a subclass, or `partial(Trainer, ...)`."""

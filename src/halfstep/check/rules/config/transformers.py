@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
+from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.config.recipes import trained_dtype
 from halfstep.check.finding import Finding
-from halfstep.check.overflowing import OVERFLOWING
 from halfstep.check.rule import KindRule, Rule
+from halfstep.precision.node import Scalar
 
 __all__ = ["RULES"]
 
 _DOCS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
+_SUPPORTED = re.compile(r"[\w.]*\b(is_bf16_supported|is_bfloat16_supported|is_torch_bf16_gpu_available)\(\)")
 _APEX = "https://github.com/NVIDIA/apex/pull/1896"
 
 
@@ -36,6 +39,10 @@ class Fp16AndBf16(TrainerRule):
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=True, bf16=True)\n",
         "output_dir: out\nper_device_train_batch_size: 8\nlearning_rate: 1.0e-4\nfp16: true\nbf16: true\n",
         "from trl import SFTConfig\n\nargs = SFTConfig(output_dir='out', fp16_full_eval=True, bf16_full_eval=True)\n",
+        "import torch\nfrom transformers import TrainingArguments\n\n"
+        "args = TrainingArguments('out', fp16=True, bf16=torch.cuda.is_bf16_supported())\n",
+        "from transformers import TrainingArguments\n\noptions = dict(output_dir='out', fp16=True)\n"
+        "options['bf16'] = True\nargs = TrainingArguments(**options)\n",
     )
     good = (
         "from transformers import TrainingArguments\n\nargs = TrainingArguments('out', fp16=not has_bf16, bf16=has_bf16)\n",
@@ -47,10 +54,27 @@ class Fp16AndBf16(TrainerRule):
         """Check each pair of flags."""
         for first, second in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
             entry = config.entry(second)
-            if config.value(first) is True and config.value(second) is True and entry:
-                message = f"`{first}` and `{second}` are both true; TrainingArguments raises a ValueError."
+            if entry and _is_on_gpu(config, first) and (config.value(second) is True or _asks_gpu(config, second)):
+                where = "" if config.value(second) is True else "on a GPU with bfloat16 "
+                message = f"{where}`{first}` and `{second}` are both true; TrainingArguments raises a ValueError."
                 instead = f"Keep `{second}` on Ampere and later GPUs, `{first}` on older ones."
                 yield self.finding(config.where(entry), message, instead=instead)
+
+
+def _is_on_gpu(config: Config, key: str) -> bool:
+    """Whether a flag is true on every GPU."""
+    return config.value(key) is True or _text(config, key) == "torch.cuda.is_available()"
+
+
+def _asks_gpu(config: Config, key: str) -> bool:
+    """Whether a flag is true on every GPU with bfloat16: `torch.cuda.is_bf16_supported()` and nothing else."""
+    return bool(_SUPPORTED.fullmatch(_text(config, key)))
+
+
+def _text(config: Config, key: str) -> str:
+    """A value that is no literal, as it is written."""
+    entry = config.entry(key)
+    return entry.value.text if entry is not None and isinstance(entry.value, Scalar) and entry.value.text else ""
 
 
 class TrainerFp16OnCpu(TrainerRule):

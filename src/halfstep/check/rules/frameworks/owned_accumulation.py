@@ -13,7 +13,8 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier, loops_around
-from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
+from halfstep.check.script.objects.formats import returned_by
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -57,6 +58,7 @@ _STEP = "    engine.step()"
 _STEPS = re.compile(r"accum|grad_acc|acc_steps|^gas$", re.IGNORECASE)
 _DEEPSPEED_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16"}
 _KEY = "gradient_accumulation_steps"
+_BATCHES = "accumulate_grad_batches"
 _BOUNDARY = "is_gradient_accumulation_boundary"
 
 
@@ -89,7 +91,7 @@ class AccumulatedTwice(ScriptRule):
         "https://www.deepspeed.ai/getting-started/",
         "measured: source code of accelerate 1.15.0 and DeepSpeed 0.19.8, backward and step",
     )
-    words = ("Accelerator", "deepspeed.initialize", "gradient_accumulation_steps()")
+    words = ("Accelerator", "deepspeed.initialize", "gradient_accumulation_steps()", "trainer.accumulate_grad_batches")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Divided losses passed to an engine's backward, and engine steps under a window's condition."""
@@ -107,6 +109,26 @@ class AccumulatedTwice(ScriptRule):
                 is_asked = constant(steps) != 1 and _is_configured(script, divisor, steps, function, is_engine=True)
                 yield from self._deepspeed(script, call, owner, divisor, steps, is_asked=is_asked)
         yield from self._steps(script, engines, steps)
+        yield from self._lightning(script)
+
+    def _lightning(self, script: Script) -> Iterator[Finding]:
+        """Losses that `training_step` divides, although Lightning divides what it returns."""
+        for function in script.outline.functions if _BATCHES in script.source.text else ():
+            owner = loop_class(script, function.cls) if function.name == "training_step" and function.cls else None
+            if owner is None or owner.base != "automatic":
+                continue
+            returned = [part for value in returned_by(function) for part in _losses(value)]
+            assigned = [a for part in returned for a in _assignments(function).get(key_of(part) or "?", ())]
+            for node in (*returned, *(a.value for a in assigned if isinstance(a, ast.Assign)), *assigned):
+                divisor = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else None
+                if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+                    divisor = node.value
+                if divisor is not None and text_of(divisor) == f"self.trainer.{_BATCHES}":
+                    yield self.finding(
+                        script.where(node),
+                        f"the loss is divided by `{text_of(divisor)}`, and Lightning divides what `training_step` returns again",
+                        instead="return the undivided loss",
+                    )
 
     def _accelerate(self, script: Script, call: ast.Call, engine: Engine, divisor: ast.expr) -> Iterator[Finding]:
         own = f"{engine.key}.{_KEY}"
@@ -178,6 +200,13 @@ class AccumulatedTwice(ScriptRule):
                     instead=f"call `{call}()` after every backward",
                     severity="error",
                 )
+
+
+def _losses(value: ast.expr) -> list[ast.expr]:
+    """The loss in what `training_step` returns: the value itself, or the entry of a dictionary."""
+    if isinstance(value, ast.Dict):
+        return [v for k, v in zip(value.keys, value.values, strict=True) if constant(k) == "loss"]
+    return [value]
 
 
 def _parting(event: Event, other: Event) -> ast.AST:
@@ -276,7 +305,11 @@ def _divisor(script: Script, call: ast.Call, function: Function) -> ast.expr | N
         return None
     if isinstance(last, ast.AugAssign):
         return last.value if isinstance(last.op, ast.Div) else None
-    value = last.value if isinstance(last, ast.Assign) else None
+    value: ast.expr | None = last.value if isinstance(last, ast.Assign) else None
+    target = script.outline.call_target(value, function) if isinstance(value, ast.Call) else None
+    if target is not None and isinstance(last, ast.Assign) and key_of(last.targets[0]) == key:
+        returned = list(returned_by(target))  # `loss = self.compute_loss(batch)`
+        value = returned[0] if len(returned) == 1 else None
     return value.right if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) else None
 
 

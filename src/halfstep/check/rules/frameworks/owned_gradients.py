@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding, Severity
@@ -98,8 +99,24 @@ class ClipBehindFramework(TraceRule):
         "https://github.com/Lightning-AI/pytorch-lightning/issues/18089",
         "measured: source code of accelerate 1.15.0 and lightning 2.6.6",
     )
-    words = ("Accelerator", "Fabric(", "automatic_optimization")
+    words = ("Accelerator", "Fabric(", "automatic_optimization", "on_after_backward")
     kinds = ("clip", "owned_clip")
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Every event of the traces, and torch's clipping in the hook that Lightning runs before it unscales."""
+        yield from super().check(script)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            for call, function in script.outline.calls.get(name, ()):
+                owner = loop_class(script, function.cls) if function.name == "on_after_backward" else None
+                if owner is None or owner.base == "trainer" or owner.precision not in {"fp16", "?"}:
+                    continue
+                state = "" if owner.precision == "fp16" else "with precision='16-mixed' "
+                yield self.finding(
+                    script.where(call),
+                    f"{state}the gradients are still multiplied by the loss scale in `on_after_backward`; Lightning unscales after it",
+                    instead="clip in `on_before_optimizer_step`, or set gradient_clip_val of the Trainer",
+                    severity="error" if owner.precision == "fp16" else None,
+                )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """torch's clipping after a framework's backward, before the framework has unscaled."""

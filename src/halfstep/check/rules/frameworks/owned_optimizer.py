@@ -7,11 +7,21 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.masters import subject, when
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.engines import ACCELERATE, engine_at, engines_of, last_name, prepared_for
-from halfstep.check.script.objects.values import argument, dtypes_of, text_of
+from halfstep.check.script.objects.engines import (
+    ACCELERATE,
+    engine_at,
+    engines_of,
+    last_name,
+    loop_class,
+    prepared_for,
+)
+from halfstep.check.script.objects.training import Trained
+from halfstep.check.script.objects.values import argument, constant, dtypes_of, text_of
+from halfstep.check.script.objects.weights import Cast, conditions_of
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES"]
@@ -28,6 +38,20 @@ for x, y in loader:
     loss = loss_fn(model(x), y)
     accelerator.backward(loss)
     optimizer.step()
+"""
+_MODULE = """\
+import lightning as L
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers({option})
+        optimizer.zero_grad()
+        self.manual_backward(self.compute_loss(batch))
+        optimizer.step()
 """
 _HALF = """\
 import torch
@@ -70,17 +94,27 @@ class OptimizerNotPrepared(TraceRule):
         "`accelerator.backward` and `fabric.backward` scale the loss in fp16; only an optimizer that went through `prepare` or `setup` "
         "unscales the gradients and skips the step when they overflow. A plain optimizer applies gradients that are 65536 times too "
         "large, infinite ones included. Plain Adam hides the factor in its ratio but not the overflow. With DeepSpeed or FSDP the plain "
-        "optimizer has parameters that are not trained."
+        "optimizer has parameters that are not trained. A Lightning module with manual optimization steps what `self.optimizers()` returns; "
+        "the torch optimizer itself, or `self.optimizers(use_pl_optimizer=False)`, is not unscaled either."
     )
-    bad = (_UNPREPARED.format(prepare="model, loader = accelerator.prepare(model, loader)"),)
-    good = (_UNPREPARED.format(prepare="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),)
+    bad = (
+        _UNPREPARED.format(prepare="model, loader = accelerator.prepare(model, loader)"),
+        _MODULE.format(option="use_pl_optimizer=False"),
+    )
+    good = (
+        _UNPREPARED.format(prepare="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+        _MODULE.format(option=""),
+    )
     references = ("https://huggingface.co/docs/accelerate/basic_tutorials/migration",)
-    words = ("Accelerator", "Fabric(")
+    words = ("Accelerator", "Fabric(", "automatic_optimization")
     kinds = ("opt_step",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A step of an optimizer that this script creates and does not prepare."""
         event = trace[index]
+        owner = loop_class(script, event.function.cls) if event.function.cls else None
+        if owner is not None:
+            return self._in_module(script, trace, index, owner.precision) if owner.base == "manual" else None
         engine = next(
             (engine_at(script, trace[i].subject, trace[i].function) for i in earlier(trace, index, "owned_backward")),
             None,
@@ -104,6 +138,32 @@ class OptimizerNotPrepared(TraceRule):
             instead=f"pass `{event.optimizer}` to `{engine.key}.{call}`",
             severity="error" if engine.precision == "fp16" else None,
         )
+
+    def _in_module(self, script: Script, trace: Trace, index: int, precision: str) -> Finding | None:
+        """A Lightning module that steps a torch optimizer, not what `self.optimizers()` returns."""
+        event = trace[index]
+        before = next(earlier(trace, index, "owned_backward"), None)
+        if precision not in {"fp16", "?"} or before is None or trace[before].subject != "self":
+            return None
+        values = [b.value for b in script.outline.lookup(event.optimizer, event.function)]
+        if not values or not all(_is_raw(script, value) for value in values):
+            return None
+        state = "" if precision == "fp16" else "with precision='16-mixed' "
+        name = event.local.optimizer or event.optimizer
+        return self.finding(
+            script.where(event.node),
+            f"`{name}` is the torch optimizer, not Lightning's: {state}it steps with gradients that are still scaled",
+            instead="step what `self.optimizers()` returns",
+            severity="error" if precision == "fp16" else None,
+        )
+
+
+def _is_raw(script: Script, value: ast.expr | None) -> bool:
+    """Whether a value is an optimizer that Lightning does not wrap."""
+    if not isinstance(value, ast.Call):
+        return text_of(value).startswith("self.trainer.optimizers")
+    raw = text_of(value.func) == "self.optimizers" and constant(argument(value, 0, "use_pl_optimizer")) is False
+    return raw or _is_torch_optimizer(script, value)
 
 
 def _is_torch_optimizer(script: Script, call: ast.Call) -> bool:
@@ -134,30 +194,71 @@ class HalfWeightsInFramework(ScriptRule):
     words = ("Accelerator", "Fabric(")
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """float16 models whose parameters a prepared optimizer trains in fp16."""
+        """float16 models whose parameters a prepared optimizer, or the one of a Lightning module, trains in fp16."""
         # `_unscale_grads_` is what scripts replace to let the scaler accept float16 gradients.
-        patched = "_unscale_grads_" in script.source.text or "patch_accelerator" in script.source.text
-        if patched or script.outline.names.uses(*_ADAPTERS) or "requires_grad_" in script.outline.calls:
+        if "_unscale_grads_" in script.source.text or "patch_accelerator" in script.source.text:
             return
-        engines = [e for e in engines_of(script) if e.precision == "fp16" and not e.plugin]
-        if not engines or len(engines) != len(engines_of(script)):
-            return
-        trained = {
-            name
-            for event in script.events("make_optimizer")
-            for name in event.subject.split("|")
-            if any(last_name(name) in prepared_for(script, engine.library, event).names for engine in engines)
-        }
-        reported: set[ast.AST] = set()
-        for model, node in _half_models(script):
-            if model in trained and node not in reported:
-                reported.add(node)
-                yield self.finding(
-                    script.where(node),
-                    f"`{model}` has float16 weights, so the scaler of `{engines[0].key}` raises ValueError: Attempting "
-                    "to unscale FP16 gradients",
-                    instead=f"keep `{model}` in float32; `{engines[0].key}` runs it under autocast",
-                )
+        reported: set[int] = set()  # lines: an event may be another node of the same cast
+        for tie in script.training.by_optimizers:
+            owner = _scaling_owner(script, tie) if tie.cast.formats == {"float16"} else ""
+            if owner:
+                reported.add(tie.cast.node.lineno)
+                yield self._report(script, tie.cast.node, when(script, tie.cast), subject(tie.cast), owner)
+        for model, node, owner in _loose_models(script):
+            if script.where(node).line not in reported:
+                yield self._report(script, node, "", f"`{model}`", owner)
+
+    def _report(self, script: Script, node: ast.AST, condition: str, model: str, owner: str) -> Finding:
+        return self.finding(
+            script.where(node),
+            f"{condition}{model} has float16 weights, so the scaler of {owner} raises ValueError: Attempting to unscale FP16 gradients",
+            instead=f"keep {model} in float32; {owner} runs it under autocast",
+        )
+
+
+def _scaling_owner(script: Script, tie: Trained) -> str:
+    """The framework whose scaler unscales the gradients of a tie: an Accelerator, or the Trainer of a Lightning module."""
+    owner = loop_class(script, tie.function.cls) if tie.function.cls else None
+    if owner is not None:
+        is_lightning = owner.base in {"manual", "automatic"} and owner.precision == "fp16"
+        return "Lightning" if is_lightning and not conditions_of(script.outline, tie.cast.node) else ""
+    engine = next((e for e in engines_of(script) if e.library == ACCELERATE and not e.plugin), None)
+    return f"`{engine.key}`" if engine is not None and _accelerate_scales(script, tie.cast) else ""
+
+
+def _accelerate_scales(script: Script, cast: Cast) -> bool:
+    """Whether Accelerate steps float16 weights through a scaler: `Accelerator(mixed_precision="fp16")` and its own backward.
+
+    Where an option decides, `if config.mixed_precision == "fp16": model.half()`, it decides both.
+    """
+    calls = script.outline.calls.get("Accelerator", ())
+    values = [argument(call, None, "mixed_precision") for call, _ in calls]
+    if not values or not script.has("owned_backward"):
+        return False
+    conditions = conditions_of(script.outline, cast.node)
+    if {constant(value) for value in values} == {"fp16"}:
+        return not conditions
+    return all(
+        is_true and value is not None and text == f"{text_of(value)} == 'fp16'"
+        for value in values
+        for text, is_true in conditions[-1:] or ((text_of(value), False),)
+    )
+
+
+def _loose_models(script: Script) -> Iterator[tuple[str, ast.AST, str]]:
+    """float16 models that a prepared optimizer trains, where only the names tie them together."""
+    if script.outline.names.uses(*_ADAPTERS) or "requires_grad_" in script.outline.calls:
+        return
+    engines = [e for e in engines_of(script) if e.precision == "fp16" and not e.plugin]
+    if not engines or len(engines) != len(engines_of(script)):
+        return
+    trained = {
+        name
+        for event in script.events("make_optimizer")
+        for name in event.subject.split("|")
+        if any(last_name(name) in prepared_for(script, engine.library, event).names for engine in engines)
+    }
+    yield from ((model, node, f"`{engines[0].key}`") for model, node in _half_models(script) if model in trained)
 
 
 def _half_models(script: Script) -> Iterator[tuple[str, ast.AST]]:

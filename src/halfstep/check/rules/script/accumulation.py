@@ -94,6 +94,8 @@ class LossNotDivided(TraceRule):
         if window is None:
             return None
         length = window.length
+        if length == "self.trainer.accumulate_grad_batches":
+            return None  # 1: Lightning raises for any other number with manual optimization
         last = length.rsplit(".", 1)[-1]
         if last in {"0", "1"} or self._nominal(script, last) or not self._cleared_after(trace, event, window):
             return None

@@ -61,7 +61,7 @@ class BackwardInsideAutocast(TraceRule):
     )
     good = (_BF16, _RIGHT)
     references = (f"{_AMP}#torch.autocast", "https://github.com/pytorch/pytorch/pull/175241")
-    kinds = ("backward",)
+    kinds = ("backward", "owned_backward")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward inside an autocast region."""

@@ -162,7 +162,8 @@ class ClipBeforeBackward(TraceRule):
         clip = trace[index]
         around = [e for e in trace if e.loops[: len(clip.loops)] == clip.loops and compatible(e, clip)]
         steps = {e.optimizer for e in around if e.kind in STEPS}
-        if not clip.loops or len(steps) != 1 or measures_only(clip.node):
+        # A clip whose conditions exclude each other never runs.
+        if clip not in around or not clip.loops or len(steps) != 1 or measures_only(clip.node):
             return None
         if any(e.kind in {"owned_backward", "owned_step", "handed", "autograd_grad"} for e in around):
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+from collections.abc import Iterator
 
 from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
@@ -23,8 +24,9 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.origin import comes_from, comes_from_call
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
 from halfstep.check.script.objects.modules import regions_in_forward
+from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_owned
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, constant, text_of
 from halfstep.check.script.script import Script
@@ -48,6 +50,7 @@ for batch in loader:
 _SCALE = 'use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat16'
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)  # without it autocast is off as well
 _FLOAT16 = re.compile(r"== (torch\.)?['\"]?(float16|fp16|half)")
+_MODULE_STEPS = {"training_step", "forward", "shared_step", "_shared_step", "compute_loss"}
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -70,6 +73,24 @@ class Fp16WithoutScaler(TraceRule):
     good = (PLAIN_LOOP.format(dtype="bfloat16"), _SCALED, _ITEM.format(dtype="bfloat16"))
     references = (f"{_AMP}#gradient-scaling", "https://arxiv.org/abs/1710.03740")
     kinds = ("backward", "owned_backward")
+    lines = ("training_step",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Every event of the traces, and the regions of Lightning modules, whose backward is Lightning's."""
+        yield from super().check(script)
+        for call, function in script.outline.calls.get("autocast", ()):
+            owner = loop_class(script, function.cls) if function.name in _MODULE_STEPS else None
+            if owner is None or owner.base != "automatic" or owner.precision not in {"fp32", "bf16"}:
+                continue
+            region = next((a for a in script.autocasts if a.node is call), None)
+            if region is None or region.dtype != "float16" or region.enabled != "yes" or in_no_grad(script, call):
+                continue
+            trained = "fp32" if owner.precision == "fp32" else "bf16-mixed"
+            yield self.finding(
+                script.where(call),
+                f"this region computes in float16, and the Trainer ({trained}) does not scale the loss: gradients below 6e-8 become zero",
+                instead="Trainer(precision='16-mixed') without this region",
+            )
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward under float16 autocast that no scaler scales, in a script that leaves the scaling to no library."""

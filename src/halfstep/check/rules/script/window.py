@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import (
     TraceRule,
     between,
@@ -21,7 +23,9 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of, window_of
+from halfstep.check.script.objects.engines import last_name, scaling_accelerator
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -58,6 +62,19 @@ for x, y in loader:
 """
 
 
+_CLIPPED = """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+unet, text_encoder, optimizer, loader = accelerator.prepare(unet, text_encoder, optimizer, loader)
+for batch in loader:
+    accelerator.backward(loss_fn(unet, text_encoder, batch))
+    accelerator.clip_grad_norm_({parts})
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 class DoubleUnscale(TraceRule):
     """The gradients of one optimizer are unscaled twice, or after its step."""
 
@@ -66,26 +83,34 @@ class DoubleUnscale(TraceRule):
     severity = "error"
     reason = (
         "`unscale_` divides the gradients in place and may run once per `update()`. A second call, or a call after `step`, "
-        "raises RuntimeError: unscale_() has already been called on this optimizer since the last update()."
+        "raises RuntimeError: unscale_() has already been called on this optimizer since the last update(). In fp16 every "
+        "`accelerator.clip_grad_norm_` unscales the gradients of all prepared optimizers, so a second one before the step raises too."
     )
     bad = (
         _START.replace(" / accumulate", "")
         + "    scaler.unscale_(optimizer)\n    log(model)\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n    scaler.update()\n",
         _START.replace(" / accumulate", "")
         + "    scaler.step(optimizer)\n    scaler.unscale_(optimizer)\n    scaler.update()\n",
+        _CLIPPED.format(
+            parts="unet.parameters(), 1.0)\n    accelerator.clip_grad_norm_(text_encoder.parameters(), 1.0"
+        ),
     )
     good = (
         _START.replace(" / accumulate", "")
         + "    scaler.unscale_(optimizer)\n    log(model)\n    scaler.step(optimizer)\n    scaler.update()\n",
         _RIGHT,
         _TWO,
+        _CLIPPED.format(parts="[*unet.parameters(), *text_encoder.parameters()], 1.0"),
     )
     references = (_DOCS, "https://github.com/huggingface/accelerate/issues/641")
-    kinds = ("unscale",)
+    words = ("Accelerator",)
+    kinds = ("unscale", "owned_clip")
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """An unscale_ whose optimizer was unscaled or stepped since the last update."""
         event = trace[index]
+        if event.kind == "owned_clip":
+            return self._clipped_twice(script, trace, index)
         if not event.optimizer or "[" in event.optimizer:
             return None
         for i in earlier(trace, index, "unscale", "scaler_step", "update", "backward"):
@@ -110,6 +135,33 @@ class DoubleUnscale(TraceRule):
                     severity="warning" if extra else None,
                 )
         return None
+
+    def _clipped_twice(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A second `accelerator.clip_grad_norm_` before the step: each call unscales every optimizer."""
+        event = trace[index]
+        engine = scaling_accelerator(script)
+        before = next(earlier(trace, index, "owned_clip", "opt_step", "owned_backward", "zero_grad"), None)
+        if engine is None or before is None or trace[before].kind != "owned_clip":
+            return None
+        first = trace[before]
+        owners = {_owner(e) for e in (first, event)}
+        if len(owners) > 1 or last_name(owners.pop()) != engine.name or first.node is event.node:
+            return None
+        if first.loops != event.loops or not only_settings(script, first, event):
+            return None
+        when = "" if engine.precision == "fp16" else "in fp16 "
+        return self.finding(
+            script.where(event.node),
+            f"the call at {script.at(first.node)} has unscaled the gradients of every optimizer: {when}this one raises RuntimeError",
+            instead=f"clip all parameters in one call, or call {engine.key}.unscale_gradients() and torch's clip_grad_norm_",
+            severity=None if engine.precision == "fp16" else "warning",
+        )
+
+
+def _owner(event: Event) -> str:
+    """`accelerator` of `accelerator.clip_grad_norm_(...)`."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    return key_of(func.value) if isinstance(func, ast.Attribute) else ""
 
 
 class UnscaleEveryMicroBatch(TraceRule):

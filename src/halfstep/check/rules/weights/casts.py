@@ -17,7 +17,7 @@ from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, conditions_of
+from halfstep.check.script.objects.weights import conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -138,25 +138,6 @@ def _options(guards: Iterable[Guard]) -> set[Guard]:
     return {g for g in options if g.is_true or g.text.partition(" == ")[0] not in equal}
 
 
-def _accelerate_scales(script: Script, cast: Cast) -> bool:
-    """Whether Accelerate steps float16 weights through a scaler: `Accelerator(mixed_precision="fp16")` and its own backward.
-
-    Where an option decides, `if config.mixed_precision == "fp16": model.half()`, it decides both.
-    """
-    calls = script.outline.calls.get("Accelerator", ())
-    values = [argument(call, None, "mixed_precision") for call, _ in calls]
-    if not values or not script.has("owned_backward"):
-        return False
-    conditions = conditions_of(script.outline, cast.node)
-    if {constant(value) for value in values} == {"fp16"}:
-        return not conditions
-    return all(
-        is_true and value is not None and text == f"{text_of(value)} == 'fp16'"
-        for value in values
-        for text, is_true in conditions[-1:] or ((text_of(value), False),)
-    )
-
-
 class HalfModelWithScaler(ScriptRule):
     """A GradScaler steps float16 weights."""
 
@@ -191,11 +172,7 @@ class HalfModelWithScaler(ScriptRule):
             )
         for tie in script.training.by_optimizers:
             cast = tie.cast
-            if (
-                cast.formats == {"float16"}
-                and cast.node not in reported
-                and (_scaler_steps(script, tie) or _accelerate_scales(script, cast))
-            ):
+            if cast.formats == {"float16"} and cast.node not in reported and _scaler_steps(script, tie):
                 yield self.finding(
                     script.where(cast.node),
                     f"{when(script, cast, tie.lineage)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",

@@ -370,6 +370,7 @@ class Bf16WeightsTrained(ScriptRule):
         "https://arxiv.org/abs/2010.06192",
         "https://github.com/huggingface/transformers/issues/36567",
     )
+    lines = ("rainer.train(",)
 
     def check(self, script: Script) -> Iterator[Finding]:
         """bfloat16 weights that are passed to a Trainer without DeepSpeed, FSDP or an adapter."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from halfstep.check.config.overflowing import OVERFLOWING
 from halfstep.check.finding import Finding
-from halfstep.check.overflowing import OVERFLOWING
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.objects.formats import keyword_of

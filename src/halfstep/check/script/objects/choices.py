@@ -127,7 +127,7 @@ def strings_of(outline: Outline, node: ast.expr | None, function: Function, dept
 
 
 def _options(outline: Outline, node: ast.Attribute) -> Choices:
-    """The strings of a command-line option, from the `add_argument` that declares it: its choices, or its default."""
+    """The strings of a command-line option, from the `add_argument` or field that declares it: its choices, or its default."""
     for call, _ in outline.calls.get("add_argument", ()):
         flags = [str(constant(a)).lstrip("-").replace("-", "_") for a in call.args]
         if node.attr not in (*flags, constant(argument(call, None, "dest"))):
@@ -137,7 +137,15 @@ def _options(outline: Outline, node: ast.Attribute) -> Choices:
             return frozenset(str(constant(c)) if constant(c) is not ... else UNKNOWN for c in choices.elts)
         default = constant(argument(call, None, "default"))
         return frozenset({default, UNKNOWN}) if isinstance(default, str) else _NOTHING
-    return _NOTHING
+    defaults = {constant(field) for field in field_defaults(outline, node.attr)}
+    return frozenset(d for d in defaults if isinstance(d, str)) | {UNKNOWN}
+
+
+def field_defaults(outline: Outline, name: str) -> list[ast.expr]:
+    """The defaults of the fields of this name: `dtype: str = "bfloat16"` and `= field(default="bfloat16")`."""
+    bindings = [b for b in outline.bindings.get(name, ()) if isinstance(outline.parents.get(b.node), ast.ClassDef)]
+    defaults = [argument(b.value, None, "default") if isinstance(b.value, ast.Call) else b.value for b in bindings]
+    return [default for default in defaults if default is not None]
 
 
 def devices_of(outline: Outline, node: ast.expr | None, function: Function, depth: int = 6) -> Choices:

@@ -156,7 +156,8 @@ def _literal(outline: Outline, node: ast.expr, function: Function) -> str | None
     values = {constant(node)}
     key = key_of(node)
     if key:
-        assigned = [v for v, _ in _assigned(outline, key, function)] if "." not in key else []
+        find = _class_attribute if "." in key else _assigned
+        assigned = [v for v, _ in find(outline, key, function)]
         values = {constant(v) for v in assigned} or {...}
     value = values.pop() if len(values) == 1 else None
     return value if isinstance(value, str) else None

@@ -44,11 +44,25 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
         and not _has_new_layers(lineage)
     ):
         return False  # a part of the model: the rest is trained
+    if _freezes_named(loop) and not _has_new_layers(lineage):
+        return False  # the layers of other names are trained
     # A loop that chooses the layers to train, with the cast after it: those layers have 16 bits too.
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
     return not chooses or not any(
         c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts
     )
+
+
+def _freezes_named(loop: ast.For) -> bool:
+    """Whether a loop freezes only parameters with a certain name: `if "visual" in name: p.requires_grad = False`."""
+    only = loop.body[0] if len(loop.body) == 1 else None
+    if not isinstance(only, ast.If) or only.orelse or "requires_grad" not in ast.unparse(only.body[0]):
+        return False
+    tests = [n for n in ast.walk(only.test) if isinstance(n, ast.Compare)]
+    words = [constant(test.left) for test in tests]
+    is_part = bool(tests) and all(len(t.ops) == 1 and isinstance(t.ops[0], ast.In) for t in tests)
+    negated = any(isinstance(n, (ast.Not, ast.NotIn, ast.IfExp)) for n in ast.walk(only.test))
+    return is_part and not negated and not {"", "model", "weight", "layer", "layers"} & set(words)
 
 
 def enabled_parts(outline: Outline) -> tuple[tuple[str, Function], ...]:

@@ -10,24 +10,13 @@ from halfstep.check.script.objects.weights import Cast
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["expanded", "initialized", "loading_options"]
+__all__ = ["initialized", "loading_options"]
 
 
 def initialized(trainer: ast.Call) -> ast.expr | None:
     """The model of `Trainer(model_init=load)`: what that function returns."""
     load = argument(trainer, None, "model_init")
     return ast.copy_location(ast.Call(load, [], []), load) if load is not None and key_of(load) else None
-
-
-def expanded(outline: Outline, trainer: ast.Call, function: Function) -> ast.Call:
-    """`Trainer(**options)` with the model and the arguments that a dictionary of this file contains."""
-    if all(keyword.arg for keyword in trainer.keywords):
-        return trainer
-    written = {keyword.arg for keyword in trainer.keywords}
-    names = [name for name in ("model", "args", "config", "policy", "model_init") if name not in written]
-    values = {name: keyword_of(outline, trainer, function, name) for name in names}
-    extra = [ast.keyword(name, value) for name, value in values.items() if value is not None]
-    return ast.copy_location(ast.Call(trainer.func, trainer.args, [*trainer.keywords, *extra]), trainer)
 
 
 def loading_options(outline: Outline, model: ast.expr, arguments: ast.Call, function: Function) -> list[Cast]:

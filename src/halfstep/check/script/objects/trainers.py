@@ -6,13 +6,14 @@ import ast
 import re
 
 from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.formats import keyword_of
+from halfstep.check.script.objects.choices import default_of, field_defaults
+from halfstep.check.script.objects.formats import keyword_of, passed_for
 from halfstep.check.script.objects.loading import initialized
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["PARSES", "arguments_of", "is_sharded", "model_of", "unsharded_when"]
+__all__ = ["PARSES", "arguments_of", "is_sharded", "is_trainer", "model_of", "unsharded_when"]
 
 _ARGUMENTS = re.compile(
     r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM|PPO|PPOv2|XPO|NashMD)Config$"
@@ -22,17 +23,24 @@ _COMPENSATES = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
 PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
 
 
-def model_of(trainer: ast.Call) -> ast.expr | None:
+def is_trainer(outline: Outline, name: str) -> bool:
+    """Whether a class is a Trainer, by its name or by that of its base class."""
+    bases = outline.bases.get(name, ()) if name not in outline.names.table else ()
+    return name.endswith("Trainer") or any(text_of(base).endswith("Trainer") for base in bases)
+
+
+def model_of(outline: Outline, trainer: ast.Call, function: Function) -> ast.expr | None:
     """The model that a Trainer updates; TRL's PPOTrainer(config, model, ...) expects it second."""
     name = text_of(trainer.func).rsplit(".", 1)[-1]
     position = 1 if name == "PPOTrainer" else 0
-    return argument(trainer, position, "model") or argument(trainer, None, "policy") or initialized(trainer)
+    node = argument(trainer, position, "model") or argument(trainer, None, "policy") or initialized(trainer)
+    return node or keyword_of(outline, trainer, function, "model", "policy")  # `Trainer(**options)`
 
 
 def arguments_of(outline: Outline, trainer: ast.Call, function: Function) -> ast.Call | None:
     """The call that creates a Trainer's arguments, if there is one in this file."""
     is_ppo = text_of(trainer.func).rsplit(".", 1)[-1] == "PPOTrainer"
-    node = argument(trainer, 0 if is_ppo else 1, "args") or argument(trainer, None, "config")
+    node = argument(trainer, 0 if is_ppo else 1, "args") or keyword_of(outline, trainer, function, "args", "config")
     pending = [(node, function)]
     visited: set[str] = set()
     while pending:
@@ -58,7 +66,7 @@ def is_sharded(outline: Outline, arguments: ast.Call, function: Function) -> boo
     """Whether DeepSpeed or FSDP trains float32 copies, or the chosen optimizer compensates."""
     for name in ("deepspeed", "fsdp", "fsdp_config", "optim_target_modules"):
         value = keyword_of(outline, arguments, function, name)
-        optional = _is_off_by_default(outline, value) or isinstance(value, ast.IfExp)
+        optional = _is_off_by_default(outline, value, function) or isinstance(value, ast.IfExp)
         if value is not None and constant(value) not in {None, "", False} and not optional:
             return True
     optim = constant(keyword_of(outline, arguments, function, "optim"))
@@ -74,15 +82,19 @@ def unsharded_when(outline: Outline, arguments: ast.Call, function: Function) ->
     return None
 
 
-def _is_off_by_default(outline: Outline, value: ast.expr | None) -> bool:
-    """Whether a value is a command-line option whose default is None."""
+def _is_off_by_default(outline: Outline, value: ast.expr | None, function: Function) -> bool:
+    """Whether a value is an option, a field or a parameter whose default is None."""
+    if isinstance(value, ast.Name) and value.id in function.params:
+        default = default_of(function, value.id)
+        passed = any(True for _ in passed_for(outline, value.id, function))
+        return default is not None and constant(default) is None and not passed
     if not isinstance(value, ast.Attribute):
         return False
     for call, _ in outline.calls.get("add_argument", ()):
         if any(str(constant(a)).lstrip("-").replace("-", "_") == value.attr for a in call.args):
             default = argument(call, None, "default")
             return default is None or constant(default) is None
-    return False
+    return bool(fields := field_defaults(outline, value.attr)) and all(constant(f) is None for f in fields)
 
 
 def _last_name(func: ast.expr) -> str:

@@ -15,9 +15,16 @@ from functools import cached_property
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, trains_part_of
-from halfstep.check.script.objects.loading import expanded, loading_options
+from halfstep.check.script.objects.loading import loading_options
 from halfstep.check.script.objects.parameters import is_model_name, owners_of
-from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded, model_of, unsharded_when
+from halfstep.check.script.objects.trainers import (
+    PARSES,
+    arguments_of,
+    is_sharded,
+    is_trainer,
+    model_of,
+    unsharded_when,
+)
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
@@ -330,12 +337,11 @@ class Training:
 
     def _trainer_ties(self) -> Iterator[Trained]:
         for name, sites in self.outline.calls.items():
-            if not name.endswith("Trainer"):
+            if not is_trainer(self.outline, name):
                 continue
             for call, function in sites:
-                options = expanded(self.outline, call, function)
-                model = model_of(options)
-                arguments = arguments_of(self.outline, options, function)
+                model = model_of(self.outline, call, function)
+                arguments = arguments_of(self.outline, call, function)
                 if model is None or arguments is None or is_sharded(self.outline, arguments, function):
                     continue
                 without = unsharded_when(self.outline, arguments, function)

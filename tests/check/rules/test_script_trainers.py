@@ -1,0 +1,137 @@
+"""HS166, HS271, HS277: Trainers created from dictionaries and subclasses, options that are off by default, and frozen parts."""
+
+import pytest
+
+from check_scripts import findings
+from halfstep.check.cases import check_case
+from halfstep.check.registry import rules_of
+
+LOAD = """\
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.{dtype})
+{rest}"""
+TRAIN = "Trainer(model=model, args=TrainingArguments('out', bf16=True)).train()\n"
+
+
+def config_findings(text, code):
+    (rule,) = [rule for rule in rules_of("config") if rule.code == code]
+    return [f for f in check_case(rule, text) if f.code == code]
+
+
+def lines(rest, dtype="bfloat16", code="HS277"):
+    return [f.line for f in findings(LOAD.format(dtype=dtype, rest=rest), code)]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "options = {'model': model, 'args': TrainingArguments('out', bf16=True)}\nTrainer(**options).train()\n",
+        "options = dict(model=model, args=TrainingArguments('out', bf16=True))\ntrainer = Trainer(**options)\ntrainer.train()\n",
+        "options = {'model': model, 'args': TrainingArguments('out', bf16=True)}\n"
+        "if cfg.use_lora:\n    options['peft_config'] = config\nMyTrainer(**options).train()\n",
+        "class Weighted(Trainer):\n    pass\nWeighted(model, TrainingArguments('out', bf16=True)).train()\n",
+        "class Run:\n    def __init__(self, data):\n        self.args = TrainingArguments('out', bf16=True)\n"
+        "        self.trainer = Trainer(model=model, args=self.args)\n    def run(self):\n        self.trainer.train()\n",
+    ],
+)
+def test_a_trainer_is_found_however_it_is_created(rest):
+    """Its model and arguments may come from a dictionary, its class from this file, its call from another method."""
+    assert lines(rest) == [3]
+    assert lines(rest, "float32") == []
+
+
+@pytest.mark.parametrize(
+    ("before", "value", "expected"),
+    [
+        ("class Options:\n    deepspeed: str = None\n", "opt.deepspeed", [3]),
+        ("class Options:\n    deepspeed: str = field(default=None)\n", "opt.deepspeed", [3]),
+        ("class Options:\n    deepspeed: str = field(default='zero2.json')\n", "opt.deepspeed", []),
+        ("", "opt.deepspeed", []),
+        ("", "'zero2.json'", []),
+    ],
+)
+def test_an_option_that_is_off_by_default_shards_nothing(before, value, expected):
+    """Without --deepspeed the weights have no float32 copy; a default, or an option of another file, may have one."""
+    rest = f"{before}args = TrainingArguments('out', bf16=True, deepspeed={value})\nTrainer(model=model, args=args).train()\n"
+    assert lines(rest) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameter", "call", "expected"), [("None", "", [3]), ("'zero2.json'", "", []), ("None", "'z.json'", [])]
+)
+def test_a_parameter_that_nobody_sets_shards_nothing(parameter, call, expected):
+    """`def main(deepspeed=None)` runs without DeepSpeed unless a call of this file passes a configuration."""
+    rest = (
+        f"def main(deepspeed={parameter}):\n    args = TrainingArguments('out', bf16=True, deepspeed=deepspeed)\n"
+        f"    Trainer(model=model, args=args).train()\nmain({call})\n"
+    )
+    assert lines(rest) == expected
+
+
+@pytest.mark.parametrize(
+    ("freeze", "expected"),
+    [
+        ("for name, p in model.named_parameters():\n    if 'visual' in name:\n        p.requires_grad = False\n", [3]),
+        ("for name, p in model.named_parameters():\n    if 'head' not in name:\n        p.requires_grad = False\n", []),
+        ("for name, p in model.named_parameters():\n    if 'model' in name:\n        p.requires_grad = False\n", []),
+        ("for p in model.parameters():\n    p.requires_grad = False\n", []),
+        ("if opt.freeze_backbone:\n    freeze(model)\n", [3]),
+        ("freeze(model)\n", []),
+    ],
+)
+def test_only_what_is_certainly_frozen_is_spared(freeze, expected):
+    """Layers of other names, and runs without the option, are trained in 16 bits."""
+    assert lines(freeze + TRAIN) == expected
+
+
+def test_the_message_has_the_option_that_freezes():
+    """A condition of the finding is part of its message."""
+    (finding,) = findings(LOAD.format(dtype="bfloat16", rest=f"if opt.freeze:\n    freeze(model)\n{TRAIN}"), "HS277")
+    assert finding.message.startswith("when `not opt.freeze`, ")
+
+
+@pytest.mark.parametrize(("field", "expected"), [("bfloat16", [6]), ("float32", [])])
+def test_a_dtype_named_by_a_class_attribute_is_followed(field, expected):
+    """`getattr(torch, cfg.dtype)` of a configuration class names the dtype."""
+    text = (
+        "import torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+        f"class Cfg:\n    dtype = '{field}'\ncfg = Cfg()\n"
+        f"model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=getattr(torch, cfg.dtype))\n{TRAIN}"
+    )
+    assert [f.line for f in findings(text, "HS277")] == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("fp16=True, bf16=torch.cuda.is_bf16_supported()", 1),
+        ("fp16=torch.cuda.is_available(), bf16=torch.cuda.is_bf16_supported()", 1),
+        ("fp16=not torch.cuda.is_bf16_supported(), bf16=torch.cuda.is_bf16_supported()", 0),
+        ("fp16=use_fp16, bf16=torch.cuda.is_bf16_supported()", 0),
+        ("fp16=True, bf16=torch.cuda.is_bf16_supported() and not old", 0),
+    ],
+)
+def test_two_flags_that_a_gpu_with_bf16_makes_true(flags, count):
+    """`fp16=True` next to a query that is true on the same GPU raises there."""
+    text = f"import torch\nfrom transformers import TrainingArguments\nargs = TrainingArguments('out', {flags})\n"
+    assert len(config_findings(text, "HS271")) == count
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ("options['bf16'] = True\n", 1),
+        ("options['bf16'] = True\noptions['fp16'] = False\n", 0),
+        ("if modern:\n    options['bf16'] = True\n    options['fp16'] = False\n", 0),
+        ("if modern:\n    options['bf16'] = True\n", 1),
+        ("options.update(load())\n", 0),
+    ],
+)
+def test_flags_that_are_set_in_the_dictionary_later(changes, count):
+    """`TrainingArguments(**options)` receives what the script has set in `options` by then."""
+    text = (
+        "from transformers import TrainingArguments\noptions = {'output_dir': 'out', 'fp16': True}\n"
+        f"{changes}args = TrainingArguments(**options)\n"
+    )
+    assert len(config_findings(text, "HS271")) == count
