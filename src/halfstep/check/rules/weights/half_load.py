@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import TRAINER, dtype_values, is_launched_elsewhere, remedy, subject, when
+from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.training import Trained
@@ -15,6 +16,7 @@ from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
@@ -66,27 +68,75 @@ class HalfLoadWithFp16Training(ScriptRule):
 
 def _scaled_when(script: Script, tie: Trained) -> str | None:
     """When float16 weights meet fp16=True, as the beginning of a message; None if the text does not show that they do."""
-    assert tie.arguments is not None
-    flag = keyword_of(script.outline, tie.arguments, tie.function, "fp16")
+    outline = script.outline
+    flag = _fp16_flag(script, tie)
     arguments = key_of(argument(tie.by, 1, "args"))
     if "float16" not in tie.cast.low or (flag is None and not arguments):
         return None
-    options = script.outline.values(key_of(flag), tie.function) if key_of(flag) else []
-    value = options[0] if len(options) == 1 else flag
-    if tie.cast.formats == {"float16"}:
+    value, is_true = _assigned(script, flag, tie.function)
+    if tie.cast.formats == {"float16"} and is_true:
         if constant(value) is True:
             return when(script, tie.cast)
         if text_of(value) == "torch.cuda.is_available()":
             return when(script, tie.cast) or "on a GPU, "
+    unless = " and no adapter is used" if script.training.adapters == "optional" else ""
+    # `fp16=dtype == torch.float16` next to dtype=dtype.
+    compared = _compared(value) if is_true else None
+    if compared is not None and outline.names.full(compared[1]) in {"torch.float16", "torch.half"}:
+        names = {key_of(dtype) for dtype in dtype_values(tie.cast)} - {""}
+        if key_of(compared[0]) in names:
+            certain = tie.cast.formats == {"float16"}
+            return when(script, tie.cast) if certain else f"when `{text_of(value)}`{unless}, "
     # `float16 if args.fp16 else float32` next to fp16=args.fp16, or of the Trainer's own arguments: one flag decides both.
-    tests = {text_of(value), text_of(flag), f"{arguments}.fp16"} - {""}
+    tests = {Guard(text_of(value), is_true), Guard(text_of(flag), True), Guard(f"{arguments}.fp16", True)}
     for choice in _choices(script, tie.cast):
-        if formats_of(script.outline, choice, tie.cast.function) == {"float16"}:
-            test = next((g.text for g in conditions_of(script.outline, choice) if g.is_true and g.text in tests), "")
-            if test:
-                unless = " and no adapter is used" if script.training.adapters == "optional" else ""
-                return f"when `{test}`{unless}, "
+        if formats_of(outline, choice, tie.cast.function) == {"float16"}:
+            guards = [_resolved(script, guard, tie.cast.function) for guard in conditions_of(outline, choice)]
+            test = next((own for own, full in guards if own.text and {own, full} & tests), None)
+            if test is not None:
+                return f"when {'' if test.is_true else 'not '}`{test.text}`{unless}, "
     return None
+
+
+def _fp16_flag(script: Script, tie: Trained) -> ast.expr | None:
+    """The value of `fp16`, also where a function of this file passes its `**options` on to the arguments."""
+    assert tie.arguments is not None
+    flag = keyword_of(script.outline, tie.arguments, tie.function, "fp16")
+    key = key_of(argument(tie.by, 1, "args"))
+    created = [v for v in script.outline.values(key, tie.function) if isinstance(v, ast.Call)] if key else []
+    if flag is None and len(created) == 1 and created[0] is not tie.arguments:
+        flag = keyword_of(script.outline, created[0], tie.function, "fp16")
+    return flag
+
+
+def _assigned(script: Script, node: ast.expr | None, function: Function) -> tuple[ast.expr | None, bool]:
+    """What a flag is assigned, without `bool(...)` and `not`, and whether it is true when that is."""
+    is_true = True
+    for _ in range(4):
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            node, is_true = node.operand, not is_true
+        elif isinstance(node, ast.Call) and key_of(node.func) == "bool" and len(node.args) == 1:
+            node = node.args[0]
+        else:
+            options = script.outline.values(key_of(node), function) if key_of(node) else []
+            if len(options) != 1:
+                break
+            node = options[0]
+    return node, is_true
+
+
+def _compared(node: ast.expr | None) -> tuple[ast.expr, ast.expr] | None:
+    """The sides of `a == b`."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], (ast.Eq, ast.Is)):
+        return node.left, node.comparators[0]
+    return None
+
+
+def _resolved(script: Script, guard: Guard, function: Function) -> tuple[Guard, Guard]:
+    """A condition as written, and with the only value of its variable."""
+    options = script.outline.values(guard.text, function) if guard.text.isidentifier() else []
+    value, is_true = _assigned(script, options[0], function) if len(options) == 1 else (None, True)
+    return guard, Guard(text_of(value), guard.is_true is is_true) if value is not None else guard
 
 
 def _choices(script: Script, cast: Cast) -> list[ast.expr]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise, stored_low
+from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
 from halfstep.check.script.objects.outputs import (
     Exit,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
+from halfstep.check.script.objects.checkpoints import is_language_model, stored_low
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
@@ -25,7 +26,6 @@ __all__ = [
     "is_stepped",
     "optimizer_names",
     "remedy",
-    "stored_low",
     "subject",
     "when",
 ]
@@ -52,13 +52,6 @@ _QWEN = "Qwen/Qwen3-0.6B"
 _PLUGINS = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin"}
 _MASTER = 'use an optimizer with master weights, such as halfstep.optim.AdamW(..., master="split")'
 _TESTS = re.compile(r"(^|/)(tests?|testing|bench\w*)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
-# Checkpoints that are stored in 16 bits; others, such as gpt2, OLMo and gemma-2-2b, are stored in float32.
-_LOW_CHECKPOINTS = re.compile(
-    r"llama-?[234]|qwen|mi[sx]tral|ministral|gemma-?3|gemma-\d+b|gemma-2-\d+b-it|phi-?[1-4]|deepseek|smollm[23]|internlm[23]|glm-?4|"
-    r"granite-[34]|falcon-\d+b|codellama|zephyr|vicuna|gpt-oss|yi-1\.5|nemotron|minicpm|lfm2|command-r",
-    re.IGNORECASE,
-)
-_LANGUAGE_MODEL = re.compile(r"ForCausalLM|ForImageTextToText|ForVision2Seq|ForMultimodalLM|ForConditionalGeneration")
 
 
 def is_exercise(script: Script) -> bool:
@@ -260,7 +253,7 @@ class CheckpointDtypeTrained(ScriptRule):
         "measured: transformers 5.22.2, bf16 checkpoint, Trainer(bf16=True), lr 1e-5, 20 steps",
     )
     settings = Settings(transformers=(5, 22, 2))
-    words = ("bf16=True", 'dtype="auto"', "dtype='auto'")
+    words = ("bf16=True", 'dtype="auto"', "dtype='auto'", "AutoModelForCausalLM.from_pretrained(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Loads without a dtype, or with "auto", of models that are trained in full."""
@@ -279,11 +272,11 @@ class CheckpointDtypeTrained(ScriptRule):
             ):
                 continue
             stored = stored_low(script, cast)
-            if stored is False or (stored is None and not _is_language_model(cast)):
+            if stored is False or (stored is None and not is_language_model(cast)):
                 continue
             # A checkpoint that only a run knows: reported where bf16=True shows that a model of today is meant.
             asks_bf16 = tie.is_trainer and _flag(script, tie, "bf16") is True
-            if stored is None and cast.form == "checkpoint" and (version is None or not asks_bf16):
+            if stored is None and cast.form == "checkpoint" and not asks_bf16:
                 continue
             before = "on transformers 5, " if cast.form == "checkpoint" and version is None else ""
             which = "16 bits" if stored else "16 bits for most language models"
@@ -295,35 +288,6 @@ class CheckpointDtypeTrained(ScriptRule):
                 instead=f"{remedy(script, cast)} (bf16=True still computes in bfloat16), or {_MASTER}",
                 severity=None if stored else "advice",
             )
-
-
-def _is_language_model(cast: Cast) -> bool:
-    return bool(_LANGUAGE_MODEL.search(text_of(cast.node.func)))
-
-
-def stored_low(script: Script, cast: Cast) -> bool | None:
-    """Whether a checkpoint whose own dtype is loaded has 16 bits, from its name; None if the text does not decide it."""
-    if AUTO not in cast.formats:
-        return None
-    name = argument(cast.node, 0, "pretrained_model_name_or_path")
-    texts = {constant(name)} if isinstance(constant(name), str) else set()
-    key = key_of(name)
-    if key and not texts:
-        texts = {constant(v) for v in script.outline.values(key, cast.function)}
-        texts |= _option_default(script, key.rsplit(".", 1)[-1]) if not texts else set()
-    words = [t for t in texts if isinstance(t, str)]
-    if not words or len(words) != len(texts):
-        return None
-    return all(bool(_LOW_CHECKPOINTS.search(word)) for word in words)
-
-
-def _option_default(script: Script, option: str) -> set[object]:
-    """The default of a command-line option."""
-    for call, _ in script.outline.calls.get("add_argument", ()):
-        if any(str(constant(a)).lstrip("-").replace("-", "_") == option for a in call.args):
-            default = argument(call, None, "default")
-            return {constant(default)} if default is not None else set()
-    return set()
 
 
 def _flag(script: Script, tie: Trained, name: str) -> object:

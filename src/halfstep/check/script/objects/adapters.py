@@ -32,7 +32,9 @@ _ADAPTERS = re.compile(
 _KEYWORDS = {"peft_config", "quantization_config", "load_in_4bit", "load_in_8bit"}
 # Names that ask about adapters, configure or store them.
 _ATTACHES_NOTHING = re.compile(
-    r"^_*(is|has|print|save|export|merge|unmerge|count|log|parse|get_peft_model_state|get_lora)_|Config$|available"
+    r"^_*(is|has|print|save|export|merge|unmerge|count|log|parse|get_peft_model_state|get_lora)_|Config$|available|"
+    r"_(args|arguments|options|parser|flags|settings|paths?|dirs?|names|state_dict)$|"
+    r"^_*(make|create|build|get|load|read|default)_\w*config$"
 )
 
 
@@ -113,14 +115,26 @@ def _is_conditional(outline: Outline, call: ast.AST) -> bool:
 
 
 def _decisive(own: tuple[Guard, ...], others: list[tuple[Guard, ...]]) -> tuple[Guard, ...]:
-    """The conditions of a call without those whose other branch attaches an adapter too.
+    """The conditions of a call without those whose other branch attaches an adapter too, whatever happens in it.
 
-    `if adapter_path: model = PeftModel.from_pretrained(...)`, `else: model = get_peft_model(...)` attaches one in any case.
+    `if adapter_path: model = PeftModel.from_pretrained(...)`, `else: model = get_peft_model(...)` attaches one in any case;
+    `if kind == "qlora": ...`, `elif kind == "lora": ...` does not.
     """
     return tuple(
         guard
         for index, guard in enumerate(own)
-        if not any(o[: index + 1] == (*own[:index], Guard(guard.text, not guard.is_true)) for o in others)
+        if not _always_attaches((*own[:index], Guard(guard.text, not guard.is_true)), others)
+    )
+
+
+def _always_attaches(branch: tuple[Guard, ...], sites: list[tuple[Guard, ...]]) -> bool:
+    """Whether every path through a branch attaches an adapter."""
+    if branch in sites:
+        return True
+    inner = {site[len(branch)].text for site in sites if len(site) > len(branch) and site[: len(branch)] == branch}
+    return any(
+        _always_attaches((*branch, Guard(text, True)), sites) and _always_attaches((*branch, Guard(text, False)), sites)
+        for text in sorted(inner)
     )
 
 

@@ -283,6 +283,8 @@ def _add_load(lineage: Lineage, call: ast.Call, function: Function, name: str) -
         value = keyword_of(outline, call, function, option)
         if value is None or constant(value) in {None, False} or may_be_none(outline, value, function):
             continue
+        if asks_for_adapters(conditions_of(outline, call)):
+            return  # `if args.qlora: model = load(quantization_config=...)`: the other branch loads its own
         # `if args.quantize: options["quantization_config"] = ...`, unless the dtype is set under the same condition
         shared = {*conditions_of(outline, call), *(conditions_of(outline, dtype) if dtype is not None else ())}
         own = set(conditions_of(outline, value)) - shared

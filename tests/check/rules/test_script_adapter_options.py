@@ -1,0 +1,168 @@
+"""HS152, HS166, HS277: options that turn adapters off, in the forms that scripts have, and checkpoints named by a caller."""
+
+import pytest
+
+from check_scripts import findings
+
+HEAD = """\
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+"""
+LOAD = "model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)\n"
+TRAIN = "args = TrainingArguments('out'{flags})\ntrainer = Trainer(model=model, args=args)\ntrainer.train()\n"
+SCRIPT = HEAD + LOAD + "{adapters}" + TRAIN
+OPTIONAL = "if not opt.no_lora:\n    model = get_peft_model(model, LoraConfig())\n"
+
+
+def codes(text, *names):
+    return [f.code for f in findings(text, *names)]
+
+
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        "add_lora_config_args(parser)\n" + OPTIONAL,
+        "lora_config = make_lora_config(opt)\n" + OPTIONAL,
+        "if not opt.no_lora:\n    if opt.adapter:\n        model = PeftModel.from_pretrained(model, opt.adapter, is_trainable=True)\n"
+        "    else:\n        model = get_peft_model(model, LoraConfig())\n",
+        "if opt.tuning == 'qlora':\n    model = get_peft_model(prepare(model), LoraConfig())\n"
+        "elif opt.tuning == 'lora':\n    model = get_peft_model(model, LoraConfig())\n",
+        "if opt.tuning == 'full':\n    pass\nelif opt.lora_path:\n    model = PeftModel.from_pretrained(model, opt.lora_path)\n",
+    ],
+)
+def test_a_path_without_adapters_trains_all_weights(adapters):
+    """A branch that attaches none leaves 16-bit weights, whatever else is called after an adapter."""
+    assert codes(SCRIPT.format(adapters=adapters, flags=", bf16=True"), "HS277") == ["HS277"]
+
+
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        "if opt.adapter:\n    model = PeftModel.from_pretrained(model, opt.adapter)\nelse:\n    model = get_peft_model(model, LoraConfig())\n",
+        "if opt.tuning == 'qlora':\n    model = get_peft_model(prepare(model), LoraConfig())\n"
+        "elif opt.tuning == 'dora':\n    model = get_peft_model(model, LoraConfig(use_dora=True))\n"
+        "else:\n    model = get_peft_model(model, LoraConfig())\n",
+        "config = make_lora_config(opt)\nmodel = get_peft_model(model, config)\n",
+    ],
+)
+def test_adapters_on_every_path_are_silent(adapters):
+    """Each branch attaches adapters, which are float32."""
+    assert codes(SCRIPT.format(adapters=adapters, flags=", bf16=True"), "HS166", "HS277") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "condition"),
+    [
+        (", fp16=dtype == torch.float16", "when `dtype == torch.float16` and no adapter is used, "),
+        (", bf16=bool(dtype == torch.bfloat16), fp16=bool(dtype == torch.float16)", "when `dtype == torch.float16`"),
+        (", fp16=not torch.cuda.is_bf16_supported()", "when not `torch.cuda.is_bf16_supported()`"),
+        (", **{'fp16': not torch.cuda.is_bf16_supported()}", "when not `torch.cuda.is_bf16_supported()`"),
+    ],
+)
+def test_one_choice_of_dtype_decides_the_weights_and_fp16(flags, condition):
+    """The scaler is on exactly where the weights are float16."""
+    (finding,) = findings(SCRIPT.format(adapters=OPTIONAL, flags=flags), "HS166")
+    assert finding.message.startswith(condition)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ", fp16=dtype == torch.bfloat16",
+        ", fp16=torch.cuda.is_bf16_supported()",
+        ", fp16=not opt.bf16",
+        ", fp16=other == torch.float16",
+        ", bf16=not torch.cuda.is_bf16_supported()",
+    ],
+)
+def test_fp16_where_the_weights_are_not_float16_is_silent(flags):
+    """Two choices that exclude each other, or that have nothing to do with each other."""
+    assert codes(SCRIPT.format(adapters=OPTIONAL, flags=flags), "HS166") == []
+
+
+def test_a_variable_that_stands_for_the_choice_of_dtype():
+    """`use_bf16` has the value that the dtype was chosen by."""
+    adapters = OPTIONAL + "use_bf16 = torch.cuda.is_bf16_supported()\n"
+    assert codes(SCRIPT.format(adapters=adapters, flags=", bf16=use_bf16, fp16=not use_bf16"), "HS166") == ["HS166"]
+    head = HEAD.replace("dtype = ", "use_bf16 = torch.cuda.is_bf16_supported()\ndtype = ").replace(
+        "if torch.cuda.is_bf16_supported()", "if use_bf16"
+    )
+    assert codes(head + LOAD + OPTIONAL + TRAIN.format(flags=", fp16=not use_bf16"), "HS166") == ["HS166"]
+
+
+def test_options_that_a_function_passes_on_to_the_arguments():
+    """A helper drops what the installed version does not know and creates the arguments."""
+    helper = "def build(**options):\n    return TrainingArguments(**{k: v for k, v in options.items() if k in known})\n"
+    options = "options = {'fp16': not torch.cuda.is_bf16_supported()}\n"
+    train = TRAIN.format(flags="").replace("TrainingArguments('out')", "build(**options)")
+    assert codes(HEAD + helper + LOAD + OPTIONAL + options + train, "HS166") == ["HS166"]
+
+
+BRANCHES = """\
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+def create(args, name):
+    if args.tuning == "qlora":
+        base = AutoModelForCausalLM.from_pretrained(name, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+        model = get_peft_model(base, LoraConfig())
+    elif args.tuning == "lora":
+        base = AutoModelForCausalLM.from_pretrained(name)
+        model = get_peft_model(base, LoraConfig())
+    else:
+        {full}
+    return model
+def main(args):
+    model = create(args, {name})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    for x in loader:
+        model(x).loss.backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("full", "name", "lines"),
+    [
+        ("model = AutoModelForCausalLM.from_pretrained(name)", "'meta-llama/Llama-3.2-1B'", [12]),
+        ("model = AutoModelForCausalLM.from_pretrained(name)", "'gpt2'", []),
+        ("model = AutoModelForCausalLM.from_pretrained(name)", "args.name", []),
+        ("model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)", "'meta-llama/Llama-3.2-1B'", []),
+        ("raise ValueError(args.tuning)", "'meta-llama/Llama-3.2-1B'", []),
+    ],
+)
+def test_the_branch_that_trains_the_checkpoint_in_full(full, name, lines):
+    """Only the branch without adapters trains the weights that its checkpoint has, and a caller names the checkpoint."""
+    assert [f.line for f in findings(BRANCHES.format(full=full, name=name), "HS152")] == lines
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "count"),
+    [
+        ("'./model'", ", bf16=True", 1),
+        ("'model'", ", bf16=True", 1),
+        ("args.path", ", bf16=True", 1),
+        ("'./model'", "", 0),
+        ("'gpt2'", ", bf16=True", 0),
+        ("'facebook/opt-125m'", ", bf16=True", 0),
+    ],
+)
+def test_a_checkpoint_that_only_a_run_knows_is_advice(name, flags, count):
+    """bf16=True shows that a model of today is meant; the message states the version of transformers."""
+    load = f"model = AutoModelForCausalLM.from_pretrained({name})\n"
+    reported = findings(HEAD.replace("peft", "other") + load + TRAIN.format(flags=flags), "HS152")
+    assert [f.severity for f in reported] == ["advice"] * count
+    assert all("on transformers 5" in f.message for f in reported)
+
+
+def test_a_loop_that_mentions_no_precision_is_read():
+    """The name of the checkpoint decides it."""
+    text = (
+        "import torch\nfrom transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained('/models/Meta-Llama-3.1-8B').cuda()\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\nloss = model(**batch).loss\nloss.backward()\noptimizer.step()\n"
+    )
+    assert [f.line for f in findings(text, "HS152")] == [3]
+    assert findings(text.replace("Meta-Llama-3.1-8B", "gpt2-large"), "HS152") == []
