@@ -240,7 +240,7 @@ def test_trainers_report_16_bit_weights_once(setup, flags, more, expected):
         ("'Qwen/Qwen3-8B'", (4, 57, 1), []),
         ("'gpt2'", (5, 0, 0), []),
         ("sys.argv[1]", (5, 0, 0), ["HS152"]),
-        ("sys.argv[1]", None, []),
+        ("sys.argv[1]", None, ["HS152"]),
     ],
 )
 def test_a_load_without_a_dtype_is_judged_by_version_and_checkpoint(name, version, expected):
