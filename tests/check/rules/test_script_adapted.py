@@ -48,7 +48,6 @@ def test_a_cast_after_the_adapters_are_attached_casts_them_too(setup, code):
     "setup",
     [
         "base.to(torch.bfloat16)\nmodel = get_peft_model(base, config)",
-        "model = get_peft_model(base.half(), config)",
         "model = get_peft_model(base, config)\nmodel.to(device)",
         "model = get_peft_model(base, config)\nmodel.half()\nfor p in model.parameters():\n    if p.requires_grad:\n        p.data = p.data.float()",
         "model = get_peft_model(base, config)\nteacher.half()",

@@ -11,13 +11,13 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
-from halfstep.check.script.objects.adapters import upcasts_parameters
+from halfstep.check.script.objects.adapters import adapted_casts, upcasts_parameters
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
 from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import conditions_of
+from halfstep.check.script.objects.weights import casts_in, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -58,9 +58,15 @@ _LOADS = re.compile(
 def _casts(script: Script, dtype: str, kind: str) -> Iterator[Event]:
     """Casts of a model that an optimizer of this script trains with a step of this kind."""
     yielded = set()
+    if script.training.adapters == "yes":  # adapters are float32 unless they are cast with their model
+        adapted = {c.node for c in adapted_casts(script.outline, casts_in(script.outline))}
+    else:
+        adapted = None
     for trace in script.traces:
         for index, event in enumerate(trace):
             if event.kind != "cast" or event.scaled != dtype or event.node in yielded or event.inside("no_grad"):
+                continue
+            if adapted is not None and event.node not in adapted:
                 continue
             # A cast after the training loop is for saving or serving, and one that is undone later is harmless.
             if event.loops or any(e.kind == "backward" for e in trace[:index]):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
     Cast,
@@ -24,7 +25,7 @@ from halfstep.check.script.objects.weights import (
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["adapted_casts", "adapter_use", "upcasts_parameters"]
+__all__ = ["Attachment", "adapted_casts", "adapter_use", "attachments", "upcasts_parameters"]
 
 _ADAPTERS = re.compile(
     r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE
@@ -40,6 +41,31 @@ _ATTACHES_NOTHING = re.compile(
 
 # Options such as `use_lora` and queries such as `disable_adapter()`: they attach nothing by themselves.
 _FLAG = re.compile(r"^_*(use|using|is|has|with|enable|enabled|disable|no)_", re.IGNORECASE)
+
+
+class Attachment(NamedTuple):
+    """A call of PEFT that attaches adapters to a model."""
+
+    call: ast.Call
+    function: Function
+    base: ast.expr  # the model
+    targets: tuple[str, ...]  # the variables that the result is assigned to
+
+
+def attachments(outline: Outline) -> Iterator[Attachment]:
+    """`get_peft_model(base, config)`, `PeftModel.from_pretrained(base, path)` and `base.add_adapter(config)`."""
+    for call, function in outline.calls.get("get_peft_model", ()):
+        base = argument(call, 0, "model")
+        if base is not None:
+            yield Attachment(call, function, base, _targets(outline, call))
+    for call, function in outline.calls.get("from_pretrained", ()):
+        owner = text_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        base = argument(call, 0, "model")
+        if owner.rsplit(".", 1)[-1].startswith("PeftModel") and base is not None:
+            yield Attachment(call, function, base, _targets(outline, call))
+    for call, function in outline.calls.get("add_adapter", ()):
+        if isinstance(call.func, ast.Attribute):
+            yield Attachment(call, function, call.func.value, _targets(outline, call))
 
 
 def adapter_use(outline: Outline) -> str:

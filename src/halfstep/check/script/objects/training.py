@@ -182,7 +182,7 @@ class Training:
         tied: set[ast.AST] = set()
         assumed = () if self.optimizers else self._factories
         for call, function in (*self.optimizers, *assumed)[:MAX_OPTIMIZERS]:
-            for owner, scope in self._trained_by(call, function):
+            for owner, scope in self.owners(call, function):
                 lineage = self.model(owner, scope)
                 if not self._is_spared(lineage):
                     for cast in lineage.casts:
@@ -194,14 +194,14 @@ class Training:
         """Adapters that are cast with their model, `get_peft_model(model, config).half()`, and their optimizer."""
         casts = adapted_casts(self.outline, self._casts)
         for call, function in self.optimizers[:MAX_OPTIMIZERS] if casts else ():
-            for owner, scope in self._trained_by(call, function):
+            for owner, scope in self.owners(call, function):
                 lineage = self.model(owner, scope)
                 for cast in casts:
                     reaches = lineage.has(cast.key, cast.function) or any(c.node is cast.node for c in lineage.casts)
                     if reaches and not lineage.is_restored and self._reaches(cast, call, function, owner):
                         yield Trained(cast, call, function, lineage)
 
-    def _trained_by(self, call: ast.Call, function: Function) -> Iterator[tuple[ast.expr, Function]]:
+    def owners(self, call: ast.Call, function: Function) -> Iterator[tuple[ast.expr, Function]]:
         """The models that the call which creates an optimizer receives."""
         if not _MAKES_OPTIMIZER.search(_last_name(call.func)):
             params = argument(call, 0, "params")

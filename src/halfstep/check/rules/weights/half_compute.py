@@ -1,0 +1,210 @@
+"""HS168: adapters whose gradients pass through a float16 model without a loss scale."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.script.objects.adapters import adapted_casts, attachments
+from halfstep.check.script.objects.choices import default_of
+from halfstep.check.script.objects.formats import keyword_of
+from halfstep.check.script.objects.trainers import arguments_of, is_sharded, is_trainer, model_of
+from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.weights import Cast, Lineage, casts_in, conditions_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.outline import Function
+
+__all__ = ["RULES"]
+
+_LOOP = """\
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.{dtype})
+model = get_peft_model(base, LoraConfig()).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+for batch in loader:
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+_TRAINER = """\
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.float16)
+model = get_peft_model(model, LoraConfig())
+args = TrainingArguments("out", learning_rate=1e-4{flags})
+Trainer(model=model, args=args, train_dataset=data).train()
+"""
+# These cast the float16 parts of the model to float32.
+_RAISES = re.compile(r"prepare_model_for_(kbit|int8)|prepare_for_(kbit|int8)|upcast|convert_fp16_to_fp32")
+_QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
+
+
+class _Base(NamedTuple):
+    """A model in float16 that gets adapters."""
+
+    cast: Cast
+    lineage: Lineage
+
+
+class HalfComputeWithoutScale(ScriptRule):
+    """Adapters of a float16 model are trained without a loss scale."""
+
+    code = "HS168"
+    name = "half-compute-without-scale"
+    severity = "warning"
+    reason = (
+        "PEFT keeps adapters in float32, but the model around them computes in the dtype it was loaded in. In a float16 model the "
+        "gradients of all activations are float16 on their way to the adapters: without a loss scale those below 6e-8 become zero, and "
+        "the adapters of early layers learn little. Load the model in bfloat16, or train with a loss scale (fp16=True, or autocast with a "
+        "GradScaler)."
+    )
+    bad = (
+        _LOOP.format(dtype="float16"),
+        _TRAINER.format(flags=""),
+        _TRAINER.format(flags="")
+        .replace("model = get_peft_model(model, LoraConfig())\n", "")
+        .replace("train_dataset=data", "train_dataset=data, peft_config=LoraConfig()"),
+    )
+    good = (
+        _LOOP.format(dtype="bfloat16"),
+        _TRAINER.format(flags=", fp16=True"),
+        _TRAINER.format(flags=", bf16=True"),
+    )
+    references = (
+        "https://arxiv.org/abs/1710.03740",
+        "https://huggingface.co/docs/peft/developer_guides/troubleshooting",
+    )
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Unscaled training of adapters on a model that is certainly float16."""
+        training = script.training
+        if is_exercise(script) or training.adapters != "yes" or training.has_masters or script.scalers:
+            return
+        if any(_RAISES.search(name) for name in script.outline.calls) or script.outline.names.uses("unsloth"):
+            return  # Unsloth chooses the dtype of the computation itself
+        bases = list(_bases(script))
+        cast_later = {c.node for c in adapted_casts(script.outline, tuple(casts_in(script.outline)))}
+        bases = [base for base in bases if base.cast.node not in cast_later]  # HS161 reports those
+        yield from self._loops(script, bases)
+        yield from self._trainers(script, bases)
+
+    def _loops(self, script: Script, bases: list[_Base]) -> Iterator[Finding]:
+        backs = list(script.events("backward"))
+        if script.autocasts or script.has("scaler_step", "apex_initialize", "owned_backward", "owned_step"):
+            return
+        if any(back.scaled != "no" or _is_multiplied(back.node) for back in backs) or not script.training.optimizers:
+            return
+        stepped = [e for e in script.events("opt_step") if not e.inside("no_grad")]
+        for base in bases:
+            back = next((b for b in backs if not conditions_of(script.outline, b.node)), None)
+            if back is not None and stepped and _is_optimized(script, base):
+                yield self._report(script, back.node, base, "`backward` has no loss scale")
+                return
+
+    def _trainers(self, script: Script, bases: list[_Base]) -> Iterator[Finding]:
+        outline = script.outline
+        for name, sites in outline.calls.items():
+            for call, function in sites if is_trainer(outline, name) and "train" in outline.calls else ():
+                arguments = arguments_of(outline, call, function)
+                model = model_of(outline, call, function)
+                if arguments is None or model is None or not _is_unscaled(script, arguments, function):
+                    continue
+                own = script.training.model(model, function)
+                base = next((b for b in bases if _is_made_from(script, b, own)), None)
+                base = base or next(iter(_float16(script, own)), None)
+                if base is not None:
+                    where = arguments if outline.parents.get(arguments) is not None else call
+                    yield self._report(
+                        script, where, base, "neither fp16 nor bf16 is set (unless the launcher sets mixed precision)"
+                    )
+
+    def _report(self, script: Script, where: ast.AST, base: _Base, why: str) -> Finding:
+        model = f"`{base.cast.key}`" if base.cast.key else "the model"
+        return self.finding(
+            script.where(where),
+            f"{model} computes in float16 ({script.at(base.cast.node)}) and {why}: gradients below 6e-8 become zero on their way to "
+            "the adapters",
+            instead="load the model in bfloat16, or train with a loss scale: fp16=True, or autocast with a GradScaler",
+        )
+
+
+def _is_multiplied(node: ast.AST) -> bool:
+    """Whether a loss is multiplied by a constant scale: `(loss * 1024).backward()`."""
+    loss = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+    return isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Mult)
+
+
+def _bases(script: Script) -> Iterator[_Base]:
+    """The float16 models that adapters are attached to."""
+    for site in attachments(script.outline):
+        yield from _float16(script, script.training.model(site.base, site.function))
+
+
+def _float16(script: Script, lineage: Lineage) -> Iterator[_Base]:
+    """The cast that certainly makes a model float16; none if it is quantized or returned to float32."""
+    outline = script.outline
+    casts = [c for c in lineage.casts if c.form in {"cast", "load"}]
+    if lineage.is_restored or not casts or any(c.formats != {"float16"} for c in casts):
+        return
+    loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"}]
+    for load in loads:
+        options = [keyword_of(outline, load.node, load.function, name) for name in _QUANTIZED]
+        if any(
+            o is not None and constant(o) not in {None, False} and not _may_be_off(load.function, o) for o in options
+        ):
+            return
+    for cast in casts:
+        if all(is_true and re.search("cuda|gpu", text) for text, is_true in conditions_of(outline, cast.node)):
+            yield _Base(cast, lineage)
+            return
+
+
+def _may_be_off(function: Function, option: ast.expr) -> bool:
+    """Whether an option is a parameter, which callers may leave out."""
+    default = default_of(function, option.id) if isinstance(option, ast.Name) else None
+    return default is not None and constant(default) is None
+
+
+def _is_optimized(script: Script, base: _Base) -> bool:
+    """Whether an optimizer of this file gets the parameters of the model, or of what was made from it."""
+    training = script.training
+    owners = [pair for call, function in training.optimizers for pair in training.owners(call, function)]
+    return any(_is_made_from(script, base, training.model(owner, scope)) for owner, scope in owners)
+
+
+def _is_made_from(script: Script, base: _Base, model: Lineage) -> bool:
+    """Whether a model is the float16 model, or the result of attaching adapters to it."""
+    places = set(base.lineage.places)
+    if places & set(model.places):
+        return True
+    for site in attachments(script.outline):
+        attached = script.training.model(site.base, site.function)
+        same = places & set(attached.places) or any(c.node is base.cast.node for c in attached.casts)
+        if same and any(model.has(key, site.function) for key in site.targets):
+            return True
+    return False
+
+
+def _is_unscaled(script: Script, arguments: ast.Call, function: Function) -> bool:
+    """Whether arguments of transformers leave fp16 and bf16 off; those of TRL turn bf16 on by themselves."""
+    outline = script.outline
+    if not text_of(arguments.func).endswith("TrainingArguments") or is_sharded(outline, arguments, function):
+        return False
+    if any(k.arg is None for k in arguments.keywords) or "deepspeed" in script.source.text.lower():
+        return False
+    flags = [keyword_of(outline, arguments, function, name) for name in ("fp16", "bf16", "half_precision_backend")]
+    return all(flag is None or constant(flag) in {False, None} for flag in flags)
+
+
+RULES: tuple[type[Rule], ...] = (HalfComputeWithoutScale,)

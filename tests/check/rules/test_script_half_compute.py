@@ -1,0 +1,103 @@
+"""HS168: adapters whose gradients pass through a float16 model without a loss scale."""
+
+import pytest
+
+from check_scripts import codes, findings
+
+HEAD = """\
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModel, Trainer, TrainingArguments
+"""
+LOOP = """\
+optimizer = torch.optim.AdamW({params}, lr=1e-4)
+for x in loader:
+    loss = model(x).loss
+    {backward}
+    optimizer.step()
+"""
+HALF = "base = AutoModel.from_pretrained(name, torch_dtype=torch.float16)\n"
+ATTACH = "model = get_peft_model(base, LoraConfig())\n"
+TRAINABLE = "[p for p in model.parameters() if p.requires_grad]"
+CLASS = """\
+class Runner:
+    def __init__(self, path=None):
+        self.model = AutoModel.from_pretrained(name, trust_remote_code=True).half().cuda()
+        if path is not None:
+            self.model = PeftModel.from_pretrained(self.model, path)
+        else:
+            self.model = get_peft_model(self.model, LoraConfig())
+
+    def train(self):
+        optimizer = torch.optim.Adam(self.model.parameters())
+        for x in loader:
+            loss = self.model(x).loss
+            loss.backward()
+            optimizer.step()
+"""
+
+
+def loop(setup, params="model.parameters()", backward="loss.backward()"):
+    return HEAD + setup + LOOP.format(params=params, backward=backward)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        loop(HALF + ATTACH),
+        loop("model = get_peft_model(base.half(), LoraConfig())\n"),
+        loop(HALF + ATTACH, TRAINABLE),
+        loop(HALF.replace("base =", "model =") + "model.add_adapter(LoraConfig())\n"),
+        loop(HALF + "model = PeftModel.from_pretrained(base, path, is_trainable=True)\n"),
+        loop("base = Net()\nif torch.cuda.is_available():\n    base = base.half().cuda()\n" + ATTACH),
+        HEAD + CLASS,
+    ],
+)
+def test_a_loop_without_a_loss_scale(text):
+    """The finding is on the backward pass, and the float32 adapters are no finding of HS161."""
+    assert [c.partition(":")[0] for c in codes(text)] == ["HS168"]
+    (finding,) = findings(text, "HS168")
+    assert "backward" in text.splitlines()[finding.line - 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        loop(HALF.replace("float16", "bfloat16") + ATTACH),
+        loop(HALF.replace("float16", "float32") + ATTACH),
+        loop(HALF + "base.float()\n" + ATTACH),
+        loop(HALF + ATTACH, backward="(loss * 1024).backward()"),
+        loop(HALF + ATTACH, backward="accelerator.backward(loss)"),
+        loop(
+            HALF + ATTACH,
+            backward="with torch.autocast('cuda', dtype=torch.bfloat16):\n        loss = model(x).loss\n    loss.backward()",
+        ),
+        loop(HALF + ATTACH, params="prompt.parameters()"),
+        loop(HALF + "base = prepare_model_for_kbit_training(base)\n" + ATTACH),
+        loop(HALF.replace("name,", "name, load_in_8bit=True,") + ATTACH),
+        loop("base = Net()\nif args.half:\n    base = base.half()\n" + ATTACH),
+        loop("teacher.half()\n" + ATTACH),
+    ],
+)
+def test_a_loss_scale_or_another_dtype_is_silent(text):
+    """bfloat16 and float32 need no scale; an option or an engine may decide; 4-bit and 8-bit layers have a dtype of their own."""
+    assert findings(text, "HS168") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trainer", "count"),
+    [
+        ("TrainingArguments('out')", "Trainer(model=model, args=args)", 1),
+        ("TrainingArguments('out', fp16=False, bf16=False)", "Trainer(model, args)", 1),
+        ("TrainingArguments('out')", "SFTTrainer(model=base, args=args, peft_config=LoraConfig())", 1),
+        ("TrainingArguments('out', fp16=True)", "Trainer(model=model, args=args)", 0),
+        ("TrainingArguments('out', bf16=use_bf16)", "Trainer(model=model, args=args)", 0),
+        ("TrainingArguments('out', **options)", "Trainer(model=model, args=args)", 0),
+        ("TrainingArguments('out', deepspeed='ds.json')", "Trainer(model=model, args=args)", 0),
+        ("SFTConfig('out')", "SFTTrainer(model=model, args=args)", 0),
+    ],
+)
+def test_a_trainer_without_fp16(arguments, trainer, count):
+    """TrainingArguments leave both formats off; the configurations of TRL turn bf16 on by themselves."""
+    text = HEAD + HALF + ATTACH + f"args = {arguments}\ntrainer = {trainer}\ntrainer.train()\n"
+    assert len(findings(text, "HS168")) == count
