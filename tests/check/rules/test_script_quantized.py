@@ -76,3 +76,71 @@ def test_four_bit_layers_in_float16_in_a_bf16_run(dtype, rest):
 def test_other_runs_are_silent(rest):
     """fp16, a flag that only a run decides, and inference."""
     assert findings(HEAD + BNB.format("torch.float16") + rest, "HS268") == []
+
+
+OPTION = """\
+import argparse, torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
+from accelerate import Accelerator
+parser = argparse.ArgumentParser()
+parser.add_argument("--fp16", action="store_true")
+parser.add_argument("--bf16", action="store_true")
+args = parser.parse_args()
+quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype={dtype})
+model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized)
+{train}
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "count"),
+    [
+        ("TrainingArguments('out', fp16=args.fp16, bf16=args.bf16)", 1),
+        ("TrainingArguments('out', bf16=args.bf16)", 1),
+        ("Accelerator(mixed_precision='fp16' if args.fp16 else 'bf16' if args.bf16 else None)", 1),
+        ("Accelerator(mixed_precision='bf16' if args.bf16 else 'no')", 1),
+        ("Accelerator(mixed_precision='fp16' if args.fp16 else 'no')", 0),
+        ("TrainingArguments('out', fp16=args.fp16)", 0),
+        ("TrainingArguments('out', bf16=config.bf16)", 0),
+    ],
+)
+def test_an_option_that_trains_in_bf16(train, count):
+    """The compute dtype is float16 whatever the option says; an attribute of something else decides nothing."""
+    assert len(findings(OPTION.format(dtype="torch.float16", train=train), "HS268")) == count
+    chosen = "torch.bfloat16 if args.bf16 else torch.float16"
+    assert findings(OPTION.format(dtype=chosen, train=train), "HS268") == []
+
+
+UNUSED = """\
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+def main(args):
+    {setup}
+    return {load}
+"""
+MAKE = "quantized = BitsAndBytesConfig(load_in_4bit=True)"
+PLAIN = "AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)"
+
+
+@pytest.mark.parametrize(
+    ("setup", "load", "count"),
+    [
+        (MAKE, PLAIN, 1),
+        ("quantized = None\n    if args.qlora:\n        " + MAKE, PLAIN, 1),
+        (MAKE, "AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized)", 0),
+        (
+            MAKE + "\n    options = dict(quantization_config=quantized)",
+            "AutoModelForCausalLM.from_pretrained(name, **options)",
+            0,
+        ),
+        ("options['quantization_config'] = BitsAndBytesConfig(load_in_4bit=True)", PLAIN, 0),
+        ("self.quantized = BitsAndBytesConfig(load_in_4bit=True)", PLAIN, 0),
+        (MAKE + "\n    build = lambda: load(quantized)", PLAIN, 0),
+        (MAKE, "locals()", 0),
+        (MAKE, "AutoTokenizer.from_pretrained(name)", 0),
+        ("", PLAIN, 0),
+    ],
+)
+def test_a_configuration_that_no_model_gets(setup, load, count):
+    """A local variable that nothing reads, next to a model that is loaded without it."""
+    assert len(findings(UNUSED.format(setup=setup, load=load), "HS289")) == count

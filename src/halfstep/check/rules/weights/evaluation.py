@@ -14,7 +14,7 @@ from halfstep.check.script.objects.weights import VariableCast, casts_in
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.outline import Function
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "is_copied"]
 
 _EVALUATES = re.compile(r"^_*(run_|do_)?(eval|valid|test|infer)", re.IGNORECASE)
 _ENGINE = """\
@@ -64,7 +64,7 @@ class EvaluationHalvesModel(ScriptRule):
         for cast in casts:
             if not cast.formats & SIXTEEN_BIT or cast.function in trains or _is_restored(cast, casts):
                 continue
-            if any(cast.key in f.params for f in trains) and not _is_copied(cast.function, cast.key):
+            if any(cast.key in f.params for f in trains) and not is_copied(cast.function, cast.key):
                 yield self.finding(
                     script.where(cast.call),
                     f"this casts the caller's `{cast.key}` to {' or '.join(sorted(cast.formats & SIXTEEN_BIT))} in place, and "
@@ -78,7 +78,7 @@ def _is_restored(cast: VariableCast, casts: list[VariableCast]) -> bool:
     return any(c.function is cast.function and c.key == cast.key and "float32" in c.formats for c in casts)
 
 
-def _is_copied(function: Function, key: str) -> bool:
+def is_copied(function: Function, key: str) -> bool:
     """Whether a function replaces its parameter before it casts it: `model = copy.deepcopy(model)`."""
     for node in ast.walk(function.node):
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == key for t in node.targets):

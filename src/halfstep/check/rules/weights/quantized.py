@@ -1,4 +1,4 @@
-"""HS267, HS268: the dtype of 4-bit layers and of loaded weights: names that do not exist, and one that differs from training."""
+"""HS267, HS268, HS289: dtypes of quantized models that do not exist or differ from training, and unused configurations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.objects.formats import formats_of, keyword_of
-from halfstep.check.script.objects.values import constant
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
-from halfstep.check.script.syntax.outline import Function
+from halfstep.check.script.syntax.outline import Function, Outline
 
 __all__ = ["RULES"]
 
@@ -29,6 +29,8 @@ _LOADERS = frozenset({"transformers", "peft", "trl"})
 # Names that people write for torch's dtypes and that torch does not have as attributes.
 _NOT_TORCH = frozenset({"bf16", "fp16", "fp32", "f16", "f32", "bfloat", "float-16", "bfloat-16", "fp8"})
 _RIGHT = {"bf16": "bfloat16", "bfloat": "bfloat16", "bfloat-16": "bfloat16", "fp32": "float32", "f32": "float32"}
+_CONFIGS = frozenset({"SFTConfig", "DPOConfig", "GRPOConfig", "ORPOConfig", "KTOConfig", "RewardConfig"})
+_BY_NAME = ("globals", "locals", "vars", "eval", "exec")  # reads variables by name
 _ARGUMENTS = ("TrainingArguments", "Config")
 
 
@@ -129,8 +131,8 @@ class ComputeDtypeMismatch(ScriptRule):
     words = ("bnb_4bit_compute_dtype",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """A compute dtype that is certainly float16, next to a bf16 that is certainly on."""
-        bf16 = _bf16_training(script)
+        """A compute dtype that is certainly float16, next to a bf16 that is on, or that an option turns on."""
+        bf16 = _bf16_training(script) or _bf16_option(script)
         if not bf16:
             return
         for call, function in _quantizations(script):
@@ -141,6 +143,34 @@ class ComputeDtypeMismatch(ScriptRule):
                     f"the 4-bit layers compute in float16, but {bf16}: values above 65504 become inf",
                     instead="bnb_4bit_compute_dtype=torch.bfloat16",
                 )
+
+
+def _bf16_option(script: Script) -> str:
+    """The option of a command line that chooses bf16: `bf16=args.bf16`, `mixed_precision="bf16" if args.bf16 else "no"`."""
+    outline = script.outline
+    for last, sites in outline.calls.items():
+        for call, function in sites if last.endswith("TrainingArguments") or last in _CONFIGS else ():
+            node = keyword_of(outline, call, function, "bf16")
+            fp16 = keyword_of(outline, call, function, "fp16")
+            # One option for both formats may be fp16 in every run.
+            if isinstance(node, ast.Attribute) and _is_switch(outline, node) and key_of(fp16) != key_of(node):
+                return f"`{key_of(node)}` trains in bf16 ({script.at(node)})"
+        for call, function in sites if last in {"Accelerator", "Fabric"} else ():
+            node = keyword_of(outline, call, function, "mixed_precision", "precision")
+            for arm in ast.walk(node) if node is not None else ():
+                test = arm.test if isinstance(arm, ast.IfExp) and "bf16" in str(constant(arm.body)) else None
+                if isinstance(test, ast.Attribute) and _is_switch(outline, test):
+                    return f"`{key_of(test)}` trains in bf16 ({script.at(test)})"
+    return ""
+
+
+def _is_switch(outline: Outline, node: ast.Attribute) -> bool:
+    """Whether an attribute is an option of the command line that is off unless it is passed."""
+    for call, _ in outline.calls.get("add_argument", ()):
+        flags = [str(constant(a)).lstrip("-").replace("-", "_") for a in call.args]
+        if node.attr in flags:
+            return constant(argument(call, None, "action")) in {"store_true", "store_false"}
+    return False
 
 
 def _bf16_training(script: Script) -> str:
@@ -173,4 +203,48 @@ def _bf16_training(script: Script) -> str:
     return ""
 
 
-RULES: tuple[type[Rule], ...] = (UnknownDtypeName, ComputeDtypeMismatch)
+class QuantizationNotPassed(ScriptRule):
+    """A quantization configuration is created and never passed to a model."""
+
+    code = "HS289"
+    name = "quantization-not-passed"
+    severity = "warning"
+    reason = (
+        "A `BitsAndBytesConfig` takes effect only as `quantization_config` of `from_pretrained`. Where the argument is missing, or commented "
+        "out, the model is loaded in full precision without a message: it needs four times the memory, and the run is not the QLoRA run "
+        "that it is reported as."
+    )
+    bad = (
+        _LOADED.format(dtype="torch.bfloat16").replace(", quantization_config=quantized", ""),
+        _LOADED.format(dtype="torch.bfloat16").replace("quantization_config=quantized", "dtype=torch.bfloat16"),
+    )
+    good = (_LOADED.format(dtype="torch.bfloat16"),)
+    references = (_BNB,)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Variables that are assigned a configuration and never read, in files that load a model."""
+        outline = script.outline
+        loads = [site for site in outline.calls.get("from_pretrained", ()) if _is_of(script, site.call, _LOADERS)]
+        loads = [site for site in loads if "Tokenizer" not in text_of(site.call.func)]
+        bare = [(name, site.call) for name in _BY_NAME for site in outline.calls.get(name, ())]
+        hidden = any(key_of(call.func) == name and not (name == "vars" and call.args) for name, call in bare)
+        for call, function in _quantizations(script) if loads and not hidden else ():
+            statement = outline.parents.get(call)
+            target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+            if not isinstance(target, ast.Name) or _is_read(target.id, function):
+                continue
+            if any(site.function is function for site in loads):
+                yield self.finding(
+                    script.where(call),
+                    f"`{target.id}` is never used: the model is loaded without quantization",
+                    instead=f"pass quantization_config={target.id} to from_pretrained, or remove it",
+                )
+
+
+def _is_read(name: str, function: Function) -> bool:
+    """Whether a variable is read in its function."""
+    nodes = ast.walk(function.node)
+    return any(isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Store) for n in nodes)
+
+
+RULES: tuple[type[Rule], ...] = (UnknownDtypeName, ComputeDtypeMismatch, QuantizationNotPassed)
