@@ -254,3 +254,92 @@ def test_logits_of_an_unpacked_pair_after_autocast_are_reported():
     )
     assert [f.severity for f in findings(text.replace("{}", "logits"), "HS154")] == ["advice"]
     assert [f.code for f in findings(text.replace("{}", "hidden.float()"), "HS154")] == []
+
+
+HELPER = """\
+import torch
+import torch.nn.functional as F
+def score(tokens, logits):
+    shifted = logits[..., :-1, :].contiguous()
+    flat = shifted.view(-1, shifted.size(-1))
+    return F.cross_entropy(flat, tokens.view(-1), reduction="none")
+def run(model, loader):
+    for tokens in loader:
+        {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "severities"),
+    [
+        (
+            "with torch.autocast('cuda', dtype=torch.bfloat16):\n            logits, _ = model(tokens)\n        loss = score(tokens, logits)",
+            ["advice"],
+        ),
+        (
+            "with torch.autocast('cuda', dtype=torch.bfloat16):\n            out = model(tokens)\n        loss = score(tokens, out.logits)",
+            ["advice"],
+        ),
+        (
+            "with torch.no_grad():\n            with torch.autocast('cuda', dtype=torch.bfloat16):\n                logits = model(tokens)\n"
+            "            loss = score(tokens, logits)",
+            ["advice"],
+        ),
+        (
+            "with torch.autocast('cuda', dtype=torch.bfloat16):\n            logits = model(tokens)\n            loss = score(tokens, logits)",
+            [],
+        ),
+        (
+            "with torch.autocast('cuda', dtype=torch.bfloat16):\n            logits = model(tokens)\n        loss = score(tokens, logits.float())",
+            [],
+        ),
+        (
+            "with torch.autocast('cuda', dtype=torch.bfloat16):\n            logits = model(tokens).float()\n        loss = score(tokens, logits)",
+            [],
+        ),
+        ("logits = model(tokens)\n        loss = score(tokens, logits)", []),
+    ],
+)
+def test_logits_that_a_helper_gets_after_autocast(body, severities):
+    """The region ends in the caller, and the function that computes the loss has none of its own."""
+    reported = findings(HELPER.format(body=body), "HS154")
+    assert [f.severity for f in reported] == severities
+    assert all("validation" in f.message for f in reported) is ("no_grad" in body or not reported)
+
+
+HEAD_OF_MODEL = """\
+import torch
+from transformers import AutoModelForCausalLM
+{setup}
+model = AutoModelForCausalLM.from_pretrained(name, torch_dtype=torch.{dtype})
+loss_fn = torch.nn.CrossEntropyLoss()
+def forward(model, ids):
+    hidden = model(ids, output_hidden_states=True).hidden_states[-1]
+    logits = {logits}
+    return loss_fn(logits.view(-1, logits.size(-1)), ids.view(-1))
+for ids in loader:
+    loss = forward(model, ids)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "dtype", "logits", "count"),
+    [
+        ("", "bfloat16", "model.lm_head(hidden)", 1),
+        ("", "float16", "model.lm_head(hidden)", 1),
+        ("from accelerate import Accelerator\naccelerator = Accelerator()", "bfloat16", "model.lm_head(hidden)", 1),
+        ("", "float32", "model.lm_head(hidden)", 0),
+        ("", "bfloat16", "model.lm_head(hidden).float()", 0),
+        (
+            "from accelerate import Accelerator\naccelerator = Accelerator(mixed_precision='bf16')",
+            "bfloat16",
+            "model.lm_head(hidden)",
+            0,
+        ),
+        ("import deepspeed", "bfloat16", "model.lm_head(hidden)", 0),
+        ("", "bfloat16", "other.lm_head(hidden)", 0),
+    ],
+)
+def test_logits_of_the_head_of_a_16_bit_model(setup, dtype, logits, count):
+    """`lm_head` is a layer of the loaded model and has its dtype."""
+    assert len(findings(HEAD_OF_MODEL.format(setup=setup, dtype=dtype, logits=logits), "HS154")) == count

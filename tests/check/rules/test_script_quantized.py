@@ -1,4 +1,4 @@
-"""HS267 and HS268: names of dtypes that torch does not have, and 4-bit layers that compute in another format than the run."""
+"""HS267, HS268, HS289: names of dtypes that torch does not have, 4-bit layers in another format, unused configurations."""
 
 import pytest
 
@@ -101,7 +101,7 @@ model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized
         ("Accelerator(mixed_precision='bf16' if args.bf16 else 'no')", 1),
         ("Accelerator(mixed_precision='fp16' if args.fp16 else 'no')", 0),
         ("TrainingArguments('out', fp16=args.fp16)", 0),
-        ("TrainingArguments('out', bf16=config.bf16)", 0),
+        ("TrainingArguments('out', bf16=config.mixed)", 0),
     ],
 )
 def test_an_option_that_trains_in_bf16(train, count):

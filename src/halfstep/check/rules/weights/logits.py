@@ -18,7 +18,7 @@ from halfstep.check.script.objects.outputs import (
     leaves_autocast,
     leaves_engine,
 )
-from halfstep.check.script.objects.values import argument, autocasts_of, text_of
+from halfstep.check.script.objects.values import argument, autocasts_of, constant, text_of
 from halfstep.check.script.objects.weights import Cast, base_of, cast_formats, conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -32,6 +32,7 @@ _SAME_DTYPE = {
 }  # fmt: skip
 # These convert the outputs of a prepared model to float32, or run autocast around it.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
+_HEADS = frozenset({"lm_head", "output_head"})
 _LOG_PROBABILITIES = ("log_softmax", "logsumexp")
 _FUNCTIONS = {
     "torch.nn.functional.cross_entropy",
@@ -70,7 +71,7 @@ class CrossEntropyInSixteenBits(ScriptRule):
         "https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-autocast-to-float32",
         "https://github.com/huggingface/trl/issues/4303",
     )
-    lines = ("log_softmax", "logsumexp", "CrossEntropyLoss")
+    lines = ("log_softmax", "logsumexp", "CrossEntropyLoss", "lm_head(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Cross-entropies of logits that are 16-bit, outside autocast."""
@@ -93,7 +94,7 @@ class CrossEntropyInSixteenBits(ScriptRule):
                 exit_ = leaves_autocast(script, logits, function, call.lineno)
                 if exit_ is None and is_training:
                     exit_ = leaves_engine(script, logits, function, call.lineno)
-                if exit_ is not None and is_training:
+                if exit_ is not None and is_training and exit_.is_training:
                     yield self._report_exit(script, call, logits, exit_)
                 elif exit_ is not None:
                     yield self.finding(
@@ -203,6 +204,8 @@ def _logit_formats(script: Script, node: ast.expr, function: Function, line: int
             formats = cast_formats(outline, node, function)
             if formats:
                 return formats
+            if node.func.attr in _HEADS:
+                return _head_formats(script, node.func.value, function)
             if node.func.attr not in _SAME_DTYPE:
                 return _called_formats(script, node, function)
             node = node.func.value
@@ -247,7 +250,30 @@ def _output_formats(script: Script, node: ast.expr, function: Function, line: in
         node = value if value is not None else node
     if not isinstance(node, ast.Call) or not key_of(node.func):
         return frozenset()
-    lineage = script.training.model(node.func, function)
+    return _loaded_formats(script, node.func, function)
+
+
+def _head_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
+    """The format of `model.lm_head(hidden)`: a layer that no framework wraps, in the dtype of the loaded model."""
+    outline = script.outline
+    created = [call for call, _ in outline.calls.get("Accelerator", ())]
+    mixed = any(k.arg in {None, "mixed_precision"} and constant(k.value) != "no" for c in created for k in c.keywords)
+    wrapped = outline.names.uses(*(name for name in _FRAMEWORKS if name != "accelerate")) or mixed
+    if script.autocasts or wrapped or any(name.endswith("Trainer") for name in (*outline.calls, *outline.bases)):
+        return frozenset()
+    while (
+        isinstance(model, ast.Attribute)
+        and model.attr in {"module", "model", "base_model"}
+        and key_of(model) != "self.model"
+    ):
+        model = model.value
+    return _loaded_formats(script, model, function)
+
+
+def _loaded_formats(script: Script, model: ast.expr, function: Function) -> frozenset[str]:
+    """The dtype of a model that transformers loads, if the text decides it."""
+    outline = script.outline
+    lineage = script.training.model(model, function)
     # Also a project's own copy of such a class: `from models.qwen import Qwen2ForCausalLM`.
     loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"} and _is_language_model(outline, c)]
     casts = [c for c in lineage.casts if c.form == "cast"]

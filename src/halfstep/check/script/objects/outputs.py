@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Exit", "in_no_grad", "keeps_dtype", "keeps_format", "leaves_autocast", "leaves_engine"]
 
-MAX_STEPS = 6  # assignments and reshapes between the output of a model and its loss
+MAX_STEPS = 8  # assignments and reshapes between the output of a model and its loss
 _RESHAPES = {
     "view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "swapaxes", "cuda",
 }  # fmt: skip
@@ -42,6 +42,7 @@ class Exit(NamedTuple):
     formats: frozenset[str]
     is_certain: bool  # the text shows that the model casts nothing back
     cause: str = "autocast ends before this loss"
+    is_training: bool = True  # False if a caller computes the logits without gradients
 
 
 def in_no_grad(script: Script, node: ast.AST) -> bool:
@@ -76,6 +77,9 @@ def leaves_autocast(script: Script, logits: ast.expr, function: Function, line: 
     outline = script.outline
     if outline.names.uses(*_FRAMEWORKS):
         return None
+    root, _ = _walk_back(outline, logits, function, line)
+    if isinstance(root, ast.Name) and root.id in function.params:
+        return _leaves_before_call(script, root.id, function)
     node, inside = _output_call(outline, logits, function, line)
     if node is None or inside is None:
         return None
@@ -94,6 +98,18 @@ def leaves_autocast(script: Script, logits: ast.expr, function: Function, line: 
     if formats <= SIXTEEN_BIT:
         return Exit(model, formats, certain)
     return Exit(model, formats & SIXTEEN_BIT, False, "autocast, where it is not float32, ends before this loss")
+
+
+def _leaves_before_call(script: Script, name: str, function: Function) -> Exit | None:
+    """The same for logits that a function gets: some caller passes them after its region has ended."""
+    for value, caller in passed_for(script.outline, name, function):
+        if caller is function or _formats_around(script, value, caller):
+            continue
+        exit_ = leaves_autocast(script, value, caller, value.lineno)
+        if exit_ is not None:
+            cause = f"{exit_.cause.removesuffix('before this loss')}before {script.at(value)} passes them here"
+            return exit_._replace(cause=cause, is_training=exit_.is_training and not in_no_grad(script, value))
+    return None
 
 
 def leaves_engine(script: Script, logits: ast.expr, function: Function, line: int) -> Exit | None:
@@ -170,6 +186,15 @@ def _output_call(
     outline: Outline, logits: ast.expr, function: Function, line: int
 ) -> tuple[ast.Call | None, ast.AST | None]:
     """The call of a model that logits are the output of, and its statement: through reshapes and a temperature."""
+    node, inside = _walk_back(outline, logits, function, line)
+    is_call = isinstance(node, ast.Call) and inside is not None and bool(chain(node.func))
+    return (node, inside) if is_call and isinstance(node, ast.Call) else (None, None)
+
+
+def _walk_back(
+    outline: Outline, logits: ast.expr, function: Function, line: int
+) -> tuple[ast.expr | None, ast.AST | None]:
+    """What logits are made from in their function, and its statement; a parameter has no statement of its own."""
     node = logits
     inside: ast.AST | None = None
     for _ in range(MAX_STEPS):
@@ -181,14 +206,15 @@ def _output_call(
             node = keeps_format(node) or node
         elif isinstance(node, ast.Name):
             binding = _last_binding(outline, node.id, function, line)
+            if binding is None and node.id in function.params:
+                return node, inside
             value = _element(binding) if binding is not None else None
             if binding is None or value is None:
                 return None, None
             node, inside, line = value, binding.node, binding.node.lineno  # type: ignore[attr-defined]
         else:
             break
-    is_call = isinstance(node, ast.Call) and inside is not None and bool(chain(node.func))
-    return (node, inside) if is_call and isinstance(node, ast.Call) else (None, None)
+    return node, inside
 
 
 def keeps_format(node: ast.BinOp) -> ast.expr | None:
