@@ -15,6 +15,7 @@ from functools import cached_property
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, trains_part_of
+from halfstep.check.script.objects.layers import cast_layers, defines_optimizer
 from halfstep.check.script.objects.loading import loading_options
 from halfstep.check.script.objects.parameters import is_model_name, owners_of
 from halfstep.check.script.objects.trainers import (
@@ -139,9 +140,11 @@ class Training:
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
         """Casts of what is trained: `if p.requires_grad: p.data = p.data.to(torch.bfloat16)`, adapters included."""
-        if self.has_masters or not (self.optimizers or self._factories):
+        if self.has_masters or not (self.optimizers or self._factories or defines_optimizer(self.outline)):
             return ()
-        casts = []
+        casts = [
+            c for c, model in cast_layers(self.outline, self._casts) if self._is_trained_in_full(model, c.function)
+        ]
         for call, function, key, formats in self._casts:
             parent = self.outline.parents.get(call)
             target = key_of(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
@@ -152,6 +155,16 @@ class Training:
             if formats & SIXTEEN_BIT and is_parameter and tested and is_training:
                 casts.append(Cast(call, function, target[:-5], formats, "cast"))
         return tuple(casts)
+
+    def _is_trained_in_full(self, key: str, function: Function) -> bool:
+        """Whether nothing in the file freezes a model or attaches adapters, and an optimizer gets its parameters."""
+        frozen = any("freez" in name or "requires_grad" in name for name in self.outline.calls)
+        frozen |= any(name.endswith(".requires_grad") for name in self.outline.bindings)
+        if frozen or self.adapters != "no":
+            return False
+        calls = [site for name in ("parameters", "named_parameters") for site in self.outline.calls.get(name, ())]
+        owners = [(c.func.value, f) for c, f in calls if isinstance(c.func, ast.Attribute)]
+        return any(self.model(owner, scope).has(key, function) for owner, scope in owners)
 
     def _is_every_parameter(self, call: ast.Call) -> bool:
         """Whether a cast is the body of `for p in model.parameters():`, of a model that is trained in full."""
