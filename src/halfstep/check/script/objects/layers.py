@@ -15,7 +15,7 @@ from halfstep.check.script.syntax.outline import Outline
 __all__ = ["cast_layers", "defines_optimizer"]
 
 _MATRICES = re.compile(r"isinstance\(\w+, .*(Linear|Conv[123]d)")
-# What an optimizer of one's own calls the bits that 16-bit weights do not have.
+# Names of the bits that 16-bit weights do not have, in optimizers that keep them elsewhere.
 _LOW_BITS = re.compile(r"mantissa|low_bits|error_feedback|compensat", re.IGNORECASE)
 
 
