@@ -163,6 +163,8 @@ class Recogniser:
         last = name.rsplit(".", 1)[-1]
         if last in {"get", "pop", "getattr"} and any("scaler" in str(constant(a)) for a in value.args):
             return ""  # `kwargs.get("scaler")`: passed like a parameter
+        if last == "instantiate" and value.args:
+            last = _last(key_of(value.args[0])) or last  # of Hydra: `instantiate(cfg.amp.scaler)`
         if "lr_scheduler" in name or "schedule" in last.lower() or last.endswith("LR"):
             return "other" if schedules_value(value, name) else "scheduler"
         if name.startswith("torch.optim") or _OPTIM_CLASS.search(last) or "optim" in last.lower():
