@@ -219,6 +219,7 @@ class Recogniser:
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
         is_model = _MODEL.search(_last(key)) or (_last(key) in self._models_by_use and not _LOSS.search(key))
+        is_model = is_model or key in {"self", "self.forward"}
         owner = key.rpartition(".")[0]
         is_wrapped = _last(key) in {"module", "ema"} and "model" in _last(owner).lower()  # model.module, model_ema.ema
         if key and (is_model or is_wrapped) and (call.args or call.keywords) and not name:
