@@ -272,7 +272,9 @@ def scaled_before(trace: Trace, index: int) -> int | None:
         # After a later backward without the scale, or cleared gradients, .grad is no longer known to be scaled.
         if between(trace, i, index, "zero_grad", "owned_backward", "get_scale", "handed"):
             return None
-        if any(e.scaled != "yes" for e in between(trace, i, index, "backward")):
+        # One under a condition of its own, as of an adversarial loss, leaves the path without it.
+        always = {*back.guards, *trace[index].guards}
+        if any(e.scaled != "yes" and always.issuperset(e.guards) for e in between(trace, i, index, "backward")):
             return None
         return i
     return None
