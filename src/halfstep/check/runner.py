@@ -35,6 +35,7 @@ __all__ = ["FileResult", "check_document", "check_target", "read_target", "with_
 # Words of scripts that contain a configuration; without one, the configuration rules are not even loaded.
 _CONFIGURES = (
     "precision=", "precision'", 'precision"', "fp16", "bf16", "deepspeed", "zero_optimization", "train_micro_batch_size",
+    "amp_backend", "amp_level",
 )  # fmt: skip
 # Words of scripts that request something a GPU may not support.
 _HARDWARE = (*_CONFIGURES, "float16", "autocast", "tf32", "matmul_precision", "flash_attention")

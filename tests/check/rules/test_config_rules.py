@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from halfstep.check.config.config import case_source, read_configs
 from halfstep.check.config.joint import configs_in_script
+from halfstep.check.files.document import read_document
 from halfstep.check.files.source import Settings, Source
 from halfstep.check.registry import rules_of
 from halfstep.check.rule import ConfigRule
+from halfstep.check.runner import check_document
+from halfstep.check.select import Selection
 from halfstep.errors import SettingError
 from halfstep.hardware.devices import find_devices
 from halfstep.precision.policy import PRESETS
@@ -268,6 +271,24 @@ def test_a_part_of_a_configuration_may_leave_clipping_to_the_rest(extra):
     assert ("HS239" in codes(config)) == bool(extra)
     assert "HS239" in codes(config, deepspeed=(0, 19, 8))
     assert "HS239" not in codes(config, deepspeed=(0, 19, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        ("ds_config.json", {"train_batch_size": 8, "steps_per_print": 9, "zero_optimization": {"stage": 1}}, True),
+        ("deepspeed_config.json", {"train_batch_size": 8, "pipeline": {}, "zero_optimization": {"stage": 1}}, True),
+        ("ds_config.json", {"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}, False),
+        ("ds_config.json", {"train_batch_size": 8, "zero_optimization": {"stage": 1}}, False),
+        ("ds_config.json", {"steps_per_print": 9, "wall_clock_breakdown": False, "zero_optimization": {}}, False),
+        ("zero3.json", {"train_batch_size": 8, "steps_per_print": 9, "zero_optimization": {"stage": 1}}, False),
+    ],
+)
+def test_a_short_file_named_for_deepspeed_is_a_configuration(name, config, expected):
+    """A file with a batch size and ZeRO settings that is named for DeepSpeed needs no precision mode to be complete."""
+    document = read_document(name, json.dumps(config).encode(), "json")
+    results = check_document(document, Settings(deepspeed=(0, 19, 8)), Selection())
+    assert ("HS239" in [f.code for f in results]) == expected
 
 
 def test_a_file_that_trains_nothing_needs_no_clipping():

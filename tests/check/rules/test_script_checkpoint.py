@@ -173,3 +173,41 @@ def test_a_deleted_attribute_is_no_checkpoint_key():
     save = 'torch.save({"o": optimizer.state_dict()}, "x"); {}(trainer, "scaler")'
     reported = [findings(HEAD + LOAD + LOOP.format(save=save.replace("{}", f)), "HS170") for f in ("delattr", "keep")]
     assert [len(found) for found in reported] == [1, 0]
+
+
+STATES = """\
+import torch
+from accelerate import Accelerator
+class Trainer:
+    def start(self, precision):
+        self.driver = Accelerator(mixed_precision=precision)
+        self.model, self.optimizer = self.driver.prepare(self.model, self.optimizer)
+    def step(self, x):
+        self.driver.backward(self.model(x))
+        self.optimizer.step()
+        if 'fp16' in x: pass
+    def save(self, path):
+        state = self.optimizer.state_dict() if self.optimizer is not None else None
+        checkpoint = {{}}
+        {entry}
+        {scaler}
+        torch.save(checkpoint, path)
+    def load(self, path):
+        self.optimizer.load_state_dict(torch.load(path)['optimizer'])
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "scaler", "expected"),
+    [
+        ("checkpoint['optimizer'] = state", "pass", [14]),
+        ("checkpoint['train']['optimizer'] = state", "pass", [14]),
+        ("checkpoint = {'optimizer': state}", "pass", [12]),
+        ("checkpoint['optimizer'] = state", "checkpoint['scaler'] = self.driver.scaler.state_dict()", []),
+        ("print(state)", "pass", []),
+    ],
+)
+def test_a_state_is_followed_into_the_checkpoint(entry, scaler, expected):
+    """`checkpoint["optimizer"] = state` saves a state that an earlier line reads, and is where the scaler is missing."""
+    text = STATES.format(entry=entry, scaler=scaler)
+    assert [f.line for f in findings(text, "HS170")] == expected

@@ -18,7 +18,7 @@ from halfstep.check.config.arms import arms_of
 from halfstep.check.config.assigned import Assignments
 from halfstep.check.config.config import Config
 from halfstep.check.config.kind import Kind, has_own_keys, is_deepspeed, is_trainer_part, kind_of, recipe_of
-from halfstep.check.config.literals import literals_of
+from halfstep.check.config.literals import literals_of, subscript
 from halfstep.check.files.source import Source
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain, read_names
@@ -42,6 +42,7 @@ _TRAINER_ARGUMENTS = frozenset({
 })  # fmt: skip
 _WRAPS = frozenset({"partial", "builds"})  # of functools and hydra_zen: the class is the first argument
 _HALF_PLUGINS = frozenset({"HalfPrecision", "HalfPrecisionPlugin"})
+_REMOVED_OPTIONS = frozenset({"amp_backend", "amp_level"})
 _LIGHTNING_PACKAGES = frozenset({"pytorch_lightning", "lightning", "lightning_fabric", "lightning_lite"})
 # call -> its arguments that accept a DeepSpeed configuration
 _TAKES_DEEPSPEED = {
@@ -194,6 +195,7 @@ class _Finder:
             yield from self._changed_options(call, last or "TrainingArguments")
         elif self._is_lightning(call):
             yield from self._lightning(call, last)
+            yield from self._removed_options(call, last)
         elif last in _HALF_PLUGINS and full.split(".")[0] in _LIGHTNING_PACKAGES:
             value = next((k.value for k in call.keywords if k.arg == "precision"), call.args[0] if call.args else None)
             config = self._positional("lightning", call, last, precision=value or ast.Constant("16-true"))
@@ -222,6 +224,36 @@ class _Finder:
                 entries = (*own.entries, *changed.entries)
                 block = replace(own, entries=entries, open=changed.open)
                 yield replace(self._config("transformers", block, origin), assembled=True)
+
+    def _removed_options(self, call: ast.Call, origin: str) -> Iterator[Config]:
+        """The arguments that Lightning 2 removed, where the script sets them in `options` of `Trainer(**options)`."""
+        spread = {".".join(chain(k.value)) for k in call.keywords if k.arg is None} - {""}
+        calls = {c.func.id for c in self._values_of(spread) if isinstance(c, ast.Call) and isinstance(c.func, ast.Name)}
+        functions = [n for n in self.nodes if isinstance(n, ast.FunctionDef) and n.name in calls]
+        returned = [
+            n.value for f in functions for n in ast.walk(f) if isinstance(n, ast.Return) and n.value is not None
+        ]
+        for name in spread | {".".join(chain(value)) for value in returned} - {""}:
+            for group in self.assignments.groups.get(name, ()):
+                targets = [(a.targets[0], a.value, subscript(a.targets[0])[1]) for a in group.assigns]
+                entries = tuple(
+                    Entry(path[0], self.literals.span(target), self.literals.node(value))
+                    for target, value, path in targets
+                    if path is not None and len(path) == 1 and path[0] in _REMOVED_OPTIONS
+                )
+                if entries and not self._is_for_version(group.assigns[0]):
+                    root = Block(entries[0].key_span, entries, open=True)
+                    yield replace(self._config("lightning", root, origin, strict=False), assembled=True)
+
+    def _is_for_version(self, node: ast.stmt) -> bool:
+        """Whether a test of a version is around a statement."""
+        tests = (n for n in self.nodes if isinstance(n, ast.If) and n.lineno < node.lineno <= (n.end_lineno or 0))
+        return any("version" in ast.unparse(n.test).lower() for n in tests)
+
+    def _values_of(self, names: set[str]) -> list[ast.expr]:
+        """What the script assigns to variables."""
+        assigns = [n for n in self.nodes if isinstance(n, ast.Assign)] if names else []
+        return [a.value for a in assigns if any(".".join(chain(t)) in names for t in a.targets)]
 
     def _is_lightning(self, call: ast.Call) -> bool:
         """Whether a call creates a Trainer or Fabric: the class, a subclass, or `partial(Trainer, ...)`."""

@@ -21,6 +21,8 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _INFERENCE = re.compile(r"infer|eval|^test_|generat|predict", re.IGNORECASE)  # in the name of a file
 _TRAINING = re.compile(r"\.(?:backward|train_batch|fit|train)\(|TrainingArguments|Config\(|\breturn\b")
 _COMPLETE = 5  # top-level keys of a file that is a whole configuration
+_SHORT = 3  # the same of a file with a batch size and ZeRO settings that is named for DeepSpeed
+_NAMED = re.compile(r"(?:deepspeed|ds)_?config\.json$", re.IGNORECASE)
 
 
 class PrescaledGradients(DeepSpeedRule):
@@ -312,9 +314,13 @@ class ClippingByDefault(DeepSpeedRule):
             return  # Lightning sets it from the Trainer's gradient_clip_val
         changed = deepspeed.since(0, 19, 3)
         trains = any(key in config.root for key in ("optimizer", "fp16", "torch_autocast", deepspeed.bf16_name))
+        has_batch, num_keys = any(key in config.root for key in _BATCH_KEYS), len(config.root.entries)
+        named = (
+            not config.origin and _NAMED.search(config.source.path) is not None and "zero_optimization" in config.root
+        )
+        trains = trains or (named and has_batch and num_keys >= _SHORT)  # in float32
         # A short file is often a part that a program completes; it is reported only for a known release.
-        complete = len(config.root.entries) >= _COMPLETE and any(key in config.root for key in _BATCH_KEYS)
-        if (changed and trains) or (changed is None and complete):
+        if (changed and trains) or (changed is None and has_batch and num_keys >= _COMPLETE):
             message = (
                 "`gradient_clipping` is not set; the default is 1.0 since DeepSpeed 0.19.3 and was 0.0 (no clipping) "
                 "before."

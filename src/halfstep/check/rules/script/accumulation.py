@@ -15,7 +15,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import STEPS, TraceRule
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched
-from halfstep.check.script.objects.engines import leaves_loss
+from halfstep.check.script.objects.engines import ACCELERATE, engine_at, leaves_loss
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
@@ -30,6 +30,8 @@ _RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end=
 _COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|steps|epochs|batches|total", re.IGNORECASE)
 _LOSS = re.compile(r"loss|err|grad|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
 _NUMBER = re.compile(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.item() / accumulation_steps`
+_GRADIENT = re.compile(r"grads?(?![a-z_])")  # not `grad_accum_steps`
+_FACTOR = re.compile(r"^[A-Za-z_][\w.]*$|^[2-9]$|^[1-9]\d+$")
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
@@ -45,16 +47,16 @@ def _names(node: ast.AST) -> set[str]:
     return {n.id for n in parts if isinstance(n, ast.Name)} | {n.attr for n in parts if isinstance(n, ast.Attribute)}
 
 
-def _divisions(script: Script) -> Iterator[tuple[str, str]]:
-    """Every division in a script, as the texts of the divisor and of what is divided."""
+def _divisions(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
+    """Every division in a script, with the texts of the divisor and of what is divided."""
     for node in script.outline.parents:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            yield text_of(node.right), text_of(node.left)
+            yield node, text_of(node.right), text_of(node.left)
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-            yield text_of(node.value), text_of(node.target)
+            yield node, text_of(node.value), text_of(node.target)
     for name in ("div", "div_", "mul_", "mul", "true_divide"):
         for call, _ in script.outline.calls.get(name, ()):
-            yield from ((text_of(argument), "loss") for argument in call.args)
+            yield from ((call, text_of(argument), "loss") for argument in call.args)
 
 
 def _divides_gradients(script: Script) -> bool:
@@ -103,15 +105,23 @@ class LossNotDivided(TraceRule):
         twins = {(g.text, not g.is_true) for g in branched(trace, event)}
         if any(e.kind in self.kinds and not twins & set(e.guards) for e in others):
             return None  # reported at the first backward
-        if self._divided(script, last) or self._weighted(script, event) or _divides_gradients(script):
+        if window.by_loop and (part := _partly_divided(script, event, length)) and not _divides_gradients(script):
+            return self.finding(
+                script.where(event.node),
+                f"the loop runs `{length}` micro-batches, but the loss is not divided by `{part}`: gradients are too large by that factor",
+                instead=f"loss = loss / ({length})",
+            )
+        if self._divided(script, last, event) or self._weighted(script, event) or _divides_gradients(script):
             return None
         if self._summed(script, trace, event) or _joins_cached(script):
             return None
         if " / " in length and not _is_mean(script, event):
             return None  # each slice may have its share of the batch as a factor
+        engine = engine_at(script, event.subject, event.function) if event.kind == "owned_backward" else None
+        unless = " (unless the launcher sets it)" if engine is not None and engine.library == ACCELERATE else ""
         return self.finding(
             script.where(event.node),
-            f"the step runs every `{length}` micro-batches, but the loss is not divided by `{length}`: gradients are too large by that factor",
+            f"the step runs every `{length}` micro-batches, but the loss is not divided by `{length}`{unless}: gradients are too large by that factor",
             instead=f"loss = loss / {length}",
         )
 
@@ -123,21 +133,35 @@ class LossNotDivided(TraceRule):
         cleared = [e for e in trace if e.kind == "zero_grad" and e.loops[:depth] == event.loops[:depth]]
         cleared = [e for e in cleared if e.optimizer not in others]
         if window.by_loop:
-            return bool(cleared) and all(e.loops != event.loops for e in cleared)
+            return bool(cleared) and all(e.loops[: depth + 1] != event.loops[: depth + 1] for e in cleared)
         shared = set(event.guards) - set(branched(trace, event))
         return bool(cleared) and all(any(g not in shared for g in e.accumulating) for e in cleared)
 
-    @staticmethod
-    def _divided(script: Script, last: str) -> bool:
+    def _divided(self, script: Script, last: str, event: Event) -> bool:
         """Whether anything but a number of steps, or a number for the log, is divided by the number of micro-batches."""
-        for divisor, divided in _divisions(script):
+        for node, divisor, divided in _divisions(script):
             if _NUMBER.search(divided):
                 continue
             if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not (
                 _COUNTS.search(divided) and not _LOSS.search(divided)
             ):
+                if isinstance(node, ast.BinOp) and self._is_for_log(script, node, event):
+                    continue
                 return True
         return False
+
+    def _is_for_log(self, script: Script, node: ast.BinOp, event: Event) -> bool:
+        """Whether a quotient does not reach the backward: the loss of a validation, or a sum that is only logged."""
+        statement = script.statement(node)
+        if statement is None or _GRADIENT.search(ast.unparse(statement)):
+            return False
+        if in_no_grad(script, node):
+            return bool(_LOSS.search(ast.unparse(statement)))
+        if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add):
+            return False
+        # `total += loss / n` with another variable in the backward.
+        total = key_of(statement.target)
+        return bool(total) and total.rsplit(".", 1)[-1] not in self._behind(script, event, rounds=6)
 
     def _summed(self, script: Script, trace: Trace, event: Event) -> bool:
         """Whether the loss is a sum over the batch, whose gradients add up to those of the sum over the window."""
@@ -156,10 +180,10 @@ class LossNotDivided(TraceRule):
         return False
 
     @staticmethod
-    def _behind(script: Script, event: Event) -> set[str]:
-        """The names from which the loss of a backward is computed, directly or through two assignments."""
+    def _behind(script: Script, event: Event, rounds: int = 2) -> set[str]:
+        """The names from which the loss of a backward is computed, directly or through some assignments."""
         names = _names(event.node)
-        for _ in range(2):
+        for _ in range(rounds):
             bound = [b for name in names - {"self"} for b in script.outline.lookup(name, event.function)[:MAX_BINDINGS]]
             names |= {name for b in bound if b.value is not None for name in _names(b.value)}
         return names
@@ -179,10 +203,37 @@ class LossNotDivided(TraceRule):
         names = {n.id for n in ast.walk(event.node) if isinstance(n, ast.Name)} | {event.subject.partition(".")[0]}
         bound = [b for name in names - {"", "self"} for b in _before(script, name, event)]
         nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]
+        sizes = _batch_sizes(script)
         return any(
-            isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div) and not isinstance(n.right, ast.Constant)
+            isinstance(n, ast.BinOp)
+            and isinstance(n.op, ast.Div)
+            and not isinstance(n.right, ast.Constant)
+            # `loss.sum() / batch_size` of the loader is the mean over a micro-batch.
+            and not (key_of(n.right).rsplit(".", 1)[-1] in sizes and text_of(n.left).endswith(".sum()"))
             for n in nodes
         )
+
+
+def _partly_divided(script: Script, event: Event, length: str) -> str:
+    """The factor of a window `n * world_size` by which a loss that is divided by the other one is not; "" if none."""
+    factors = [text.strip() for text in length.split("*")]
+    statement = script.statement(event.node)
+    if len(factors) != 2 or not all(map(_FACTOR.match, factors)) or statement is None:
+        return ""
+    before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS))
+    counts = [Divisions(factor, before).of(event.node) for factor in factors]
+    part = next((f for f, count in zip(factors, counts, strict=True) if not count), "")
+    last = part.rsplit(".", 1)[-1]
+    is_divisor = any(last in re.split(r"\W+", divisor) for _, divisor, _ in _divisions(script))
+    return part if sum(counts) == 1 and not is_divisor else ""
+
+
+def _batch_sizes(script: Script) -> set[str]:
+    """The names of the batch sizes that data loaders are created with."""
+    names = [name for name in script.outline.calls if "data" in name.lower() or "loader" in name.lower()]
+    calls = [c for name in names for c, _ in script.outline.calls[name]]
+    values = [k.value for c in calls for k in c.keywords if k.arg == "batch_size"]
+    return {key_of(value).rsplit(".", 1)[-1] for value in values} - {""}
 
 
 def _is_mean(script: Script, event: Event) -> bool:

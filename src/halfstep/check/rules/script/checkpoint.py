@@ -163,9 +163,9 @@ class ScalerNotSaved(ScriptRule):
 
 def _place(script: Script, event: Event) -> ast.AST:
     """The optimizer's entry; the call that saves it, if it is written out there and the entry is far below."""
-    statement = script.statement(event.node)
+    statement, entry = script.statement(event.node), _entry(script, event.node)
     if not isinstance(statement, ast.Expr):
-        return event.node
+        return entry if isinstance(entry, ast.Assign) else event.node
     return statement if getattr(event.node, "lineno", 0) - statement.lineno > MAX_LINES else event.node
 
 
@@ -275,6 +275,8 @@ def _stored(script: Script, assign: ast.Assign) -> ast.AST | None:
         values = part.values if isinstance(part, ast.Dict) else []
         if isinstance(part, ast.Call) and saves(text_of(part.func).rsplit(".", 1)[-1]):
             values = part.args
+        if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Subscript):
+            values = [part.value]  # `checkpoint["optimizer"] = state`
         if key and any(key_of(value) == key for value in values):
             return part
     return None

@@ -36,6 +36,7 @@ _PHASE = re.compile(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
 _PER_STEP = re.compile(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
 _MODULO = re.compile(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = re.compile(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
+_FINITE = re.compile(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 _BF16 = """\
 import torch
 for x, y in loader:
@@ -64,6 +65,8 @@ class SchedulerBeforeStep(TraceRule):
         event = trace[index]
         if isinstance(event.node, ast.Call) and text_of(event.node.func).endswith("step_update"):
             return None
+        if not isinstance(script.statement(event.node), ast.Expr):
+            return None  # torch's return nothing; `lr = scheduler.step()` sets the learning rate of the coming step
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging starts after many steps
         if self._opens_epoch(script, trace, index):
@@ -132,8 +135,10 @@ class SchedulerIgnoresSkips(TraceRule):
             return None
         loops = _loops(script, event, event.local.subject)
         steps = [trace[i] for i in earlier(trace, index, "scaler_step")]
+        if any(trace[i].loops == event.loops != () for i in earlier(trace, index, "backward")):
+            steps += [trace[i] for i in later(trace, index, "scaler_step") if trace[i].loops == event.loops]
         steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
-        steps = [e for e in steps if not _is_none(script, e)]
+        steps = [e for e in steps if not _is_none(script, e) and not _is_remainder(trace, e)]
         steps = [e for e in steps if e.function is event.function or event.loops]
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, event, e)]
         if not steps:
@@ -164,8 +169,16 @@ class SchedulerIgnoresSkips(TraceRule):
         same += [g for g in event.guards if _PHASE.match(g.text) or _is_per_step(script, g)]
         guards = tuple(g for g in event.guards if g in step.guards or g not in same)
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
-            map(is_accumulation, waits)
+            is_accumulation(g) or _is_flag(script, g, step) for g in waits
         )
+
+
+def _is_flag(script: Script, guard: Guard, step: Event) -> bool:
+    """Whether a condition is a flag like `run_step`, and not a test of the gradients, after which the scaler skips nothing."""
+    if not guard.text.isidentifier() or _FINITE.search(guard.text):
+        return False
+    values = script.outline.values(guard.text, step.function)
+    return bool(values) and not any(_FINITE.search(text_of(value)) for value in values)
 
 
 def _is_per_step(script: Script, guard: Guard) -> bool:
@@ -178,6 +191,13 @@ def _loops(script: Script, event: Event, variable: str) -> tuple[Loop, ...]:
     loops = loops_around(script, event)
     is_over = len(loops) == len(event.loops) > 0 and variable in targets_of(loops[-1])
     return event.loops[:-1] if is_over else event.loops
+
+
+def _is_remainder(trace: Trace, step: Event) -> bool:
+    """Whether a step is the last of an epoch, for what remains of a window after the loop that has the other steps."""
+    depth = len(step.loops)
+    others = [e for e in trace if e.kind == "scaler_step" and (e.scaler, e.optimizer) == (step.scaler, step.optimizer)]
+    return any(len(e.loops) > depth and e.loops[:depth] == step.loops for e in others)
 
 
 def _is_none(script: Script, step: Event) -> bool:

@@ -262,7 +262,10 @@ def _find_branch(script: Script, event: Event, depth: int, updates: list[Event])
     common = [pair for pair in branches[0] if all(pair in other for other in branches[1:])]
     for test, is_body in common:
         other = test.orelse if is_body else test.body
-        leaves = bool(other) and isinstance(other[-1], (ast.Raise, ast.Break, ast.Return))
+        ends = (
+            (ast.Raise, ast.Break, ast.Return) if in_loop else (ast.Raise,)
+        )  # `return` ends one iteration of a caller
+        leaves = bool(other) and isinstance(other[-1], ends)
         if test.lineno > start.lineno and not leaves and _tests_gradients(script, test, above[-1]):
             return test if not _touches(script, other, event) else None
     return None

@@ -50,6 +50,7 @@ _KERNEL = re.compile(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
 _WRAPPER = re.compile(r"accelerator|fabric|trainer", re.IGNORECASE)
 _SAMPLES = re.compile(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Pictures and exports are no validation.
+_DRAWS = re.compile(r"(^|[._])(imshow|add_subplot|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE)
 _ASIDE = re.compile(r"visuali|plot|debug|demo|export|onnx|profil", re.IGNORECASE)
 
 
@@ -116,10 +117,13 @@ class EvaluationWithoutAutocast(ScriptRule):
             if without_amp(event) or any(not compatible(e, _without_kernels(event)) for e in validated):
                 continue  # the branch without mixed precision
             node, function, name = _site(script, event, nodes)
-            if _ASIDE.search(function.name) or _samples(script, event, function):
+            if _ASIDE.search(function.name) or _samples(script, event, function) or _is_drawn(script, event):
                 continue
             # A function that creates the model it runs trains it only if training is part of that function.
-            inner = set(ast.walk(function.node)) if _is_own(script, function, name) else None
+            owners = [_function_of(script, root) for root in event.roots if event.node is node]
+            owner = next((f for f in owners if _is_own(script, f, event.subject)), None)
+            owner = function if _is_own(script, function, name) else owner
+            inner = set(ast.walk(owner.node)) if owner is not None else None
             near = trained if inner is None else [e for e in trained if inner.intersection((e.node, *e.roots))]
             if all(_unknown_regions(event, e) for e in near if _is_same(script, event, e)):
                 continue
@@ -235,6 +239,13 @@ def _samples(script: Script, event: Event, function: Function) -> bool:
     callers = [_function_of(script, root).name for root in event.roots]
     own = bool(_SAMPLES.search(function.name)) and not _is_validation(script, event)
     return own or any(map(_SAMPLES.search, callers))
+
+
+def _is_drawn(script: Script, event: Event) -> bool:
+    """Whether the loop around a forward draws each of its results: a picture of some examples."""
+    loops = loops_around(script, event)
+    calls = [n for n in ast.walk(loops[-1]) if isinstance(n, ast.Call)] if loops else []
+    return any(_DRAWS.search(key_of(call.func)) for call in calls)
 
 
 def _is_own(script: Script, function: Function, name: str) -> bool:

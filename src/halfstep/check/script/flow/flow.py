@@ -26,6 +26,7 @@ __all__ = ["Item", "Jump", "read_flow"]
 
 MAX_GUARDS = 100  # conditions in a row that are recorded; only generated code has more
 _NOTHING = re.compile(r"null|dummy|suppress|noop|no_op|empty", re.IGNORECASE)  # contexts that do nothing
+_AUTOCAST = re.compile(r"autocast(_(context|ctx|manager))?$")  # of a framework or another file
 # Names that contain "model" without being one: model_path, model_state.
 _ABOUT_MODEL = re.compile(r"file|path|name|dir|state|dict|config|cfg|args|url|type|ckpt|checkpoint|out|loss|size|param")
 _ABOUT_OPTIMIZER = re.compile(
@@ -366,7 +367,7 @@ class _Walk:
             return Region("no_grad" if off else "other", node, (), guards, num_loops)
         if full == "apex.amp.scale_loss" or key_of(func).endswith(".scale_loss"):
             return Region("scaled_loss", node, (), guards, num_loops)
-        if key_of(func).endswith("autocast"):
+        if _AUTOCAST.search(key_of(func)):
             return Region("owned", node, (), guards, num_loops)
         return Region("other", node, (), guards, num_loops)
 

@@ -57,7 +57,10 @@ _CONFIGURED = re.compile(
 )
 _MODE = re.compile(r"[A-Za-z_][\w.]* (==|in) \(?['\"\[]")
 _NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
-_PURE = {"len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "torch.cuda.is_available("}
+_PURE = {
+    "len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "type(", "lower(", "upper(",
+    "torch.cuda.is_available(",
+}  # fmt: skip
 AnyLoop = ast.For | ast.AsyncFor | ast.While
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
 _FLOAT16_IN = re.compile(r" in [\[({].*['\".](fp16|float16|half|16|16-mixed)['\"]?[^'\"]*[\])}]$")
@@ -157,7 +160,9 @@ def is_setting(script: Script, guard: Guard, event: Event) -> bool:
 
 
 def _is_initial(script: Script, text: str) -> bool:
-    """Whether a condition is an attribute that only `__init__` assigns, from a parameter: `self.step_each_batch`."""
+    """Whether a condition is an attribute that only `__init__` assigns: `self.step_each_batch`."""
+    if text.startswith("self.") and (bound := script.outline.bindings.get(text, ())):
+        return all(b.function.name == "__init__" for b in bound)
     # Conditions follow copies, so that the attribute has the name of the parameter here.
     functions = [f for f in script.outline.functions if text in f.params]
     is_attribute = any(script.outline.bindings.get(f"self.{name}") for name in (text, f"_{text}"))
@@ -267,7 +272,9 @@ def scaled_before(trace: Trace, index: int) -> int | None:
         # After a later backward without the scale, or cleared gradients, .grad is no longer known to be scaled.
         if between(trace, i, index, "zero_grad", "owned_backward", "get_scale", "handed"):
             return None
-        if any(e.scaled != "yes" for e in between(trace, i, index, "backward")):
+        # One under a condition of its own, as of an adversarial loss, leaves the path without it.
+        always = {*back.guards, *trace[index].guards}
+        if any(e.scaled != "yes" and always.issuperset(e.guards) for e in between(trace, i, index, "backward")):
             return None
         return i
     return None

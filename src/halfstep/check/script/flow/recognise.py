@@ -163,6 +163,8 @@ class Recogniser:
         last = name.rsplit(".", 1)[-1]
         if last in {"get", "pop", "getattr"} and any("scaler" in str(constant(a)) for a in value.args):
             return ""  # `kwargs.get("scaler")`: passed like a parameter
+        if last == "instantiate" and value.args:
+            last = _last(key_of(value.args[0])) or last  # of Hydra: `instantiate(cfg.amp.scaler)`
         if "lr_scheduler" in name or "schedule" in last.lower() or last.endswith("LR"):
             return "other" if schedules_value(value, name) else "scheduler"
         if name.startswith("torch.optim") or _OPTIM_CLASS.search(last) or "optim" in last.lower():
@@ -217,6 +219,7 @@ class Recogniser:
         if key and len(call.args) >= 2 and "scaler" in _last(key).lower() and self.kind_of(key, function) != "scaler":
             return Action("owned_step", scaler=key)
         is_model = _MODEL.search(_last(key)) or (_last(key) in self._models_by_use and not _LOSS.search(key))
+        is_model = is_model or key in {"self", "self.forward"}
         owner = key.rpartition(".")[0]
         is_wrapped = _last(key) in {"module", "ema"} and "model" in _last(owner).lower()  # model.module, model_ema.ema
         if key and (is_model or is_wrapped) and (call.args or call.keywords) and not name:

@@ -184,11 +184,16 @@ def _length(script: Script, guard: Guard) -> str:
 def _counted_loop(script: Script, event: Event, step: Event) -> Window | None:
     """The window of a backward inside `for micro in range(n)`, with the step after that loop."""
     depth, loops = len(step.loops), loops_around(script, event)
-    if len(loops) != len(event.loops) or len(loops) != depth + 1:
+    if len(loops) != len(event.loops):
         return None
-    loop = loops[depth]
-    length = micro_batches(loop) or _slices(loop)
-    return Window(step, f"the loop at line {script.where(loop).line} ends", length, by_loop=True) if length else None
+    # Inside a window there may be another loop, over patches or losses.
+    lengths = [(loop, length) for loop in loops[depth:] if (length := micro_batches(loop))]
+    if not lengths and len(loops) == depth + 1:
+        lengths = [(loops[depth], _slices(loops[depth]))]
+    loop, length = lengths[0] if lengths else (None, "")
+    if loop is None or not length:
+        return None
+    return Window(step, f"the loop at line {script.where(loop).line} ends", length, by_loop=True)
 
 
 def _slices(loop: ast.AST) -> str:

@@ -140,14 +140,33 @@ def scaling_accelerator(script: Script) -> Engine | None:
 
 
 def leaves_loss(script: Script, event: Event) -> bool:
-    """Whether an engine's backward uses the loss undivided: Lightning's manual_backward, and Fabric without DeepSpeed."""
+    """Whether an engine's backward uses the loss undivided.
+
+    Lightning's manual_backward does, Fabric without DeepSpeed, and an Accelerator that does not know of the accumulation.
+    """
     func = event.node.func if isinstance(event.node, ast.Call) else None
     if not isinstance(func, ast.Attribute):
         return False
     if func.attr == "manual_backward":
         return True
     engine = engine_at(script, key_of(func.value), event.function)
-    return engine is not None and engine.library == FABRIC and engine.plugin != "deepspeed"
+    if engine is None or engine.plugin == "deepspeed":
+        return False
+    return engine.library == FABRIC or (engine.is_created and _accumulates_nothing(script))
+
+
+def _accumulates_nothing(script: Script) -> bool:
+    """Whether no Accelerator of a script is set to accumulate: the launcher can still set the number of steps."""
+    calls = [site.call for name in _CREATED_BY for site in script.outline.library_calls.get(name, ())]
+    settings = {
+        "gradient_accumulation_steps",
+        "gradient_accumulation_plugin",
+        "deepspeed_plugin",
+        None,
+    }  # None: **kwargs
+    is_set = any(len(call.args) > 2 or settings & {k.arg for k in call.keywords} for call in calls)
+    is_assigned = any(key.endswith(".gradient_accumulation_steps") for key in script.outline.bindings)
+    return bool(calls) and not is_set and not is_assigned and "accumulate" not in script.outline.calls
 
 
 def _created(outline: Outline, call: ast.Call, function: Function, library: str) -> Engine:

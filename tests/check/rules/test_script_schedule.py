@@ -1,0 +1,160 @@
+"""HS195 and HS196: schedules before the step, in methods of trainers, and with scalers that a configuration creates."""
+
+import pytest
+
+from check_scripts import findings
+
+
+def reported(text, code="HS196"):
+    """The lines at which a rule is reported."""
+    return [f.line for f in findings(text, code)]
+
+
+BEFORE = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+for i, x in enumerate(loader):
+    with torch.autocast('cuda'):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    {advance}
+    {flag}
+    if run_step:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("advance", "flag", "expected"),
+    [
+        ("lr = scheduler.step()", "run_step = loss < bound", [7]),
+        ("scheduler.step()", "run_step = loss < bound", [7]),
+        ("scheduler.step()", "run_step = loss.item() < 10", [7]),
+        ("if loss < 3: scheduler.step()", "run_step = loss < bound", []),
+        ("scheduler.step()", "run_step = torch.isfinite(norm)", []),  # the scaler then skips nothing
+        ("scheduler.step()", "run_step = not has_inf(model)", []),
+    ],
+)
+def test_a_schedule_before_the_step_counts_skipped_steps_too(advance, flag, expected):
+    """The order of schedule and step in an iteration does not matter, nor does a flag that is not about gradients."""
+    assert reported(BEFORE.format(advance=advance, flag=flag)) == expected
+
+
+def test_a_schedule_whose_result_is_used_sets_the_rate_of_the_coming_step():
+    """torch's schedulers return nothing, so `lr = scheduler.step()` is another class, which runs before the step."""
+    plain = BEFORE.format(advance="scheduler.step()", flag="run_step = True").replace("    if run_step:\n    ", "")
+    plain = plain.replace("        scaler.update", "    scaler.update")
+    assert reported(plain, "HS195") == [7]
+    assert reported(plain.replace("scheduler.step()", "lr = scheduler.step()"), "HS195") == []
+
+
+METHODS = """\
+import torch
+from hydra.utils import instantiate
+class Trainer:
+    def __init__(self, cfg):
+        self.model = instantiate(cfg.model)
+        self.optimizer = instantiate(cfg.optimizer, self.model.parameters())
+        self.scheduler = instantiate(cfg.lr_scheduler, self.optimizer)
+        self.scaler = {scaler}
+    def train(self, batch):
+        self.optimizer.zero_grad()
+        with torch.autocast('cuda'):
+            loss = self.model(batch)
+        self.backward(loss)
+        {advance}
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+trainer = Trainer(cfg)
+for batch in loader:
+    trainer.train(batch)
+"""
+READ = "if self.scaler.get_scale() >= self.before: self.scheduler.step()"
+
+
+@pytest.mark.parametrize(
+    ("scaler", "advance", "expected"),
+    [
+        ("instantiate(cfg.amp.scaler)", "self.scheduler.step()", [14]),
+        ("instantiate(cfg.grad_scaler)", "self.scheduler.step()", [14]),
+        ("hydra.utils.instantiate(cfg.scaler)", "self.scheduler.step()", [14]),
+        ("torch.amp.GradScaler('cuda')", "self.scheduler.step()", [14]),
+        ("instantiate(cfg.amp.scaler)", READ, []),
+        ("instantiate(cfg.amp.wrapped)", "self.scheduler.step()", []),  # another class may count skipped steps
+    ],
+)
+def test_a_scaler_from_a_hydra_configuration_is_a_scaler(scaler, advance, expected):
+    """`instantiate(cfg.amp.scaler)` is what its configuration is called."""
+    assert reported(METHODS.format(scaler=scaler, advance=advance)) == expected
+
+
+ATTRIBUTES = """\
+import torch
+class Trainer:
+    def __init__(self):
+        self.scheduler, self.scaler = None, torch.amp.GradScaler('cuda')
+        self.step_scheduler_metric = None
+        self.step_scheduler_after = 'batch'
+    def run(self):
+        for i, x in enumerate(self.loader):
+            with torch.autocast('cuda'):
+                loss = self.model(x)
+            self.scaler.scale(loss).backward()
+            {other}
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if {test}:
+                self.scheduler.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "other", "expected"),
+    [
+        ("self.step_scheduler_after == 'batch'", "pass", [16]),
+        ("self.scheduler and self.step_scheduler_metric is None", "pass", [16]),
+        ("'warm' in str(self.scheduler).lower()", "pass", [16]),
+        ("self.scheduler.update == 'on_batch'", "pass", [16]),
+        ("type(self.scheduler) == OneCycle", "pass", [16]),
+        ("self.step_scheduler_metric is None", "self.step_scheduler_metric = evaluate(i)", []),
+        ("self.steps_done > 10", "self.steps_done += 1", []),
+    ],
+)
+def test_an_attribute_that_only_init_assigns_is_a_setting(test, other, expected):
+    """Whatever its name, an attribute that the loop does not assign is the same in every iteration."""
+    assert reported(ATTRIBUTES.format(test=test, other=other)) == expected
+
+
+REMAINDER = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+for epoch in range(epochs):
+    for i, x in enumerate(loader):
+        with torch.autocast('cuda'):
+            loss = model(x) / accum
+        scaler.scale(loss).backward()
+        if (i + 1) % accum == 0:
+            scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+            {each}
+    if {rest}:
+        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+    {epoch}
+"""
+
+
+@pytest.mark.parametrize("rest", ["len(loader) % accum != 0", "num_batches and num_batches % accum != 0"])
+def test_a_schedule_of_epochs_does_not_count_the_last_step_of_each(rest):
+    """A step for what remains of the last window is not a reason to call a schedule of epochs one of steps."""
+    assert reported(REMAINDER.format(each="pass", rest=rest, epoch="scheduler.step()")) == []
+    assert reported(REMAINDER.format(each="scheduler.step()", rest=rest, epoch="pass")) == [10]
+
+
+def test_a_schedule_that_opens_the_iteration_is_left_alone():
+    """Before the forward a schedule sets the learning rate by the number of iterations, which may be what is meant."""
+    text = "scaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    lr = scheduler.step()\n"
+    text += "    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
+    assert reported("import torch\n" + text) == []

@@ -1,0 +1,192 @@
+"""HS180: divisions that do not reach the backward, and windows that are longer than the divisor."""
+
+import pytest
+
+from check_scripts import findings
+
+
+def reported(text):
+    """The lines at which HS180 is reported."""
+    return [f.line for f in findings(text, "HS180")]
+
+
+VALIDATED = """\
+import torch
+class Trainer:
+    def fit(self):
+        for i, x in enumerate(self.loader):
+            with torch.autocast('cuda'):
+                loss = self.model(x)
+            {divided}
+            self.scaler.scale(loss).backward()
+            if (i + 1) % self.accumulation == 0:
+                self.scaler.step(self.optimizer); self.scaler.update(); self.optimizer.zero_grad()
+    {decorator}
+    def validate(self):
+        for x in self.val_loader:
+            loss = self.model(x) / self.accumulation
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorator", "divided", "expected"),
+    [
+        ("@torch.no_grad()", "pass", [8]),
+        ("@torch.inference_mode()", "pass", [8]),
+        ("@torch.no_grad()", "loss = loss / self.accumulation", []),
+        ("@torch.no_grad()", "loss /= self.accumulation", []),
+        ("@staticmethod", "pass", []),  # may compute a loss for the backward
+    ],
+)
+def test_the_loss_of_a_validation_is_not_the_one_of_the_backward(decorator, divided, expected):
+    """A division where no gradients are computed does not divide the gradients."""
+    assert reported(VALIDATED.format(decorator=decorator, divided=divided)) == expected
+
+
+LOGGED = """\
+import torch
+optimizer.zero_grad()
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x)
+    {log}
+    {name}.backward()
+    if (i + 1) % n_accum == 0:
+        optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "name", "expected"),
+    [
+        ("running += loss / n_accum", "loss", [7]),
+        ("self.running += loss / n_accum", "loss", [7]),
+        ("running += loss / n_accum / world_size", "loss", [7]),
+        ("running += loss / n_accum", "running", []),
+        ("total += loss / n_accum; final = total", "final", []),
+        ("loss = loss / n_accum; running += loss", "loss", []),
+    ],
+)
+def test_a_sum_that_is_only_logged_does_not_divide_the_loss(log, name, expected):
+    """`running += loss / n` matters only if `running` reaches the backward."""
+    assert reported(LOGGED.format(log=log, name=name)) == expected
+
+
+def test_no_grad_around_a_division_of_gradients_is_respected():
+    """Gradients divided by hand before the step need no divided loss."""
+    text = LOGGED.format(log="pass", name="loss").replace(
+        "        optimizer.step()",
+        "        with torch.no_grad():\n            for p in model.parameters(): p.grad = p.grad / n_accum\n        optimizer.step()",
+    )
+    assert reported(text) == []
+
+
+PATCHES = """\
+import torch
+data = make_dataset(cfg, batch_size=cfg.{size})
+for step in range(steps):
+    optimizer.zero_grad()
+    for micro in range({count}):
+        x = next(data)
+        {inner}
+            with torch.autocast('cuda', dtype=torch.bfloat16):
+                loss = model(x)
+            loss = {loss}
+            loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("inner", "loss", "expected"),
+    [
+        ("for patch in patches:", "loss.mean()", [11]),
+        ("for patch in patches:", "loss.sum() / batch_size", [11]),
+        ("for patch in patches:", "loss.sum() / batch_size / accum_rounds", []),
+        ("for patch in patches:", "loss.sum() / (accum_rounds * batch_size)", []),
+        ("for patch in patches:", "loss.sum() / total_batch", []),  # may be the batch of the window
+        ("for patch in patches:", "loss / batch_size", []),
+        ("if True:", "loss.sum() / batch_size", [11]),
+    ],
+)
+def test_a_mean_over_one_micro_batch_is_not_divided_by_their_number(inner, loss, expected):
+    """`loss.sum() / batch_size` of the loader is a mean over a micro-batch, also in a loop over patches of it."""
+    assert reported(PATCHES.format(size="batch_size", count="accum_rounds", inner=inner, loss=loss)) == expected
+
+
+def test_gradients_cleared_inside_the_outer_loop_do_not_accumulate():
+    """A clearing on each micro-batch ends the window, also where a loop over patches is inside it."""
+    text = PATCHES.format(size="b", count="accum_rounds", inner="for patch in patches:", loss="loss.mean()")
+    assert reported(text.replace("x = next(data)", "x = next(data); optimizer.zero_grad()")) == []
+
+
+PRODUCT = """\
+import torch
+for step in range(steps):
+    for micro in range({count}):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x)
+            {divide}
+        loss.backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "divide", "expected"),
+    [
+        ("accum * world_size", "loss = loss / accum", [7]),
+        ("accum * world_size", "loss /= accum", [7]),
+        ("args.accum * dist.world_size", "loss = loss.div(args.accum)", [7]),
+        ("accum_steps * 2", "loss = loss / accum_steps", [7]),
+        ("num_views * accum", "loss = loss / accum", [7]),
+        ("accum * world_size", "loss = loss / (accum * world_size)", []),
+        ("accum * world_size", "loss = loss / accum / world_size", []),
+        ("accum * world_size", "loss = loss / (world_size * accum)", []),
+        ("accum * 1", "loss = loss / accum", []),
+        ("accum", "loss = loss / accum", []),
+    ],
+)
+def test_a_loss_is_divided_by_every_factor_of_the_window(count, divide, expected):
+    """A loop over `accum * world_size` micro-batches sums more gradients than a division by `accum` makes up for."""
+    assert reported(PRODUCT.format(count=count, divide=divide)) == expected
+
+
+ACCELERATED = """\
+from accelerate import Accelerator
+accelerator = Accelerator({options})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for i, x in enumerate(loader):
+    loss = model(x){divided}
+    accelerator.backward(loss)
+    if (i + 1) % accum == 0:
+        optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "divided", "expected"),
+    [
+        ("mixed_precision='bf16'", "", [6]),
+        ("", "", [6]),
+        ("mixed_precision='bf16'", " / accum", []),
+        ("gradient_accumulation_steps=accum", "", []),
+        ("gradient_accumulation_plugin=plugin", "", []),
+        ("deepspeed_plugin=plugin", "", []),
+        ("**options", "", []),
+    ],
+)
+def test_an_accelerator_divides_only_by_the_steps_it_is_set_to(options, divided, expected):
+    """Without gradient_accumulation_steps accelerator.backward uses the loss as it is; the launcher can still set them."""
+    text = ACCELERATED.format(options=options, divided=divided)
+    assert reported(text) == expected
+    assert all("unless the launcher sets it" in f.message for f in findings(text, "HS180"))
+
+
+def test_an_accelerator_that_accumulates_is_left_alone():
+    """`accumulate`, or a number of steps assigned later, shows that the Accelerator knows of the accumulation."""
+    text = ACCELERATED.format(options="", divided="")
+    assert reported(text.replace("for i", "accelerator.gradient_accumulation_steps = accum\nfor i")) == []
+    assert (
+        reported(text.replace("    loss = model(x)", "    with accelerator.accumulate(model): loss = model(x)")) == []
+    )

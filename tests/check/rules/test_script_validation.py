@@ -1,0 +1,128 @@
+"""HS149: the model as `self`, autocast of another file, and forwards that are not validation."""
+
+import pytest
+
+from check_scripts import findings
+
+
+def reported(text):
+    """The lines at which HS149 is reported."""
+    return [f.line for f in findings(text, "HS149")]
+
+
+OWN = """\
+import torch
+class Model(torch.nn.Module):
+    def fit(self, loader):
+        for x in loader:
+            with torch.autocast('cuda', enabled=self.amp):
+                loss = self.criterion({call}(x))
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+    def {name}(self, loader):
+        self.eval()
+        for x in loader:
+            with torch.no_grad(){region}:
+                out = {call}(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "region", "expected"),
+    [
+        ("self.forward", "evaluate", "", [14]),
+        ("self", "validate", "", [14]),
+        ("self", "test_step", "", [14]),
+        ("self.forward", "evaluate", ", torch.autocast('cuda')", []),
+        ("self", "generate", "", []),
+        ("self", "plot_examples", "", []),
+    ],
+)
+def test_a_model_that_trains_itself_is_a_model(call, name, region, expected):
+    """`self(x)` and `self.forward(x)` in a method are forwards of the model that the class is."""
+    assert reported(OWN.format(call=call, name=name, region=region)) == expected
+
+
+IMPORTED = """\
+import torch
+from project.device import {context}
+def evaluate(model, loader):
+    with torch.no_grad():
+        for x in loader:
+            {inner}
+                out = model(x)
+for x in loader:
+    with {context}(device, precision):
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+evaluate(model, val_loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "inner", "expected"),
+    [
+        ("autocast_context", "if True:", [7]),
+        ("get_autocast", "if True:", [7]),
+        ("make_autocast_ctx", "if True:", [7]),
+        ("autocast_context", "with autocast_context(device, precision):", []),
+        ("get_context", "if True:", []),  # unknown
+    ],
+)
+def test_an_autocast_helper_of_another_file_is_autocast(context, inner, expected):
+    """A context that is named for autocast is one, wherever it is written."""
+    assert reported(IMPORTED.format(context=context, inner=inner)) == expected
+
+
+TRAIN = """\
+import torch
+def train(model):
+    for x in loader:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+model = Net()
+train(model)
+"""
+PREDICT = """\
+@torch.no_grad()
+def predict(model, x):
+    for view in views:
+        out = model(view(x))
+def run():
+    {model}
+    predict({name}, x)
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "expected"),
+    [
+        ("model = Net(); model.load_state_dict(torch.load(path))", "model", []),
+        ("best = Net()", "best", []),
+        ("pass", "model", [13]),
+    ],
+)
+def test_a_model_that_inference_creates_is_not_the_trained_one(model, name, expected):
+    """A function that loads a model for predictions passes another object to its helpers than training has."""
+    assert reported(TRAIN + PREDICT.format(model=model, name=name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("draw", "expected"),
+    [
+        ("axes[i].imshow(overlay)", []),
+        ("overlay = explain.gradcam_overlay(model, x)", []),
+        ("save_image(x, path)", []),
+        ("losses.append(p)", [12]),
+        ("correct += (p > 0).sum()", [12]),
+    ],
+)
+def test_pictures_of_some_examples_are_no_validation(draw, expected):
+    """A loop that draws each of its results needs no autocast."""
+    loop = f"for i, x in enumerate(examples):\n    with torch.no_grad():\n        p = model(x)\n    {draw}\n"
+    assert reported(TRAIN + loop) == expected
