@@ -218,8 +218,8 @@ def recorded(trial, path):
     [
         (large_weights, "fp16", "forward", "0", "overflowed in the forward pass"),
         (large_weights, "fp16-lean", "forward", "0", "overflowed in the forward pass"),
-        (bad_data, "fp16", "data", "0", "No operation of the step made it"),
-        (bad_weights, "fp16", "weights", "2", "2.weight (float32) contains nan"),
+        (bad_data, "fp16", "data", "0", "No operation of the step computed it"),
+        (bad_weights, "fp16", "weights", "2", "2.weight (float32) contains NaN"),
     ],
 )
 def test_what_the_loss_scale_did_not_cause_is_not_blamed_on_it(job, tmp_path, change, row, cause, module, words):
