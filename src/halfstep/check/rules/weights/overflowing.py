@@ -47,7 +47,7 @@ class OverflowingModel(ScriptRule):
     severity = "warning"
     reason = (
         "T5 v1.1, FLAN-T5, mT5 and the large T5 checkpoints, and Gemma 3, were pre-trained in bfloat16 and have activations above 65504, "
-        "the largest float16 number (Gemma 3: about 800,000). In float16 they become inf: the loss is NaN, or 0 in the Trainer's log. "
+        "the largest float16 number (a report on a Gemma 3 model has 800,000). In float16 they become inf: the loss is NaN, or 0 in the Trainer's log. "
         "Loss scaling does not help, because the forward pass overflows. Use bfloat16, or float32 on GPUs without it."
     )
     bad = (
