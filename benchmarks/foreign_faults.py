@@ -228,6 +228,8 @@ def _place_weight(fault: Fault, model: nn.Module, rng: random.Random) -> Fault |
         params = {n: p for n, p in params.items() if n in names}
     if fault.kind == "buffer":
         params = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+        # A replay starts from the buffers at the start of the window; what the loop writes into one later is not in it.
+        fault = replace(fault, micro=0)
     if fault.kind == "parameter-hook":
         params = {n: p for n, p in params.items() if p.requires_grad}
     if not params:
