@@ -442,23 +442,20 @@ def run_fault(
     model = build(setting)
     injector = Injector(fault, model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    options = compiling._options  # noqa: SLF001
-    if setting.backend not in {None, "inductor"}:
-        compiling._options = lambda *_: {"backend": setting.backend}  # noqa: SLF001
     init = scale or (2.0**24 if fault.kind == "scale" else 2.0**6)
     scaler = LossScaler(init_scale=init) if setting.precision.startswith("fp16") else None
-    engine = Engine(
-        model,
-        optimizer,
-        setting.precision,
-        accumulate=setting.accumulate,
-        max_norm=setting.max_norm,
-        compile=setting.backend is not None,
-        ema=0.9,
-        watch=watch,
-        scaler=scaler,
-    )
-    compiling._options = options  # noqa: SLF001
+    with _compiled_by(setting.backend):
+        engine = Engine(
+            model,
+            optimizer,
+            setting.precision,
+            accumulate=setting.accumulate,
+            max_norm=setting.max_norm,
+            compile=setting.backend is not None,
+            ema=0.9,
+            watch=watch,
+            scaler=scaler,
+        )
     g = torch.Generator().manual_seed(seed + 1)
     skipped, left = [], []
     for step in range(STEPS):
@@ -487,9 +484,21 @@ def run_fault(
     left += [state, torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
     left += [model.state_dict(), dict(model.named_buffers())]
     engine.close()
-    if setting.backend is not None:
-        torch._dynamo.reset()  # noqa: SLF001
     return skipped, left
+
+
+@contextlib.contextmanager
+def _compiled_by(backend: str | None) -> Iterator[None]:
+    """Let an Engine compile by this backend, from scratch: what was compiled before can change roundings."""
+    if backend is not None:
+        torch._dynamo.reset()  # noqa: SLF001
+    options = compiling._options  # noqa: SLF001
+    if backend not in {None, "inductor"}:
+        compiling._options = lambda *_: {"backend": backend}  # noqa: SLF001
+    try:
+        yield
+    finally:
+        compiling._options = options  # noqa: SLF001
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,19 @@ def test_other_optimizers_are_stepped_on_the_host_with_the_reason(make, reason):
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fused", [True, None])
+def test_sgd_does_not_step_16_bit_weights_on_a_cpu_by_torchs_fused_kernel(fused, dtype, caplog):
+    """On Arm that kernel computes some elements from stray memory; a user who asked for it is told."""
+    model = small_net().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, fused=fused)
+    with caplog.at_level(logging.INFO, logger="halfstep"):
+        path = choose_path(optimizer, model)
+    assert (path.kind, optimizer.param_groups[0]["fused"]) == ("plain", False if fused else None)
+    assert "torch's fused SGD is wrong for 16-bit weights" in path.reason
+    assert ("switched to fused=False" in caplog.text) == bool(fused)
+
+
 def test_one_group_set_by_hand_is_enough():
     """An optimizer with one unfused group is not switched behind its owner's back."""
     a, b = small_net(), small_net()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import platform
 import subprocess
 import sys
 import weakref
@@ -108,9 +109,8 @@ def assert_same(before, after):
 def test_a_nonfinite_gradient_changes_nothing_and_the_next_step_is_applied(make, dtype):
     """Weights and states are bit-identical after a skip, also in the first step, and training then equals one without the batch."""
     model, optimizer = build(make, dtype)
-    if dtype is torch.bfloat16 and isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"]:
-        # After many other tests in one process, the last two elements of a momentum buffer differ; never in a fresh one.
-        pytest.skip("open: bf16 momentum of torch's fused SGD on a CPU depends on what the process ran before")
+    if dtype is torch.bfloat16 and isinstance(optimizer, torch.optim.SGD) and platform.machine() in {"aarch64", "arm64"}:
+        pytest.skip("torch's fused SGD computes 16-bit weights from stray memory on Arm, with or without a Guard")
     guard = halfstep.Guard(optimizer)
     reference, plain = build(make, dtype)
     for step, bad in enumerate((math.nan, None, math.inf, -math.inf, None, None)):

@@ -52,6 +52,8 @@ _SWITCHED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _FUSED = (*_SWITCHED, torch.optim.Adagrad)
 # MPS accepts grad_scale and found_inf in its fused kernels and ignores them.
 _FUSED_DEVICES = {"cuda", "cpu", "xpu"}
+# torch 2.13 on Arm: the last elements of each vector of 16-bit weights and momentum are computed from stray memory.
+_WRONG_KERNEL = "torch's fused SGD is wrong for 16-bit weights on some CPUs"
 _MARK = "_halfstep_steps"  # on an optimizer while the Engine steps it
 
 
@@ -84,6 +86,10 @@ def choose_path(optimizer: torch.optim.Optimizer, model: nn.Module) -> StepPath:
         return StepPath(optimizer, "masters", reason)
     obstacle = _why_not_fused(optimizer, model)
     if obstacle is not None:
+        if obstacle == _WRONG_KERNEL and any(group["fused"] for group in optimizer.param_groups):
+            for group in optimizer.param_groups:
+                group["fused"] = False
+            log_once(f"{name} was switched to fused=False: {obstacle}.")
         return StepPath(optimizer, "plain", f"{name}, decided on the host: {obstacle}")
     if not all(group.get("fused") for group in optimizer.param_groups):
         _switch_to_fused(optimizer)
@@ -102,6 +108,8 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | 
         return f"fused kernels do not take a loss scale on {', '.join(sorted(devices - _FUSED_DEVICES))}"
     if not all(p.is_floating_point() for p in params):
         return "complex parameters"
+    if isinstance(optimizer, torch.optim.SGD) and any(p.device.type == "cpu" and p.element_size() == 2 for p in params):
+        return _WRONG_KERNEL
     if any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in model.modules()):
         return "sparse gradients"
     for group in optimizer.param_groups:
