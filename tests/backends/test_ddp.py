@@ -1,10 +1,5 @@
 """A model that the user wrapped in DistributedDataParallel, on real gloo ranks."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +8,7 @@ from torch import nn
 from halfstep.backends import WrappedDDP
 from halfstep.errors import SettingError
 from halfstep.precision.policy import Policy
+from rank_processes import run_ranks
 
 PROGRAM = Path(__file__).parents[1] / "ddp_program.py"
 
@@ -36,23 +32,7 @@ def test_what_the_wrapper_cannot_carry_is_rejected(precision, reason):
 @pytest.fixture(scope="module")
 def ranks():
     """What two gloo ranks measured, by case: both run every case of the program in one process each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM],
-            env=environment | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=600) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors[-3000:] for _, errors in outputs)
-    lines = [[json.loads(line) for line in text.splitlines()] for text, _ in outputs]
+    lines = run_ranks(PROGRAM)
     return {first["case"]: [first, second] for first, second in zip(*lines, strict=True)}
 
 

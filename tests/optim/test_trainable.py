@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from halfstep.errors import SettingError
@@ -47,17 +47,32 @@ def test_parameters_that_cannot_be_trained_are_rejected_by_name(cls, kind, build
     assert len(optimizer.param_groups) == 1
 
 
-def test_sharded_parameters_are_rejected_with_the_way_out(mesh):
-    """A DTensor has no memory of its own at its address; the message names what to use on several GPUs."""
+class Whole(AdamW):
+    """A rule that needs whole tensors, as Muon's does."""
+
+    elementwise = False
+
+
+def test_sharded_parameters_are_rejected_where_a_part_is_not_enough(mesh):
+    """By the Engine, which has no backend for them, and by a rule that is not elementwise; the message has the way out."""
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh))
-    with pytest.raises(SettingError, match=r"parameter weight: it is a DTensor.*DistributedDataParallel"):
-        AdamW(model.named_parameters())
-    with pytest.raises(SettingError, match=r"The Engine cannot train parameter weight: it is a DTensor"):
+    with pytest.raises(SettingError, match=r"Whole cannot train parameter weight: it is a DTensor.*whole tensors"):
+        Whole(model.named_parameters())
+    with pytest.raises(
+        SettingError, match=r"The Engine cannot train parameter weight: it is a DTensor.*halfstep.optim"
+    ):
         check_model(model)
+    AdamW(model.parameters())
     model.weight.requires_grad_(False)
     check_model(model)
-    AdamW(model.parameters())
+
+
+def test_a_sharded_parameter_is_looked_into(mesh):
+    """Parts of quantised weights cannot be trained either."""
+    part = DTensor.from_local(torch.ones(3).to(torch.float8_e4m3fn), mesh, [Shard(0)])
+    with pytest.raises(SettingError, match=r"not a float \(float8_e4m3fn\)"):
+        AdamW([nn.Parameter(part)])
 
 
 def test_sharding_wrappers_are_rejected():

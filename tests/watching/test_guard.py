@@ -109,7 +109,11 @@ def assert_same(before, after):
 def test_a_nonfinite_gradient_changes_nothing_and_the_next_step_is_applied(make, dtype):
     """Weights and states are bit-identical after a skip, also in the first step, and training then equals one without the batch."""
     model, optimizer = build(make, dtype)
-    if dtype is torch.bfloat16 and isinstance(optimizer, torch.optim.SGD) and platform.machine() in {"aarch64", "arm64"}:
+    if (
+        dtype is torch.bfloat16
+        and isinstance(optimizer, torch.optim.SGD)
+        and platform.machine() in {"aarch64", "arm64"}
+    ):
         pytest.skip("torch's fused SGD computes 16-bit weights from stray memory on Arm, with or without a Guard")
     guard = halfstep.Guard(optimizer)
     reference, plain = build(make, dtype)

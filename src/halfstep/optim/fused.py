@@ -24,6 +24,7 @@ from halfstep.kernels.available import triton_runs_on
 from halfstep.kernels.layout import Rule
 from halfstep.kernels.table import LAUNCH_SHAPES, NUM_MOMENTS, NUM_SETTINGS, ChunkTable, Pointer, to_device
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.shards import gradient_of, is_sharded, local
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["FusedOptimizer", "FusedStep"]
@@ -149,6 +150,8 @@ class FusedStep:
         self._rule = rule
         self._moments, self._unsupported = tuple(moments[:NUM_MOMENTS]), frozenset(moments[NUM_MOMENTS:])
         self._params: list[Tensor] = []
+        self._parts: list[Tensor] = []  # of the parameters, on this rank: they themselves, if they are not sharded
+        self._is_sharded = False  # whether any is
         self._states: list[dict[str, Tensor]] = []
         self._state: Mapping[Tensor, Any] | None = None  # the optimizer's mapping that contains them
         self._addresses: list[tuple[int, int]] = []  # and sizes of the weights, to notice `param.data = ...`
@@ -165,11 +168,13 @@ class FusedStep:
         """Build tables for these parameters, which all have gradients and complete states, and forget any others."""
         self._params = []
         states = [state[p] for p in params]
-        if not self._supports(params, states):
+        self._is_sharded = any(map(is_sharded, params))
+        parts = self._parts_of(params)
+        if not self._supports(parts, states):
             return
-        device = params[0].device
-        self._params, self._states, self._state = params, states, state
-        self._addresses = [(p.data_ptr(), p.numel()) for p in params]
+        device = parts[0].device
+        self._params, self._parts, self._states, self._state = params, parts, states, state
+        self._addresses = [(p.data_ptr(), p.numel()) for p in parts]
         self._steps = torch.stack([s["step"].to(device, torch.float32).reshape(()) for s in states])
         for own, view in zip(states, self._steps.unbind(), strict=True):
             own["step"] = view
@@ -178,6 +183,9 @@ class FusedStep:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._pointers, self._planned_for = None, ()
 
+    def _parts_of(self, params: list[Tensor]) -> list[Tensor]:
+        return [local(p) for p in params] if self._is_sharded else params
+
     def is_ready(self, params: list[Tensor], state: Mapping[Tensor, State]) -> bool:
         """Whether the same parameters have gradients as in the last step, with the same weights and states."""
         active = [p for p in params if p.grad is not None]
@@ -185,7 +193,7 @@ class FusedStep:
             state is self._state  # a loaded one is another object
             and len(active) == len(self._params)
             and all(map(operator.is_, active, self._params))
-            and [(p.data_ptr(), p.numel()) for p in active] == self._addresses
+            and [(p.data_ptr(), p.numel()) for p in self._parts_of(active)] == self._addresses
             and sum(map(len, self._states)) == len(self._stored)
             and all(map(operator.is_, (value for s in self._states for value in s.values()), self._stored))
         )
@@ -196,9 +204,9 @@ class FusedStep:
             return False
         from halfstep.kernels.lean_triton import prepare_factors
 
-        device = self._params[0].device
+        device = self._parts[0].device
         self._refresh_settings(rows, device)
-        grads: list[Tensor] = [p.grad for p in self._params]  # type: ignore[misc]
+        grads: list[Any] = [gradient_of(p) if self._is_sharded else p.grad for p in self._params]
         if not self._refresh_pointers(grads, device):
             return False
         one = self._one if divisor is None else divisor.reshape(())
@@ -249,7 +257,7 @@ class FusedStep:
             self._params = []  # strided gradients: left to the reference
             return False
         if self._pointers is None:
-            rows = [self._pointer_row(p, s) for p, s in zip(self._params, self._states, strict=True)]
+            rows = [self._pointer_row(p, s) for p, s in zip(self._parts, self._states, strict=True)]
             self._pointers = np.array(rows, dtype=np.int64)
         self._pointers[:, Pointer.GRAD] = addresses
         self._table = to_device(self._pointers, device)
@@ -266,11 +274,11 @@ class FusedStep:
         if self._planned_for == planned_for:
             return
         self._planned_for = planned_for
-        kinds = tuple(self._kind(g, p, s) for g, p, s in zip(grads, self._params, self._states, strict=True))
+        kinds = tuple(self._kind(g, p, s) for g, p, s in zip(grads, self._parts, self._states, strict=True))
         self._launches = []
         for kind in dict.fromkeys(kinds):
             # Tensors of other kinds count as empty here, so that a tensor has the same index in every table.
-            sizes = [p.numel() if k == kind else 0 for p, k in zip(self._params, kinds, strict=True)]
+            sizes = [p.numel() if k == kind else 0 for p, k in zip(self._parts, kinds, strict=True)]
             rule, *dtypes = kind
             chunk, _ = LAUNCH_SHAPES[dtypes[-1]]
             self._launches.append(LeanLaunch(rule, ChunkTable(sizes, aligned, chunk, device), *dtypes))

@@ -36,6 +36,7 @@ from halfstep.errors import SettingError, unknown
 from halfstep.kernels.layout import MASTER_ENTRIES, Layout
 from halfstep.kernels.lean import lean_step, read_master
 from halfstep.optim.convert import convert, plain, without_steps
+from halfstep.optim.shards import gradient_of, is_sharded, local, own_state, placed_as, share_of, whole_state
 from halfstep.optim.trainable import check_trainable
 
 __all__ = ["LeanOptimizer"]
@@ -74,7 +75,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         """Add a group, as torch's optimizers do; a parameter that cannot be trained is rejected by name."""
         super().add_param_group(param_group)
         try:
-            check_trainable(_named(self.param_groups[-1]), type(self).__name__)
+            check_trainable(_named(self.param_groups[-1]), type(self).__name__, shards=self.elementwise)
         except SettingError:
             self.param_groups.pop()
             raise
@@ -151,14 +152,13 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
     def _step_by_reference(
         self, group: dict[str, Any], param: Tensor, divisor: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        assert param.grad is not None
-        lean_step(param, param.grad, self.state[param], self.layout, partial(self.update, group), divisor, found_inf)
+        update = partial(self.update, group)
+        lean_step(local(param), gradient_of(param), self.state[param], self.layout, update, divisor, found_inf)
 
     def _check_supported(self, param: Tensor) -> None:
         assert param.grad is not None
-        check_trainable(
-            [(f"of shape {tuple(param.shape)}", param)], type(self).__name__
-        )  # it may have been frozen before
+        named = [(f"of shape {tuple(param.shape)}", param)]
+        check_trainable(named, type(self).__name__, shards=self.elementwise)  # it may have been frozen before
         if param.grad.is_sparse or param.is_complex():
             kind = "sparse gradient" if param.grad.is_sparse else "complex parameter"
             raise SettingError(
@@ -181,7 +181,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         return Layout(self.moments, self.unsigned, master, states, self.scalars)
 
     def _create_state(self, group: dict[str, Any], param: Tensor) -> None:
-        self.fill_state(self.state[param], group, param)
+        self.fill_state(self.state[param], group, local(param))
 
     def fill_state(self, state: dict[str, Any], group: dict[str, Any], param: Tensor) -> None:
         """Add what the state of a parameter of this group lacks: step count, moments and the master of a 16-bit weight."""
@@ -207,7 +207,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
 
     def start_master(self, param: Tensor, master: Tensor | None) -> None:
         """Store the master of a 16-bit weight, unless there is one already; None: the weight as it is."""
-        self._add_master(self.state[param], param, master)
+        self._add_master(self.state[param], local(param), share_of(param, master))
 
     def _add_master(self, state: dict[str, Any], param: Tensor, master: Tensor | None) -> None:
         layout = self.layout
@@ -220,15 +220,26 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         state = self.state[param]
         for name in MASTER_ENTRIES:
             state.pop(name, None)
-        weight, entries = self.layout.pack_master(master, param.dtype)
-        param.copy_(weight)
+        weight, entries = self.layout.pack_master(share_of(param, master), param.dtype)
+        local(param).copy_(weight)
         state |= entries
 
     def master_of(self, param: Tensor) -> Tensor:
         """The fp32 value that the optimizer works on for `param`."""
-        return read_master(param, self.state.get(param, {}))
+        master = read_master(local(param), self.state.get(param, {}))
+        return placed_as(param, master) if is_sharded(param) else master
 
     # --- saving and loading -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch's optimizers return it; entries of a sharded parameter are DTensors (`optim.shards`)."""
+        saved: dict[str, Any] = super().state_dict()
+        params = [p for group in self.param_groups for p in group["params"]]
+        indices = [i for group in saved["param_groups"] for i in group["params"]]
+        for index, param in zip(indices, params, strict=True):
+            if is_sharded(param) and index in saved["state"]:
+                saved["state"][index] = whole_state(saved["state"][index], param)
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of any layout, or torch's; moments and masters have this optimizer's layout afterwards."""
@@ -245,7 +256,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
         for index, param in zip(indices, params, strict=True):
             if index in saved:
-                self.state[param] = convert(saved[index], param, self.layout)
+                self.state[param] = convert(own_state(saved[index], param), local(param), self.layout)
             if not self.state[param].keys() & set(MASTER_ENTRIES):  # torch's own state: the weights stay what they are
                 self.state[param] |= {
                     name: before[param][name] for name in MASTER_ENTRIES if name in before.get(param, {})
@@ -264,7 +275,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         """Share the groups and the state of a stock optimizer, converted to this layout; its schedulers keep working."""
         self.param_groups, self.defaults = stock.param_groups, stock.defaults
         for param in list(stock.state):  # torch's own state, or a lean one if it was adopted before
-            self.state[param] = convert(stock.state.pop(param), param, self.layout)
+            self.state[param] = convert(own_state(stock.state.pop(param), param), local(param), self.layout)
         self._stock, stock.state = stock, self.state
 
     def __repr__(self) -> str:

@@ -1,8 +1,9 @@
 """Which tensors can be trained: plain, dense ones in a float dtype.
 
-A tensor subclass that wraps others (DTensor of FSDP2 and tensor parallelism, quantised weights) has no memory of its own
-at the address that a kernel would step, and arithmetic on its bits means something else or nothing. Such parameters are
-rejected by name while they require gradients. Frozen ones are only read by the model and pass untouched.
+A tensor subclass that wraps others (quantised weights) has no memory of its own at the address that a kernel would step,
+and arithmetic on its bits means something else or nothing. Such parameters are rejected by name while they require
+gradients. Frozen ones are only read by the model and pass untouched. A DTensor is rejected too, except by an optimizer that
+steps the part of each rank (`optim.shards`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.errors import SettingError
+from halfstep.optim.shards import is_sharded, local
 
 __all__ = ["check_model", "check_trainable", "unsupported_kind"]
 
@@ -24,9 +26,10 @@ _SHARDED = "a parameter sharded by FSDP2 or tensor parallelism"
 _WAY_OUT = {
     "lazy": "Run one batch through the model first, then build the optimizer and the Engine.",
     "sharded": (
-        "Sharded training is not supported yet: on several GPUs use DistributedDataParallel with a preset that has fp32 "
-        "weights (bf16, fp16), or train without Halfstep's Engine, with torch.optim."
+        "The Engine does not train sharded models yet: on several GPUs use DistributedDataParallel with a preset that has fp32 "
+        "weights (bf16, fp16), or FSDP2 in a loop of your own, with halfstep.optim or torch.optim."
     ),
+    "whole": "Its rule needs whole tensors; use AdamW, SGD or Lion, or leave this parameter out of fully_shard.",
     "other": (
         "Freeze it (requires_grad_(False)) and train adapters in a plain dtype next to it, or train without Halfstep's "
         "Engine, with torch.optim or the optimizer of the library that made it."
@@ -40,7 +43,7 @@ def unsupported_kind(tensor: Tensor) -> tuple[str, str] | None:
     is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
     if is_lazy(tensor):
         return "uninitialized (a lazy module has not run yet)", _WAY_OUT["lazy"]
-    if any(base.__name__ == "DTensor" for base in own.__mro__):
+    if is_sharded(tensor):
         return f"a DTensor, {_SHARDED}", _WAY_OUT["sharded"]
     if getattr(tensor, "_is_flat_param", False):
         return "a flat parameter of FullyShardedDataParallel", _WAY_OUT["sharded"]
@@ -56,10 +59,15 @@ def unsupported_kind(tensor: Tensor) -> tuple[str, str] | None:
     return None
 
 
-def check_trainable(named: Iterable[tuple[str, Tensor]], trainer: str) -> None:
-    """Raise for the first of these parameters that requires gradients and cannot be trained."""
+def check_trainable(named: Iterable[tuple[str, Tensor]], trainer: str, *, shards: bool | None = None) -> None:
+    """Raise for the first of these parameters that requires gradients and cannot be trained.
+
+    `shards`: whether the trainer's arithmetic works on the part of a rank; None for one that knows no sharded parameters.
+    """
     for name, param in named:
-        kind = unsupported_kind(param) if param.requires_grad else None
+        kind = unsupported_kind(local(param) if shards else param) if param.requires_grad else None
+        if kind is not None and shards is False and is_sharded(param):
+            kind = kind[0], _WAY_OUT["whole"]
         if kind is not None:
             description, way_out = kind
             raise SettingError(f"{trainer} cannot train parameter {name}: it is {description}. {way_out}")

@@ -1,0 +1,99 @@
+"""Sharded parameters: each rank steps the part that it stores.
+
+FSDP2 (`fully_shard`) and tensor parallelism make a parameter a DTensor: a local tensor, a mesh of ranks, and how the whole
+is placed on it. A rule that treats each element alone needs no other rank: weights, masters and moments are stepped as
+plain local tensors, by the same kernels. Only the optimizer's `state_dict` speaks of the whole. There the entries of a
+sharded parameter are DTensors with its placements, so that torch's `get_optimizer_state_dict` and
+`torch.distributed.checkpoint` save them, also for another number of ranks. 8-bit moments are fp32 there, as their blocks
+belong to one way of sharding, and the int16 numbers of split masters are pairs of bytes, as neither NCCL nor gloo sends int16.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.kernels.layout import restore
+
+__all__ = ["gradient_of", "is_sharded", "local", "own_state", "placed_as", "share_of", "whole_state"]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # importing it takes long, and without it there are none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part that this rank stores, which shares its memory; a plain tensor is its own."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def gradient_of(param: Tensor) -> Tensor:
+    """This rank's part of a parameter's gradient, which may have to be reduced over ranks first."""
+    grad: Any = param.grad
+    if not is_sharded(grad):
+        return grad  # type: ignore[no-any-return]
+    if is_sharded(param) and tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    return local(grad)
+
+
+def placed_as(param: Any, part: Tensor) -> Tensor:
+    """The tensor of which every rank stores such a part, placed as `param` is; it may have further dimensions."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*param.shape, *part.shape[param.dim() :]))
+    stride = param.stride() if len(shape) == param.dim() else torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+
+
+def share_of(param: Any, value: Any) -> Any:
+    """This rank's part of a value of `param`: of a DTensor, however it is placed, or of the whole tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    if not is_sharded(param):
+        return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+    mesh, placements = param.device_mesh, param.placements
+    if is_sharded(value):
+        placed: Any = value
+        if (placed.device_mesh, tuple(placed.placements)) != (mesh, tuple(placements)):
+            placed = placed.redistribute(mesh, placements)
+        return local(placed)
+    if value.dim() == 0 or value.shape[: param.dim()] != param.shape:  # a step count, or a scalar of the rule
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return local(distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None))
+
+
+def whole_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state of a sharded parameter as it is saved."""
+    scaled = {name for name in state if f"{name}_scale" in state}
+    shape = local(param).shape
+    entries: dict[str, Any] = {}
+    for name, value in state.items():
+        if name in scaled or name == "low":
+            part = _bytes(value) if name == "low" else restore(state, name).view(shape)
+            entries[name] = placed_as(param, part)
+        elif name.removesuffix("_scale") not in scaled:
+            is_part = isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
+            entries[name] = placed_as(param, value) if is_part else value
+    return entries
+
+
+def own_state(saved: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """What this rank stores of a saved state of `param`."""
+    entries = {name: share_of(param, value) for name, value in saved.items()}
+    low = entries.get("low")
+    if isinstance(low, Tensor) and low.dtype is torch.uint8:
+        entries["low"] = low.contiguous().view(torch.int16).squeeze(-1)
+    return entries
+
+
+def _bytes(low: Tensor) -> Tensor:
+    return low.unsqueeze(-1).view(torch.uint8)

@@ -1,0 +1,70 @@
+"""Optimizers on parameters that FSDP2 or tensor parallelism has sharded, on real gloo ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from rank_processes import run_ranks
+
+PROGRAM = Path(__file__).parents[1] / "sharding_program.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the ranks save."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """What two ranks printed, by case."""
+    lines = run_ranks(PROGRAM, folder)
+    return {first["case"]: [first, second] for first, second in zip(*lines, strict=True)}
+
+
+def test_each_rank_steps_its_part_as_a_plain_tensor(ranks):
+    """Bit for bit in every layout, with a skipped step; on one rank the last bias has no elements."""
+    assert [rank["wrong"] for rank in ranks["steps_are_those_of_the_parts"]] == [[], []]
+    assert [rank["sizes"][-1] for rank in ranks["steps_are_those_of_the_parts"]] == [1, 0]
+
+
+def test_kernels_step_the_parts(tmp_path):
+    """All of them in one launch, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    for (line,) in run_ranks(PROGRAM, tmp_path, "kernels_step_the_parts", variables={"TRITON_INTERPRET": "1"}):
+        assert line["wrong"] == []
+        assert line["launched"] == line["stepped"] > 0
+
+
+def test_training_under_fsdp2_is_that_of_one_process(ranks):
+    """The ranks have halves of the batch, so only roundings differ."""
+    for rank in ranks["training_is_that_of_one_process"]:
+        assert max(rank["far"].values()) < 1e-5, rank
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a_checkpoint_of_torch_continues_bit_for_bit",
+        "a_mesh_that_replicates_and_shards",
+        "a_full_state_dict_has_whole_tensors",
+        "masters_are_read_and_set_as_wholes",
+    ],
+)
+def test_states_are_saved_and_loaded_as_wholes(ranks, case):
+    """By torch's own functions; 8-bit moments come back bit for bit."""
+    assert [rank["wrong"] for rank in ranks[case]] == [[], []]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_checkpoint_of_two_ranks_continues_on_one(folder):
+    """Weights, masters and moments."""
+    ((line,),) = run_ranks(PROGRAM, folder, "a_checkpoint_of_two_ranks_continues", ranks=1)
+    assert line["wrong"] == []
+    assert line["loaded"] > 5
+
+
+def test_a_gradient_that_is_still_a_sum_over_ranks_is_summed(ranks):
+    """1 - 0.1 * (1 + 2)."""
+    for rank in ranks["unreduced_gradients_are_reduced"]:
+        assert rank["weights"] == pytest.approx([0.7] * 5)
