@@ -37,7 +37,7 @@ _ATTACHES_NOTHING = re.compile(
     r"_(args|arguments|options|parser|flags|settings|paths?|dirs?|names|state_dict)$|"
     r"^_*(make|create|build|get|load|read|default)_\w*config$"
 )
-
+_ENUMS = {"TaskType", "PeftType"}  # arguments of a configuration
 
 # Options such as `use_lora` and queries such as `disable_adapter()`: they attach nothing by themselves.
 _FLAG = re.compile(r"^_*(use|using|is|has|with|enable|enabled|disable|no)_", re.IGNORECASE)
@@ -102,6 +102,8 @@ def adapter_use(outline: Outline) -> str:
     ]
     if not conditional and not names:
         return "optional"  # flags that this file only reads
+    if not conditional and not any(_is_used(outline, name) for name in outline.loads):
+        return "no"  # imported, or configured and never passed on
     return "optional" if conditional and all(conditional) else "yes"
 
 
@@ -134,6 +136,20 @@ def _attaches(name: str, call: ast.Call) -> bool:
         return False
     owner = text_of(call.func.value) if isinstance(call.func, ast.Attribute) and name == "from_pretrained" else ""
     return bool(_ADAPTERS.search(name) or re.search(r"kbit|quantize", name) or _ADAPTERS.search(owner))
+
+
+def _is_used(outline: Outline, name: str) -> bool:
+    """Whether a name that is read is about adapters, other than a configuration that nothing reads."""
+    if not _ADAPTERS.search(name) and not _ADAPTERS.search(outline.names.table.get(name, "")):
+        return False
+    if name in _ENUMS:
+        return False
+    sites = outline.calls.get(name, ()) if name.endswith("Config") else ()
+    if not sites or len(sites) < outline.loads[name]:
+        return True
+    statements = [outline.parents.get(site.call) for site in sites]
+    targets = [key_of(t) for s in statements for t in (s.targets if isinstance(s, ast.Assign) else ())]
+    return len(targets) < len(sites) or any(not t or t.rsplit(".", 1)[-1] in outline.loads for t in targets)
 
 
 def _is_conditional(outline: Outline, call: ast.AST) -> bool:

@@ -28,13 +28,13 @@ from halfstep.check.script.objects.trainers import (
 )
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
-    ADAPTER_FLAG,
     Cast,
     Lineage,
     VariableCast,
     asks_for_adapters,
     casts_in,
     conditions_of,
+    is_adapter_branch,
     trace_model,
 )
 from halfstep.check.script.syntax.names import key_of
@@ -306,7 +306,7 @@ class Training:
         there = (*conditions_of(outline, by), *conditions_of(outline, owner))
         if any((text, not is_true) in there for text, is_true in here):
             return False
-        if any(is_true and ADAPTER_FLAG.search(text) for text, is_true in here):
+        if any(map(is_adapter_branch, here)):
             return False  # the branch that attaches an adapter
         if any(is_true and _ASIDE.search(text.lower()) for text, is_true in here if (text, is_true) not in there):
             return False
