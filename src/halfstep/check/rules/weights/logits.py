@@ -13,6 +13,7 @@ from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
 from halfstep.check.script.objects.outputs import (
     Exit,
     in_no_grad,
+    iterated,
     keeps_dtype,
     keeps_format,
     leaves_autocast,
@@ -223,11 +224,15 @@ def _logit_formats(script: Script, node: ast.expr, function: Function, line: int
     ]
     if earlier:
         last = earlier[-1]
+        rows = iterated(last)
+        if rows is not None:
+            return _logit_formats(script, rows, function, getattr(last.node, "lineno", 0), depth)
         if last.value is None or last.index is not None:
             return frozenset()
         return _logit_formats(script, last.value, function, getattr(last.node, "lineno", 0), depth)
     if name in function.params:
-        passed = [_logit_formats(script, v, f, v.lineno, depth) for v, f in passed_for(outline, name, function)]
+        sites = [(v, f) for v, f in passed_for(outline, name, function) if not in_no_grad(script, v)]
+        passed = [_logit_formats(script, v, f, v.lineno, depth) for v, f in sites]
         return passed[0] if passed and all(p == passed[0] for p in passed) else frozenset()
     return frozenset()
 
