@@ -213,3 +213,47 @@ def test_full_finetuning_of_a_script_for_adapters(four, attach, restore, expecte
     """Without quantization and adapters all weights are trained in 16 bits, except the norms that a loop returns to float32."""
     text = QLORA.format(four=four, attach=attach, restore=restore)
     assert [f.line for f in findings(text, "HS277")] == expected
+
+
+TWO_STAGES = """\
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+def adapt(data):
+    {load}
+    {attach}
+    SFTTrainer(model={name}, args=SFTConfig('lora', bf16=True), train_dataset=data{config}).train()
+model = AutoModelForCausalLM.from_pretrained('x/y', dtype=torch.bfloat16)
+{before}
+SFTTrainer(model=model, args=SFTConfig('full', bf16=True), train_dataset=data).train()
+"""
+STAGE = {
+    "load": "base = AutoModelForCausalLM.from_pretrained('x/y', dtype=torch.bfloat16)",
+    "attach": "base = get_peft_model(base, LoraConfig())",
+    "name": "base",
+    "config": "",
+    "before": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [9]),
+        ({"attach": "pass", "config": ", peft_config=LoraConfig()"}, [9]),
+        ({"before": "model = get_peft_model(model, LoraConfig())"}, []),
+        ({"before": "def wrap(m):\n    return get_peft_model(m, LoraConfig())\nmodel = wrap(model)"}, []),
+        (
+            {
+                "before": "class Net:\n    def __init__(self):\n        self.m = get_peft_model(self.m, LoraConfig())\nmodel = Net(model)"
+            },
+            [],
+        ),
+        ({"before": "from unsloth import FastLanguageModel"}, []),
+    ],
+)
+def test_adapters_of_another_model_leave_this_one_trained_in_full(changes, expected):
+    """A file may train one model in full and adapters of another."""
+    text = TWO_STAGES.format(**STAGE | changes)
+    assert [f.line for f in findings(text, "HS277")] == expected

@@ -33,6 +33,7 @@ _SAME_DTYPE = {
 }  # fmt: skip
 # These convert the outputs of a prepared model to float32, or run autocast around it.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
+MAX_STEPS = 12  # operations, assignments and calls between a model and its loss
 _HEADS = frozenset({"lm_head", "output_head"})
 _LOG_PROBABILITIES = ("log_softmax", "logsumexp")
 _FUNCTIONS = {
@@ -190,7 +191,9 @@ def _with_autocast(script: Script, node: ast.AST, function: Function) -> bool:
     return any("autocast" in ast.unparse(c) or autocasts_of(script.outline, c, function) for c in contexts)
 
 
-def _logit_formats(script: Script, node: ast.expr, function: Function, line: int, depth: int = 6) -> frozenset[str]:
+def _logit_formats(
+    script: Script, node: ast.expr, function: Function, line: int, depth: int = MAX_STEPS
+) -> frozenset[str]:
     """The formats of logits, if the text decides them: cast explicitly, or the output of a 16-bit model."""
     outline = script.outline
     while depth:

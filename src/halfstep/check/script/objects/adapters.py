@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none, passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
     Cast,
+    Lineage,
     VariableCast,
     asks_for_adapters,
     cast_formats,
@@ -25,7 +26,7 @@ from halfstep.check.script.objects.weights import (
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["Attachment", "adapted_casts", "adapter_use", "attachments", "upcasts_parameters"]
+__all__ = ["Attachment", "adapted_casts", "adapter_use", "attachments", "is_attached_elsewhere", "upcasts_parameters"]
 
 _ADAPTERS = re.compile(
     r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE
@@ -105,6 +106,35 @@ def adapter_use(outline: Outline) -> str:
     if not conditional and not any(_is_used(outline, name) for name in outline.loads):
         return "no"  # imported, or configured and never passed on
     return "optional" if conditional and all(conditional) else "yes"
+
+
+def is_attached_elsewhere(outline: Outline, lineage: Lineage, trainer: ast.Call | None = None) -> bool:
+    """Whether every adapter and quantization of a file is certainly that of another model than this one."""
+    if outline.names.uses("unsloth"):
+        return False
+    sites = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
+    for call, function in sites:
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        arguments = [key_of(node) for node in (*call.args, *(k.value for k in call.keywords))]
+        keys = {*arguments, key_of(owner), *_targets(outline, call)} - {""}
+        params = keys & set(function.params)
+        received = [site for param in sorted(params) for site in passed_for(outline, param, function)]
+        if any(key.startswith("self.") for key in keys):
+            return False  # a part of some model
+        if not any(arguments) or any(lineage.has(key, function) for key in keys):
+            return False
+        if (params and not received) or any(lineage.has(key_of(value), caller) for value, caller in received):
+            return False
+    passed = [
+        (call, keyword)
+        for name, calls in outline.calls.items()
+        if name == "from_pretrained" or name.endswith("Trainer")
+        for call, _ in calls
+        for keyword in call.keywords
+        if keyword.arg in _KEYWORDS and constant(keyword.value) not in {None, False}
+    ]
+    own = {trainer, *(cast.node for cast in lineage.casts)}
+    return bool(sites or passed) and not any(call in own for call, _ in passed)
 
 
 def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast, ...]:

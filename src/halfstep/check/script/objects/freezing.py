@@ -15,6 +15,11 @@ __all__ = ["enabled_parts", "freezes", "freezing_loops", "restored_layers", "res
 
 _ATTACHES = re.compile(r"^_*(initialize|init|attach|add|insert|inject|replace|build|create|wrap|patch)_")
 _ITERATED = {"parameters", "named_parameters", "modules", "named_modules"}
+# Parts that are attached to a loaded model, in float32.
+_ADDED = re.compile(
+    r"lora|adapter|prompt|query|proj|head|classifier|connector|resampler|mlp|gate|\bln|norm|memory|router|new|float|new_|extra|custom",
+    re.IGNORECASE,
+)
 # Layers that recipes keep in float32 next to 16-bit weights, as a condition names them; matrices are another matter.
 _SMALL = re.compile(
     r"[Nn]orm|RMS|\bln_?|\bbn\b|[Rr]outer|\bgate\b|\bbias\b|ndim == 1|dim\(\) == 1|ndim < 2|dim\(\) < 2"
@@ -52,11 +57,12 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
         return False  # the other layers are trained in 16 bits
     if _freezes_named(loop) and not _has_new_layers(lineage):
         return False  # the layers of other names are trained
-    # A loop that chooses the layers to train, with the cast after it: those layers have 16 bits too.
+    # A loop that chooses the layers to train, of a model that is cast after it, or that has no layers of its own: those
+    # layers have 16 bits too.
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
-    return not chooses or not any(
-        c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts
-    )
+    later = any(c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts)
+    whole = not _ADDED.search(ast.unparse(loop)) and not _has_new_layers(lineage)
+    return not chooses or not (later or whole)
 
 
 def restored_layers(loop: ast.For) -> str:

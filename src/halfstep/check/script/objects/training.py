@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
-from halfstep.check.script.objects.adapters import adapted_casts, adapter_use
+from halfstep.check.script.objects.adapters import adapted_casts, adapter_use, is_attached_elsewhere
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, trains_part_of
 from halfstep.check.script.objects.layers import cast_layers, defines_optimizer
@@ -134,8 +135,8 @@ class Training:
         """16-bit weights that an optimizer without master weights updates."""
         if self.has_masters:
             return ()
-        ties = self._adapted_ties() if self.adapters == "yes" else self._optimizer_ties()
-        return tuple(self._unique(ties))
+        adapted = self._adapted_ties() if self.adapters == "yes" else iter(())
+        return tuple(self._unique(chain(adapted, self._optimizer_ties())))
 
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
@@ -197,7 +198,8 @@ class Training:
         for call, function in (*self.optimizers, *assumed)[:MAX_OPTIMIZERS]:
             for owner, scope in self.owners(call, function):
                 lineage = self.model(owner, scope)
-                if not self._is_spared(lineage):
+                is_full = self.adapters != "yes" or is_attached_elsewhere(self.outline, lineage)
+                if is_full and not self._is_spared(lineage):
                     for cast in lineage.casts:
                         if cast.node not in tied and self._reaches(cast, call, function, owner):
                             tied.add(cast.node)
@@ -369,9 +371,10 @@ class Training:
                 lineage = self.model(model, function)
                 lineage.casts += loading_options(self.outline, model, arguments, function)
                 casts = lineage.casts
-                if self.adapters == "yes":
+                is_adapted = self.adapters == "yes" and not is_attached_elsewhere(self.outline, lineage, call)
+                if is_adapted:
                     casts = [c for c in adapted_casts(self.outline, self._casts) if lineage.has(c.key, c.function)]
-                if casts and (self.adapters == "yes" or not self._is_spared(lineage)):
+                if casts and (is_adapted or not self._is_spared(lineage)):
                     for cast in casts:
                         only = not without or without in conditions_of(self.outline, cast.node)
                         if only and self._reaches(cast, call, function, model):
