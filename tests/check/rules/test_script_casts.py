@@ -115,3 +115,19 @@ LIFTED = 'cfg.PREC == "fp32" or cfg.PREC == "amp"'
 def test_a_checkpoint_in_float16_is_trained_where_no_option_casts_it(text, expected):
     """With 'fp16' neither `.float()` nor the scaler of 'amp' runs, and parameters of the model's dtype are stepped."""
     assert [c for c in codes(text) if c.startswith("HS161")] == (["HS161:32"] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("loss", "test", "expected"),
+    [
+        ("F.cross_entropy(self.model(image), label)", LIFTED, ["HS154:31"]),
+        ("F.cross_entropy(self.model(image).float(), label)", LIFTED, []),
+        ("F.cross_entropy(self.model(image), label)", "True", []),
+    ],
+)
+def test_the_loss_of_a_checkpoint_in_float16(loss, test, expected):
+    """Where no option casts the model, its logits and the cross-entropy are float16 too."""
+    text = PROMPTS.format(test=test, update="self.model_backward_and_update(loss)")
+    text = text.replace("import torch\n", "import torch, torch.nn.functional as F\n", 1)
+    head, _, tail = text.rpartition("loss_fn(self.model(image), label)")
+    assert [c for c in codes(head + loss + tail) if c.startswith("HS154")] == expected

@@ -735,3 +735,22 @@ for x, y in loader:
 def test_layers_that_a_loop_chooses_have_the_dtype_of_the_model(added, test, count):
     """What a loop trains was cast with the model, unless it may have been attached later, in float32."""
     assert len(findings(SELECTED.format(added=added, test=test), "HS151")) == count
+
+
+DEFAULT = """\
+import torch
+torch.set_default_dtype(torch.float16)
+model = Net(){cast}
+torch.set_default_dtype(torch.float32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for x, y in loader:
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_a_default_dtype_that_is_restored():
+    """The message names the line that ends it, and a model that is cast too is reported once."""
+    (finding,) = findings(DEFAULT.format(cast=""), "HS162")
+    assert "created before line 4 is float16" in finding.message
+    assert codes(DEFAULT.format(cast=".bfloat16()")) == ["HS151:3"]

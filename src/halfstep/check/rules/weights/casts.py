@@ -23,7 +23,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "models_kept_half"]
 
 _TRAIN = """\
 import torch
@@ -214,7 +214,7 @@ class HalfWeightsPlainOptimizer(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """float16 casts of trained models in scripts that step a torch optimizer directly."""
-        for kept in _models_kept_half(script):
+        for kept in models_kept_half(script):
             yield self.finding(
                 script.where(kept.step),
                 f"with 'fp16' `{kept.model}` and the parameters that share its dtype stay float16 ({script.at(kept.cast)} casts it for 'fp32' and 'amp' "
@@ -251,15 +251,16 @@ class HalfWeightsPlainOptimizer(ScriptRule):
                 )
 
 
-class _KeptHalf(NamedTuple):
+class KeptHalf(NamedTuple):
     """A branch that trains float16 parameters, and the cast that the option skips."""
 
     step: ast.Call
     cast: ast.Call
     model: str
+    body: list[ast.stmt]  # of the branch
 
 
-def _models_kept_half(script: Script) -> Iterator[_KeptHalf]:
+def models_kept_half(script: Script) -> Iterator[KeptHalf]:
     """Branches without a scaler that run with an option of "fp16", next to `if option in ("fp32", "amp"): model.float()`.
 
     CLIP's checkpoints are float16, and prompt learning code gives new parameters the dtype of the model.
@@ -275,8 +276,8 @@ def _models_kept_half(script: Script) -> Iterator[_KeptHalf]:
         for scaled, _ in outline.calls.get("scale", ()):
             branch = _branch_of(script, scaled)
             step = _unscaled_step(branch.orelse) if branch is not None else None
-            if step is not None:
-                yield _KeptHalf(step, cast, model)
+            if branch is not None and step is not None:
+                yield KeptHalf(step, cast, model, branch.orelse)
 
 
 def _branch_of(script: Script, node: ast.AST) -> ast.If | None:
@@ -335,12 +336,16 @@ class DefaultDtypeHalf(ScriptRule):
         for call, function, low in defaults:
             if not low & SIXTEEN_BIT or not _trains_under_default(script, call, function, defaults):
                 continue
+            later = [c.lineno for c, f, formats in defaults if f is function and not formats & SIXTEEN_BIT]
+            end = min((line for line in later if line > call.lineno), default=None)
+            if end and any(call.lineno < t.cast.node.lineno < end for t in script.training.by_optimizers):
+                continue  # the model is cast as well: HS151 or HS161 reports it
             name = " or ".join(sorted(low & SIXTEEN_BIT))
             value = argument(call, 0, "d") or argument(call, 0, "t")
             when_low = "" if low <= SIXTEEN_BIT else f"when `{text_of(value)}` is {name}, "
             yield self.finding(
                 script.where(call),
-                f"{when_low}every tensor created after this line is {name}, including the trained weights, which have no float32 master copy",
+                f"{when_low}every tensor created {f'before line {end}' if end else 'after this line'} is {name}, including the trained weights, which have no float32 master copy",
                 instead="keep the default dtype at float32 and use autocast",
                 severity=None if low <= SIXTEEN_BIT else "advice",
             )

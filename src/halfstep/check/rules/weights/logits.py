@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.casts import models_kept_half
 from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
@@ -34,6 +36,7 @@ _SAME_DTYPE = {
 # These convert the outputs of a prepared model to float32, or run autocast around it.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
 MAX_STEPS = 12  # operations, assignments and calls between a model and its loss
+_CAST = re.compile(r"float\(|float32")
 _HEADS = frozenset({"lm_head", "output_head"})
 _LOG_PROBABILITIES = ("log_softmax", "logsumexp")
 _FUNCTIONS = {
@@ -80,6 +83,16 @@ class CrossEntropyInSixteenBits(ScriptRule):
         if is_exercise(script):
             return
         conditional = False
+        for kept in models_kept_half(script):
+            for call in (n for statement in kept.body for n in ast.walk(statement) if isinstance(n, ast.Call)):
+                if script.outline.names.full(call.func) in _FUNCTIONS and not _CAST.search(text_of(call)):
+                    yield self.finding(
+                        script.where(call),
+                        f"with 'fp16' `{kept.model}` computes in float16 ({script.at(kept.cast)} casts it for 'fp32' and 'amp' only), and so do the logits and "
+                        "this loss",
+                        instead="cast the logits with .float() before the loss",
+                        severity="advice",
+                    )
         for call, function in sorted(_losses(script), key=lambda site: site.call.lineno):
             logits = _logits_of(script, call)
             if logits is None:
