@@ -251,6 +251,7 @@ STAGE = {
             [],
         ),
         ({"before": "from unsloth import FastLanguageModel"}, []),
+        ({"before": "SFTTrainer(model=model, args=SFTConfig('a', bf16=True), peft_config=LoraConfig()).train()"}, []),
     ],
 )
 def test_adapters_of_another_model_leave_this_one_trained_in_full(changes, expected):

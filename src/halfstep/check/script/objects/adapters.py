@@ -108,7 +108,7 @@ def adapter_use(outline: Outline) -> str:
     return "optional" if conditional and all(conditional) else "yes"
 
 
-def is_attached_elsewhere(outline: Outline, lineage: Lineage, trainer: ast.Call | None = None) -> bool:
+def is_attached_elsewhere(outline: Outline, lineage: Lineage, trainer: ast.Call) -> bool:
     """Whether every adapter and quantization of a file is certainly that of another model than this one."""
     if outline.names.uses("unsloth"):
         return False
@@ -126,15 +126,20 @@ def is_attached_elsewhere(outline: Outline, lineage: Lineage, trainer: ast.Call 
         if (params and not received) or any(lineage.has(key_of(value), caller) for value, caller in received):
             return False
     passed = [
-        (call, keyword)
+        site
         for name, calls in outline.calls.items()
         if name == "from_pretrained" or name.endswith("Trainer")
-        for call, _ in calls
-        for keyword in call.keywords
+        for site in calls
+        for keyword in site.call.keywords
         if keyword.arg in _KEYWORDS and constant(keyword.value) not in {None, False}
     ]
     own = {trainer, *(cast.node for cast in lineage.casts)}
-    return bool(sites or passed) and not any(call in own for call, _ in passed)
+    for call, function in passed:
+        # Another Trainer that attaches adapters to this model changes it in place.
+        model = key_of(argument(call, 0, "model"))
+        if call in own or (model and lineage.has(model, function)):
+            return False
+    return bool(sites or passed)
 
 
 def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast, ...]:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from halfstep.check.script.objects.adapters import adapted_casts, adapter_use, is_attached_elsewhere
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
@@ -135,8 +134,8 @@ class Training:
         """16-bit weights that an optimizer without master weights updates."""
         if self.has_masters:
             return ()
-        adapted = self._adapted_ties() if self.adapters == "yes" else iter(())
-        return tuple(self._unique(chain(adapted, self._optimizer_ties())))
+        ties = self._adapted_ties() if self.adapters == "yes" else self._optimizer_ties()
+        return tuple(self._unique(ties))
 
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
@@ -198,8 +197,7 @@ class Training:
         for call, function in (*self.optimizers, *assumed)[:MAX_OPTIMIZERS]:
             for owner, scope in self.owners(call, function):
                 lineage = self.model(owner, scope)
-                is_full = self.adapters != "yes" or is_attached_elsewhere(self.outline, lineage)
-                if is_full and not self._is_spared(lineage):
+                if not self._is_spared(lineage):
                     for cast in lineage.casts:
                         if cast.node not in tied and self._reaches(cast, call, function, owner):
                             tied.add(cast.node)
