@@ -189,6 +189,7 @@ model = AutoModelForCausalLM.from_pretrained(
 if {attach}:
     model = prepare_model_for_kbit_training(model)
     model = get_peft_model(model, LoraConfig())
+setattr(model, 'is_parallelizable', True)
 for name, module in model.named_modules():
     {restore}
         module = module.to(torch.float32)

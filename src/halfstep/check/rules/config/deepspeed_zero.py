@@ -18,9 +18,8 @@ __all__ = ["RULES"]
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _ZERO = _DOCS + "#zero-optimizations-for-fp16-training"
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
-_INFERENCE = re.compile(
-    r"infer|eval|^test_|generat|predict|(^|_)ref(erence)?(_|\.|$)|teacher", re.IGNORECASE
-)  # in a name
+_INFERENCE = re.compile(r"infer|eval|^test_|generat|predict", re.IGNORECASE)  # in the name of a file or a variable
+_REFERENCE = re.compile(r"(^|_)ref(erence)?(_|$)|teacher", re.IGNORECASE)  # in the name of a variable
 _ASSIGNED = re.compile(r"(\w+)(?:: [\w\[\], ]+)? = \Z")
 _TRAINING = re.compile(r"\.(?:backward|train_batch|fit|train)\(|TrainingArguments|Config\(|\breturn\b")
 _COMPLETE = 5  # top-level keys of a file that is a whole configuration
@@ -316,7 +315,8 @@ class ClippingByDefault(DeepSpeedRule):
         if _INFERENCE.search(PurePath(config.source.path).name) or (config.origin and not _TRAINING.search(text)):
             return  # the default changes nothing without an optimizer step
         variable = _ASSIGNED.search(text, 0, config.root.span.start) if config.origin else None
-        if variable and "optimizer" not in config.root and _INFERENCE.search(variable.group(1)):
+        name = variable.group(1) if variable else ""
+        if "optimizer" not in config.root and (_INFERENCE.search(name) or _REFERENCE.search(name)):
             return  # of a reference model, in the script that trains another
         if config.origin and "DeepSpeedStrategy" in text:
             return  # Lightning sets it from the Trainer's gradient_clip_val

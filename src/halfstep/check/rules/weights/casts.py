@@ -214,12 +214,12 @@ class HalfWeightsPlainOptimizer(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """float16 casts of trained models in scripts that step a torch optimizer directly."""
-        for kept in models_kept_half(script):
+        for half in models_kept_half(script):
             yield self.finding(
-                script.where(kept.step),
-                f"with 'fp16' `{kept.model}` and the parameters that share its dtype stay float16 ({script.at(kept.cast)} casts it for 'fp32' and 'amp' "
+                script.where(half.step),
+                f"with 'fp16' `{half.model}` and the parameters that share its dtype stay float16 ({script.at(half.cast)} casts it for 'fp32' and 'amp' "
                 "only), and this branch trains them without float32 master weights or a loss scale: small updates are lost",
-                instead=f"keep `{kept.model}` in float32 for training, and use 'amp' to compute in float16",
+                instead=f"keep `{half.model}` in float32 for training, and use 'amp' to compute in float16",
             )
         if script.scalers or script.has("scaler_step", "apex_initialize") or script.training.has_masters:
             return

@@ -83,12 +83,12 @@ class CrossEntropyInSixteenBits(ScriptRule):
         if is_exercise(script):
             return
         conditional = False
-        for kept in models_kept_half(script):
-            for call in (n for statement in kept.body for n in ast.walk(statement) if isinstance(n, ast.Call)):
+        for half in models_kept_half(script):
+            for call in (n for statement in half.body for n in ast.walk(statement) if isinstance(n, ast.Call)):
                 if script.outline.names.full(call.func) in _FUNCTIONS and not _CAST.search(text_of(call)):
                     yield self.finding(
                         script.where(call),
-                        f"with 'fp16' `{kept.model}` computes in float16 ({script.at(kept.cast)} casts it for 'fp32' and 'amp' only), and so do the logits and "
+                        f"with 'fp16' `{half.model}` computes in float16 ({script.at(half.cast)} casts it for 'fp32' and 'amp' only), and so do the logits and "
                         "this loss",
                         instead="cast the logits with .float() before the loss",
                         severity="advice",

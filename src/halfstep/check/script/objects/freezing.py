@@ -53,7 +53,7 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
         and not _has_new_layers(lineage)
     ):
         return False  # a part of the model: the rest is trained
-    if restored_layers(loop):
+    if restored_layers(loop) and not _has_new_layers(lineage):
         return False  # the other layers are trained in 16 bits
     if _freezes_named(loop) and not _has_new_layers(lineage):
         return False  # the layers of other names are trained
@@ -149,7 +149,12 @@ def _has_new_layers(lineage: Lineage) -> bool:
         for name, bindings in outline.bindings.items():
             if name.startswith(f"{key}.") and any(isinstance(b.value, ast.Call) for b in bindings):
                 return True
-    if any(name in outline.calls for name in ("add_module", "register_module", "setattr", "set_submodule")):
+    if any(name in outline.calls for name in ("add_module", "register_module", "set_submodule")):
+        return True
+    values = [call.args[2] for call, _ in outline.calls.get("setattr", ()) if len(call.args) == 3]
+    if not all(
+        isinstance(value, ast.Constant) for value in values
+    ):  # `setattr(model, "is_parallelizable", True)` is no layer
         return True
     # `model.initialize_vision_modules(args)`, `attach_head(model)`: layers that another file creates
     sites = [site for name, calls in outline.calls.items() if _ATTACHES.search(name) for site in calls]
