@@ -61,3 +61,73 @@ def test_cast_under_a_flag_is_reported(text):
 def test_cast_that_is_not_trained_is_silent(text):
     """Unrelated flags, the opposite branch, master weights and loss scaling give no finding."""
     assert codes(text) == []
+
+
+PROMPTS = """\
+import torch
+from torch.amp import GradScaler, autocast
+
+class Prompts(torch.nn.Module):
+    def __init__(self, clip_model):
+        super().__init__()
+        dtype = clip_model.dtype
+        self.ctx = torch.nn.Parameter(torch.empty(16, 512, dtype=dtype))
+
+class Runner(Base):
+    def check(self, cfg):
+        assert cfg.PREC in ["fp16", "fp32", "amp"]
+
+    def build(self, cfg):
+        clip_model = load_clip(cfg)
+        if {test}:
+            clip_model.float()
+        self.model = Prompts(clip_model)
+        self.optim = build_optimizer(self.model, cfg)
+        self.scaler = GradScaler("cuda") if cfg.PREC == "amp" else None
+
+    def train(self, image, label):
+        if self.cfg.PREC == "amp":
+            with autocast("cuda"):
+                loss = loss_fn(self.model(image), label)
+            self.optim.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optim)
+            self.scaler.update()
+        else:
+            loss = loss_fn(self.model(image), label)
+            {update}
+"""
+LIFTED = 'cfg.PREC == "fp32" or cfg.PREC == "amp"'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (PROMPTS.format(test=LIFTED, update="self.model_backward_and_update(loss)"), True),
+        (PROMPTS.format(test='cfg.PREC in ["fp32", "amp"]', update="loss.backward(); self.optim.step()"), True),
+        (PROMPTS.format(test="True", update="loss.backward(); self.optim.step()"), False),
+        (PROMPTS.format(test=LIFTED, update="pass"), False),
+        (PROMPTS.format(test=LIFTED, update="self.scaler.scale(loss).backward()"), False),
+        (PROMPTS.format(test=LIFTED, update="loss.backward()").replace('["fp16", ', "["), False),
+        (PROMPTS.format(test=LIFTED, update="loss.backward()").replace("clip_model.dtype", "torch.float32"), False),
+    ],
+)
+def test_a_checkpoint_in_float16_is_trained_where_no_option_casts_it(text, expected):
+    """With 'fp16' neither `.float()` nor the scaler of 'amp' runs, and parameters of the model's dtype are stepped."""
+    assert [c for c in codes(text) if c.startswith("HS161")] == (["HS161:32"] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("loss", "test", "expected"),
+    [
+        ("F.cross_entropy(self.model(image), label)", LIFTED, ["HS154:31"]),
+        ("F.cross_entropy(self.model(image).float(), label)", LIFTED, []),
+        ("F.cross_entropy(self.model(image), label)", "True", []),
+    ],
+)
+def test_the_loss_of_a_checkpoint_in_float16(loss, test, expected):
+    """Where no option casts the model, its logits and the cross-entropy are float16 too."""
+    text = PROMPTS.format(test=test, update="self.model_backward_and_update(loss)")
+    text = text.replace("import torch\n", "import torch, torch.nn.functional as F\n", 1)
+    head, _, tail = text.rpartition("loss_fn(self.model(image), label)")
+    assert [c for c in codes(head + loss + tail) if c.startswith("HS154")] == expected

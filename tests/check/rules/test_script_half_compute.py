@@ -101,3 +101,33 @@ def test_a_trainer_without_fp16(arguments, trainer, count):
     """TrainingArguments leave both formats off; the configurations of TRL turn bf16 on by themselves."""
     text = HEAD + HALF + ATTACH + f"args = {arguments}\ntrainer = {trainer}\ntrainer.train()\n"
     assert len(findings(text, "HS168")) == count
+
+
+CHOICE = (
+    HEAD.replace("TrainingArguments", "TrainingArguments, BitsAndBytesConfig")
+    + """\
+from trl import GRPOConfig, GRPOTrainer
+dtype = torch.bfloat16 if args.bf16 else torch.float16
+base = AutoModel.from_pretrained(name, torch_dtype=dtype)
+model = get_peft_model(base, LoraConfig())
+config = GRPOConfig(output_dir="out", bf16=args.bf16{fp16})
+GRPOTrainer(model=model, args=config).train()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CHOICE.format(fp16=""), [5]),
+        (CHOICE.format(fp16=", fp16=False"), [5]),
+        (CHOICE.format(fp16="").replace("GRPOConfig(output_dir=", "TrainingArguments("), [5]),
+        (CHOICE.format(fp16=", fp16=not args.bf16"), []),
+        (CHOICE.format(fp16="").replace("torch.float16", "torch.float32"), []),
+        (CHOICE.format(fp16="").replace("bf16=args.bf16", "bf16=True"), []),
+        (CHOICE.format(fp16="").replace("if args.bf16", "if not args.bf16"), []),
+    ],
+)
+def test_the_other_arm_of_a_dtype_is_unscaled(text, expected):
+    """`bfloat16 if flag else float16` with bf16=flag leaves the float16 arm without a loss scale, unless fp16 is set for it."""
+    assert [f.line for f in findings(text, "HS168")] == expected

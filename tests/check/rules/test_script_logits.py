@@ -343,3 +343,57 @@ for ids in loader:
 def test_logits_of_the_head_of_a_16_bit_model(setup, dtype, logits, count):
     """`lm_head` is a layer of the loaded model and has its dtype."""
     assert len(findings(HEAD_OF_MODEL.format(setup=setup, dtype=dtype, logits=logits), "HS154")) == count
+
+
+ROWS = """\
+def logps(logits, ids):
+    rows = []
+    for {target} in {source}:
+        rows.append(row{cast}.log_softmax(dim=-1).gather(1, y))
+    return torch.stack(rows)
+"""
+GRPO = (
+    """\
+import torch
+import deepspeed
+config = {{"train_batch_size": 8, {mode}}}
+engine, optimizer, _, _ = deepspeed.initialize(config=config, model=model)
+"""
+    + ROWS
+    + """\
+def step(batch):
+    logits = engine(batch).logits
+    logits = logits[:, :-1, :]
+    loss = -logps(logits, batch).mean()
+    engine.backward(loss)
+    engine.step()
+"""
+)
+BF16_MODE = '"bf16": {"enabled": True}'
+ZIPPED = {"target": "row, y", "source": "zip(logits, ids)"}
+
+
+@pytest.mark.parametrize(
+    ("loop", "mode", "cast", "lines"),
+    [
+        (ZIPPED, BF16_MODE, "", [8]),
+        ({"target": "y, row", "source": "zip(ids, logits)"}, BF16_MODE, "", [8]),
+        ({"target": "i, row", "source": "enumerate(logits)"}, BF16_MODE, "", [8]),
+        ({"target": "row", "source": "logits"}, '"fp16": {"enabled": True}', "", [8]),
+        (ZIPPED, BF16_MODE, ".float()", []),
+        ({"target": "row, y", "source": "zip(ids, logits)"}, BF16_MODE, "", []),
+        (ZIPPED, '"bf16": {"enabled": False}', "", []),
+        (ZIPPED, BF16_MODE + ', "torch_autocast": {"enabled": True}', "", []),
+        (ZIPPED, "**common", "", []),
+    ],
+)
+def test_rows_of_the_logits_of_an_engine(loop, mode, cast, lines):
+    """A configuration in the file decides the format of the engine, and a loop over its logits keeps it."""
+    assert [f.line for f in findings(GRPO.format(mode=mode, cast=cast, **loop), "HS154")] == lines
+
+
+@pytest.mark.parametrize(("before", "lines"), [("", [8]), ("with torch.no_grad():\n    ", [])])
+def test_rows_of_the_logits_of_a_16_bit_model(before, lines):
+    """The same for a model that was loaded in bfloat16; log-probabilities without gradients are not a loss."""
+    call = f"logits = model(ids).logits\n{before}loss = logps(logits, ids)\n"
+    assert [f.line for f in findings(MODEL + ROWS.format(cast="", **ZIPPED) + call, "HS154")] == lines

@@ -643,3 +643,114 @@ def test_an_adapter_in_both_branches_is_always_attached(optional, count):
         attach = optional + "".join(f"    {line}\n" for line in attach.splitlines())
     setup = "from peft import PeftModel, get_peft_model\nmodel = Net().bfloat16()\n" + attach
     assert len(findings(loop(setup), "HS151")) == count
+
+
+HOOKS = """\
+import torch
+import lightning as L
+from transformers import AutoModelForCausalLM
+class Module(L.LightningModule):
+    def {hook}(self):
+        self.model = AutoModelForCausalLM.from_pretrained('x/y', dtype=torch.bfloat16)
+    def training_step(self, batch, index):
+        return self.model(**batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "after", "messages"),
+    [
+        ("setup", "", ["without DeepSpeed or FSDP"]),
+        ("configure_model", "", []),
+        ("setup", "L.Trainer(precision='bf16-mixed').fit(Module())\n", ["`self.model` is trained"]),
+    ],
+)
+def test_a_lightning_module_leaves_the_strategy_to_another_file(hook, after, messages):
+    """Without its Trainer the finding is conditional, and a model that a hook shards is not reported."""
+    results = findings(HOOKS.format(hook=hook) + after, "HS151")
+    assert [f.message.startswith(start) for f, start in zip(results, messages, strict=True)] == [True] * len(messages)
+
+
+LOOPED = """\
+import torch
+model = Net().cuda().bfloat16()
+for name, m in model.named_modules():
+    {test}
+        m.float()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "severities"),
+    [
+        ("if isinstance(m, torch.nn.LayerNorm):", ["warning"]),
+        ("if 'norm' in name:", ["warning"]),
+        ("if isinstance(m, CastedLinear):", ["advice"]),
+        ("if isinstance(m, (torch.nn.Linear, torch.nn.Embedding)):", []),
+        ("if not isinstance(m, torch.nn.LayerNorm):", []),
+        ("if 'lora' in name:", []),
+        ("if True:", []),
+    ],
+)
+def test_layers_that_a_loop_returns_to_float32(test, severities):
+    """Norms in float32 leave the matrices in 16 bits; where the matrices are restored, the rest is advice."""
+    results = findings(LOOPED.format(test=test), "HS151")
+    assert [f.severity for f in results] == severities
+    assert all("except the layers of line 3" in f.message for f in results)
+
+
+SELECTED = """\
+import torch
+model = build(config)
+model.to(torch.bfloat16)
+{added}
+for name, p in model.named_parameters():
+    p.requires_grad = False
+    if {test}:
+        p.requires_grad = True
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for x, y in loader:
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("added", "test", "count"),
+    [
+        ("", "'visual' not in name", 1),
+        ("", "any(word in name for word in words)", 1),
+        ("", "'lora' in name", 0),
+        ("model.attach_layers = Layers()", "'visual' not in name", 0),
+    ],
+)
+def test_layers_that_a_loop_chooses_have_the_dtype_of_the_model(added, test, count):
+    """What a loop trains was cast with the model, unless it may have been attached later, in float32."""
+    assert len(findings(SELECTED.format(added=added, test=test), "HS151")) == count
+
+
+DEFAULT = """\
+import torch
+torch.set_default_dtype(torch.float16)
+model = Net(){cast}
+torch.set_default_dtype(torch.float32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for x, y in loader:
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+def test_a_default_dtype_that_is_restored():
+    """The message names the line that ends it, and a model that is cast too is reported once."""
+    (finding,) = findings(DEFAULT.format(cast=""), "HS162")
+    assert "created before line 4 is float16" in finding.message
+    assert codes(DEFAULT.format(cast=".bfloat16()")) == ["HS151:3"]

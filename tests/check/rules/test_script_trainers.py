@@ -135,3 +135,127 @@ def test_flags_that_are_set_in_the_dictionary_later(changes, count):
         f"{changes}args = TrainingArguments(**options)\n"
     )
     assert len(config_findings(text, "HS271")) == count
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "def get_config():\n    config = TrainingArguments('out', bf16=True)\n    return config\n"
+        "config = get_config()\nTrainer(model=model, args=config).train()\n",
+        "from mine import DRPOConfig, DRPOTrainer\nconfig = DRPOConfig(output_dir='out', num_train_epochs=1, bf16=True)\n"
+        "DRPOTrainer(model=model, args=config).train()\n",
+        "from peft import LoraConfig, get_peft_model\n" + TRAIN,
+        "from peft import LoraConfig, TaskType\nlora_config = LoraConfig(r=8, task_type=TaskType.CAUSAL_LM)\n" + TRAIN,
+        "from peft import LoraConfig\nclass Run:\n    def __init__(self):\n        self.lora = LoraConfig(r=8)\n"
+        + TRAIN,
+    ],
+)
+def test_arguments_and_adapters_count_where_they_are_used(rest):
+    """A function returns the arguments under the same name, a class of another file extends them, an unused config adapts nothing."""
+    assert lines(rest) == [3]
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "from mine import DRPOConfig, DRPOTrainer\nconfig = DRPOConfig(num_layers=2)\nDRPOTrainer(model=model, args=config).train()\n",
+        "from peft import LoraConfig, get_peft_model\ndef wrap(m):\n    return get_peft_model(m, LoraConfig(r=8))\nmodel = wrap(model)\n"
+        + TRAIN,
+        "from peft import LoraConfig\nconfig = LoraConfig(r=8)\noptions = {'peft_config': config}\n"
+        "Trainer(model=model, args=TrainingArguments('out', bf16=True), **options).train()\n",
+        "from peft import LoraConfig\nmodel = attach(model, LoraConfig(r=8))\n" + TRAIN,
+    ],
+)
+def test_an_adapter_that_is_passed_on_is_trained_instead(rest):
+    """A configuration that something reads may be attached there."""
+    assert lines(rest) == []
+
+
+QLORA = """\
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, Trainer, TrainingArguments
+args, training_args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained(
+    args.name,
+    load_in_4bit=args.bits == 4,
+    quantization_config=BitsAndBytesConfig(
+        load_in_4bit={four},
+        load_in_8bit=args.bits == 8,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    ),
+    torch_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+)
+if {attach}:
+    model = prepare_model_for_kbit_training(model)
+    model = get_peft_model(model, LoraConfig())
+setattr(model, 'is_parallelizable', True)
+for name, module in model.named_modules():
+    {restore}
+        module = module.to(torch.float32)
+Trainer(model=model, args=training_args).train()
+"""
+NORMS = "if 'norm' in name:"
+
+
+@pytest.mark.parametrize(
+    ("four", "attach", "restore", "expected"),
+    [
+        ("args.bits == 4", "not args.full_finetune", NORMS, [13]),
+        ("args.bits == 4", "not args.full_finetune", "if isinstance(module, torch.nn.LayerNorm):", [13]),
+        ("args.bits == 4", "args.use_lora", NORMS, [13]),
+        ("True", "not args.full_finetune", NORMS, []),
+        ("args.bits == 4", "True", NORMS, []),
+        ("args.bits == 4", "not args.full_finetune", "if True:", []),
+        ("args.bits == 4", "not args.full_finetune", "if 'lora' in name:", []),
+    ],
+)
+def test_full_finetuning_of_a_script_for_adapters(four, attach, restore, expected):
+    """Without quantization and adapters all weights are trained in 16 bits, except the norms that a loop returns to float32."""
+    text = QLORA.format(four=four, attach=attach, restore=restore)
+    assert [f.line for f in findings(text, "HS277")] == expected
+
+
+TWO_STAGES = """\
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+def adapt(data):
+    {load}
+    {attach}
+    SFTTrainer(model={name}, args=SFTConfig('lora', bf16=True), train_dataset=data{config}).train()
+model = AutoModelForCausalLM.from_pretrained('x/y', dtype=torch.bfloat16)
+{before}
+SFTTrainer(model=model, args=SFTConfig('full', bf16=True), train_dataset=data).train()
+"""
+STAGE = {
+    "load": "base = AutoModelForCausalLM.from_pretrained('x/y', dtype=torch.bfloat16)",
+    "attach": "base = get_peft_model(base, LoraConfig())",
+    "name": "base",
+    "config": "",
+    "before": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [9]),
+        ({"attach": "pass", "config": ", peft_config=LoraConfig()"}, [9]),
+        ({"before": "model = get_peft_model(model, LoraConfig())"}, []),
+        ({"before": "def wrap(m):\n    return get_peft_model(m, LoraConfig())\nmodel = wrap(model)"}, []),
+        (
+            {
+                "before": "class Net:\n    def __init__(self):\n        self.m = get_peft_model(self.m, LoraConfig())\nmodel = Net(model)"
+            },
+            [],
+        ),
+        ({"before": "from unsloth import FastLanguageModel"}, []),
+        ({"before": "SFTTrainer(model=model, args=SFTConfig('a', bf16=True), peft_config=LoraConfig()).train()"}, []),
+    ],
+)
+def test_adapters_of_another_model_leave_this_one_trained_in_full(changes, expected):
+    """A file may train one model in full and adapters of another."""
+    text = TWO_STAGES.format(**STAGE | changes)
+    assert [f.line for f in findings(text, "HS277")] == expected

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
+from halfstep.check.config.deepspeed_schema import PARENT_BLOCK
 from halfstep.check.config.edits import literal, replace_value
+from halfstep.check.config.kind import DEEPSPEED_KEYS
 from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import ConfigRule, Rule
 from halfstep.precision.node import Block
@@ -237,14 +239,16 @@ class DeepSpeedBlockIgnored(ConfigRule):
     severity = "warning"
     reason = (
         "`deepspeed_config` in an Accelerate file has Accelerate's keys (`zero_stage`, `gradient_clipping`, the offload "
-        "devices). Blocks of a DeepSpeed file, such as `fp16` with the loss scale, `bf16`, `zero_optimization` or "
-        "`optimizer`, are not read there: Accelerate builds the DeepSpeed configuration from its own keys, with the "
+        "devices). Keys of a DeepSpeed file, such as `fp16` with the loss scale, `bf16`, `zero_optimization`, `optimizer` or "
+        "`reduce_bucket_size`, are not read there: Accelerate builds the DeepSpeed configuration from its own keys, with the "
         "default loss scale, and logs nothing. All of `deepspeed_config` is ignored unless `distributed_type` is "
         "DEEPSPEED: the run then has neither ZeRO nor its fp32 master weights."
     )
     bad = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
         "  fp16:\n    enabled: true\n    initial_scale_power: 12\nmixed_precision: fp16\nnum_processes: 8\n",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
+        "  reduce_bucket_size: 500000000\nmixed_precision: bf16\nnum_processes: 8\n",
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\ndeepspeed_config:\n  zero_stage: 2\n"
         "mixed_precision: bf16\nnum_processes: 8\n",
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\ndeepspeed_config: ds_config.json\n"
@@ -282,8 +286,11 @@ class DeepSpeedBlockIgnored(ConfigRule):
             instead = f"Write a block with `deepspeed_config_file: {path}`."
             yield self.finding(config.where(entry), message, instead=instead, severity="error")
         for inner in block.entries if block and not other else ():
-            if inner.key in _DEEPSPEED_BLOCKS and isinstance(inner.value, Block):
-                message = f"Accelerate does not read `{inner.key}` in `deepspeed_config`; its settings have no effect."
+            is_block = inner.key in _DEEPSPEED_BLOCKS and isinstance(inner.value, Block)
+            known = inner.key in DEEPSPEED_KEYS or inner.key in PARENT_BLOCK
+            if is_block or (known and inner.key not in _SET_BY_FILE and not isinstance(inner.value, Block)):
+                effect = "its settings have no effect" if is_block else "it has no effect"
+                message = f"Accelerate does not read `{inner.key}` in `deepspeed_config`; {effect}."
                 instead = "Move it to a DeepSpeed file and name that in `deepspeed_config_file`."
                 yield self.finding(config.where(inner.key_span), message, instead=instead)
 

@@ -18,7 +18,9 @@ __all__ = ["RULES"]
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _ZERO = _DOCS + "#zero-optimizations-for-fp16-training"
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
-_INFERENCE = re.compile(r"infer|eval|^test_|generat|predict", re.IGNORECASE)  # in the name of a file
+_INFERENCE = re.compile(r"infer|eval|^test_|generat|predict", re.IGNORECASE)  # in the name of a file or a variable
+_REFERENCE = re.compile(r"(^|_)ref(erence)?(_|$)|teacher", re.IGNORECASE)  # in the name of a variable
+_ASSIGNED = re.compile(r"(\w+)(?:: [\w\[\], ]+)? = \Z")
 _TRAINING = re.compile(r"\.(?:backward|train_batch|fit|train)\(|TrainingArguments|Config\(|\breturn\b")
 _COMPLETE = 5  # top-level keys of a file that is a whole configuration
 _SHORT = 3  # the same of a file with a batch size and ZeRO settings that is named for DeepSpeed
@@ -299,6 +301,8 @@ class ClippingByDefault(DeepSpeedRule):
         ' "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}',
         "import deepspeed\n\nds_config = {'train_batch_size': 8, 'zero_optimization': {'stage': 3}, 'bf16': {'enabled': True}}\n"
         "engine = deepspeed.initialize(model=model, config=ds_config)[0]\nengine.eval()\n",
+        "import deepspeed\n\nref_config = {'train_batch_size': 8, 'zero_optimization': {'stage': 3}, 'bf16': {'enabled': True}}\n"
+        "reference = deepspeed.initialize(model=model, config=ref_config)[0]\nloss.backward()\n",
     )
     references = (_DOCS + "#gradient-clipping", "https://github.com/deepspeedai/DeepSpeed/pull/8068")
     settings = Settings(deepspeed=(0, 19, 8))
@@ -310,6 +314,10 @@ class ClippingByDefault(DeepSpeedRule):
         text = config.source.text
         if _INFERENCE.search(PurePath(config.source.path).name) or (config.origin and not _TRAINING.search(text)):
             return  # the default changes nothing without an optimizer step
+        variable = _ASSIGNED.search(text, 0, config.root.span.start) if config.origin else None
+        name = variable.group(1) if variable else ""
+        if "optimizer" not in config.root and (_INFERENCE.search(name) or _REFERENCE.search(name)):
+            return  # of a reference model, in the script that trains another
         if config.origin and "DeepSpeedStrategy" in text:
             return  # Lightning sets it from the Trainer's gradient_clip_val
         changed = deepspeed.since(0, 19, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
@@ -22,7 +23,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "models_kept_half"]
 
 _TRAIN = """\
 import torch
@@ -50,6 +51,10 @@ for x, y in loader:
 _OPTION = re.compile(
     r"^[A-Za-z_][\w.]*(?:\[['\"]\w+['\"]\])*?(?:\.|\[['\"])(\w+)(?:['\"]\])?(?= == |$)"
 )  # its last name
+_LIFTED = re.compile(r"'fp32'.*'amp'|'amp'.*'fp32'")
+_TYPED = re.compile(
+    r"dtype ?= ?\w+\.dtype|\.(to|type)\(\w+\.dtype\)|\.half\(\)"
+)  # new parameters have the model's dtype
 _LOADS = re.compile(
     r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$"
 )
@@ -209,6 +214,13 @@ class HalfWeightsPlainOptimizer(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """float16 casts of trained models in scripts that step a torch optimizer directly."""
+        for half in models_kept_half(script):
+            yield self.finding(
+                script.where(half.step),
+                f"with 'fp16' `{half.model}` and the parameters that share its dtype stay float16 ({script.at(half.cast)} casts it for 'fp32' and 'amp' "
+                "only), and this branch trains them without float32 master weights or a loss scale: small updates are lost",
+                instead=f"keep `{half.model}` in float32 for training, and use 'amp' to compute in float16",
+            )
         if script.scalers or script.has("scaler_step", "apex_initialize") or script.training.has_masters:
             return
         owned = list(script.events("owned_backward", "owned_step"))
@@ -237,6 +249,52 @@ class HalfWeightsPlainOptimizer(ScriptRule):
                     instead=f"{remedy(script, cast)} and train under autocast with a GradScaler, or under bfloat16 autocast",
                     severity=None if cast.is_certain else "advice",
                 )
+
+
+class KeptHalf(NamedTuple):
+    """A branch that trains float16 parameters, and the cast that the option skips."""
+
+    step: ast.Call
+    cast: ast.Call
+    model: str
+    body: list[ast.stmt]  # of the branch
+
+
+def models_kept_half(script: Script) -> Iterator[KeptHalf]:
+    """Branches without a scaler that run with an option of "fp16", next to `if option in ("fp32", "amp"): model.float()`.
+
+    CLIP's checkpoints are float16, and prompt learning code gives new parameters the dtype of the model.
+    """
+    outline = script.outline
+    if "fp16" not in outline.strings or not _TYPED.search(script.source.text):
+        return
+    for cast, _ in outline.calls.get("float", ()):
+        model = key_of(cast.func.value) if isinstance(cast.func, ast.Attribute) else ""
+        guards = conditions_of(outline, cast)
+        if not model or cast.args or not guards or not guards[-1].is_true or not _LIFTED.search(guards[-1].text):
+            continue
+        for scaled, _ in outline.calls.get("scale", ()):
+            branch = _branch_of(script, scaled)
+            step = _unscaled_step(branch.orelse) if branch is not None else None
+            if branch is not None and step is not None:
+                yield KeptHalf(step, cast, model, branch.orelse)
+
+
+def _branch_of(script: Script, node: ast.AST) -> ast.If | None:
+    """The `if option == "amp":` around a node."""
+    for parent in script.above(node):
+        if isinstance(parent, ast.If) and re.fullmatch(r"[\w.]+ == 'amp'", text_of(parent.test)):
+            return parent
+    return None
+
+
+def _unscaled_step(body: list[ast.stmt]) -> ast.Call | None:
+    """The call in a branch that trains without a scaler: `loss.backward()`, or a method of that name."""
+    calls = [n for statement in body for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    names = {call: text_of(call.func).rsplit(".", 1)[-1] for call in calls}
+    if any("scal" in text_of(call.func) for call in calls):
+        return None
+    return next((call for call, name in names.items() if "backward" in name), None)
 
 
 def _is_beside(script: Script, cast: ast.AST, owned: list[Event]) -> bool:
@@ -278,12 +336,16 @@ class DefaultDtypeHalf(ScriptRule):
         for call, function, low in defaults:
             if not low & SIXTEEN_BIT or not _trains_under_default(script, call, function, defaults):
                 continue
+            later = [c.lineno for c, f, formats in defaults if f is function and not formats & SIXTEEN_BIT]
+            end = min((line for line in later if line > call.lineno), default=None)
+            if end and any(call.lineno < t.cast.node.lineno < end for t in script.training.by_optimizers):
+                continue  # the model is cast as well: HS151 or HS161 reports it
             name = " or ".join(sorted(low & SIXTEEN_BIT))
             value = argument(call, 0, "d") or argument(call, 0, "t")
             when_low = "" if low <= SIXTEEN_BIT else f"when `{text_of(value)}` is {name}, "
             yield self.finding(
                 script.where(call),
-                f"{when_low}every tensor created after this line is {name}, including the trained weights, which have no float32 master copy",
+                f"{when_low}every tensor created {f'before line {end}' if end else 'after this line'} is {name}, including the trained weights, which have no float32 master copy",
                 instead="keep the default dtype at float32 and use autocast",
                 severity=None if low <= SIXTEEN_BIT else "advice",
             )

@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise
+from halfstep.check.rules.weights.masters import choices_of, is_exercise
+from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.adapters import adapted_casts, attachments
 from halfstep.check.script.objects.choices import default_of
-from halfstep.check.script.objects.formats import keyword_of
+from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.trainers import arguments_of, is_sharded, is_trainer, model_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, casts_in, conditions_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
@@ -55,6 +57,14 @@ class _Base(NamedTuple):
 
     cast: Cast
     lineage: Lineage
+
+
+class _Choice(NamedTuple):
+    """A dtype that is float16 where a flag is off."""
+
+    dtype: ast.expr
+    flag: str
+    cast: Cast
 
 
 class HalfComputeWithoutScale(ScriptRule):
@@ -118,7 +128,12 @@ class HalfComputeWithoutScale(ScriptRule):
             for call, function in sites if is_trainer(outline, name) and "train" in outline.calls else ():
                 arguments = arguments_of(outline, call, function)
                 model = model_of(outline, call, function)
-                if arguments is None or model is None or not _is_unscaled(script, arguments, function):
+                if arguments is None or model is None:
+                    continue
+                if (choice := _shared_choice(script, arguments, function)) is not None:
+                    yield self._report_choice(script, arguments, choice)
+                    continue
+                if not _is_unscaled(script, arguments, function):
                     continue
                 own = script.training.model(model, function)
                 base = next((b for b in bases if _is_made_from(script, b, own)), None)
@@ -128,6 +143,15 @@ class HalfComputeWithoutScale(ScriptRule):
                     yield self._report(
                         script, where, base, "neither fp16 nor bf16 is set (unless the launcher sets mixed precision)"
                     )
+
+    def _report_choice(self, script: Script, arguments: ast.Call, choice: _Choice) -> Finding:
+        model = f"`{choice.cast.key}`" if choice.cast.key else "the model"
+        return self.finding(
+            script.where(choice.dtype),
+            f"when not `{choice.flag}`, {model} computes in float16 and {script.at(arguments)} sets neither fp16 nor bf16: gradients below 6e-8 "
+            "become zero on their way to the adapters",
+            instead=f"add fp16=not {choice.flag} to `{text_of(arguments.func)}`, or load the model in bfloat16",
+        )
 
     def _report(self, script: Script, where: ast.AST, base: _Base, why: str) -> Finding:
         model = f"`{base.cast.key}`" if base.cast.key else "the model"
@@ -194,6 +218,26 @@ def _is_made_from(script: Script, base: _Base, model: Lineage) -> bool:
         if same and any(model.has(key, site.function) for key in site.targets):
             return True
     return False
+
+
+def _shared_choice(script: Script, arguments: ast.Call, function: Function) -> _Choice | None:
+    """The flag of `bf16=flag` next to `bfloat16 if flag else float16`, where nothing turns fp16 on for the other case."""
+    outline = script.outline
+    flag = keyword_of(outline, arguments, function, "bf16")
+    if flag is None or not key_of(flag) or is_sharded(outline, arguments, function):
+        return None
+    fp16 = keyword_of(outline, arguments, function, "fp16")
+    if fp16 is not None and constant(fp16) not in {False, None}:
+        return None
+    if any(k.arg is None for k in arguments.keywords) or "deepspeed" in script.source.text.lower():
+        return None
+    test = Guard(text_of(flag), False)
+    for site in attachments(outline):
+        for cast in script.training.model(site.base, site.function).casts:
+            for choice in choices_of(script, cast):
+                if formats_of(outline, choice, cast.function) == {"float16"} and test in conditions_of(outline, choice):
+                    return _Choice(choice, text_of(flag), cast)
+    return None
 
 
 def _is_unscaled(script: Script, arguments: ast.Call, function: Function) -> bool:

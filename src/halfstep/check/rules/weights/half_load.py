@@ -7,13 +7,20 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import TRAINER, dtype_values, is_launched_elsewhere, remedy, subject, when
+from halfstep.check.rules.weights.masters import (
+    TRAINER,
+    choices_of,
+    dtype_values,
+    is_launched_elsewhere,
+    remedy,
+    subject,
+    when,
+)
 from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import formats_of, keyword_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
-from halfstep.check.script.objects.weights import Cast, conditions_of
+from halfstep.check.script.objects.weights import conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -89,7 +96,7 @@ def _scaled_when(script: Script, tie: Trained) -> str | None:
             return when(script, tie.cast) if certain else f"when `{text_of(value)}`{unless}, "
     # `float16 if args.fp16 else float32` next to fp16=args.fp16, or of the Trainer's own arguments: one flag decides both.
     tests = {Guard(text_of(value), is_true), Guard(text_of(flag), True), Guard(f"{arguments}.fp16", True)}
-    for choice in _choices(script, tie.cast):
+    for choice in choices_of(script, tie.cast):
         if formats_of(outline, choice, tie.cast.function) == {"float16"}:
             guards = [_resolved(script, guard, tie.cast.function) for guard in conditions_of(outline, choice)]
             test = next((own for own, full in guards if own.text and {own, full} & tests), None)
@@ -137,15 +144,6 @@ def _resolved(script: Script, guard: Guard, function: Function) -> tuple[Guard, 
     options = script.outline.values(guard.text, function) if guard.text.isidentifier() else []
     value, is_true = _assigned(script, options[0], function) if len(options) == 1 else (None, True)
     return guard, Guard(text_of(value), guard.is_true is is_true) if value is not None else guard
-
-
-def _choices(script: Script, cast: Cast) -> list[ast.expr]:
-    """Each dtype that a cast or a load may name, as written."""
-    choices = []
-    for dtype in dtype_values(cast):
-        values = script.outline.values(key_of(dtype), cast.function) if key_of(dtype) else [dtype]
-        choices += [arm for value in values for arm in arms_of(value)]
-    return choices
 
 
 RULES: tuple[type[Rule], ...] = (HalfLoadWithFp16Training,)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.rules.weights.casts import models_kept_half
 from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
 from halfstep.check.script.objects.outputs import (
     Exit,
     in_no_grad,
+    iterated,
     keeps_dtype,
     keeps_format,
     leaves_autocast,
@@ -32,6 +35,8 @@ _SAME_DTYPE = {
 }  # fmt: skip
 # These convert the outputs of a prepared model to float32, or run autocast around it.
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
+MAX_STEPS = 12  # operations, assignments and calls between a model and its loss
+_CAST = re.compile(r"float\(|float32")
 _HEADS = frozenset({"lm_head", "output_head"})
 _LOG_PROBABILITIES = ("log_softmax", "logsumexp")
 _FUNCTIONS = {
@@ -78,6 +83,16 @@ class CrossEntropyInSixteenBits(ScriptRule):
         if is_exercise(script):
             return
         conditional = False
+        for half in models_kept_half(script):
+            for call in (n for statement in half.body for n in ast.walk(statement) if isinstance(n, ast.Call)):
+                if script.outline.names.full(call.func) in _FUNCTIONS and not _CAST.search(text_of(call)):
+                    yield self.finding(
+                        script.where(call),
+                        f"with 'fp16' `{half.model}` computes in float16 ({script.at(half.cast)} casts it for 'fp32' and 'amp' only), and so do the logits and "
+                        "this loss",
+                        instead="cast the logits with .float() before the loss",
+                        severity="advice",
+                    )
         for call, function in sorted(_losses(script), key=lambda site: site.call.lineno):
             logits = _logits_of(script, call)
             if logits is None:
@@ -189,7 +204,9 @@ def _with_autocast(script: Script, node: ast.AST, function: Function) -> bool:
     return any("autocast" in ast.unparse(c) or autocasts_of(script.outline, c, function) for c in contexts)
 
 
-def _logit_formats(script: Script, node: ast.expr, function: Function, line: int, depth: int = 6) -> frozenset[str]:
+def _logit_formats(
+    script: Script, node: ast.expr, function: Function, line: int, depth: int = MAX_STEPS
+) -> frozenset[str]:
     """The formats of logits, if the text decides them: cast explicitly, or the output of a 16-bit model."""
     outline = script.outline
     while depth:
@@ -223,11 +240,15 @@ def _logit_formats(script: Script, node: ast.expr, function: Function, line: int
     ]
     if earlier:
         last = earlier[-1]
+        rows = iterated(last)
+        if rows is not None:
+            return _logit_formats(script, rows, function, getattr(last.node, "lineno", 0), depth)
         if last.value is None or last.index is not None:
             return frozenset()
         return _logit_formats(script, last.value, function, getattr(last.node, "lineno", 0), depth)
     if name in function.params:
-        passed = [_logit_formats(script, v, f, v.lineno, depth) for v, f in passed_for(outline, name, function)]
+        sites = [(v, f) for v, f in passed_for(outline, name, function) if not in_no_grad(script, v)]
+        passed = [_logit_formats(script, v, f, v.lineno, depth) for v, f in sites]
         return passed[0] if passed and all(p == passed[0] for p in passed) else frozenset()
     return frozenset()
 

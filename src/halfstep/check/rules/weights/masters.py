@@ -10,7 +10,9 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.checkpoints import is_language_model, stored_low
+from halfstep.check.script.objects.expressions import arms_of
 from halfstep.check.script.objects.formats import AUTO, formats_of, keyword_of
+from halfstep.check.script.objects.freezing import restoring_loop
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import Cast, Lineage, asks_for_adapters, conditions_of
@@ -21,6 +23,8 @@ from halfstep.check.settings import Settings
 __all__ = [
     "RULES",
     "TRAINER",
+    "anchor",
+    "choices_of",
     "dtype_values",
     "is_exercise",
     "is_stepped",
@@ -51,6 +55,7 @@ Trainer(model=model, args=args, train_dataset=data).train()
 _QWEN = "Qwen/Qwen3-0.6B"
 _PLUGINS = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin"}
 _MASTER = 'use an optimizer with master weights, such as halfstep.optim.AdamW(..., master="split")'
+_FAR = 5  # lines
 _TESTS = re.compile(r"(^|/)(tests?|testing|bench\w*)/|(^|/)(test_|conftest|bench)[^/]*$|_(test|bench\w*)\.py$")
 
 
@@ -96,9 +101,24 @@ def dtype_values(cast: Cast) -> Iterator[ast.expr]:
     yield from (cast.node.args if cast.form == "cast" else ())
 
 
+def choices_of(script: Script, cast: Cast) -> list[ast.expr]:
+    """Each dtype that a cast or a load may name, as written."""
+    choices = []
+    for dtype in dtype_values(cast):
+        values = script.outline.values(key_of(dtype), cast.function) if key_of(dtype) else [dtype]
+        choices += [arm for value in values for arm in arms_of(value)]
+    return choices
+
+
 def subject(cast: Cast) -> str:
     """The model in a message."""
     return f"`{cast.key}`" if cast.key else "the model"
+
+
+def anchor(cast: Cast) -> ast.AST:
+    """Where to report a cast: the call, or the dtype in it if that stands far below."""
+    dtype = next(dtype_values(cast), None)
+    return dtype if dtype is not None and dtype.lineno > cast.node.lineno + _FAR else cast.node
 
 
 def remedy(script: Script, cast: Cast) -> str:
@@ -205,18 +225,26 @@ class WeightsWithoutMaster(ScriptRule):
             launched = script.outline.names.uses("accelerate") or "accelerator" in script.outline.loads
             if launched and _PLUGINS & script.outline.calls.keys():
                 continue  # with a plugin, Accelerate trains float32 copies
+            is_hook = tie.function.name == "configure_optimizers" and "Trainer" not in script.outline.calls
+            if is_hook and cast.function.name in {"configure_model", "configure_sharded_model"}:
+                continue  # a hook of Lightning for models that DeepSpeed or FSDP shards
+            launched |= is_hook  # the Trainer of another file chooses the strategy
             if launched and tie.is_assumed and "deepspeed" in script.source.text.lower():
                 continue
             unless = "without DeepSpeed or FSDP, " if launched else ""
+            restored = restoring_loop(tie.lineage)
+            but = f", except the layers of line {restored[0].lineno}," if restored is not None else ""
             no_master = "which keeps no float32 master weights"
             if tie.is_assumed:
                 no_master = f"without float32 master weights unless `{_optimizer_name(tie)}` adds them"
             yield self.finding(
-                script.where(cast.node),
-                f"{when(script, cast, tie.lineage)}{unless}{subject(cast)} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
+                script.where(anchor(cast)),
+                f"{when(script, cast, tie.lineage)}{unless}{subject(cast)}{but} is trained in {' or '.join(sorted(cast.low))} by `{_optimizer_name(tie)}` "
                 f"({script.at(tie.by)}), {no_master}: {_lost(cast.low)}",
                 instead=f"{remedy(script, cast)} and compute under bfloat16 autocast, or {_MASTER}",
-                severity=_severity(script, tie, always=not (launched or when(script, cast, tie.lineage))),
+                severity="advice"
+                if restored is not None and restored[1] == "matrices"
+                else _severity(script, tie, always=not (launched or when(script, cast, tie.lineage))),
             )
         for cast in script.training.cast_parameters:
             low = " or ".join(sorted(cast.low))
@@ -282,7 +310,7 @@ class CheckpointDtypeTrained(ScriptRule):
             which = "16 bits" if stored else "16 bits for most language models"
             how = 'dtype="auto"' if cast.form == "load" else "no dtype"
             yield self.finding(
-                script.where(cast.node),
+                script.where(anchor(cast)),
                 f"{when(script, cast, tie.lineage)}{before}{subject(cast)} is loaded with {how} and so has its checkpoint's dtype, {which}, and is trained "
                 "without float32 master weights (unless launched with DeepSpeed or FSDP): updates below 1/512 of a weight are lost",
                 instead=f"{remedy(script, cast)} (bf16=True still computes in bfloat16), or {_MASTER}",
@@ -348,7 +376,7 @@ class Bf16WeightsTrained(ScriptRule):
                 continue
             severity: Severity | None = None if cast.is_certain and not tie.is_parsed else "advice"
             yield self.finding(
-                script.where(cast.node),
+                script.where(anchor(cast)),
                 f"{when(script, cast, tie.lineage)}{subject(cast)} has {' or '.join(sorted(cast.low))} weights and `{text_of(tie.by.func)}` trains them "
                 f"without a float32 copy (unless launched with DeepSpeed or FSDP): {_lost(cast.low)}",
                 instead=f'{remedy(script, cast)} with bf16=True, or pass optimizers=(halfstep.optim.AdamW(..., master="split"), None)',

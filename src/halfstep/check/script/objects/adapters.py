@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from halfstep.check.script.flow.guard import Guard
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, may_be_none, passed_for
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
     ADAPTER_FLAG,
     Cast,
+    Lineage,
     VariableCast,
     asks_for_adapters,
     cast_formats,
@@ -25,7 +26,7 @@ from halfstep.check.script.objects.weights import (
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["Attachment", "adapted_casts", "adapter_use", "attachments", "upcasts_parameters"]
+__all__ = ["Attachment", "adapted_casts", "adapter_use", "attachments", "is_attached_elsewhere", "upcasts_parameters"]
 
 _ADAPTERS = re.compile(
     r"peft|lora|unsloth|add_adapter|inject_adapter|BitsAndBytesConfig|load_in_[48]bit", re.IGNORECASE
@@ -37,7 +38,7 @@ _ATTACHES_NOTHING = re.compile(
     r"_(args|arguments|options|parser|flags|settings|paths?|dirs?|names|state_dict)$|"
     r"^_*(make|create|build|get|load|read|default)_\w*config$"
 )
-
+_ENUMS = {"TaskType", "PeftType"}  # arguments of a configuration
 
 # Options such as `use_lora` and queries such as `disable_adapter()`: they attach nothing by themselves.
 _FLAG = re.compile(r"^_*(use|using|is|has|with|enable|enabled|disable|no)_", re.IGNORECASE)
@@ -102,7 +103,43 @@ def adapter_use(outline: Outline) -> str:
     ]
     if not conditional and not names:
         return "optional"  # flags that this file only reads
+    if not conditional and not any(_is_used(outline, name) for name in outline.loads):
+        return "no"  # imported, or configured and never passed on
     return "optional" if conditional and all(conditional) else "yes"
+
+
+def is_attached_elsewhere(outline: Outline, lineage: Lineage, trainer: ast.Call) -> bool:
+    """Whether every adapter and quantization of a file is certainly that of another model than this one."""
+    if outline.names.uses("unsloth"):
+        return False
+    sites = [site for name, calls in outline.calls.items() for site in calls if _attaches(name, site.call)]
+    for call, function in sites:
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        arguments = [key_of(node) for node in (*call.args, *(k.value for k in call.keywords))]
+        keys = {*arguments, key_of(owner), *_targets(outline, call)} - {""}
+        params = keys & set(function.params)
+        received = [site for param in sorted(params) for site in passed_for(outline, param, function)]
+        if any(key.startswith("self.") for key in keys):
+            return False  # a part of some model
+        if not any(arguments) or any(lineage.has(key, function) for key in keys):
+            return False
+        if (params and not received) or any(lineage.has(key_of(value), caller) for value, caller in received):
+            return False
+    passed = [
+        site
+        for name, calls in outline.calls.items()
+        if name == "from_pretrained" or name.endswith("Trainer")
+        for site in calls
+        for keyword in site.call.keywords
+        if keyword.arg in _KEYWORDS and constant(keyword.value) not in {None, False}
+    ]
+    own = {trainer, *(cast.node for cast in lineage.casts)}
+    for call, function in passed:
+        # Another Trainer that attaches adapters to this model changes it in place.
+        model = key_of(argument(call, 0, "model"))
+        if call in own or (model and lineage.has(model, function)):
+            return False
+    return bool(sites or passed)
 
 
 def adapted_casts(outline: Outline, casts: Iterable[VariableCast]) -> tuple[Cast, ...]:
@@ -134,6 +171,20 @@ def _attaches(name: str, call: ast.Call) -> bool:
         return False
     owner = text_of(call.func.value) if isinstance(call.func, ast.Attribute) and name == "from_pretrained" else ""
     return bool(_ADAPTERS.search(name) or re.search(r"kbit|quantize", name) or _ADAPTERS.search(owner))
+
+
+def _is_used(outline: Outline, name: str) -> bool:
+    """Whether a name that is read is about adapters, other than a configuration that nothing reads."""
+    if not _ADAPTERS.search(name) and not _ADAPTERS.search(outline.names.table.get(name, "")):
+        return False
+    if name in _ENUMS:
+        return False
+    sites = outline.calls.get(name, ()) if name.endswith("Config") else ()
+    if not sites or len(sites) < outline.loads[name]:
+        return True
+    statements = [outline.parents.get(site.call) for site in sites]
+    targets = [key_of(t) for s in statements for t in (s.targets if isinstance(s, ast.Assign) else ())]
+    return len(targets) < len(sites) or any(not t or t.rsplit(".", 1)[-1] in outline.loads for t in targets)
 
 
 def _is_conditional(outline: Outline, call: ast.AST) -> bool:

@@ -1,10 +1,11 @@
-"""What an expression contains: a loss scale, a variable."""
+"""What an expression contains (a loss scale, a variable), and the conditions around it."""
 
 from __future__ import annotations
 
 import ast
 import re
 
+from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.choices import text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
@@ -12,6 +13,7 @@ from halfstep.check.script.syntax.outline import Function, Outline
 __all__ = [
     "arguments_of",
     "arms_of",
+    "conditions_of",
     "entries_of",
     "first_key",
     "hand_scaled",
@@ -136,3 +138,22 @@ def unwrap(value: ast.expr) -> tuple[ast.expr, str]:
             break
         value = value.func.value
     return value, dtype
+
+
+def conditions_of(outline: Outline, node: ast.AST) -> tuple[Guard, ...]:
+    """The conditions around a node inside its function, outermost first."""
+    guards: list[Guard] = []
+    child, parent = node, outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
+        if isinstance(parent, ast.If) and child is not parent.test:
+            guards.append(_guard(parent.test, child in parent.body))
+        elif isinstance(parent, ast.IfExp) and child is not parent.test:
+            guards.append(_guard(parent.test, child is parent.body))
+        child, parent = parent, outline.parents.get(parent)
+    return tuple(reversed(guards))
+
+
+def _guard(test: ast.expr, is_true: bool) -> Guard:
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, is_true = test.operand, not is_true
+    return Guard(text_of(test), is_true)

@@ -10,11 +10,20 @@ from halfstep.check.script.objects.weights import Lineage
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["enabled_parts", "freezes", "freezing_loops", "trains_part_of"]
+__all__ = ["enabled_parts", "freezes", "freezing_loops", "restored_layers", "restoring_loop", "trains_part_of"]
 
 
 _ATTACHES = re.compile(r"^_*(initialize|init|attach|add|insert|inject|replace|build|create|wrap|patch)_")
 _ITERATED = {"parameters", "named_parameters", "modules", "named_modules"}
+# Parts that are attached to a loaded model, in float32.
+_ADDED = re.compile(
+    r"lora|adapter|prompt|query|proj|head|classifier|connector|resampler|mlp|gate|\bln|norm|memory|router|new|float|new_|extra|custom",
+    re.IGNORECASE,
+)
+# Layers that recipes keep in float32 next to 16-bit weights, as a condition names them; matrices are another matter.
+_SMALL = re.compile(
+    r"[Nn]orm|RMS|\bln_?|\bbn\b|[Rr]outer|\bgate\b|\bbias\b|ndim == 1|dim\(\) == 1|ndim < 2|dim\(\) < 2"
+)
 
 
 def freezing_loops(outline: Outline) -> tuple[tuple[ast.For, Function], ...]:
@@ -44,13 +53,52 @@ def freezes(lineage: Lineage, loop: ast.For, function: Function) -> bool:
         and not _has_new_layers(lineage)
     ):
         return False  # a part of the model: the rest is trained
+    if restored_layers(loop) and not _has_new_layers(lineage):
+        return False  # the other layers are trained in 16 bits
     if _freezes_named(loop) and not _has_new_layers(lineage):
         return False  # the layers of other names are trained
-    # A loop that chooses the layers to train, with the cast after it: those layers have 16 bits too.
+    # A loop that chooses the layers to train, of a model that is cast after it, or that has no layers of its own: those
+    # layers have 16 bits too.
     chooses = any(isinstance(n, ast.Assign) and constant(n.value) is True for n in ast.walk(loop))
-    return not chooses or not any(
-        c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts
-    )
+    later = any(c.may_be_low and c.function is function and c.node.lineno > loop.lineno for c in lineage.casts)
+    whole = not _ADDED.search(ast.unparse(loop)) and not _has_new_layers(lineage)
+    return not chooses or not (later or whole)
+
+
+def restored_layers(loop: ast.For) -> str:
+    """Which layers a loop returns to float32: `norm` of `if isinstance(m, nn.LayerNorm): m.float()`; "" if all, or not clear.
+
+    "matrices" if the condition names another class, whose siblings keep their 16 bits.
+    """
+    if "requires_grad" in ast.unparse(loop):
+        return ""
+    tests: list[str] = []
+    stack: list[tuple[ast.AST, str]] = [(statement, "") for statement in loop.body]
+    while stack:
+        node, test = stack.pop()
+        if isinstance(node, ast.If):
+            own = "" if any(isinstance(n, (ast.Not, ast.NotIn)) for n in ast.walk(node.test)) else text_of(node.test)
+            stack += [(n, own) for n in node.body] + [(n, "") for n in node.orelse]
+        elif isinstance(node, ast.stmt) and hasattr(node, "body"):
+            return ""
+        elif re.search(r"\.float\(\)|float32", ast.unparse(node)):
+            tests.append(test)
+    if not tests or any(re.search("lora|adapter|peft|bit", test, re.IGNORECASE) for test in tests):
+        return ""
+    if all(_SMALL.search(test) for test in tests):
+        return "norms"
+    classes = all(test.startswith("isinstance(") for test in tests)
+    every = "Embedding" in " ".join(tests) and "Linear" in " ".join(tests)
+    return "matrices" if classes and not every else ""
+
+
+def restoring_loop(lineage: Lineage) -> tuple[ast.For, str] | None:
+    """The loop that returns some layers of a model to float32, and which: norms or matrices."""
+    for loop, function in freezing_loops(lineage.outline):
+        owners = [p.value for p in ast.walk(loop.iter) if isinstance(p, ast.Attribute)]
+        if (layers := restored_layers(loop)) and any(lineage.has(key_of(owner), function) for owner in owners):
+            return loop, layers
+    return None
 
 
 def _freezes_named(loop: ast.For) -> bool:
@@ -101,7 +149,12 @@ def _has_new_layers(lineage: Lineage) -> bool:
         for name, bindings in outline.bindings.items():
             if name.startswith(f"{key}.") and any(isinstance(b.value, ast.Call) for b in bindings):
                 return True
-    if any(name in outline.calls for name in ("add_module", "register_module", "setattr", "set_submodule")):
+    if any(name in outline.calls for name in ("add_module", "register_module", "set_submodule")):
+        return True
+    values = [call.args[2] for call, _ in outline.calls.get("setattr", ()) if len(call.args) == 3]
+    if not all(
+        isinstance(value, ast.Constant) for value in values
+    ):  # `setattr(model, "is_parallelizable", True)` is no layer
         return True
     # `model.initialize_vision_modules(args)`, `attach_head(model)`: layers that another file creates
     sites = [site for name, calls in outline.calls.items() if _ATTACHES.search(name) for site in calls]

@@ -13,12 +13,12 @@ from halfstep.check.script.objects.values import UNKNOWN, argument, autocasts_of
 from halfstep.check.script.objects.weights import Creation, cast_formats, conditions_of
 from halfstep.check.script.syntax.names import chain, key_of
 from halfstep.check.script.syntax.outline import Function, Outline
-from halfstep.check.script.syntax.scope import Binding
+from halfstep.check.script.syntax.scope import Binding, CallSite
 
 if TYPE_CHECKING:
     from halfstep.check.script.script import Script
 
-__all__ = ["Exit", "in_no_grad", "keeps_dtype", "keeps_format", "leaves_autocast", "leaves_engine"]
+__all__ = ["Exit", "in_no_grad", "iterated", "keeps_dtype", "keeps_format", "leaves_autocast", "leaves_engine"]
 
 MAX_STEPS = 8  # assignments and reshapes between the output of a model and its loss
 _RESHAPES = {
@@ -31,6 +31,7 @@ _MODEL = re.compile(
 )
 _TEMPERATURE = re.compile(r"(^|[._])(temperature|temp|tau|T)$")
 _ASKS_ENGINE = {"fp16_enabled": "float16", "bfloat16_enabled": "bfloat16"}  # methods of a DeepSpeed engine
+_MODES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # blocks of a DeepSpeed configuration
 _LIBRARIES = ("torchvision.models.", "timm.", "torch.nn.")
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
 
@@ -116,6 +117,11 @@ def leaves_engine(script: Script, logits: ast.expr, function: Function, line: in
     """The DeepSpeed engine that logits come from, if its inputs are cast to 16 bits: so are its weights and its output."""
     outline = script.outline
     created = outline.library_calls.get("deepspeed.initialize", ())
+    root, _ = _walk_back(outline, logits, function, line) if created else (None, None)
+    if isinstance(root, ast.Name) and root.id in function.params:
+        passed = [(v, f) for v, f in passed_for(outline, root.id, function) if f is not function]
+        exits = (leaves_engine(script, v, f, v.lineno) for v, f in passed if not in_no_grad(script, v))
+        return next((exit_ for exit_ in exits if exit_ is not None), None)
     call, _ = _output_call(outline, logits, function, line) if created else (None, None)
     if call is None:
         return None
@@ -136,6 +142,10 @@ def leaves_engine(script: Script, logits: ast.expr, function: Function, line: in
     casts = [cast for value in _arguments(call) for cast in _casts_before(outline, value, function, call.lineno)]
     formats: frozenset[str] = frozenset().union(*(cast_formats(outline, cast, function) for cast in casts))
     asked = {fmt for name, fmt in _ASKS_ENGINE.items() if name in outline.calls}
+    configured = [_configured(outline, site) for site in created]
+    if not formats & SIXTEEN_BIT and not asked and configured and all(configured) and len(set(configured)) == 1:
+        mode = configured[0]
+        return Exit(key, frozenset({mode}), False, f"the engine computes in {mode}, and no autocast is active")
     if not formats & SIXTEEN_BIT and not asked:
         return None
     conditional = bool(asked) or not formats <= SIXTEEN_BIT or any(conditions_of(outline, cast) for cast in casts)
@@ -147,6 +157,21 @@ def leaves_engine(script: Script, logits: ast.expr, function: Function, line: in
     certain = bool(creations) and all(keeps_dtype(script, c) for c in creations) and not conditional
     condition = "where its inputs are cast, " if conditional else ""
     return Exit(key, formats, certain, f"{condition}the engine has 16-bit weights, and no autocast is active")
+
+
+def _configured(outline: Outline, site: CallSite) -> str:
+    """The format of an engine whose configuration is a dictionary of this file with `"bf16": {"enabled": True}`."""
+    config = argument(site.call, None, "config") or argument(site.call, None, "config_params")
+    values = outline.values(key_of(config), site.function) if config is not None and key_of(config) else [config]
+    table = values[0] if len(values) == 1 else None
+    modes = {}
+    for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
+        name = str(constant(key)) if key is not None else "?"
+        if name in {"torch_autocast", "amp", "?"}:
+            return ""
+        inner = zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ()
+        modes[name] = any(k is not None and constant(k) == "enabled" and constant(v) is True for k, v in inner)
+    return next((fmt for name, fmt in _MODES.items() if modes.get(name)), "")
 
 
 def _arguments(call: ast.Call) -> Iterator[str]:
@@ -166,9 +191,22 @@ def _casts_before(outline: Outline, name: str, function: Function, line: int) ->
 def _element(binding: Binding) -> ast.expr | None:
     """What an assignment gives its variable; of `a, b = x, y` the element."""
     value = binding.value
+    if isinstance(binding.node, ast.For):
+        return iterated(binding)
     if binding.index is not None and isinstance(value, (ast.Tuple, ast.List)) and binding.index < len(value.elts):
         return value.elts[binding.index]
     return value if binding.index in {None, 0} else None
+
+
+def iterated(binding: Binding) -> ast.expr | None:
+    """What a loop variable is a row of: `logits` of `for row, ids in zip(logits, input_ids)`."""
+    source = binding.node.iter if isinstance(binding.node, ast.For) else None
+    if isinstance(source, ast.Call) and binding.index is not None:
+        name = key_of(source.func)
+        if name == "zip" and binding.index < len(source.args):
+            return source.args[binding.index]
+        return source.args[0] if name == "enumerate" and binding.index == 1 and source.args else None
+    return source if binding.index is None and isinstance(source, ast.Name) else None
 
 
 def _cast_in(node: ast.expr | None) -> ast.Call | None:

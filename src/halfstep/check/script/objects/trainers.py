@@ -20,6 +20,7 @@ _ARGUMENTS = re.compile(
 )
 # Optimizers of TrainingArguments that compensate for 16-bit weights, or never store an update.
 _COMPENSATES = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
+_OPTIONS = {"per_device_train_batch_size", "gradient_checkpointing", "num_train_epochs"}
 PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
 
 
@@ -42,24 +43,34 @@ def arguments_of(outline: Outline, trainer: ast.Call, function: Function) -> ast
     is_ppo = text_of(trainer.func).rsplit(".", 1)[-1] == "PPOTrainer"
     node = argument(trainer, 0 if is_ppo else 1, "args") or keyword_of(outline, trainer, function, "args", "config")
     pending = [(node, function)]
-    visited: set[str] = set()
+    visited: set[tuple[str, Function]] = set()
     while pending:
         value, scope = pending.pop()
         key = key_of(value)
-        if key and key not in visited:
-            visited.add(key)
+        if key and (key, scope) not in visited:
+            visited.add((key, scope))
             pending += [(v, scope) for v in outline.values(key, scope)]
             parsed = [b.value for b in outline.lookup(key, scope) if b.index is not None]
             pending += [(v, scope) for v in parsed if isinstance(v, ast.Call) and PARSES.search(_last_name(v.func))]
         elif isinstance(value, ast.Call):
             name = text_of(value.func).rsplit(".", 1)[-1]
-            if _ARGUMENTS.search(name) or (PARSES.search(name) and "HfArgumentParser" in outline.calls):
+            if (
+                _ARGUMENTS.search(name)
+                or _extends(value, name)
+                or (PARSES.search(name) and "HfArgumentParser" in outline.calls)
+            ):
                 return value
             target = outline.call_target(value, scope)
             if target is not None:
                 returns = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value]
                 pending += [(r, target) for r in returns]
     return None
+
+
+def _extends(call: ast.Call, name: str) -> bool:
+    """Whether a class of another file extends TrainingArguments: it is configured with its options."""
+    options = {k.arg for k in call.keywords}
+    return name.endswith(("Config", "Arguments", "Args")) and bool(options & _OPTIONS) and "output_dir" in options
 
 
 def is_sharded(outline: Outline, arguments: ast.Call, function: Function) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from halfstep.check.script.objects.adapters import adapted_casts, adapter_use
+from halfstep.check.script.objects.adapters import adapted_casts, adapter_use, is_attached_elsewhere
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, keyword_of, may_be_none
 from halfstep.check.script.objects.freezing import enabled_parts, freezes, freezing_loops, trains_part_of
 from halfstep.check.script.objects.layers import cast_layers, defines_optimizer
@@ -28,13 +28,13 @@ from halfstep.check.script.objects.trainers import (
 )
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import (
-    ADAPTER_FLAG,
     Cast,
     Lineage,
     VariableCast,
     asks_for_adapters,
     casts_in,
     conditions_of,
+    is_adapter_branch,
     trace_model,
 )
 from halfstep.check.script.syntax.names import key_of
@@ -306,7 +306,7 @@ class Training:
         there = (*conditions_of(outline, by), *conditions_of(outline, owner))
         if any((text, not is_true) in there for text, is_true in here):
             return False
-        if any(is_true and ADAPTER_FLAG.search(text) for text, is_true in here):
+        if any(map(is_adapter_branch, here)):
             return False  # the branch that attaches an adapter
         if any(is_true and _ASIDE.search(text.lower()) for text, is_true in here if (text, is_true) not in there):
             return False
@@ -369,9 +369,10 @@ class Training:
                 lineage = self.model(model, function)
                 lineage.casts += loading_options(self.outline, model, arguments, function)
                 casts = lineage.casts
-                if self.adapters == "yes":
+                is_adapted = self.adapters == "yes" and not is_attached_elsewhere(self.outline, lineage, call)
+                if is_adapted:
                     casts = [c for c in adapted_casts(self.outline, self._casts) if lineage.has(c.key, c.function)]
-                if casts and (self.adapters == "yes" or not self._is_spared(lineage)):
+                if casts and (is_adapted or not self._is_spared(lineage)):
                     for cast in casts:
                         only = not without or without in conditions_of(self.outline, cast.node)
                         if only and self._reaches(cast, call, function, model):

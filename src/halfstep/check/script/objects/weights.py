@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from halfstep.check.script.flow.event import Guard
+from halfstep.check.script.flow.guard import Guard
+from halfstep.check.script.objects.expressions import conditions_of
 from halfstep.check.script.objects.formats import (
     AUTO,
     SIXTEEN_BIT,
@@ -29,7 +30,17 @@ from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 from halfstep.check.script.syntax.scope import Binding
 
-__all__ = ["Cast", "Lineage", "VariableCast", "base_of", "cast_formats", "casts_in", "conditions_of", "trace_model"]
+__all__ = [
+    "Cast",
+    "Lineage",
+    "VariableCast",
+    "base_of",
+    "cast_formats",
+    "casts_in",
+    "conditions_of",
+    "is_adapter_branch",
+    "trace_model",
+]
 
 _SAME_MODEL = {
     "cuda", "cpu", "train", "eval", "to", "requires_grad_", "share_memory", "apply", "to_empty", "xpu", "npu",
@@ -46,7 +57,8 @@ _FACTORY = re.compile(
 )
 # These classes read a configuration, a tokenizer or the like.
 _OTHER_CLASS = re.compile(r"Tokenizer|Processor|Config$|Scheduler|FeatureExtractor|Dataset|Adapter|Peft|Lora")
-ADAPTER_FLAG = re.compile(r"lora|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb", re.IGNORECASE)
+_IN_FULL = r"full_?(fine_?tun|ft\b|param|train)"
+ADAPTER_FLAG = re.compile(rf"lora|low_rank|peft|adapter|quant|4bit|8bit|[48]_bit|bnb|{_IN_FULL}", re.IGNORECASE)
 FREEZE_FLAG = re.compile(r"^(?!not |.* not ).*(freeze|frozen|tune_|_only)", re.IGNORECASE)
 MAX_PLACES = 40  # names of one model; generated code has more
 
@@ -376,23 +388,10 @@ def casts_in(outline: Outline) -> Iterator[VariableCast]:
                 yield VariableCast(call, function, key, formats)
 
 
-def conditions_of(outline: Outline, node: ast.AST) -> tuple[Guard, ...]:
-    """The conditions around a node inside its function, outermost first."""
-    guards: list[Guard] = []
-    child, parent = node, outline.parents.get(node)
-    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
-        if isinstance(parent, ast.If) and child is not parent.test:
-            guards.append(_guard(parent.test, child in parent.body))
-        elif isinstance(parent, ast.IfExp) and child is not parent.test:
-            guards.append(_guard(parent.test, child is parent.body))
-        child, parent = parent, outline.parents.get(parent)
-    return tuple(reversed(guards))
-
-
-def _guard(test: ast.expr, is_true: bool) -> Guard:
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, is_true = test.operand, not is_true
-    return Guard(text_of(test), is_true)
+def is_adapter_branch(guard: Guard) -> bool:
+    """Whether a condition selects adapters or quantization: `args.lora`, and `args.full_finetune` where it is false."""
+    asked = bool(ADAPTER_FLAG.search(guard.text))
+    return asked and guard.is_true is not bool(re.search(_IN_FULL, guard.text, re.IGNORECASE))
 
 
 def asks_for_adapters(guards: tuple[Guard, ...]) -> bool:

@@ -20,6 +20,7 @@ _WORDS = (
     "mixed", "clip_grad", "state_dict", "optim", ".grad", "no_grad", "inference_mode", "set_default", "masked_fill",
     "DataParallel", "FSDP", "accum", "acc_", "_acc", "micro", "dtype", "Trainer", "apex", "Sharded", "virtual",
     "subdivision", "update_freq", "parameters(", "from_pretrained", "cross_entropy", "requires_grad",
+    "peft", "Lora", "lora_",
 )  # fmt: skip
 # `amp` as a word or part of a name with underscores; not `sample`, `example` or `clamp`.
 _AMP = re.compile(r"amp(?<![A-Za-z]amp)")
