@@ -33,7 +33,8 @@ _WRAPPERS = (
     "torch.distributed.fsdp.",
 )
 _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
-_COMMENT = re.compile(r"#[^'\"]*$")
+_COMMENTED = re.compile(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
+_COMMENT = re.compile(r"^\s*#.*|#[^'\"]*$")
 _CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
 _LOOP = """\
 import torch
@@ -86,11 +87,13 @@ class ScalerWithoutAutocast(TraceRule):
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
         if not scalers or any(s.enabled == "no" for s in scalers) or not forwards:
             return None
-        if not all(self._is_plain(script, e.subject, e.function) for e in forwards):
+        is_plain = all(self._is_plain(script, e.subject, e.function) for e in forwards)
+        if not is_plain and not _was_forgotten(script):
             return None  # a model of another file may open a region in its forward
         return self.finding(
             script.where(event.node),
-            f"`{event.local.scaler}` scales the loss, but no autocast region is opened in this file: everything runs in float32",
+            f"`{event.local.scaler}` scales the loss, but no autocast region is opened in this file: everything runs in float32"
+            + ("" if is_plain else f", unless `{forwards[0].local.subject}` opens one itself"),
             instead="compute the model and the loss inside torch.autocast, or remove the scaler",
         )
 
@@ -131,6 +134,14 @@ def _calls_model(script: Script, opened: Event) -> bool:
         key_of(c.func.value) for c, _ in script.outline.calls.get("parameters", ()) if isinstance(c.func, ast.Attribute)
     }
     return any(isinstance(n, ast.Call) and key_of(n.func) in models for n in ast.walk(opened.node))
+
+
+def _was_forgotten(script: Script) -> bool:
+    """Whether `autocast` is imported, or written in a comment as a region, and used nowhere."""
+    imports = [i for i in script.outline.names.imported if i.full.endswith(".autocast") and i.full.startswith("torch.")]
+    names = {i.alias.asname or i.alias.name for i in imports}
+    unused = bool(names) and not any(script.outline.loads[name] for name in names)
+    return unused or bool(_COMMENTED.search(script.lines.text))
 
 
 @lru_cache(maxsize=1)  # the same for every event of a script

@@ -99,7 +99,8 @@ class ScalerBeforeCreation(ScriptRule):
                     continue
                 created = created_later(script, event)
                 place = (event.scaler, event.roots[0] if event.roots else event.function.node)
-                setting = created_under(script, event) if event.scaler not in conditional else None
+                is_open = event.kind != "backward" and event.scaler not in conditional
+                setting = created_under(script, trace, event) if is_open else None
                 if setting is not None:
                     conditional.add(event.scaler)
                     yield self._conditional(script, event, setting)

@@ -211,15 +211,12 @@ def _is_validation(script: Script, event: Event) -> bool:
 
 
 def _reads_data(script: Script, event: Event) -> bool:
-    """Whether the loop around a forward goes through a data loader and trains nothing: embeddings of a test set."""
-    loops = loops_around(script, event)
-    source = text_of(getattr(loops[-1], "iter", None)) if loops else ""
-    calls = (
-        {n.func.attr for n in ast.walk(loops[-1]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
-        if loops
-        else set()
-    )
-    return bool(_LOADER.search(source)) and not calls & {"backward", "step"}
+    """Whether the loop around a forward, in its own function, goes through a data loader and trains nothing."""
+    loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor))), None)
+    if loop is None or not _LOADER.search(text_of(loop.iter)):
+        return False
+    calls = [n.func for n in ast.walk(loop) if isinstance(n, ast.Call)]
+    return not any(isinstance(func, ast.Attribute) and func.attr in {"backward", "step"} for func in calls)
 
 
 def _is_same(script: Script, a: Event, b: Event) -> bool:

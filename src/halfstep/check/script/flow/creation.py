@@ -6,9 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
+from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import is_amp, is_setting
+from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.outline import Binding, Function
@@ -16,7 +18,7 @@ from halfstep.check.script.syntax.outline import Binding, Function
 __all__ = ["created_later", "created_under"]
 
 _PLAIN_BASES = {"object", "Module", "ABC"}  # classes that assign no scaler
-_DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available|rank|except@|case@|class@", re.IGNORECASE)
+_DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available|rank|world|distributed|except@|case@|class@", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _AMP_NAME = re.compile(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
 
@@ -36,7 +38,7 @@ def created_later(script: Script, event: Event) -> int | None:
     return None if any(loops & set(_around(script, b.node)) for b in bindings) else first
 
 
-def created_under(script: Script, event: Event) -> Guard | None:
+def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
     """The setting without which a scaler is never assigned, if the event uses it whatever that setting is."""
     _, scope, bindings = _start(script, event)
     if event.scaler.startswith("self."):
@@ -48,11 +50,13 @@ def created_under(script: Script, event: Event) -> Guard | None:
             return None  # `train_epoch_amp`: called with mixed precision only
     if scope is None or len(bindings) != 1 or bindings[0].function is not scope or not _is_own(script, event, scope):
         return None
-    creation = _creation(script, bindings[0])
+    creation = _creation(script, trace, event, bindings[0])
     if creation is None:
         return None
-    guards = [Guard(text.partition("#")[0], is_true) for text, is_true in creation.guards]
-    used = [Guard(text.partition("#")[0], is_true) for text, is_true in event.guards]
+    # What the callers of __init__ test is not known where a method runs.
+    known = _tests_around(script, bindings[0]) if event.scaler.startswith("self.") else creation.guards
+    guards = [Guard(text.partition("#")[0], is_true) for text, is_true in known]
+    used = [Guard(text.partition("#")[0], is_true) for text, is_true in (*event.guards, *event.local.guards)]
     missing = [guard for guard in guards if guard not in used]
     if not missing or not all(_is_fixed(script, g, creation) and not _DEVICE.search(g.text) for g in missing):
         return None
@@ -64,6 +68,18 @@ def created_under(script: Script, event: Event) -> Guard | None:
     return missing[0] if possible((missing[0].opposite,), tuple(used)) else None
 
 
+def _tests_around(script: Script, binding: Binding) -> tuple[Guard, ...]:
+    """The conditions around an assignment in its own function."""
+    conditions = Conditions(script.outline, binding.function)
+    guards: tuple[Guard, ...] = ()
+    node: ast.AST = binding.node
+    for parent in _around(script, binding.node):
+        if isinstance(parent, ast.If):
+            guards += conditions.guards(parent.test, is_true=any(node is s for s in parent.body))
+        node = parent
+    return guards
+
+
 def _is_fixed(script: Script, guard: Guard, creation: Event) -> bool:
     """Whether a condition around the creation of a scaler still is what it was then."""
     if creation.loops:
@@ -71,11 +87,13 @@ def _is_fixed(script: Script, guard: Guard, creation: Event) -> bool:
     return all(len(script.outline.bindings.get(name, ())) < 2 for name in _NAME.findall(guard.text))
 
 
-def _creation(script: Script, binding: Binding) -> Event | None:
-    """The event that creates a scaler, of a plain assignment `scaler = GradScaler()`."""
-    for event in script.events("make_scaler"):
-        if event.node is binding.value and event.function is binding.function:
-            return event
+def _creation(script: Script, trace: Trace, event: Event, binding: Binding) -> Event | None:
+    """The event that creates a scaler by `scaler = GradScaler()`; for a local variable in the same run of its function."""
+    events = script.events("make_scaler") if event.scaler.startswith("self.") else iter(trace)
+    for creation in events:
+        is_before = event.scaler.startswith("self.") or event.roots[: len(creation.roots)] == creation.roots
+        if is_before and creation.node is binding.value and creation.function is binding.function:
+            return creation
     return None
 
 
@@ -95,7 +113,7 @@ def _start(script: Script, event: Event) -> tuple[ast.AST, Function | None, list
     """The call, or the event itself, that leads to a use from the function that assigns the scaler, and its assignments."""
     outline = script.outline
     bindings = outline.bindings.get(event.scaler, [])
-    for place in (*event.roots, event.node):
+    for place in (event.node, *reversed(event.roots)):
         around = list(_around(script, place))
         scope = next((f for f in (outline.module, *outline.functions) if around and f.node is around[-1]), None)
         own = [b for b in bindings if b.function is scope]
