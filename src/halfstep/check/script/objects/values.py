@@ -211,8 +211,8 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
         return []
     key = key_of(node)
     if key:
-        values = [(v, function) for v in outline.values(key, function)] or _stored(outline, node)
-        return [a for v, scope in values[:MAX_VALUES] for a in autocasts_of(outline, v, scope, depth - 1)]
+        options = [(v, function) for v in outline.values(key, function)] or _stored(outline, node)
+        return [a for v, scope in options[:MAX_VALUES] for a in autocasts_of(outline, v, scope, depth - 1)]
     return []
 
 
@@ -221,7 +221,7 @@ def _stored(outline: Outline, node: ast.expr) -> list[tuple[ast.expr, Function]]
     key = constant(node.slice) if isinstance(node, ast.Subscript) else getattr(node, "attr", None)
     if not isinstance(key, str):
         return []
-    functions = {f.node: f for f in outline.functions}
+    functions: dict[ast.AST, Function] = {f.node: f for f in outline.functions}
     stored: list[tuple[ast.expr, Function]] = []
     stack: list[tuple[ast.AST, Function]] = [(outline.module.node, outline.module)]
     while stack:
