@@ -206,3 +206,29 @@ def test_an_old_fp16_setting_next_to_a_plain_wrapper(wrapper):
 def test_other_fp16_settings_are_silent(text):
     """Mixed-precision wrappers, inherited ones and blocks of other engines give no finding."""
     assert findings(text, "HS287") == []
+
+
+APEX = """\
+import argparse, torch
+from apex import amp
+from tools import {reader}
+parser = argparse.ArgumentParser()
+parser.add_argument('--loss_scale', type=float, default=0)
+args = parser.parse_args()
+model, optimizer = amp.initialize(model, optimizer, opt_level='O2'{used})
+loader = {reader}(args)
+"""
+
+
+@pytest.mark.parametrize(
+    ("reader", "used", "expected"),
+    [
+        ("get_loader", "", [5]),
+        ("build_dataset", "", [5]),
+        ("get_loader", ", loss_scale=args.loss_scale", []),
+        ("build_trainer", "", []),
+    ],
+)
+def test_loss_scale_that_nobody_reads(reader, used, expected):
+    """A loss scale of the command line counts like a precision, and a function that builds data reads none."""
+    assert [f.line for f in findings(APEX.format(reader=reader, used=used), "HS139")] == expected

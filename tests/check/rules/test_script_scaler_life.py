@@ -143,3 +143,26 @@ def test_a_scaler_that_is_reset_after_an_overflow_is_not_recreated_every_time(re
     made = "scaler = torch.amp.GradScaler('cuda', init_scale=256.0)\n"
     assert findings(text.format(start="") + reset.format(made), "HS121") == []
     assert [f.line for f in findings(text.format(start=f"    {made}") + reset.format("pass\n"), "HS121")] == [4]
+
+
+@pytest.mark.parametrize(("region", "expected"), [("with torch.no_grad():", [3]), ("if True:", [])])
+def test_model_of_the_validation_is_no_new_run(region, expected):
+    """A wrapper around the model that validation creates every epoch does not make each epoch a run of its own."""
+    text = f"""\
+import torch
+def train(loader, optimizer):
+    scaler = torch.amp.GradScaler('cuda')
+    for x in loader:
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+def validate(loader):
+    {region}
+        tta_model = Wrapper(net)
+        for x in loader:
+            tta_model(x)
+for epoch in range(9):
+    train(loader, optimizer)
+    validate(loader)
+"""
+    assert [f.line for f in findings(text, "HS121")] == expected

@@ -126,3 +126,74 @@ def test_pictures_of_some_examples_are_no_validation(draw, expected):
     """A loop that draws each of its results needs no autocast."""
     loop = f"for i, x in enumerate(examples):\n    with torch.no_grad():\n        p = model(x)\n    {draw}\n"
     assert reported(TRAIN + loop) == expected
+
+
+METHOD = """\
+import torch
+for x in loader:
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = {model}(x)
+    loss.backward()
+    optimizer.step()
+def {name}({model}, {data}):
+    {model}.eval()
+    with torch.no_grad():
+        for x in {data}:
+            out = {call}(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "data", "call", "expected"),
+    [
+        ("model", "test_accuracy", "test_loader", "model.generate", [11]),
+        ("model", "evaluate", "loader", "model.predict_all_targets", [11]),
+        ("model", "rollout", "prompts", "model.generate", []),
+        ("encoder", "embed", "gallery_loader", "encoder", [11]),
+        ("generator", "show", "noises", "generator", []),
+        ("model_train_eval", "fit_one_epoch", "gen_val", "model_train_eval", [11]),
+    ],
+)
+def test_methods_and_other_models(model, name, data, call, expected):
+    """Methods of the model count in validation, and any model that goes through a data loader without gradients."""
+    assert reported(METHOD.format(model=model, name=name, data=data, call=call)) == expected
+
+
+TRAINED = """\
+import torch
+{before}
+for epoch in range(9):
+    for x in loader:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+        optimizer.step()
+{after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("", "    with torch.no_grad():\n        out = model(x)\n", [10]),
+        (
+            "",
+            "    if epoch % 5 == 0:\n        with torch.no_grad():\n            out = model(x)\n        board.add_images('p', out)\n",
+            [],
+        ),
+        ("", "while x.size(1) < 30:\n    with torch.no_grad():\n        x = torch.multinomial(model(x), 1)\n", []),
+        (
+            "class Net(torch.nn.Module):\n    @torch.autocast('cuda', dtype=torch.bfloat16)\n    def forward(self, x):\n        return x\n",
+            "    with torch.no_grad():\n        out = model(x)\n",
+            [],
+        ),
+        (
+            "class Net(torch.nn.Module):\n    def forward(self, x):\n        return x\n",
+            "    with torch.no_grad():\n        out = model(x)\n",
+            [13],
+        ),
+    ],
+)
+def test_pictures_samples_and_models_with_their_own_region(before, after, expected):
+    """Examples that are drawn, sampled tokens and a model whose forward opens the region are no validation in float32."""
+    assert reported(TRAINED.format(before=before, after=after)) == expected

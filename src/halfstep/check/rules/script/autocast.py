@@ -1,4 +1,4 @@
-"""HS140-HS147: what belongs inside an autocast region, and how to construct one."""
+"""HS140-HS144, HS146, HS147: what belongs inside an autocast region, and how to construct one."""
 
 from __future__ import annotations
 
@@ -267,36 +267,6 @@ def _certain_dtype(event: Event, position: int) -> str:
     return dtype if dtype in {"float16", "bfloat16"} else ""
 
 
-class AutocastDtype(ScriptRule):
-    """Autocast is set to a dtype that it does not support."""
-
-    code = "HS145"
-    name = "autocast-dtype"
-    severity = "warning"
-    reason = (
-        "Outside CUDA, autocast supports float16 and bfloat16 only. With float32 or float64 it warns and disables itself, so the "
-        "region has no effect. (On CUDA the same line forces float32.)"
-    )
-    bad = ("import torch\nwith torch.autocast('cpu', dtype=torch.float32):\n    y = model(x)\n",)
-    good = (
-        "import torch\nwith torch.autocast('cpu', enabled=False):\n    y = model(x)\n",
-        "import torch\nwith torch.autocast('cuda', dtype=torch.float32):\n    y = router(x)\n",
-    )
-    references = (f"{_AMP}#torch.autocast",)
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """Regions on devices other than CUDA whose dtype is float32 or float64."""
-        for region in script.autocasts:
-            dtype = argument(region.node, 1, "dtype")
-            wrong = region.dtype in {"float32", "float64"} and region.device not in {None, "cuda"}
-            if wrong and region.enabled == "yes" and script.outline.names.full(dtype or region.node):
-                yield self.finding(
-                    script.where(region.node),
-                    f"autocast on {region.device} does not support {region.dtype}: it warns and disables itself",
-                    instead="enabled=False, or remove the region",
-                )
-
-
 class BceUnderAutocast(TraceRule):
     """Binary cross-entropy on probabilities is computed inside a CUDA autocast region."""
 
@@ -392,7 +362,6 @@ RULES: tuple[type[Rule], ...] = (
     AutocastDevice,
     AutocastArgumentOrder,
     NestedAutocastDtypes,
-    AutocastDtype,
     BceUnderAutocast,
     DataParallelBf16,
 )

@@ -13,7 +13,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.engines import scaling_accelerator
-from halfstep.check.script.objects.saving import is_setting, passed_objects, saves
+from halfstep.check.script.objects.saving import is_setting, passed_objects, restored_copies, saves
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -374,6 +374,14 @@ class ScalerNotRestored(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Saved scaler states in scripts that restore only the optimizer."""
+        for scaler, call in restored_copies(script.outline, script.scalers):
+            if own := [s.key for s in _used(script) if s.key]:
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"`{text_of(call.func)}` restores a new GradScaler, which nothing uses: `{own[0]}` keeps the initial scale",
+                    instead=f"pass `{own[0]}`",
+                )
+                return
         if script.has("load_scaler") or not _used(script) or _saved_elsewhere(script):
             return
         if _restored_by_another_name(script):

@@ -1,4 +1,4 @@
-"""HS136 and HS148: contexts that are not the ones a line asks for.
+"""HS136, HS145 and HS148: contexts that are not the ones a line asks for.
 
 An autocast region that an option for bfloat16 enables computes in float16 unless its dtype is passed as well.
 
@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.objects.values import AUTOCASTS, Autocast, text_of
+from halfstep.check.script.objects.choices import is_float32_on_cpu
+from halfstep.check.script.objects.outputs import in_no_grad
+from halfstep.check.script.objects.values import AUTOCASTS, Autocast, argument, text_of
 from halfstep.check.script.script import Script
 
 __all__ = ["RULES"]
@@ -179,4 +181,57 @@ def _is_implied(script: Script, joined: ast.BoolOp) -> bool:
     return entered.endswith(".inference_mode") and all(name.endswith((".no_grad", ".inference_mode")) for name in names)
 
 
-RULES: tuple[type[Rule], ...] = (Bf16OptionRunsFloat16, ContextNotEntered)
+class AutocastDtype(ScriptRule):
+    """Autocast is set to a dtype that it does not support."""
+
+    code = "HS145"
+    name = "autocast-dtype"
+    severity = "warning"
+    reason = (
+        "Outside CUDA, autocast supports float16 and bfloat16 only. With float32 or float64 it warns and disables itself, so the "
+        "region has no effect. (On CUDA the same line forces float32.)"
+    )
+    bad = (
+        "import torch\nwith torch.autocast('cpu', dtype=torch.float32):\n    y = model(x)\n",
+        "import torch\ndtype = torch.bfloat16 if device == 'cuda' else torch.float32\nwith torch.autocast(device, dtype=dtype):\n"
+        "    y = model(x)\n",
+    )
+    good = (
+        "import torch\nwith torch.autocast('cpu', enabled=False):\n    y = model(x)\n",
+        "import torch\nwith torch.autocast('cuda', dtype=torch.float32):\n    y = router(x)\n",
+        "import torch\ndtype = torch.bfloat16 if device == 'cuda' else torch.float32\n"
+        "with torch.autocast(device, dtype=dtype, enabled=device == 'cuda'):\n    y = model(x)\n",
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.autocast",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Regions on devices other than CUDA whose dtype is float32 or float64."""
+        for region in script.autocasts:
+            dtype = argument(region.node, 1, "dtype")
+            wrong = region.dtype in {"float32", "float64"} and region.device not in {None, "cuda"}
+            if wrong and region.enabled == "yes" and script.outline.names.full(dtype or region.node):
+                yield self.finding(
+                    script.where(region.node),
+                    f"autocast on {region.device} does not support {region.dtype}: it warns and disables itself",
+                    instead="enabled=False, or remove the region",
+                )
+            elif self._without_cuda(script, region) and not in_no_grad(script, region.node):
+                yield self.finding(
+                    script.where(region.node),
+                    f"without CUDA `{text_of(dtype)}` is float32, which autocast does not support there: it warns and disables itself",
+                    instead="pass enabled= with the test of the device",
+                    severity="advice",
+                )
+
+    @staticmethod
+    def _without_cuda(script: Script, region: Autocast) -> bool:
+        """Whether a region is entered on the CPU too, where its dtype is float32."""
+        if region.enabled != "yes" or "float32" not in region.dtypes or region.devices == {"cuda"}:
+            return False
+        around = [text_of(n.test) for n in script.above(region.node) if isinstance(n, ast.If | ast.IfExp)]
+        function = next((f for c, f in script.outline.calls.get("autocast", ()) if c is region.node), None)
+        tested = any("cuda" in test or "cpu" in test or "device" in test for test in around)
+        return function is not None and not tested and is_float32_on_cpu(script.outline, region.dtype_node, function)
+
+
+RULES: tuple[type[Rule], ...] = (Bf16OptionRunsFloat16, AutocastDtype, ContextNotEntered)

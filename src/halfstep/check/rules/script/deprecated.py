@@ -1,4 +1,4 @@
-"""HS190: the deprecated torch.cuda.amp and torch.cpu.amp names, with a fix that preserves the meaning of arguments."""
+"""HS190: the deprecated torch.cuda.amp and torch.cpu.amp names, with a fix that preserves the arguments; HS117: no import."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from halfstep.check.finding import Edit, Finding, Fix
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import Imported, chain
+from halfstep.check.script.syntax.outline import Function
 
 __all__ = ["RULES"]
 
@@ -22,6 +23,7 @@ _OLD = {
     for name in names
 }
 # torch.cuda.amp.autocast(enabled, dtype, cache_enabled) by position; torch.amp.autocast by keyword.
+_REGION = "    with torch.autocast('cuda', dtype=torch.float16):\n        loss = model(x)\n"
 _AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
 
 
@@ -261,4 +263,71 @@ def _other_uses(script: Script, names: set[str], mine: list[_Use]) -> bool:
     return False
 
 
-RULES: tuple[type[Rule], ...] = (DeprecatedAmp,)
+class AmpNotImported(ScriptRule):
+    """A name of torch.amp is used without an import."""
+
+    code = "HS117"
+    name = "amp-not-imported"
+    severity = "error"
+    reason = (
+        "Nothing in the file binds the name, so the line raises NameError. It is usually on the path of one option, such as fp16, and "
+        "the default path runs: the mistake shows in the first run with mixed precision."
+    )
+    bad = (
+        "import torch\nscaler = GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n".replace("    loss = model(x)\n", _REGION),
+        "import torch\ndef evaluate(model, x):\n    with amp.autocast():\n        return model(x)\n",
+    )
+    good = (
+        "import torch\nfrom torch.amp import GradScaler\nscaler = GradScaler('cuda')\nfor x in loader:\n    loss = model(x)\n"
+        "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n".replace(
+            "    loss = model(x)\n", _REGION
+        ),
+        "import torch\nfrom mixed import *\ndef evaluate(model, x):\n    with amp.autocast():\n        return model(x)\n",
+    )
+    references = ("https://docs.pytorch.org/docs/stable/amp.html",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """Calls of `GradScaler`, `autocast` and methods of `amp` in a file with imports that binds no such name."""
+        outline = script.outline
+        if script.source.cells or not any(i.full.split(".")[0] == "torch" for i in outline.names.imported):
+            return  # a cell may run another notebook, and a fragment shows no imports
+        for name in ("GradScaler", "autocast"):
+            for call, function in outline.calls.get(name, ()):
+                parts = chain(call.func)
+                if parts not in {(name,), ("amp", name)} or _is_bound(script, parts[0], function):
+                    continue
+                module = "from torch import amp" if parts[0] == "amp" else f"from torch.amp import {name}"
+                yield self.finding(
+                    script.where(call.func),
+                    f"`{parts[0]}` is not imported in this file: NameError",
+                    instead=module,
+                )
+
+
+def _is_bound(script: Script, name: str, function: Function) -> bool:
+    """Whether anything in a file may bind a name: an import, an assignment, a definition or a parameter."""
+    outline = script.outline
+    if name in outline.names.table or name in outline.classes or outline.bindings.get(name):
+        return True
+    if any(f.name == name or name in f.params for f in (function, *outline.functions)):
+        return True
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            return True
+        if isinstance(node, ast.Name) and (
+            node.id in {"globals", "exec"} or (node.id == name and not isinstance(node.ctx, ast.Load))
+        ):
+            return True
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)) and node.name == name:
+            return True
+        if isinstance(node, (ast.arg, ast.alias)) and name in {
+            getattr(node, "arg", ""),
+            getattr(node, "asname", ""),
+            getattr(node, "name", ""),
+        }:
+            return True
+    return False
+
+
+RULES: tuple[type[Rule], ...] = (DeprecatedAmp, AmpNotImported)

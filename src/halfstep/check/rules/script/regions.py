@@ -9,7 +9,9 @@ from functools import lru_cache
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, switched_off
+from halfstep.check.script.flow.origin import region_of_loss
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import autocasts_of
 from halfstep.check.script.script import Script
@@ -31,7 +33,8 @@ _WRAPPERS = (
     "torch.distributed.fsdp.",
 )
 _MOVES = {"cuda", "to", "float", "train"}  # methods that return the model itself
-_COMMENT = re.compile(r"#[^'\"]*$")
+_COMMENTED = re.compile(r"^\s*#\s*with [\w.]*autocast\(", re.MULTILINE)
+_COMMENT = re.compile(r"^\s*#.*|#[^'\"]*$")
 _CHANGES = {"clamp_", "clip_", "copy_", "mul_", "add_", "sub_", "div_", "lerp_", "normal_", "zero_", "fill_", "renorm_"}
 _LOOP = """\
 import torch
@@ -76,24 +79,69 @@ class ScalerWithoutAutocast(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scaled backward in a file without any region, of a model that opens none itself."""
         event = trace[index]
-        if event.scaled != "yes" or not event.scaler or switched_off(script, event) or _mentions_16_bits(script):
+        if event.scaled != "yes" or not event.scaler or switched_off(script, event):
             return None
+        if _mentions_16_bits(script):
+            return self._disabled(script, trace, index)
         scalers = script.scalers_named(event.scaler)
         forwards = [e for e in trace[:index] if e.kind == "forward" and e.loops[:1] == event.loops[:1]]
         if not scalers or any(s.enabled == "no" for s in scalers) or not forwards:
             return None
-        if not all(self._is_plain(script, e.subject, e.function) for e in forwards):
+        is_plain = all(self._is_plain(script, e.subject, e.function) for e in forwards)
+        if not is_plain and not _was_forgotten(script):
             return None  # a model of another file may open a region in its forward
         return self.finding(
             script.where(event.node),
-            f"`{event.local.scaler}` scales the loss, but no autocast region is opened in this file: everything runs in float32",
+            f"`{event.local.scaler}` scales the loss, but no autocast region is opened in this file: everything runs in float32"
+            + ("" if is_plain else f", unless `{forwards[0].local.subject}` opens one itself"),
             instead="compute the model and the loss inside torch.autocast, or remove the scaler",
+        )
+
+    def _disabled(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a forward and a loss that are computed only where autocast is disabled."""
+        event = trace[index]
+        opened = region_of_loss(script, trace, index)
+        if opened is None or not all(a.enabled == "no" for a in opened.regions[-1].autocasts):
+            return None
+        before = [e for e in trace if e.loops[:1] == event.loops[:1] and compatible(e, event)]
+        forwards = [e for e in before if e.kind == "forward" and not e.inside("no_grad")]
+        outside = [e for e in forwards if not any(r.node is opened.regions[-1].node for r in e.regions)]
+        enabled = [e for e in before if e.kind == "enter_autocast" and e.autocast() and not e.inside("no_grad")]
+        if outside or enabled or (forwards and not all(_is_of_loop(e, event) for e in forwards)):
+            return None
+        if not forwards and not _calls_model(script, opened):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.scaler}` scales the loss, but autocast is disabled where it is computed ({script.at(opened.node)}): "
+            "everything runs in float32",
+            instead="enable the region, or remove the scaler",
         )
 
     @staticmethod
     def _is_plain(script: Script, key: str, function: object) -> bool:
         """Whether a model is of a class of this file, or of a library whose models open no region."""
         return _is_created_plain(script, key, function)  # type: ignore[arg-type]
+
+
+def _is_of_loop(forward: Event, event: Event) -> bool:
+    return forward.loops == event.loops
+
+
+def _calls_model(script: Script, opened: Event) -> bool:
+    """Whether a block calls a variable whose parameters the file reads."""
+    models = {
+        key_of(c.func.value) for c, _ in script.outline.calls.get("parameters", ()) if isinstance(c.func, ast.Attribute)
+    }
+    return any(isinstance(n, ast.Call) and key_of(n.func) in models for n in ast.walk(opened.node))
+
+
+def _was_forgotten(script: Script) -> bool:
+    """Whether `autocast` is imported, or written in a comment as a region, and used nowhere."""
+    imports = [i for i in script.outline.names.imported if i.full.endswith(".autocast") and i.full.startswith("torch.")]
+    names = {i.alias.asname or i.alias.name for i in imports}
+    unused = bool(names) and not any(script.outline.loads[name] for name in names)
+    return unused or bool(_COMMENTED.search(script.lines.text))
 
 
 @lru_cache(maxsize=1)  # the same for every event of a script

@@ -84,14 +84,21 @@ class ScaledGradientsRead(TraceRule):
             return self._owned(script, trace, index)
         if switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
             return None
-        if not any(trace[i].scaler == trace[start].scaler for i in later(trace, index, "scaler_step")):
+        # Between two steps of a window the gradients are scaled too: `else: norm = grad_norm(model.parameters())`.
+        window = [
+            e for e in trace if e.kind == "scaler_step" and e.accumulating and e.loops == event.loops[: len(e.loops)]
+        ]
+        steps = [*(trace[i] for i in later(trace, index, "scaler_step")), *window]
+        if not any(step.scaler == trace[start].scaler for step in steps):
             return None
         if _only_normalizes(script, event):
             return None
         unless = skipped_unscale(script, trace, start, index)
+        call = _call_from(trace[start], event)
+        read = _read(event) if call is None else f"`{text_of(call.func)}` reads `.grad`"
         return self.finding(
-            script.where(event.node),
-            f"{_read(event)} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
+            script.where(call or event.node),
+            f"{read} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
             + (f", unless `{unless}`" if unless else ""),
             instead=f"call {trace[start].scaler}.unscale_(optimizer) first",
         )
@@ -131,6 +138,14 @@ class ScaledGradientsRead(TraceRule):
             f"{state}{_read(event)} while gradients are still multiplied by the loss scale, until the step unscales them",
             instead=instead,
         )
+
+
+def _call_from(back: Event, event: Event) -> ast.Call | None:
+    """The call, in the function of a backward, of the helper that reads gradients; None if that function does itself."""
+    depth = len(back.roots)
+    is_below = event.roots[:depth] == back.roots and len(event.roots) > depth
+    call = event.roots[depth] if is_below else None
+    return call if isinstance(call, ast.Call) else None
 
 
 def _only_normalizes(script: Script, event: Event) -> bool:

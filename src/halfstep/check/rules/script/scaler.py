@@ -87,7 +87,7 @@ class ScalerInLoop(TraceRule):
             steps = [e for e in inside if e.kind == "scaler_step" and compatible(e, event)]
             steps = steps or ([event] if not scaler.key and _trains(script, scaler) else [])
             fresh = [e for e in inside if e.kind in {"set_model", "set_optimizer", "make_optimizer"}]
-            fresh = [e for e in fresh if not _is_replacement(script, e)]
+            fresh = [e for e in fresh if not _is_replacement(script, e) and not e.inside("no_grad")]
             if not steps or fresh or self._first_time(event, name, steps) or _is_over_runs(script, event):
                 return None
             if not only_settings(script, event, steps[0]):

@@ -12,6 +12,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, engines_of
+from halfstep.check.script.objects.scaling import is_data_scaler
 from halfstep.check.script.objects.values import Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -175,7 +176,7 @@ class ScalerStepClosure(TraceRule):
         bound = [b for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == last for b in bs]
         makers = [n for b in bound if b.value is not None for n in ast.walk(b.value) if isinstance(n, ast.Call)]
         known = {scaler.node for scaler in script.scalers}
-        named = [m for m in makers if text_of(m.func).endswith("Scaler")]
+        named = [m for m in makers if text_of(m.func).endswith("Scaler") and not is_data_scaler(text_of(m.func))]
         return any(m in known for m in makers) and all(m in known for m in named)
 
 

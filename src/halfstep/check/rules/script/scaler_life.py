@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.creation import created_later, created_under
+from halfstep.check.script.flow.event import Event, Guard
 from halfstep.check.script.objects.saving import saves
 from halfstep.check.script.objects.values import DTYPES, constant, text_of
 from halfstep.check.script.script import Script
@@ -89,14 +90,20 @@ class ScalerBeforeCreation(ScriptRule):
     )
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Uses of a scaler in a place that is always reached before any of its assignments."""
+        """Uses of a scaler in a place that is always reached before any of its assignments, or on a path without any."""
         reported: set[tuple[str, ast.AST]] = set()
+        conditional: set[str] = set()
         for trace in script.traces:
             for event in trace:
                 if event.kind not in _USES or not event.scaler or not isinstance(event.node, ast.Call):
                     continue
-                created = _created_later(script, event)
+                created = created_later(script, event)
                 place = (event.scaler, event.roots[0] if event.roots else event.function.node)
+                is_open = event.kind != "backward" and event.scaler not in conditional
+                setting = created_under(script, trace, event) if is_open else None
+                if setting is not None:
+                    conditional.add(event.scaler)
+                    yield self._conditional(script, event, setting)
                 if created is None or place in reported:
                     continue
                 reported.add(place)
@@ -107,43 +114,20 @@ class ScalerBeforeCreation(ScriptRule):
                     instead=f"create `{event.scaler}` above its first use",
                 )
 
-
-def _created_later(script: Script, event: Event) -> int | None:
-    """The line that first assigns a scaler, if that is after the event's line in the function where the run starts."""
-    key, outline = event.scaler, script.outline
-    start = event.roots[0] if event.roots else event.node
-    around = list(_around(script, start))
-    scope = next((f for f in (outline.module, *outline.functions) if around and f.node is around[-1]), None)
-    bindings = outline.bindings.get(key, [])
-    if scope is None or any(b.function is not scope for b in bindings) or not any(s.key == key for s in script.scalers):
-        return None
-    if key.startswith("self."):
-        # Only __init__ decides the order, and only if nothing else, such as a base class, assigns the attribute.
-        bases = {text_of(base).rsplit(".", 1)[-1] for base in outline.bases.get(scope.cls, ())}
-        if (
-            scope.name != "__init__"
-            or bases - {"object", "Module", "ABC"}
-            or key.removeprefix("self.") in outline.bindings
-        ):
-            return None
-    elif "." in key or "[" in key or key in scope.params or key in outline.names.table:
-        return None
-    first = min(getattr(b.node, "lineno", 0) for b in bindings)
-    if first <= start.lineno or any(text.startswith("except@") for text, _ in event.guards):  # type: ignore[attr-defined]
-        return None
-    # In a loop, the assignment of an earlier iteration counts.
-    loops = {node for node in around if isinstance(node, (ast.For, ast.AsyncFor, ast.While))}
-    return None if any(loops & set(_around(script, b.node)) for b in bindings) else first
-
-
-def _around(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    """What contains a node, up to and including its function or the module."""
-    parent = script.outline.parents.get(node)
-    while parent is not None:
-        yield parent
-        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)):
-            return
-        parent = script.outline.parents.get(parent)
+    def _conditional(self, script: Script, event: Event, setting: Guard) -> Finding:
+        """The finding for a scaler that a setting creates and that is used without it."""
+        key = event.scaler
+        is_local = event.function is not script.outline.module or bool(event.roots)
+        error = "AttributeError" if key.startswith("self.") else "UnboundLocalError" if is_local else "NameError"
+        condition = setting.text if setting.is_true else f"not {setting.text}"
+        values = [constant(v) for v in script.outline.values(setting.text, event.function)]
+        is_fixed = bool(values) and all(v is not ... and bool(v) == setting.is_true for v in values)
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.scaler}` is created only if `{condition}`, but used here in any case: without it, {error}",
+            instead=f"create it in any case, with enabled={condition}",
+            severity="warning" if is_fixed else None,
+        )
 
 
 class ScalerNeverSaved(ScriptRule):

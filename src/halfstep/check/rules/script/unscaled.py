@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 from collections.abc import Iterator
 
@@ -22,19 +21,17 @@ from halfstep.check.script.flow.order import (
     switched_off,
     without_amp,
 )
-from halfstep.check.script.flow.origin import comes_from, comes_from_call
+from halfstep.check.script.flow.origin import comes_from_call, region_of_loss
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at, last_name, loop_class
 from halfstep.check.script.objects.modules import regions_in_forward
 from halfstep.check.script.objects.outputs import in_no_grad
-from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_owned
+from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_out_of_reach, is_owned
 from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
-
-MAX_REGIONS = 8  # before one backward that its loss is traced to
 
 _AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 _SCALED = SCALED_LOOP.format(scaler='scaler = torch.amp.GradScaler("cuda")', dtype="float16")
@@ -51,6 +48,7 @@ _SCALE = 'use torch.amp.GradScaler("cuda"), or autocast with dtype=torch.bfloat1
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|xpu|npu|device|available", re.IGNORECASE)  # without it autocast is off as well
 _FLOAT16 = re.compile(r"== (torch\.)?['\"]?(float16|fp16|half)")
 _MODULE_STEPS = {"training_step", "forward", "shared_step", "_shared_step", "compute_loss"}
+_PLAIN_TRAINERS = ("pytorch_metric_learning.trainers.",)
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -92,6 +90,29 @@ class Fp16WithoutScaler(TraceRule):
                 instead="Trainer(precision='16-mixed') without this region",
             )
 
+        yield from self._in_trainer(script)
+
+    def _in_trainer(self, script: Script) -> Iterator[Finding]:
+        """The regions in methods of a trainer whose library runs a plain backward and step."""
+        names = script.outline.names
+        classes = {
+            cls
+            for cls, bases in script.outline.bases.items()
+            if any(names.full(base).startswith(_PLAIN_TRAINERS) for base in bases)
+        }
+        if not classes or has_scaler(script):
+            return
+        for call, function in script.outline.calls.get("autocast", ()):
+            region = next((a for a in script.autocasts if a.node is call), None)
+            is_float16 = region is not None and region.dtype == "float16" and region.enabled != "no"
+            if function.cls in classes and is_float16 and not in_no_grad(script, call):
+                yield self.finding(
+                    script.where(call),
+                    f"this region computes in float16, and the trainer that `{function.cls}` extends does not scale the loss: "
+                    "gradients below 6e-8 become zero",
+                    instead=_SCALE,
+                )
+
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A backward under float16 autocast that no scaler scales, in a script that leaves the scaling to no library."""
         event = trace[index]
@@ -104,10 +125,10 @@ class Fp16WithoutScaler(TraceRule):
         if event.scaled != "no" or not any(True for _ in later(trace, index, "opt_step")):
             return None
         if has_scaler(script) and not _is_forgotten(script, trace, index) and not is_elsewhere(script, trace):
-            return self._beside_scaler(script, trace, index)
+            return self._beside_scaler(script, trace, index) or self._without_its_scaler(script, trace, index)
         if without_amp(event):
             return None
-        opened = _region_of_loss(script, trace, index)
+        opened = region_of_loss(script, trace, index)
         if opened is not None:
             return self._report(script, event, opened) if _may_be_float16(script, opened) else None
         return self._decorated(script, trace, index) or self._in_forward(script, trace, index)
@@ -120,7 +141,7 @@ class Fp16WithoutScaler(TraceRule):
         launched = engine is not None and engine.precision == "?" and _is_left_to_launcher(script, engine)
         if engine is None or not (launched or engine.precision in {"bf16", "fp32"}) or engine.plugin == "deepspeed":
             return None
-        opened = _region_of_loss(script, trace, index)
+        opened = region_of_loss(script, trace, index)
         if without_amp(event) or opened is None or not _may_be_float16(script, opened):
             return None
         region = opened.regions[-1].autocasts[0]
@@ -147,7 +168,7 @@ class Fp16WithoutScaler(TraceRule):
             return None
         if _FLOAT16.search(flag):
             return None  # `dtype == "float16"`, where the region shows that it is
-        opened = _region_of_loss(script, trace, index)
+        opened = region_of_loss(script, trace, index)
         if opened is None or any(map(is_amp, opened.guards)) or not _is_always_float16(opened):
             return None
         scaler = scalers_at(script, event)[0]
@@ -161,11 +182,23 @@ class Fp16WithoutScaler(TraceRule):
             severity="warning",
         )
 
+    def _without_its_scaler(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a loop in float16 whose functions never name the scaler that others of the file use."""
+        event = trace[index]
+        opened = None if without_amp(event) else region_of_loss(script, trace, index)
+        step = trace[next(later(trace, index, "opt_step"))]
+        if opened is None or opened.loops != event.loops or step.loops != event.loops:
+            return None
+        is_float16 = all(a.dtype == "float16" and a.enabled != "no" for a in opened.regions[-1].autocasts)
+        if not is_float16 or not _may_be_float16(script, opened) or not is_out_of_reach(script, opened, event, step):
+            return None
+        return self._report(script, event, opened)
+
     def _beside_scaler(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for the branch without the scaler, if its loss comes from the same float16 region."""
         event = trace[index]
         scaled = [e for e in trace if e.kind == "backward" and e.scaled == "yes" and not compatible(e, event)]
-        opened = _region_of_loss(script, trace, index) if scaled else None
+        opened = region_of_loss(script, trace, index) if scaled else None
         if opened is None or not all(a.dtype == "float16" for a in opened.regions[-1].autocasts):
             return None
         if not all(compatible(opened, e) for e in scaled):
@@ -269,23 +302,6 @@ class Fp16WithoutScaler(TraceRule):
                     instead=_SCALE,
                 )
         return None
-
-
-def _region_of_loss(script: Script, trace: Trace, index: int) -> Event | None:
-    """The autocast region that the loss of a backward is computed in."""
-    event = trace[index]
-    for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
-        opened = trace[i]
-        if opened.inside("no_grad"):
-            continue  # of a reference or teacher
-        around = any(region.node is opened.regions[-1].node for region in event.regions)
-        if not around and opened.function is event.function and opened.loops != event.loops:
-            return None
-        if around or comes_from(opened, event, script.outline):
-            return opened
-        if any("float16" not in a.dtypes or a.enabled == "no" for a in opened.regions[-1].autocasts):
-            return None
-    return None
 
 
 def _may_be_float16(script: Script, opened: Event) -> bool:

@@ -13,7 +13,8 @@ from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, loops_around, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.expressions import options_of
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.modules import created_classes, regions_in_forward
+from halfstep.check.script.objects.values import autocasts_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -48,9 +49,13 @@ _EVALUATION = re.compile(
 _LOSS = re.compile(r"(loss|crit|criterion)$", re.IGNORECASE)
 _KERNEL = re.compile(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
 _WRAPPER = re.compile(r"accelerator|fabric|trainer", re.IGNORECASE)
+_METHODS = re.compile(r"^(generate|predict|encode)")
+_LOADER = re.compile(r"loader|_dl\b|iterator", re.IGNORECASE)
 _SAMPLES = re.compile(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
 # Pictures and exports are no validation.
-_DRAWS = re.compile(r"(^|[._])(imshow|add_subplot|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE)
+_DRAWS = re.compile(
+    r"(^|[._])(imshow|add_subplot|add_images?|make_grid|save_image|grad_?cam\w*|heatmap)$", re.IGNORECASE
+)
 _ASIDE = re.compile(r"visuali|plot|debug|demo|export|onnx|profil", re.IGNORECASE)
 
 
@@ -103,6 +108,7 @@ class EvaluationWithoutAutocast(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """The first forward without gradients outside any autocast region, in scripts that train inside one."""
         forwards = [e for e in script.events("forward") if not _LOSS.search(e.local.subject)]
+        forwards = [e for e in forwards if not _generates(e) or _is_validation(script, e)]
         without = [e for e in forwards if _without_gradients(e) or _evaluates(script, e)]
         evaluated = set(without)
         trained = [e for e in forwards if e not in evaluated and _has_region(script, e)]
@@ -117,7 +123,9 @@ class EvaluationWithoutAutocast(ScriptRule):
             if without_amp(event) or any(not compatible(e, _without_kernels(event)) for e in validated):
                 continue  # the branch without mixed precision
             node, function, name = _site(script, event, nodes)
-            if _ASIDE.search(function.name) or _samples(script, event, function) or _is_drawn(script, event):
+            if _ASIDE.search(function.name) or _samples(script, event, function) or _is_drawn(script, event, nodes):
+                continue
+            if _opens_region(script, event):
                 continue
             # A function that creates the model it runs trains it only if training is part of that function.
             owners = [_function_of(script, root) for root in event.roots if event.node is node]
@@ -202,6 +210,15 @@ def _is_validation(script: Script, event: Event) -> bool:
     )
 
 
+def _reads_data(script: Script, event: Event) -> bool:
+    """Whether the loop around a forward, in its own function, goes through a data loader and trains nothing."""
+    loop = next((n for n in script.above(event.node) if isinstance(n, (ast.For, ast.AsyncFor))), None)
+    if loop is None or not _LOADER.search(text_of(loop.iter)):
+        return False
+    calls = [n.func for n in ast.walk(loop) if isinstance(n, ast.Call)]
+    return not any(isinstance(func, ast.Attribute) and func.attr in {"backward", "step"} for func in calls)
+
+
 def _is_same(script: Script, a: Event, b: Event) -> bool:
     """Whether two forwards may be of one model: the `self.model` of two unrelated classes are two models."""
     if _OTHER_MODEL.search(a.subject) and a.subject.rsplit(".", 1)[-1] != b.subject.rsplit(".", 1)[-1]:
@@ -210,7 +227,7 @@ def _is_same(script: Script, a: Event, b: Event) -> bool:
     plain = [any("model" in name or name in {"net", "network"} for name in each) for each in names]
     if not (names[0] & names[1] or all(plain)):
         return False  # a generator and its discriminator
-    if not plain[0] and not _is_validation(script, a):
+    if not plain[0] and not _is_validation(script, a) and not _reads_data(script, a):
         return False  # samples of a generator are not validation
     if not (a.subject.startswith("self.") and b.subject.startswith("self.")):
         return True
@@ -238,14 +255,37 @@ def _samples(script: Script, event: Event, function: Function) -> bool:
     """Whether a forward is for samples: in a function named for them, or in a helper that one calls."""
     callers = [_function_of(script, root).name for root in event.roots]
     own = bool(_SAMPLES.search(function.name)) and not _is_validation(script, event)
-    return own or any(map(_SAMPLES.search, callers))
-
-
-def _is_drawn(script: Script, event: Event) -> bool:
-    """Whether the loop around a forward draws each of its results: a picture of some examples."""
     loops = loops_around(script, event)
-    calls = [n for n in ast.walk(loops[-1]) if isinstance(n, ast.Call)] if loops else []
+    draws = {n.attr for n in ast.walk(loops[-1]) if isinstance(n, ast.Attribute)} if loops else set()
+    return own or "multinomial" in draws or any(map(_SAMPLES.search, callers))
+
+
+def _is_drawn(script: Script, event: Event, trained: set[ast.AST]) -> bool:
+    """Whether each result of a forward is drawn: a picture of some examples, in its loop or, in training, in its block."""
+    loops = loops_around(script, event)
+    around: ast.AST | None = loops[-1] if loops else None
+    if around is not None and trained & set(ast.walk(around)):
+        blocks = (n for n in script.above(event.node) if isinstance(n, (ast.If, ast.For, ast.While)))
+        around = next((block for block in blocks if block is not around), None)
+    calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)] if around is not None else []
     return any(_DRAWS.search(key_of(call.func)) for call in calls)
+
+
+def _generates(event: Event) -> bool:
+    """Whether a forward is a method that returns tokens, predictions or embeddings, not the model itself."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    return isinstance(func, ast.Attribute) and bool(_METHODS.search(func.attr))
+
+
+def _opens_region(script: Script, event: Event) -> bool:
+    """Whether the model may be of a class of the file that runs its whole forward under autocast itself."""
+    if regions_in_forward(script.outline, event.subject, event.function):
+        return True
+    values = script.outline.values(event.subject, event.function)
+    is_known = any(created_classes(script.outline, value) for value in values)
+    forwards = [methods["forward"] for methods in script.outline.classes.values() if "forward" in methods]
+    decorated = [d for f in forwards for d in getattr(f.node, "decorator_list", ())]
+    return not is_known and any(autocasts_of(script.outline, d, script.outline.module) for d in decorated)
 
 
 def _is_own(script: Script, function: Function, name: str) -> bool:

@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import ast
+import itertools
 
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import earlier
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["comes_from", "comes_from_call"]
+__all__ = ["comes_from", "comes_from_call", "region_of_loss"]
 
+MAX_REGIONS = 8  # before one backward that its loss is traced to
 MAX_DEPTH = 3  # assignments between a value and the loss
+
+
+def region_of_loss(script: Script, trace: Trace, index: int) -> Event | None:
+    """The autocast region that the loss of a backward is computed in."""
+    event = trace[index]
+    for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
+        opened = trace[i]
+        if opened.inside("no_grad"):
+            continue  # of a reference or teacher
+        around = any(region.node is opened.regions[-1].node for region in event.regions)
+        if not around and opened.function is event.function and opened.loops != event.loops:
+            return None
+        if around or comes_from(opened, event, script.outline):
+            return opened
+        if any("float16" not in a.dtypes or a.enabled == "no" for a in opened.regions[-1].autocasts):
+            return None
+    return None
 
 
 def comes_from(opened: Event, event: Event, outline: Outline) -> bool:

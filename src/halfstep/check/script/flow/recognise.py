@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
-from halfstep.check.script.objects.losses import BCE, bce_of
+from halfstep.check.script.objects.losses import BCE, bce_of, may_be_scaled
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
@@ -38,13 +38,13 @@ _OPTIMIZER = re.compile(
     re.IGNORECASE,
 )
 _MODEL = re.compile(
-    r"^(ddp_)?(model|net|network)(_(train|ddp|dp|parallel|without_ddp))?$"
+    r"^(ddp_)?(model|net|network)(_(train|eval|ddp|dp|parallel|without_ddp))*$"
     r"|^(?!_*(save|load|build|get_|create|make|init|set|prepare|export|unwrap|wrap|compile|update|freeze|convert|train|evaluate|log|reset)"
     r").*_model$"
 )
-# methods like calling the model
 _FORWARD = re.compile(
-    r"^(forward(_\w+)?|(get|compute|calc|calculate)_loss|training_losses|p_losses|(train|training|val|valid|validation|eval|test)_step)$"
+    r"^(forward(_\w+)?|(get|compute|calc|calculate)_loss|training_losses|p_losses|(train|training|val|valid|validation|eval|test)_step|"
+    r"generate|predict(_(?!step$|proba$)\w+)?|encode_(image|text))$"
 )
 _LOSS = re.compile(r"loss\W*$", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|warmup|annealing|decay|one_?cycle|(^|_)sch(_|$|\d)", re.IGNORECASE)
@@ -273,7 +273,8 @@ class Recogniser:
         if scales:
             whole = isinstance(receiver, ast.Call) and self.kind_of(scales[0], function) == "scaler"
             return Action("backward", scaler=scales[0], subject=key, scaled="yes" if whole else "maybe")
-        return Action("backward", subject=key or first_key(receiver), scaled="maybe" if hand_scaled(receiver) else "no")
+        by_name = "maybe" if may_be_scaled(self.outline, receiver, function) else "no"
+        return Action("backward", subject=key or first_key(receiver), scaled=by_name)
 
     def _scales_in(self, node: ast.AST, function: Function) -> list[str]:
         scalers = []

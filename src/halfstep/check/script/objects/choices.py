@@ -8,6 +8,7 @@ what the text does not show.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 
 from halfstep.check.script.syntax.names import chain, key_of
@@ -21,11 +22,13 @@ __all__ = [
     "constant",
     "devices_of",
     "dtypes_of",
+    "is_float32_on_cpu",
     "strings_of",
     "text_of",
 ]
 
 UNKNOWN = "?"
+MAX_DEPTH = 4
 MAX_VALUES = 8  # of one variable; more are not followed
 DTYPES = {
     "torch.float16": "float16",
@@ -36,6 +39,9 @@ DTYPES = {
     "torch.float64": "float64",
     "torch.double": "float64",
 }
+# Tests of the device: true with CUDA, and true without.
+_CUDA = re.compile(r"cuda(?!.*(bf16|capability))|(^|[._])gpu", re.IGNORECASE)
+_CPU = re.compile(r"== ['\"]cpu['\"]")
 Choices = frozenset[str]
 _NOTHING: Choices = frozenset({UNKNOWN})
 
@@ -180,6 +186,46 @@ def dtypes_of(outline: Outline, node: ast.expr | None, function: Function, depth
         return looked_up
     choices = _either(outline, node, function, depth, dtypes_of)
     return _NOTHING if choices is None else choices
+
+
+def is_float32_on_cpu(outline: Outline, node: ast.expr | None, function: Function) -> bool:
+    """Whether a dtype is float32 in the branch without CUDA: `torch.float16 if device == "cuda" else torch.float32`."""
+    return any(_is_on_cpu(place, outline) for place in _float32_in(outline, node, function, MAX_DEPTH))
+
+
+def _float32_in(outline: Outline, node: ast.expr | None, function: Function, depth: int) -> list[ast.expr]:
+    """The places that write float32 among those an expression may come from."""
+    if node is None or depth == 0:
+        return []
+    if isinstance(node, ast.IfExp):
+        arms = (node.body, node.orelse)
+        return [place for arm in arms for place in _float32_in(outline, arm, function, depth - 1)]
+    if DTYPES.get(outline.names.full(node)) == "float32":
+        return [node]
+    target = outline.call_target(node, function) if isinstance(node, ast.Call) else None
+    scope, values = function, outline.values(key_of(node), function) if key_of(node) else []
+    if target is not None:
+        scope = target
+        values = [n.value for n in ast.walk(target.node) if isinstance(n, ast.Return) and n.value is not None]
+    return [p for v in values[:MAX_VALUES] if v is not node for p in _float32_in(outline, v, scope, depth - 1)]
+
+
+def _is_on_cpu(place: ast.expr, outline: Outline) -> bool:
+    """Whether an expression is in the branch of a test in which the device is not CUDA."""
+    node: ast.AST = place
+    parent = outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(parent, (ast.If, ast.IfExp)) and node is not parent.test:
+            text = text_of(parent.test)
+            below = parent.orelse if isinstance(parent.orelse, list) else [parent.orelse]
+            is_else = any(node is part for part in below)
+            if " or " not in text and " and " not in text and not text.startswith("not "):
+                if is_else and _CUDA.search(text):
+                    return True
+                if not is_else and _CPU.search(text):
+                    return True
+        node, parent = parent, outline.parents.get(parent)
+    return False
 
 
 def _looked_up(outline: Outline, node: ast.expr, function: Function, depth: int) -> Choices | None:

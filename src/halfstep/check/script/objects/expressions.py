@@ -20,6 +20,7 @@ __all__ = [
     "models_in",
     "numerator",
     "options_of",
+    "scale_names",
     "unwrap",
 ]
 
@@ -37,12 +38,12 @@ def hand_scaled(node: ast.AST) -> bool:
         part = terms.pop()
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
             terms += [part.left, part.right]
-        elif not any("scale" in name for name in _scale_names(part)):
+        elif not any("scale" in name for name in scale_names(part)):
             return False
     return True
 
 
-def _scale_names(node: ast.AST) -> list[str]:
+def scale_names(node: ast.AST) -> list[str]:
     """The names in an expression that may be a loss scale, without the other arguments of the functions it calls."""
     names = []
     stack = [node]

@@ -1,15 +1,15 @@
-"""Which called objects are losses that autocast forbids."""
+"""Losses: those that autocast forbids, and those that may carry a loss scale."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-from halfstep.check.script.objects.expressions import entries_of
+from halfstep.check.script.objects.expressions import entries_of, hand_scaled, scale_names
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["BCE", "bce_of"]
+__all__ = ["BCE", "bce_of", "may_be_scaled"]
 
 BCE = {"torch.nn.functional.binary_cross_entropy", "torch.binary_cross_entropy"}
 
@@ -57,3 +57,20 @@ def _creates_bce(outline: Outline, call: ast.Call) -> bool:
     ):
         call = call.func.value
     return outline.names.full(call.func) in {"torch.nn.BCELoss", "torch.nn.modules.loss.BCELoss"}
+
+
+def may_be_scaled(outline: Outline, loss: ast.expr, function: Function) -> bool:
+    """Whether a loss may carry a scale by its name; `scaled_loss = loss / accum_steps` shows that it does not."""
+    if not hand_scaled(loss):
+        return False
+    key = key_of(loss)
+    bound = [b for b in outline.lookup(key, function) if b.function is function] if key.isidentifier() else []
+    return not bound or not all(b.index is None and _is_arithmetic(b.value) for b in bound)
+
+
+def _is_arithmetic(value: ast.expr | None) -> bool:
+    """Whether a value only divides or weights variables none of which may be a scale."""
+    if not isinstance(value, ast.BinOp) or any("scale" in name for name in scale_names(value)):
+        return False
+    calls = [n for n in ast.walk(value) if isinstance(n, ast.Call)]
+    return all(isinstance(c.func, ast.Attribute) and c.func.attr in {"mean", "sum", "float"} for c in calls)

@@ -10,13 +10,14 @@ import ast
 import re
 from collections.abc import Iterator
 
+from halfstep.check.script.objects.values import Scaler
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_setting", "looped_objects", "passed_objects", "restores", "saves"]
+__all__ = ["is_setting", "looped_objects", "passed_objects", "restored_copies", "restores", "saves"]
 
 MAX_DEPTH = 4
-_RESTORES = re.compile(r"resume|restore|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
+_RESTORES = re.compile(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
 _SAVES = re.compile(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?)?(ckpt|checkpoint|check_point|state|snapshot|"
                     r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
 
@@ -32,6 +33,16 @@ def saves(name: str) -> bool:
 def restores(name: str) -> bool:
     """Whether a function of this name restores a checkpoint."""
     return bool(_RESTORES.search(name))
+
+
+def restored_copies(outline: Outline, scalers: tuple[Scaler, ...]) -> Iterator[tuple[Scaler, ast.Call]]:
+    """The scalers that are created in the arguments of a function that restores a checkpoint, each with that call."""
+    for scaler in scalers:
+        parent: ast.AST | None = scaler.parent
+        while isinstance(parent, (ast.keyword, ast.Dict)):
+            parent = outline.parents.get(parent)
+        if isinstance(parent, ast.Call) and restores(key_of(parent.func).rsplit(".", 1)[-1]):
+            yield scaler, parent
 
 
 def is_setting(key: str) -> bool:

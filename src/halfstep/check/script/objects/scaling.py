@@ -10,7 +10,7 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
 
-__all__ = ["has_scaler", "is_elsewhere", "is_owned"]
+__all__ = ["has_scaler", "is_data_scaler", "is_elsewhere", "is_out_of_reach", "is_owned"]
 
 # Scripts that import these have their loss scaled by the library.
 _OWNERS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "apex", "fairscale", "composer", "mmcv", "mmengine", "ignite", "catalyst", "fairseq", "colossalai", "torch_xla", "megatron", "habana_frameworks")  # fmt: skip
@@ -22,6 +22,8 @@ _HELPERS = re.compile(
     r"^deepspeed\.ops\.|^apex\.(parallel|normalization|optimizers|contrib)(\.|$)"
 )
 _DATA_SCALER = re.compile(r"(Standard|MinMax|Robust|MaxAbs|Data|Feature|Target)Scaler$")
+# Names of what may scale a loss; `guidance_scale` and `ax.set_xscale` are none.
+_SCALES = re.compile(r"scaler|scaled|^_?(un)?scale_?$|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
 _STATE = {"state_dict", "load_state_dict", "get_scale", "is_enabled"}
 
 
@@ -62,6 +64,22 @@ def is_elsewhere(script: Script, trace: Trace) -> bool:
     return not inside and all(f.parent is not None for f in functions)
 
 
+def is_out_of_reach(script: Script, *events: Event) -> bool:
+    """Whether the functions of some events name nothing that scales: the scaler of their class is for its other methods."""
+    places = {e.function.node for e in events} | {_function_of(script, root) for e in events for root in e.roots}
+    if any(isinstance(place, ast.Module) for place in places):
+        return False
+    return not any(_SCALES.search(_identifier(node)) for place in places for node in ast.walk(place))
+
+
+def _function_of(script: Script, node: ast.AST) -> ast.AST:
+    """The function around a node, or the module."""
+    parent = script.outline.parents.get(node)
+    while parent is not None and not isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        node, parent = parent, script.outline.parents.get(parent)
+    return parent or node
+
+
 def _identifier(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") or getattr(node, "arg", "") or ""
 
@@ -74,13 +92,18 @@ def has_scaler(script: Script) -> bool:
     return any("scaler" in name.lower() and not _is_other_scaler(script, name) for name in script.outline.loads)
 
 
+def is_data_scaler(name: str) -> bool:
+    """Whether a class scales data: `StandardScaler`."""
+    return bool(_DATA_SCALER.search(name))
+
+
 def _is_other_scaler(script: Script, name: str) -> bool:
     """Whether a name is the class itself, or a scaler of data: `StandardScaler`, or a variable that only is one."""
-    if name == "GradScaler" or _DATA_SCALER.search(name) or _is_only_saved(script, name):
+    if name == "GradScaler" or is_data_scaler(name) or _is_only_saved(script, name):
         return True
     values = [b.value for b in script.outline.bindings.get(name, ())]
     calls = [text_of(v.func) for v in values if isinstance(v, ast.Call)]
-    return bool(calls) and len(calls) == len(values) and all(_DATA_SCALER.search(call) for call in calls)
+    return bool(calls) and len(calls) == len(values) and all(map(is_data_scaler, calls))
 
 
 def _is_only_saved(script: Script, name: str) -> bool:

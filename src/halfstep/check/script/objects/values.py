@@ -211,9 +211,28 @@ def autocasts_of(outline: Outline, node: ast.expr, function: Function, depth: in
         return []
     key = key_of(node)
     if key:
-        values = outline.values(key, function)[:MAX_VALUES]
-        return [a for v in values for a in autocasts_of(outline, v, function, depth - 1)]
+        options = [(v, function) for v in outline.values(key, function)] or _stored(outline, node)
+        return [a for v, scope in options[:MAX_VALUES] for a in autocasts_of(outline, v, scope, depth - 1)]
     return []
+
+
+def _stored(outline: Outline, node: ast.expr) -> list[tuple[ast.expr, Function]]:
+    """What the dictionaries of the file have under the key of `env["ctx"]`, and the calls under the name of `env.ctx`."""
+    key = constant(node.slice) if isinstance(node, ast.Subscript) else getattr(node, "attr", None)
+    if not isinstance(key, str):
+        return []
+    functions: dict[ast.AST, Function] = {f.node: f for f in outline.functions}
+    stored: list[tuple[ast.expr, Function]] = []
+    stack: list[tuple[ast.AST, Function]] = [(outline.module.node, outline.module)]
+    while stack:
+        part, scope = stack.pop()
+        scope = functions.get(part, scope)
+        if isinstance(part, ast.Dict) and isinstance(node, ast.Subscript):
+            stored += [(v, scope) for k, v in zip(part.keys, part.values, strict=True) if constant(k) == key]
+        elif isinstance(part, ast.Call) and (isinstance(node, ast.Attribute) or text_of(part.func) == "dict"):
+            stored += [(k.value, scope) for k in part.keywords if k.arg == key]
+        stack.extend((child, scope) for child in ast.iter_child_nodes(part))
+    return stored
 
 
 def _called(outline: Outline, value: ast.expr, call: ast.Call, function: Function, depth: int) -> list[Autocast]:

@@ -1,0 +1,139 @@
+"""Whether a variable with a scaler exists where it is used: created below its use, or only under a condition."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.script.flow.conditions import Conditions
+from halfstep.check.script.flow.event import Event, Guard
+from halfstep.check.script.flow.guard import possible
+from halfstep.check.script.flow.order import is_amp, is_setting
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.outline import Binding, Function
+
+__all__ = ["created_later", "created_under"]
+
+_PLAIN_BASES = {"object", "Module", "ABC"}  # classes that assign no scaler
+_DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available|rank|world|distributed|except@|case@|class@", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_AMP_NAME = re.compile(r"amp(?<![a-z]amp)|fp16|half|mixed|16", re.IGNORECASE)
+
+
+def created_later(script: Script, event: Event) -> int | None:
+    """The line that first assigns a scaler, if that is after the event's line in the function that creates it."""
+    start, scope, bindings = _start(script, event)
+    if scope is None or any(b.function is not scope for b in bindings) or not _is_own(script, event, scope):
+        return None
+    if event.scaler.startswith("self.") and scope.name != "__init__":
+        return None  # only __init__ decides the order
+    first = min(getattr(b.node, "lineno", 0) for b in bindings)
+    if first <= getattr(start, "lineno", 0) or any(text.startswith("except@") for text, _ in event.guards):
+        return None
+    # In a loop, the assignment of an earlier iteration counts.
+    loops = {node for node in _around(script, start) if isinstance(node, (ast.For, ast.AsyncFor, ast.While))}
+    return None if any(loops & set(_around(script, b.node)) for b in bindings) else first
+
+
+def created_under(script: Script, trace: Trace, event: Event) -> Guard | None:
+    """The setting without which a scaler is never assigned, if the event uses it whatever that setting is."""
+    _, scope, bindings = _start(script, event)
+    if event.scaler.startswith("self."):
+        is_init = len(bindings) == 1 and bindings[0].function.name == "__init__"
+        scope = bindings[0].function if is_init and bindings[0].function.cls == event.function.cls else None
+        if scope is not None and event.scaler.removeprefix("self.") in script.outline.classes.get(scope.cls, {}):
+            return None  # a property
+        if _AMP_NAME.search(event.function.name):
+            return None  # `train_epoch_amp`: called with mixed precision only
+    if scope is None or len(bindings) != 1 or bindings[0].function is not scope or not _is_own(script, event, scope):
+        return None
+    creation = _creation(script, trace, event, bindings[0])
+    if creation is None:
+        return None
+    # What the callers of __init__ test is not known where a method runs.
+    known = _tests_around(script, bindings[0]) if event.scaler.startswith("self.") else creation.guards
+    guards = [Guard(text.partition("#")[0], is_true) for text, is_true in known]
+    used = [Guard(text.partition("#")[0], is_true) for text, is_true in (*event.guards, *event.local.guards)]
+    missing = [guard for guard in guards if guard not in used]
+    if not missing or not all(_is_fixed(script, g, creation) and not _DEVICE.search(g.text) for g in missing):
+        return None
+    others = [guard for guard in used if guard not in guards]
+    if any(is_amp(guard) or guard.text.startswith("except@") for guard in others):
+        return None  # another name for the same setting
+    if not all(map(is_amp, missing)) and any(is_setting(script, guard, event) for guard in others):
+        return None  # `args.train` and `mode == "train"` may be the same
+    return missing[0] if possible((missing[0].opposite,), tuple(used)) else None
+
+
+def _tests_around(script: Script, binding: Binding) -> tuple[Guard, ...]:
+    """The conditions around an assignment in its own function."""
+    conditions = Conditions(script.outline, binding.function)
+    guards: tuple[Guard, ...] = ()
+    node: ast.AST = binding.node
+    for parent in _around(script, binding.node):
+        if isinstance(parent, ast.If):
+            guards += conditions.guards(parent.test, is_true=any(node is s for s in parent.body))
+        node = parent
+    return guards
+
+
+def _is_fixed(script: Script, guard: Guard, creation: Event) -> bool:
+    """Whether a condition around the creation of a scaler still is what it was then."""
+    if creation.loops:
+        return is_setting(script, guard, creation)
+    return all(len(script.outline.bindings.get(name, ())) < 2 for name in _NAME.findall(guard.text))
+
+
+def _creation(script: Script, trace: Trace, event: Event, binding: Binding) -> Event | None:
+    """The event that creates a scaler by `scaler = GradScaler()`; for a local variable in the same run of its function."""
+    events = script.events("make_scaler") if event.scaler.startswith("self.") else iter(trace)
+    for creation in events:
+        is_before = event.scaler.startswith("self.") or event.roots[: len(creation.roots)] == creation.roots
+        if is_before and creation.node is binding.value and creation.function is binding.function:
+            return creation
+    return None
+
+
+def _is_own(script: Script, event: Event, scope: Function) -> bool:
+    """Whether a scaler's variable is assigned by the function `scope` alone, as far as the file shows."""
+    key, outline = event.scaler, script.outline
+    if not any(s.key == key for s in script.scalers):
+        return False
+    if key.startswith("self."):
+        # Nothing else, such as a base class, assigns the attribute.
+        bases = {text_of(base).rsplit(".", 1)[-1] for base in outline.bases.get(scope.cls, ())}
+        return not bases - _PLAIN_BASES and key.removeprefix("self.") not in outline.bindings
+    return "." not in key and "[" not in key and key not in scope.params and key not in outline.names.table
+
+
+def _start(script: Script, event: Event) -> tuple[ast.AST, Function | None, list[Binding]]:
+    """The call, or the event itself, that leads to a use from the function that assigns the scaler, and its assignments."""
+    outline = script.outline
+    bindings = outline.bindings.get(event.scaler, [])
+    for place in (event.node, *reversed(event.roots)):
+        around = list(_around(script, place))
+        scope = next((f for f in (outline.module, *outline.functions) if around and f.node is around[-1]), None)
+        own = [b for b in bindings if b.function is scope]
+        if scope is not None and own:
+            shared = scope is outline.module or _is_shared(scope, event.scaler)
+            return place, scope, bindings if shared else own
+    return event.node, None, bindings
+
+
+def _is_shared(scope: Function, key: str) -> bool:
+    """Whether other functions may assign a variable: an attribute, or one that is declared global or nonlocal."""
+    declared = (n for n in ast.walk(scope.node) if isinstance(n, (ast.Global, ast.Nonlocal)))
+    return not key.isidentifier() or any(key in node.names for node in declared)
+
+
+def _around(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+    """What contains a node, up to and including its function or the module."""
+    parent = script.outline.parents.get(node)
+    while parent is not None:
+        yield parent
+        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)):
+            return
+        parent = script.outline.parents.get(parent)
