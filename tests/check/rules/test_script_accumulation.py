@@ -223,7 +223,10 @@ WINDOW = f"if (i + 1) % accum == 0: {STEP}"
         (plain(f"if due: {CLIP}\n{WINDOW}", " / accum", head="import torch\n").replace("if due", "if is_last"), []),
         (plain(f"{CLIP.replace('1.0', 'float(`inf`)').replace('`', chr(39))}\n{WINDOW}", " / accum"), []),
         (plain(f"{CLIP}\n{STEP}"), []),
-        (plain(f"{CLIP}\n{WINDOW}", " / accum").replace("loss.backward", "scaler.scale(loss).backward"), ["HS104"]),
+        (
+            plain(f"{CLIP}\n{WINDOW}", " / accum").replace("loss.backward", "scaler.scale(loss).backward"),
+            ["HS104", "HS189"],
+        ),
         (
             MANUAL.format(
                 optimizers="opt",
@@ -237,7 +240,7 @@ WINDOW = f"if (i + 1) % accum == 0: {STEP}"
     ],
 )
 def test_complete_sums_are_clipped(text, expected):
-    """A clip on every micro-batch is reported once: where the gradients are also scaled, by the rule about that."""
+    """A clip on every micro-batch is reported, also where the gradients are still scaled: these are two mistakes."""
     assert reported(text) == expected
 
 
@@ -580,3 +583,72 @@ def test_the_mean_losses_of_slices_of_a_batch_are_divided_by_their_number(size, 
     """`range(0, n, size)` over a batch is a window of n / size micro-batches, unless each loss has its share as a factor."""
     text = HEAD + SLICES.format(total="len(batch)", size=size, loss=loss)
     assert reported(text) == expected
+
+
+WINDOWED = """\
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps={steps}, mixed_precision="bf16"{options})
+def train(loader):
+    for x in loader:
+        with accelerator.accumulate(model):
+            {before}
+            accelerator.backward(model(x))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            {after}
+"""
+FIRST = "optimizer.zero_grad()"
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "before", "after", "expected"),
+    [
+        ("4", "", FIRST, "pass", ["HS181"]),
+        ("args.steps", "", FIRST, "pass", ["HS181"]),
+        ("args.steps", ", fsdp_plugin=plugin", FIRST, "pass", ["HS181"]),
+        ("4", "", FIRST, FIRST, ["HS181"]),
+        ("4", "", f"if accelerator.sync_gradients: {FIRST}", "pass", ["HS181"]),
+        ("4", "", "for o in optimizers: o.zero_grad()", "pass", ["HS181"]),
+        ("4", "", "pass", FIRST, []),
+        ("1", "", FIRST, "pass", []),
+        ("4", ", deepspeed_plugin=plugin", FIRST, "pass", []),
+        ("4", "", "accelerator.backward(other(x)); other_optimizer.step(); other_optimizer.zero_grad()", FIRST, []),
+    ],
+)
+def test_the_optimizer_of_accelerate_clears_after_its_step(steps, options, before, after, expected):
+    """Inside accumulate, zero_grad runs on the last micro-batch only, so before the backward it discards the others."""
+    text = WINDOWED.format(steps=steps, options=options, before=before, after=after)
+    assert reported(text) == expected
+
+
+ENTERED = """\
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps={steps}, mixed_precision="bf16")
+for x in loader:
+{body}
+"""
+G = "with accelerator.accumulate(g): accelerator.backward(g(x)); opt_g.step(); opt_g.zero_grad()"
+D = G.replace("g)", "d)").replace("g(x)", "d(x)").replace("opt_g", "opt_d")
+BOTH = "    with accelerator.accumulate(g), accelerator.accumulate(d):\n        accelerator.backward(g(x)); opt_g.step(); opt_g.zero_grad()"
+NESTED = BOTH.replace("(g), ", "(g):\n        with ").replace("\n        acc", "\n            acc")
+
+
+@pytest.mark.parametrize(
+    ("steps", "body", "expected"),
+    [
+        ("4", BOTH, ["HS178"]),
+        ("n", BOTH, ["HS178"]),
+        ("4", NESTED, ["HS178"]),
+        ("4", f"    {G}\n    {D}", ["HS178"]),
+        ("4", f"    if train:\n        {G}\n        {D}", ["HS178"]),
+        ("1", BOTH, []),
+        ("4", f"    if x:\n        {G}\n    else:\n        {D}", []),
+        ("4", f"    if x:\n        {G}\n    if y:\n        {D}", []),
+        ("4", f"    {G}\nfor x in other:\n    {D}", []),
+        ("4", f"    {G.replace('(g):', '(g, d):')}", []),
+    ],
+)
+def test_accumulate_counts_each_iteration_once(steps, body, expected):
+    """Every entry of accumulate counts a micro-batch, so two of them in one iteration halve the window."""
+    assert [f.code for f in findings(ENTERED.format(steps=steps, body=body), "HS178")] == expected
