@@ -652,3 +652,34 @@ NESTED = BOTH.replace("(g), ", "(g):\n        with ").replace("\n        acc", "
 def test_accumulate_counts_each_iteration_once(steps, body, expected):
     """Every entry of accumulate counts a micro-batch, so two of them in one iteration halve the window."""
     assert [f.code for f in findings(ENTERED.format(steps=steps, body=body), "HS178")] == expected
+
+
+MEASURED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, x in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x) / accum
+    scaler.scale(loss).backward()
+    if (i + 1) % accum == 0:
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+    {otherwise}
+"""
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "expected"),
+    [
+        ("else: norm = compute_grad_norm(model.parameters())", [11]),
+        ("else: norm = sum(p.grad.norm() for p in model.parameters())", [11]),
+        ("else: norm = None", []),
+        ("log(norm)", []),
+    ],
+)
+def test_a_norm_between_two_steps_has_the_scale(otherwise, expected):
+    """Micro-batches without a step never unscale, so a norm that is measured there is too large by the scale."""
+    reports = findings(MEASURED.format(otherwise=otherwise), "HS110")
+    assert [f.line for f in reports] == expected
+    assert all("where the optimizer steps" in f.instead for f in reports)

@@ -191,3 +191,10 @@ def test_one_of_two_schedules_advances_in_every_iteration(dtype, test, other, ex
     """A condition with a schedule in each branch does not depend on whether the scaler skipped the step."""
     text = CHOSEN.format(dtype=dtype, test=test, other=other)
     assert [f.line for f in findings(text, "HS196")] == expected
+
+
+def test_an_import_from_accelerate_is_no_accelerator():
+    """Its prepared schedules skip with the optimizer; a function of that package changes nothing."""
+    text = CHOSEN.format(dtype="torch.float16", test="averaging(i)", other="swa_scheduler.step()")
+    assert reported("from accelerate.utils import set_seed\n" + text) == [14]
+    assert reported("from accelerate import Accelerator\naccelerator = Accelerator()\n" + text) == []

@@ -84,16 +84,19 @@ class ScaledGradientsRead(TraceRule):
             return self._owned(script, trace, index)
         if switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
             return None
-        if not any(trace[i].scaler == trace[start].scaler for i in later(trace, index, "scaler_step")):
-            return None
-        if _only_normalizes(script, event):
+        steps = [i for i in later(trace, index, "scaler_step") if trace[i].scaler == trace[start].scaler]
+        is_between = not steps and _between_steps(trace, index, trace[start].scaler)
+        if not (steps or is_between) or _only_normalizes(script, event):
             return None
         unless = skipped_unscale(script, trace, start, index)
         return self.finding(
             script.where(event.node),
             f"{_read(event)} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
             + (f", unless `{unless}`" if unless else ""),
-            instead=f"call {trace[start].scaler}.unscale_(optimizer) first",
+            # A second unscale_ in one window raises.
+            instead="measure it where the optimizer steps, after unscale_"
+            if is_between
+            else f"call {trace[start].scaler}.unscale_(optimizer) first",
         )
 
     def _owned(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -131,6 +134,13 @@ class ScaledGradientsRead(TraceRule):
             f"{state}{_read(event)} while gradients are still multiplied by the loss scale, until the step unscales them",
             instead=instead,
         )
+
+
+def _between_steps(trace: Trace, index: int, scaler: str) -> bool:
+    """Whether an event runs on the micro-batches of a window that do not step: in the `else` of `if (i + 1) % n == 0:`."""
+    event = trace[index]
+    steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == scaler and e.loops == event.loops]
+    return any(guard.opposite in e.guards for guard in event.accumulating for e in steps)
 
 
 def _only_normalizes(script: Script, event: Event) -> bool:

@@ -13,6 +13,7 @@ from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_
 from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of
+from halfstep.check.script.objects.engines import engines_of
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
@@ -135,7 +136,7 @@ class SchedulerIgnoresSkips(TraceRule):
         if "swa" in event.subject.lower():
             return None  # stochastic weight averaging: a few skipped steps do not matter
         idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
-        if not self._counts(event) or script.outline.names.uses("accelerate") or _reads_scale(script):
+        if not self._counts(event) or engines_of(script) or _reads_scale(script):
             return None
         loops = _loops(script, event, event.local.subject)
         steps = [trace[i] for i in earlier(trace, index, "scaler_step")]
