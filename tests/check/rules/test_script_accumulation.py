@@ -683,3 +683,16 @@ def test_a_norm_between_two_steps_has_the_scale(otherwise, expected):
     reports = findings(MEASURED.format(otherwise=otherwise), "HS110")
     assert [f.line for f in reports] == expected
     assert all("where the optimizer steps" in f.instead for f in reports)
+
+
+def test_the_call_of_a_helper_that_measures_is_the_place():
+    """A function that computes a norm is right wherever it is; the call before unscale_ is reported, with its name."""
+    helper = "def total(ps):\n    return sum(p.grad.norm() ** 2 for p in ps) ** 0.5\n"
+    early = MEASURED.replace("    if (i", "    before = total(model.parameters())\n    if (i").format(
+        otherwise="log(before)"
+    )
+    (finding,) = findings(helper + early, "HS110")
+    assert finding.line == 9
+    assert "`total` reads `.grad`" in finding.message
+    late = MEASURED.replace("        norm =", "        before = total(model.parameters())\n        norm =")
+    assert not findings(helper + late.format(otherwise="log(before)"), "HS110")

@@ -89,9 +89,13 @@ class ScaledGradientsRead(TraceRule):
         if not (steps or is_between) or _only_normalizes(script, event):
             return None
         unless = skipped_unscale(script, trace, start, index)
+        # A helper that measures gradients is right; the call that comes too early is not.
+        depth = len(trace[start].roots)
+        helper = event.roots[depth] if event.roots[:depth] == trace[start].roots and len(event.roots) > depth else None
+        action = f"`{text_of(helper.func)}` reads `.grad`" if isinstance(helper, ast.Call) else _read(event)
         return self.finding(
-            script.where(event.node),
-            f"{_read(event)} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
+            script.where(helper or event.node),
+            f"{action} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
             + (f", unless `{unless}`" if unless else ""),
             # A second unscale_ in one window raises.
             instead="measure it where the optimizer steps, after unscale_"
@@ -139,7 +143,8 @@ class ScaledGradientsRead(TraceRule):
 def _between_steps(trace: Trace, index: int, scaler: str) -> bool:
     """Whether an event runs on the micro-batches of a window that do not step: in the `else` of `if (i + 1) % n == 0:`."""
     event = trace[index]
-    steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == scaler and e.loops == event.loops]
+    steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == scaler and e.loops]
+    steps = [e for e in steps if event.loops[: len(e.loops)] == e.loops]
     return any(guard.opposite in e.guards for guard in event.accumulating for e in steps)
 
 
