@@ -696,3 +696,13 @@ def test_the_call_of_a_helper_that_measures_is_the_place():
     assert "`total` reads `.grad`" in finding.message
     late = MEASURED.replace("        norm =", "        before = total(model.parameters())\n        norm =")
     assert not findings(helper + late.format(otherwise="log(before)"), "HS110")
+
+
+@pytest.mark.parametrize(("steps", "expected"), [("8", ["HS188"]), ("4", []), ("load()", [])])
+def test_a_divisor_with_the_value_of_the_accelerator_divides_again(steps, expected):
+    """A variable that is set to the number which the Accelerator also receives is the same number."""
+    text = WINDOWED.format(steps="8", options="", before="pass", after=FIRST)
+    text = text.replace("backward(model(x))", "backward(model(x) / num)").replace(
+        "def train", f"num = {steps}\ndef train"
+    )
+    assert reported(text) == expected
