@@ -611,6 +611,7 @@ FIRST = "optimizer.zero_grad()"
         ("4", "", f"if accelerator.sync_gradients: {FIRST}", "pass", ["HS181"]),
         ("4", "", "for o in optimizers: o.zero_grad()", "pass", ["HS181"]),
         ("4", "", "pass", FIRST, []),
+        ("4", "", f"if i % 4 == 0: {FIRST}", "pass", []),
         ("1", "", FIRST, "pass", []),
         ("4", ", deepspeed_plugin=plugin", FIRST, "pass", []),
         ("4", "", "accelerator.backward(other(x)); other_optimizer.step(); other_optimizer.zero_grad()", FIRST, []),

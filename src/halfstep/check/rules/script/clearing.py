@@ -202,6 +202,8 @@ class ClearedEveryMicroBatch(TraceRule):
         )
         if accumulate is None or not isinstance(accumulate.func, ast.Attribute):
             return None
+        if any("%" in guard.text for guard in event.accumulating):
+            return None  # at the start of a window
         engine = engine_at(script, key_of(accumulate.func.value), event.function)
         if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed" or engine.steps is None:
             return None
