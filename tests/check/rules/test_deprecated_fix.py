@@ -118,6 +118,7 @@ def test_decorators_without_parentheses_get_them():
         ("from torch.cuda.amp import autocast\nctx = autocast if amp else suppress\nwith ctx(): pass\n", [2]),
         ("try:\n    cast = torch.amp.autocast\nexcept AttributeError:\n    cast = torch.cuda.amp.autocast\n", []),
         ("cast = torch.autocast if new else torch.cuda.amp.autocast\n", []),
+        ("if new:\n    cast = partial(torch.amp.autocast, 'cuda')\nelse:\n    cast = torch.cuda.amp.autocast\n", []),
     ],
 )
 def test_a_deprecated_name_under_another_name_is_still_deprecated(text, lines):

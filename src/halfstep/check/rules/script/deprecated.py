@@ -120,8 +120,9 @@ def _uses(script: Script) -> Iterator[_Use]:
     for bindings in outline.bindings.values():
         values = [part for b in bindings[:MAX_BINDINGS] if b.value is not None for part in _arms(b.value)]
         old = [part for part in values if isinstance(part, (ast.Attribute, ast.Name)) and names.full(part) in _OLD]
-        # A name that may also be the new API is chosen by version.
-        if old and not any(names.full(part).startswith(("torch.amp.", "torch.autocast")) for part in values):
+        # A name that may also be the new API, perhaps by `partial(torch.amp.autocast, ...)`, is chosen by version.
+        inside = [n for part in values for n in ast.walk(part) if isinstance(n, ast.Attribute)] if old else []
+        if old and not any(names.full(n).startswith(("torch.amp.", "torch.autocast")) for n in inside):
             yield from (_Use(part, names.full(part), None) for part in old)
 
 
