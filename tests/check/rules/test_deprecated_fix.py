@@ -108,3 +108,21 @@ def test_decorators_without_parentheses_get_them():
     """`@custom_bwd` becomes a call with the device type."""
     text = "import torch\n@torch.cuda.amp.custom_bwd\ndef backward(ctx, g):\n    return g\n"
     assert '@torch.amp.custom_bwd(device_type="cuda")\n' in fixed(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("autocast = torch.cuda.amp.autocast if amp else suppress\nwith autocast(): pass\n", [2]),
+        ("make = torch.cuda.amp.GradScaler\nscaler = make()\n", [2]),
+        ("from torch.cuda.amp import autocast\nctx = autocast if amp else suppress\nwith ctx(): pass\n", [2]),
+        ("try:\n    cast = torch.amp.autocast\nexcept AttributeError:\n    cast = torch.cuda.amp.autocast\n", []),
+        ("cast = torch.autocast if new else torch.cuda.amp.autocast\n", []),
+        ("if new:\n    cast = partial(torch.amp.autocast, 'cuda')\nelse:\n    cast = torch.cuda.amp.autocast\n", []),
+    ],
+)
+def test_a_deprecated_name_under_another_name_is_still_deprecated(text, lines):
+    """A class that is assigned and called later is reported without a fix, unless the new one may be assigned too."""
+    reports = findings("import torch\n" + text, "HS190")
+    assert [f.line for f in reports] == lines
+    assert not any(f.fix for f in reports)

@@ -223,7 +223,10 @@ WINDOW = f"if (i + 1) % accum == 0: {STEP}"
         (plain(f"if due: {CLIP}\n{WINDOW}", " / accum", head="import torch\n").replace("if due", "if is_last"), []),
         (plain(f"{CLIP.replace('1.0', 'float(`inf`)').replace('`', chr(39))}\n{WINDOW}", " / accum"), []),
         (plain(f"{CLIP}\n{STEP}"), []),
-        (plain(f"{CLIP}\n{WINDOW}", " / accum").replace("loss.backward", "scaler.scale(loss).backward"), ["HS104"]),
+        (
+            plain(f"{CLIP}\n{WINDOW}", " / accum").replace("loss.backward", "scaler.scale(loss).backward"),
+            ["HS104", "HS189"],
+        ),
         (
             MANUAL.format(
                 optimizers="opt",
@@ -237,7 +240,7 @@ WINDOW = f"if (i + 1) % accum == 0: {STEP}"
     ],
 )
 def test_complete_sums_are_clipped(text, expected):
-    """A clip on every micro-batch is reported once: where the gradients are also scaled, by the rule about that."""
+    """A clip on every micro-batch is reported, also where the gradients are still scaled: these are two mistakes."""
     assert reported(text) == expected
 
 
@@ -579,4 +582,128 @@ for batch, y in loader:
 def test_the_mean_losses_of_slices_of_a_batch_are_divided_by_their_number(size, loss, expected):
     """`range(0, n, size)` over a batch is a window of n / size micro-batches, unless each loss has its share as a factor."""
     text = HEAD + SLICES.format(total="len(batch)", size=size, loss=loss)
+    assert reported(text) == expected
+
+
+WINDOWED = """\
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps={steps}, mixed_precision="bf16"{options})
+def train(loader):
+    for x in loader:
+        with accelerator.accumulate(model):
+            {before}
+            accelerator.backward(model(x))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            {after}
+"""
+FIRST = "optimizer.zero_grad()"
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "before", "after", "expected"),
+    [
+        ("4", "", FIRST, "pass", ["HS181"]),
+        ("args.steps", "", FIRST, "pass", ["HS181"]),
+        ("args.steps", ", fsdp_plugin=plugin", FIRST, "pass", ["HS181"]),
+        ("4", "", FIRST, FIRST, ["HS181"]),
+        ("4", "", f"if accelerator.sync_gradients: {FIRST}", "pass", ["HS181"]),
+        ("4", "", "for o in optimizers: o.zero_grad()", "pass", ["HS181"]),
+        ("4", "", "pass", FIRST, []),
+        ("4", "", f"if i % 4 == 0: {FIRST}", "pass", []),
+        ("1", "", FIRST, "pass", []),
+        ("4", ", deepspeed_plugin=plugin", FIRST, "pass", []),
+        ("4", "", "accelerator.backward(other(x)); other_optimizer.step(); other_optimizer.zero_grad()", FIRST, []),
+    ],
+)
+def test_the_optimizer_of_accelerate_clears_after_its_step(steps, options, before, after, expected):
+    """Inside accumulate, zero_grad runs on the last micro-batch only, so before the backward it discards the others."""
+    text = WINDOWED.format(steps=steps, options=options, before=before, after=after)
+    assert reported(text) == expected
+
+
+ENTERED = """\
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps={steps}, mixed_precision="bf16")
+for x in loader:
+{body}
+"""
+G = "with accelerator.accumulate(g): accelerator.backward(g(x)); opt_g.step(); opt_g.zero_grad()"
+D = G.replace("g)", "d)").replace("g(x)", "d(x)").replace("opt_g", "opt_d")
+BOTH = "    with accelerator.accumulate(g), accelerator.accumulate(d):\n        accelerator.backward(g(x)); opt_g.step(); opt_g.zero_grad()"
+NESTED = BOTH.replace("(g), ", "(g):\n        with ").replace("\n        acc", "\n            acc")
+
+
+@pytest.mark.parametrize(
+    ("steps", "body", "expected"),
+    [
+        ("4", BOTH, ["HS178"]),
+        ("n", BOTH, ["HS178"]),
+        ("4", NESTED, ["HS178"]),
+        ("4", f"    {G}\n    {D}", ["HS178"]),
+        ("4", f"    if train:\n        {G}\n        {D}", ["HS178"]),
+        ("1", BOTH, []),
+        ("4", f"    if x:\n        {G}\n    else:\n        {D}", []),
+        ("4", f"    if x:\n        {G}\n    if y:\n        {D}", []),
+        ("4", f"    {G}\nfor x in other:\n    {D}", []),
+        ("4", f"    {G.replace('(g):', '(g, d):')}", []),
+    ],
+)
+def test_accumulate_counts_each_iteration_once(steps, body, expected):
+    """Every entry of accumulate counts a micro-batch, so two of them in one iteration halve the window."""
+    assert [f.code for f in findings(ENTERED.format(steps=steps, body=body), "HS178")] == expected
+
+
+MEASURED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for i, x in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x) / accum
+    scaler.scale(loss).backward()
+    if (i + 1) % accum == 0:
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+    {otherwise}
+"""
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "expected"),
+    [
+        ("else: norm = compute_grad_norm(model.parameters())", [11]),
+        ("else: norm = sum(p.grad.norm() for p in model.parameters())", [11]),
+        ("else: norm = None", []),
+        ("log(norm)", []),
+    ],
+)
+def test_a_norm_between_two_steps_has_the_scale(otherwise, expected):
+    """Micro-batches without a step never unscale, so a norm that is measured there is too large by the scale."""
+    reports = findings(MEASURED.format(otherwise=otherwise), "HS110")
+    assert [f.line for f in reports] == expected
+    assert all("where the optimizer steps" in f.instead for f in reports)
+
+
+def test_the_call_of_a_helper_that_measures_is_the_place():
+    """A function that computes a norm is right wherever it is; the call before unscale_ is reported, with its name."""
+    helper = "def total(ps):\n    return sum(p.grad.norm() ** 2 for p in ps) ** 0.5\n"
+    early = MEASURED.replace("    if (i", "    before = total(model.parameters())\n    if (i").format(
+        otherwise="log(before)"
+    )
+    (finding,) = findings(helper + early, "HS110")
+    assert finding.line == 9
+    assert "`total` reads `.grad`" in finding.message
+    late = MEASURED.replace("        norm =", "        before = total(model.parameters())\n        norm =")
+    assert not findings(helper + late.format(otherwise="log(before)"), "HS110")
+
+
+@pytest.mark.parametrize(("steps", "expected"), [("8", ["HS188"]), ("4", []), ("load()", [])])
+def test_a_divisor_with_the_value_of_the_accelerator_divides_again(steps, expected):
+    """A variable that is set to the number which the Accelerator also receives is the same number."""
+    text = WINDOWED.format(steps="8", options="", before="pass", after=FIRST)
+    text = text.replace("backward(model(x))", "backward(model(x) / num)").replace(
+        "def train", f"num = {steps}\ndef train"
+    )
     assert reported(text) == expected

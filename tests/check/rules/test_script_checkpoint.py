@@ -211,3 +211,39 @@ def test_a_state_is_followed_into_the_checkpoint(entry, scaler, expected):
     """`checkpoint["optimizer"] = state` saves a state that an earlier line reads, and is where the scaler is missing."""
     text = STATES.format(entry=entry, scaler=scaler)
     assert [f.line for f in findings(text, "HS170")] == expected
+
+
+SPREAD = """\
+import torch
+from library import load_checkpoint, save_checkpoint
+precision = config.precision
+scaler = torch.amp.GradScaler("cuda") if precision == "float16" else None
+if precision == "float8" and not AVAILABLE:
+    raise ImportError
+parts = {parts}
+best = dict(parts)
+best["path"] = "best"
+start = load_checkpoint(**parts)
+for epoch in range(start, 9):
+    for x in loader:
+        if precision == "float16" and scaler is not None:
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    save_checkpoint(**parts, epoch=epoch)
+    if improved:
+        save_checkpoint(**best, epoch=epoch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ('{"models": model, "optimizer": optimizer, "path": "x"}', [7]),
+        ('{"models": model, "optimizer": optimizer, "scaler": scaler}', []),
+        ('{"models": model, "path": "x"}', []),
+    ],
+)
+def test_the_dictionary_of_a_checkpoint_is_reported_once(parts, expected):
+    """A checkpoint passed as **parts lacks the scaler where the dictionary is written, however often it is saved."""
+    assert [f.line for f in findings(SPREAD.format(parts=parts), "HS170")] == expected

@@ -196,3 +196,36 @@ def test_bce_by_another_name():
     wrong = LOSSES.format(bce="binary_cross_entropy", loss="BCELoss")
     assert [f.line for f in findings(wrong, "HS146")] == [13, 14, 15]
     assert findings(LOSSES.format(bce="binary_cross_entropy_with_logits", loss="BCEWithLogitsLoss"), "HS146") == []
+
+
+ZEROED = """\
+import torch
+for x in loader:
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x)
+    if {test}:
+        {zeroed}
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "zeroed", "expected"),
+    [
+        ("torch.isnan(loss)", "loss = loss * 0.0", [6]),
+        ("torch.isnan(loss) or torch.isinf(loss)", "loss = 0 * loss", [6]),
+        ("not torch.isfinite(loss)", "loss *= 0", [6]),
+        ("math.isnan(loss.item())", "loss *= 0.0", [6]),
+        ("~torch.isfinite(loss).all()", "loss = loss * 0", [6]),
+        ("loss.isnan().any()", "loss = loss * 0.", [6]),
+        ("torch.isnan(loss)", "loss = torch.zeros_like(loss)", []),
+        ("torch.isnan(loss)", "loss = torch.nan_to_num(loss) * 0.0", []),
+        ("torch.isnan(loss)", "loss = sum(p.sum() for p in model.parameters()) * 0.0", []),
+        ("torch.isfinite(loss)", "loss = loss * 0.0", []),
+        ("torch.isnan(norm)", "loss = loss * 0.0", []),
+        ("torch.isnan(loss)", "loss = loss * 0.5", []),
+    ],
+)
+def test_zero_times_a_loss_that_is_not_finite_is_not_zero(test, zeroed, expected):
+    """NaN and inf times zero are NaN, so only a zero that does not depend on the loss is one."""
+    assert [f.line for f in findings(ZEROED.format(test=test, zeroed=zeroed), "HS179")] == expected

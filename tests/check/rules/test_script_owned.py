@@ -461,3 +461,49 @@ class Own({base}):
 def test_the_accelerator_of_a_trainer_scales_gradients(package, base, clipped, expected):
     """A Trainer's own accelerator leaves gradients scaled in fp16, so torch's clip after its backward is reported."""
     assert reported(TRAINER.format(package=package, base=base, clipped=clipped)) == expected
+
+
+LISTED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator({options})
+optimizers = []
+for part in parts:
+    optimizers.append(torch.optim.AdamW(part.parameters()))
+{prepare}
+for i, x in enumerate(loader):
+    accelerator.backward(model(x))
+    {step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "prepare", "step", "expected"),
+    [
+        (
+            "mixed_precision='fp16'",
+            "model, optimizers = accelerator.prepare(model, optimizers)",
+            "optimizers[0].step()",
+            "error",
+        ),
+        ("", "model, optimizers = accelerator.prepare(model, optimizers)", "optimizers[i].step()", "warning"),
+        (
+            "",
+            "model, optimizers = accelerator.prepare(model, optimizers)",
+            "for optimizer in optimizers: optimizer.step()",
+            "warning",
+        ),
+        (
+            "mixed_precision='bf16'",
+            "model, optimizers = accelerator.prepare(model, optimizers)",
+            "optimizers[0].step()",
+            "",
+        ),
+        ("", "model, *optimizers = accelerator.prepare(model, *optimizers)", "optimizers[0].step()", ""),
+        ("", "optimizers = [accelerator.prepare(o) for o in optimizers]", "optimizers[0].step()", ""),
+    ],
+)
+def test_prepare_does_not_look_into_lists(options, prepare, step, expected):
+    """Optimizers in a list that is passed to prepare stay plain optimizers, which step scaled gradients in fp16."""
+    text = LISTED.format(options=options, prepare=prepare, step=step)
+    assert [f.severity for f in findings(text, "HS198")] == ([expected] if expected else [])

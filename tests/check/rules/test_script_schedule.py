@@ -158,3 +158,43 @@ def test_a_schedule_that_opens_the_iteration_is_left_alone():
     text = "scaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    lr = scheduler.step()\n"
     text += "    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
     assert reported("import torch\n" + text) == []
+
+
+CHOSEN = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype={dtype}):
+        loss = model(x)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    if {test}:
+        {other}
+    else:
+        scheduler.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "test", "other", "expected"),
+    [
+        ("torch.float16", "averaging(i)", "swa_scheduler.step()", [13]),
+        ("torch.float16", "in_warmup(i)", "warmup_scheduler.step()", [11, 13]),
+        ("torch.float16", "overflowed(i)", "pass", []),
+        ("torch.float16", "has_inf(grads)", "warmup_scheduler.step()", []),
+        ("torch.bfloat16", "in_warmup(i)", "warmup_scheduler.step()", []),  # HS120 reports the scaler
+    ],
+)
+def test_one_of_two_schedules_advances_in_every_iteration(dtype, test, other, expected):
+    """A condition with a schedule in each branch does not depend on whether the scaler skipped the step."""
+    text = CHOSEN.format(dtype=dtype, test=test, other=other)
+    assert [f.line for f in findings(text, "HS196")] == expected
+
+
+def test_an_import_from_accelerate_is_no_accelerator():
+    """Its prepared schedules skip with the optimizer; a function of that package changes nothing."""
+    text = CHOSEN.format(dtype="torch.float16", test="averaging(i)", other="swa_scheduler.step()")
+    assert reported("from accelerate.utils import set_seed\n" + text) == [14]
+    assert reported("from accelerate import Accelerator\naccelerator = Accelerator()\n" + text) == []

@@ -190,3 +190,39 @@ def test_an_accelerator_that_accumulates_is_left_alone():
     assert (
         reported(text.replace("    loss = model(x)", "    with accelerator.accumulate(model): loss = model(x)")) == []
     )
+
+
+DIVIDED_BY_MODEL = """\
+import torch
+class Net(torch.nn.Module):
+    def forward(self, x):
+        loss = self.compute(x)
+        {returned}
+        return loss
+def train():
+    running = 0.0
+    for i, x in enumerate(loader):
+        with torch.autocast('cuda'):
+            loss = model(x)
+        total = loss + penalty
+        running += total.item()
+        scaler.scale(total).backward()
+        if (i + 1) % CFG.ACC == 0:
+            scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+            {logged}
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "logged", "expected"),
+    [
+        ("pass", "running /= CFG.ACC", [14]),
+        ("pass", "print(running)", [14]),
+        ("loss = loss / CFG.ACC", "print(running)", []),
+        ("loss /= CFG.ACC", "running /= CFG.ACC", []),
+        ("loss = loss.div(CFG.ACC)", "print(running)", []),
+    ],
+)
+def test_a_model_may_divide_its_loss_and_a_log_its_sum(returned, logged, expected):
+    """A division counts wherever the file has it, except of a sum that no backward uses."""
+    assert reported(DIVIDED_BY_MODEL.format(returned=returned, logged=logged)) == expected

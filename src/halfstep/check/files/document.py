@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from halfstep.check.files.problems import FileTooLarge, NotText, SyntaxFault
+from halfstep.check.files.repair import Repair, repair
 from halfstep.check.files.source import Language, Source
-from halfstep.check.finding import Edit, Finding, Place
+from halfstep.check.finding import Edit, Finding, Place, Severity
 
 if TYPE_CHECKING:
     from halfstep.check.files.notebook import Notebook
@@ -101,7 +102,16 @@ def read_document(path: str, data: bytes, language: Language) -> Document:
     if language == "notebook":
         return _notebook(path, data, raw)
     text = raw.replace("\r\n", "\n").replace("\r", "\n") if "\r" in raw else raw
+    if language == "python" and (repaired := repair(text)) is not None:
+        return Document(Source(path, repaired.text, language), data, raw, encoding, notes=(_note(path, repaired),))
     return Document(Source(path, text, language), data, raw, encoding)
+
+
+def _note(path: str, repaired: Repair) -> Finding:
+    message = f"This line is {repaired.kind}, not Python 3; the file was checked without such lines."
+    # An exported notebook runs under IPython; the others fail wherever they are run today.
+    severity: Severity = "advice" if repaired.kind == "IPython syntax" else "error"
+    return SyntaxFault.finding(Place(path, repaired.line), message, severity=severity)
 
 
 def located_source(document: Document) -> Source:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from halfstep.check.files.problems import SyntaxFault, TooDeep
-from halfstep.check.files.python import parse_python
+from halfstep.check.files.repair import blank, parse_error, without_magics
 from halfstep.check.files.source import Cell, Origin
 from halfstep.check.finding import Edit, Finding, Place
 
@@ -62,9 +62,6 @@ _OTHER_MAGICS = frozenset(
         "ai",
     ]
 )
-# Words that IPython accepts as magics without the percent sign.
-_AUTOMAGIC = r"(?:pip3?|conda|mamba|cd|ls|mkdir|rm|cp|mv|cat|pwd)\s+[^=(.\s]"
-_MAGIC = re.compile(rf"[ \t]*(?:%\w|!|\?|{_AUTOMAGIC}|[\w.]+\s*=\s*(?:!|%\w)|[\w.]+\?\??[ \t]*$)")
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}:,]')
 # A line inside a JSON string, with the escaped line break that ends it.
 _WRITTEN_LINE = re.compile(r"(?:\\(?!n|u000[aA]).|[^\\])*(?:\\(?:n|u000[aA])|$)", re.DOTALL)
@@ -194,49 +191,22 @@ def _is_python(notebook: dict[str, Any]) -> bool:
 def _python_of(text: str, number: int) -> tuple[str, Fault | None]:
     """The cell with everything that is not Python replaced, keeping all positions, and the fault if there is one."""
     shown = _UNPRINTABLE.sub(" ", text)
-    if _parses(shown) is None:
+    if parse_error(shown) is None:
         return shown, None
     head = re.match(r"\s*%%(\w*)", shown)
     magic = head.group(1) if head else "time"
     if magic in _OTHER_MAGICS:
-        return _blank(shown), None
-    replaced = _without_magics(shown)
-    error = _parses(replaced)
+        return blank(shown), None
+    replaced = without_magics(shown)
+    error = parse_error(replaced)
     if error is None:
         return replaced, None
     if magic not in _PYTHON_MAGICS:
-        return _blank(shown), None
+        return blank(shown), None
     detail = error.msg if isinstance(error, SyntaxError) else type(error).__name__
     line, column = (error.lineno or 1, error.offset or 1) if isinstance(error, SyntaxError) else (1, 1)
     message = f"Cell {number} is not valid Python ({detail}); it was not checked."
-    return _blank(shown), Fault(number, max(line, 1), max(column, 1), message)
-
-
-def _parses(text: str) -> Exception | None:
-    try:
-        parse_python(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return error
-    return None
-
-
-def _blank(text: str) -> str:
-    return re.sub(r"[^\n]", " ", text)
-
-
-def _without_magics(text: str) -> str:
-    lines = []
-    continued = False
-    for line in text.split("\n"):
-        magic = continued or _MAGIC.match(line) or line.lstrip().startswith("%%")
-        if magic:
-            indent = len(line) - len(line.lstrip())
-            rest = len(line) - indent
-            lines.append(_blank(line) if continued or not rest else line[:indent] + "0" + " " * (rest - 1))
-        else:
-            lines.append(line)
-        continued = bool(magic) and line.rstrip().endswith("\\")
-    return "\n".join(lines)
+    return blank(shown), Fault(number, max(line, 1), max(column, 1), message)
 
 
 def _source_places(raw: str) -> Iterator[tuple[int, list[tuple[int, int]]]]:

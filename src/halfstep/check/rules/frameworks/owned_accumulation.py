@@ -104,7 +104,7 @@ class AccumulatedTwice(ScriptRule):
                 continue
             divisor = _divisor(script, call, function)
             if divisor is not None and engine is not None and engine.library == ACCELERATE:
-                yield from self._accelerate(script, call, engine, divisor)
+                yield from self._accelerate(script, call, engine, divisor, function)
             elif divisor is not None and owner in engines:
                 is_asked = constant(steps) != 1 and _is_configured(script, divisor, steps, function, is_engine=True)
                 yield from self._deepspeed(script, call, owner, divisor, steps, is_asked=is_asked)
@@ -130,10 +130,16 @@ class AccumulatedTwice(ScriptRule):
                         instead="return the undivided loss",
                     )
 
-    def _accelerate(self, script: Script, call: ast.Call, engine: Engine, divisor: ast.expr) -> Iterator[Finding]:
+    def _accelerate(
+        self, script: Script, call: ast.Call, engine: Engine, divisor: ast.expr, function: Function
+    ) -> Iterator[Finding]:
         own = f"{engine.key}.{_KEY}"
         text = text_of(divisor)
-        if constant(engine.steps) == 1 or (text != own and (engine.steps is None or not _same(divisor, engine.steps))):
+        values = script.outline.values(key_of(divisor), function)
+        # `accumulation_steps = 8` next to `Accelerator(gradient_accumulation_steps=8)`.
+        named = values[0] if len(values) == 1 and isinstance(values[0], ast.Constant) else divisor
+        is_same = engine.steps is not None and (_same(divisor, engine.steps) or _same(named, engine.steps))
+        if constant(engine.steps) == 1 or (text != own and not is_same):
             return
         yield self.finding(
             script.where(call),

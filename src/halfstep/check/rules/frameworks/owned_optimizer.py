@@ -9,10 +9,11 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import subject, when
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, earlier
+from halfstep.check.script.flow.order import TraceRule, earlier, loops_around
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import (
     ACCELERATE,
+    Engine,
     engine_at,
     engines_of,
     last_name,
@@ -23,6 +24,7 @@ from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, dtypes_of, text_of
 from halfstep.check.script.objects.weights import Cast, conditions_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -38,6 +40,19 @@ for x, y in loader:
     loss = loss_fn(model(x), y)
     accelerator.backward(loss)
     optimizer.step()
+"""
+_LISTED = """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="fp16")
+optimizers = [torch.optim.AdamW(part.parameters()) for part in parts]
+model, loader, {star}optimizers = accelerator.prepare(model, loader, {star}optimizers)
+for x, y in loader:
+    accelerator.backward(loss_fn(model(x), y))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 """
 _MODULE = """\
 import lightning as L
@@ -93,17 +108,19 @@ class OptimizerNotPrepared(TraceRule):
     reason = (
         "`accelerator.backward` and `fabric.backward` scale the loss in fp16; only an optimizer that went through `prepare` or `setup` "
         "unscales the gradients and skips the step when they overflow. A plain optimizer applies gradients that are 65536 times too "
-        "large, infinite ones included. Plain Adam hides the factor in its ratio but not the overflow. With DeepSpeed or FSDP the plain "
+        "large, infinite ones included. `prepare` wraps an optimizer that is passed by itself, not those in a list. Plain Adam hides the factor in its ratio but not the overflow. With DeepSpeed or FSDP the plain "
         "optimizer has parameters that are not trained. A Lightning module with manual optimization steps what `self.optimizers()` returns; "
         "the torch optimizer itself, or `self.optimizers(use_pl_optimizer=False)`, is not unscaled either."
     )
     bad = (
         _UNPREPARED.format(prepare="model, loader = accelerator.prepare(model, loader)"),
         _MODULE.format(option="use_pl_optimizer=False"),
+        _LISTED.format(star=""),
     )
     good = (
         _UNPREPARED.format(prepare="model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
         _MODULE.format(option=""),
+        _LISTED.format(star="*"),
     )
     references = ("https://huggingface.co/docs/accelerate/basic_tutorials/migration",)
     words = ("Accelerator", "Fabric(", "automatic_optimization")
@@ -122,6 +139,10 @@ class OptimizerNotPrepared(TraceRule):
         if engine is None or not engine.is_created or engine.precision not in {"fp16", "?"} or engine.plugin:
             return None
         prepared = prepared_for(script, engine.library, event)
+        if engine.library == ACCELERATE and (collection := _unprepared_list(script, event)) in prepared.names:
+            return self._report(
+                script, event, engine, f"`prepare` leaves the list `{collection}` as it is", f"pass `*{collection}`"
+            )
         # A file that prepares nothing may leave that to another one, which the fp16 of this file does not excuse.
         decided = prepared.is_complete and (prepared.names or engine.precision == "fp16")
         if not decided or last_name(event.optimizer) in prepared.names:
@@ -131,11 +152,15 @@ class OptimizerNotPrepared(TraceRule):
         if not made or len(made) != len(values):
             return None
         call = "prepare" if engine.library == ACCELERATE else "setup"
+        cause = f"`{event.optimizer}` is not passed to `{engine.key}.{call}`"
+        return self._report(script, event, engine, cause, f"pass `{event.optimizer}` to `{engine.key}.{call}`")
+
+    def _report(self, script: Script, event: Event, engine: Engine, cause: str, instead: str) -> Finding:
         state = "" if engine.precision == "fp16" else "in fp16 "
         return self.finding(
             script.where(event.node),
-            f"`{event.optimizer}` is not passed to `{engine.key}.{call}`: {state}it steps with gradients that are still scaled",
-            instead=f"pass `{event.optimizer}` to `{engine.key}.{call}`",
+            f"{cause}: {state}`{event.local.optimizer or event.optimizer}` steps with gradients that are still scaled",
+            instead=instead,
             severity="error" if engine.precision == "fp16" else None,
         )
 
@@ -156,6 +181,20 @@ class OptimizerNotPrepared(TraceRule):
             instead="step what `self.optimizers()` returns",
             severity="error" if precision == "fp16" else None,
         )
+
+
+def _unprepared_list(script: Script, event: Event) -> str:
+    """The list from which a step takes its optimizer, `optimizers[0].step()` or `for o in optimizers: o.step()`; "" if none."""
+    func = event.node.func if isinstance(event.node, ast.Call) else None
+    value = func.value if isinstance(func, ast.Attribute) else None
+    source = value.value if isinstance(value, ast.Subscript) else None
+    if isinstance(value, ast.Name):
+        loops = [loop for loop in loops_around(script, event) if isinstance(loop, ast.For)]
+        source = next((loop.iter for loop in loops if text_of(loop.target) == value.id), None)
+    name = key_of(source) if source is not None else ""
+    bound = script.outline.lookup(name, event.function) if name else []
+    is_list = any(b.index is None and isinstance(b.value, (ast.List, ast.ListComp)) for b in bound)
+    return last_name(name) if is_list else ""
 
 
 def _is_raw(script: Script, value: ast.expr | None) -> bool:

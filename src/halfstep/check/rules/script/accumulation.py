@@ -32,6 +32,7 @@ _LOSS = re.compile(r"loss|err|grad|cost|objective|elbo|nll|\bkl|criterion|logits
 _NUMBER = re.compile(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.item() / accumulation_steps`
 _GRADIENT = re.compile(r"grads?(?![a-z_])")  # not `grad_accum_steps`
 _FACTOR = re.compile(r"^[A-Za-z_][\w.]*$|^[2-9]$|^[1-9]\d+$")
+_DIVIDING = {"div", "div_", "mul_", "mul", "true_divide"}
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
@@ -49,14 +50,13 @@ def _names(node: ast.AST) -> set[str]:
 
 def _divisions(script: Script) -> Iterator[tuple[ast.AST, str, str]]:
     """Every division in a script, with the texts of the divisor and of what is divided."""
-    for node in script.outline.parents:
+    for node in ast.walk(script.tree):  # not only the functions that are about precision: a model may divide its loss
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             yield node, text_of(node.right), text_of(node.left)
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
             yield node, text_of(node.value), text_of(node.target)
-    for name in ("div", "div_", "mul_", "mul", "true_divide"):
-        for call, _ in script.outline.calls.get(name, ()):
-            yield from ((call, text_of(argument), "loss") for argument in call.args)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _DIVIDING:
+            yield from ((node, text_of(argument), "loss") for argument in node.args)
 
 
 def _divides_gradients(script: Script) -> bool:
@@ -145,21 +145,23 @@ class LossNotDivided(TraceRule):
             if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not (
                 _COUNTS.search(divided) and not _LOSS.search(divided)
             ):
-                if isinstance(node, ast.BinOp) and self._is_for_log(script, node, event):
+                if isinstance(node, (ast.BinOp, ast.AugAssign)) and self._is_for_log(script, node, event):
                     continue
                 return True
         return False
 
-    def _is_for_log(self, script: Script, node: ast.BinOp, event: Event) -> bool:
+    def _is_for_log(self, script: Script, node: ast.BinOp | ast.AugAssign, event: Event) -> bool:
         """Whether a quotient does not reach the backward: the loss of a validation, or a sum that is only logged."""
         statement = script.statement(node)
         if statement is None or _GRADIENT.search(ast.unparse(statement)):
             return False
         if in_no_grad(script, node):
             return bool(_LOSS.search(ast.unparse(statement)))
-        if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add):
+        if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, (ast.Add, ast.Div)):
             return False
-        # `total += loss / n` with another variable in the backward.
+        if isinstance(statement.op, ast.Div) and list(script.above(statement))[-1:] != [event.function.node]:
+            return False
+        # `total += loss / n`, or `total /= n`, with another variable in the backward.
         total = key_of(statement.target)
         return bool(total) and total.rsplit(".", 1)[-1] not in self._behind(script, event, rounds=6)
 

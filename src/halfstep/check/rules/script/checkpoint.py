@@ -13,7 +13,7 @@ from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.engines import scaling_accelerator
-from halfstep.check.script.objects.saving import is_setting, passed_objects, restored_copies, saves
+from halfstep.check.script.objects.saving import is_setting, passed_objects, restored_copies, saves, written_out
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -124,16 +124,19 @@ class ScalerNotSaved(ScriptRule):
             return
         yield from self._owned(script)
         scalers = _used(script)
+        reported: set[ast.AST] = set()
         for event in (*_once(script.events("save_optimizer")), *_spread(script, "save")):
             near = _near_steps(script, event, steps)
             restored = _restored(script, event)
-            if _entry(script, event.node) is None or not near or restored == "weights only":
+            place = _place(script, event)
+            if _entry(script, event.node) is None or not near or restored == "weights only" or place in reported:
                 continue
+            reported.add(place)
             own = [e for e in near if e.optimizer.rsplit(".", 1)[-1] == event.optimizer.rsplit(".", 1)[-1]]
             scaler = (own or near)[0].scaler
             resumed = "a resumed run" if restored == "yes" else "a run that resumes from it"
             yield self.finding(
-                script.where(_place(script, event)),
+                script.where(place),
                 f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {resumed} restarts at the initial scale",
                 instead=f'save "scaler": {scaler}.state_dict() and call {scaler}.load_state_dict(...) where the optimizer is restored',
                 fix=_fix(script, scalers) if scalers and restored == "yes" else None,
@@ -163,6 +166,10 @@ class ScalerNotSaved(ScriptRule):
 
 def _place(script: Script, event: Event) -> ast.AST:
     """The optimizer's entry; the call that saves it, if it is written out there and the entry is far below."""
+    spread = [k.value for k in event.node.keywords if k.arg is None] if isinstance(event.node, ast.Call) else []
+    for value in spread:
+        if (written := written_out(script.outline, value, event.function)) is not None:
+            return written
     statement, entry = script.statement(event.node), _entry(script, event.node)
     if not isinstance(statement, ast.Expr):
         return entry if isinstance(entry, ast.Assign) else event.node

@@ -24,7 +24,14 @@ from halfstep.check.script.flow.order import (
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched, targets_of
+from halfstep.check.script.flow.window import (
+    ACCUMULATION,
+    Window,
+    accumulated_over,
+    branched,
+    depth_without_optimizers,
+    targets_of,
+)
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
 from halfstep.check.script.objects.tensors import grad_of
 from halfstep.check.script.objects.values import constant, text_of
@@ -36,16 +43,26 @@ __all__ = ["RULES"]
 MAX_ASSIGNMENTS = 40  # before one backward that are followed; only generated code has more
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
 _RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
-_ACCELERATE = """\
+_PREPARED = """\
 from accelerate import Accelerator
 
 accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for x, y in loader:
+"""
+_ACCELERATE = (
+    _PREPARED
+    + """\
 {start}{indent}    accelerator.backward(loss_fn(model(x), y))
 {indent}    optimizer.step()
 {indent}    optimizer.zero_grad()
 """
+)
+_INSIDE = """\
+    with accelerator.accumulate(model):
+{start}        accelerator.backward(loss_fn(model(x), y))
+        optimizer.step()
+{end}"""
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
 _MODEL = re.compile(r"(^|[._])(model|net|network)(_\w+)?$|(^|\.)\w+_(model|net)$")
@@ -71,13 +88,19 @@ class ClearedEveryMicroBatch(TraceRule):
         "With `zero_grad()` in every iteration and a step in every n-th, the step uses the gradients of the last micro-batch only: "
         "n - 1 of n backward passes are wasted. A step in every iteration is no better if the loss is divided by n, by the script or "
         "by an Accelerator with gradient_accumulation_steps whose `accumulate()` is not used: nothing accumulates, and the gradients "
-        "are n times too small."
+        "are n times too small. Inside `accumulate()` the optimizer of Accelerate clears only on the last micro-batch of a window: "
+        "before the backward, that discards all the earlier ones."
     )
     bad = (
         ACCUMULATING_LOOP.format(start="    optimizer.zero_grad()\n", divide=" / accumulation_steps", end=""),
         _ACCELERATE.format(start="", indent=""),
+        _PREPARED + _INSIDE.format(start="        optimizer.zero_grad()\n", end=""),
     )
-    good = (_RIGHT, _ACCELERATE.format(start="    with accelerator.accumulate(model):\n", indent="    "))
+    good = (
+        _RIGHT,
+        _ACCELERATE.format(start="    with accelerator.accumulate(model):\n", indent="    "),
+        _PREPARED + _INSIDE.format(start="", end="        optimizer.zero_grad()\n"),
+    )
     references = (_DOCS, "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation")
     words = ("Accelerator",)
     kinds = ("zero_grad",)
@@ -89,7 +112,7 @@ class ClearedEveryMicroBatch(TraceRule):
         window = next((w for back, w in windows if w is not None and self._clears(trace, index, back, w)), None)
         window = window or self._owned_window(script, trace, index) or self._discarding_loop(script, trace, index)
         if window is None:
-            return self._steps_always(script, trace, index)
+            return self._before_sync(script, trace, index) or self._steps_always(script, trace, index)
         if window.guard in event.guards:
             return None  # cleared at the end of the window
         steps = {e.optimizer for e in trace if e.kind in STEPS and e.loops == window.step.loops}
@@ -169,6 +192,43 @@ class ClearedEveryMicroBatch(TraceRule):
         if any(e.loops == event.loops for e in trace if e.kind in {*STEPS, "handed", "grad_read", "autograd_grad"}):
             return None
         return Window(after, f"the loop at line {script.where(loop).line} ends", by_loop=True)
+
+    def _before_sync(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for a zero_grad before the backward in the body of `accelerator.accumulate`."""
+        event = trace[index]
+        contexts = [region.node for region in event.regions]
+        accumulate = next(
+            (c for c in contexts if isinstance(c, ast.Call) and text_of(c.func).endswith(".accumulate")), None
+        )
+        if accumulate is None or not isinstance(accumulate.func, ast.Attribute):
+            return None
+        if any("%" in guard.text for guard in event.accumulating):
+            return None  # at the start of a window
+        engine = engine_at(script, key_of(accumulate.func.value), event.function)
+        if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed" or engine.steps is None:
+            return None
+        depth = depth_without_optimizers(script, event)
+        inside = [
+            i
+            for i in later(trace, index, "owned_backward", "opt_step")
+            if trace[i].loops[:depth] == event.loops[:depth] and any(r.node is accumulate for r in trace[i].regions)
+        ]
+        back = next((i for i in inside if trace[i].kind == "owned_backward"), None)
+        is_looped = depth < len(event.loops)
+        steps = [
+            i
+            for i in inside
+            if trace[i].kind == "opt_step" and (is_looped or trace[i].optimizer in {event.optimizer, ""})
+        ]
+        if constant(engine.steps) in {1, None} or back is None or not steps or steps[0] < back:
+            return None
+        condition = "" if isinstance(constant(engine.steps), int) else f"if `{text_of(engine.steps)}` is above 1, "
+        return self.finding(
+            script.where(event.node),
+            f"{condition}`{_cleared(event)}` before the backward discards what `{text_of(accumulate.func)}` has accumulated: Accelerate "
+            "runs it on the last micro-batch of a window",
+            instead="clear the gradients after the step",
+        )
 
     def _steps_always(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a step on every micro-batch of a loss that is divided by their number."""

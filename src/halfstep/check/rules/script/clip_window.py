@@ -8,7 +8,7 @@ from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import compatible
 from halfstep.check.script.flow.gradients import measures_only
-from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, only_settings, switched_off
+from halfstep.check.script.flow.order import STEPS, TraceRule, earlier, later, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, accumulated_over
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at
@@ -144,11 +144,6 @@ class ClipEveryMicroBatch(TraceRule):
             return None
         if any(e.loops == event.loops and only_settings(script, e, trace[back]) for e in trace if e.kind == "unscale"):
             return None  # HS106 reports the unscale_ that comes with it
-        scaled = [
-            trace[i].scaled == "yes" and not switched_off(script, trace[i]) for i in earlier(trace, index, "backward")
-        ]
-        if scaled and all(scaled):
-            return None  # HS104 reports the clip
         return self.finding(
             script.where(event.node),
             f"`{event.subject or text_of(event.node)}` runs on every micro-batch, but the step of line {window.line(script)} runs "

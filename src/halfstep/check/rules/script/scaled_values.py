@@ -84,23 +84,23 @@ class ScaledGradientsRead(TraceRule):
             return self._owned(script, trace, index)
         if switched_off(script, trace[start]) or unscaled_between(script, trace, start, index):
             return None
-        # Between two steps of a window the gradients are scaled too: `else: norm = grad_norm(model.parameters())`.
-        window = [
-            e for e in trace if e.kind == "scaler_step" and e.accumulating and e.loops == event.loops[: len(e.loops)]
-        ]
-        steps = [*(trace[i] for i in later(trace, index, "scaler_step")), *window]
-        if not any(step.scaler == trace[start].scaler for step in steps):
-            return None
-        if _only_normalizes(script, event):
+        steps = [i for i in later(trace, index, "scaler_step") if trace[i].scaler == trace[start].scaler]
+        is_between = not steps and _between_steps(trace, index, trace[start].scaler)
+        if not (steps or is_between) or _only_normalizes(script, event):
             return None
         unless = skipped_unscale(script, trace, start, index)
-        call = _call_from(trace[start], event)
-        read = _read(event) if call is None else f"`{text_of(call.func)}` reads `.grad`"
+        # A helper that measures gradients is right; the call that comes too early is not.
+        depth = len(trace[start].roots)
+        helper = event.roots[depth] if event.roots[:depth] == trace[start].roots and len(event.roots) > depth else None
+        action = f"`{text_of(helper.func)}` reads `.grad`" if isinstance(helper, ast.Call) else _read(event)
         return self.finding(
-            script.where(call or event.node),
-            f"{read} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
+            script.where(helper or event.node),
+            f"{action} while gradients are still multiplied by the scale of `{trace[start].scaler}`"
             + (f", unless `{unless}`" if unless else ""),
-            instead=f"call {trace[start].scaler}.unscale_(optimizer) first",
+            # A second unscale_ in one window raises.
+            instead="measure it where the optimizer steps, after unscale_"
+            if is_between
+            else f"call {trace[start].scaler}.unscale_(optimizer) first",
         )
 
     def _owned(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -140,12 +140,12 @@ class ScaledGradientsRead(TraceRule):
         )
 
 
-def _call_from(back: Event, event: Event) -> ast.Call | None:
-    """The call, in the function of a backward, of the helper that reads gradients; None if that function does itself."""
-    depth = len(back.roots)
-    is_below = event.roots[:depth] == back.roots and len(event.roots) > depth
-    call = event.roots[depth] if is_below else None
-    return call if isinstance(call, ast.Call) else None
+def _between_steps(trace: Trace, index: int, scaler: str) -> bool:
+    """Whether an event runs on the micro-batches of a window that do not step: in the `else` of `if (i + 1) % n == 0:`."""
+    event = trace[index]
+    steps = [e for e in trace if e.kind == "scaler_step" and e.scaler == scaler and e.loops]
+    steps = [e for e in steps if event.loops[: len(e.loops)] == e.loops]
+    return any(guard.opposite in e.guards for guard in event.accumulating for e in steps)
 
 
 def _only_normalizes(script: Script, event: Event) -> bool:

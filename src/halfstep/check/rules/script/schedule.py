@@ -8,10 +8,12 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of
+from halfstep.check.script.objects.engines import engines_of
 from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.values import constant, text_of
 from halfstep.check.script.script import Script
@@ -131,16 +133,21 @@ class SchedulerIgnoresSkips(TraceRule):
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """A scheduler step in the same iteration as scaler.step, in a script that never reads the scale."""
         event = trace[index]
-        if not self._counts(event) or script.outline.names.uses("accelerate") or _reads_scale(script):
+        if "swa" in event.subject.lower():
+            return None  # stochastic weight averaging: a few skipped steps do not matter
+        idle = {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}
+        if not self._counts(event) or engines_of(script) or _reads_scale(script):
             return None
         loops = _loops(script, event, event.local.subject)
         steps = [trace[i] for i in earlier(trace, index, "scaler_step")]
         if any(trace[i].loops == event.loops != () for i in earlier(trace, index, "backward")):
             steps += [trace[i] for i in later(trace, index, "scaler_step") if trace[i].loops == event.loops]
         steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
+        steps = [e for e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]  # bfloat16 does not overflow; HS120
         steps = [e for e in steps if not _is_none(script, e) and not _is_remainder(trace, e)]
         steps = [e for e in steps if e.function is event.function or event.loops]
-        steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, event, e)]
+        always = _without_alternatives(trace, event)
+        steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, always, e)]
         if not steps:
             return None
         scaler = steps[0].local.scaler
@@ -171,6 +178,13 @@ class SchedulerIgnoresSkips(TraceRule):
         return only_settings(script, dataclasses.replace(event, guards=guards), step) and all(
             is_accumulation(g) or _is_flag(script, g, step) for g in waits
         )
+
+
+def _without_alternatives(trace: Trace, event: Event) -> Event:
+    """The event without the conditions in whose other branch another schedule advances: `if warm: a.step() else: b.step()`."""
+    others = [e for e in trace if e.kind == "sched_step" and e is not event and e.loops == event.loops]
+    chosen = {g for g in event.guards if any(g.opposite in e.guards for e in others) and not _FINITE.search(g.text)}
+    return dataclasses.replace(event, guards=tuple(g for g in event.guards if g not in chosen))
 
 
 def _is_flag(script: Script, guard: Guard, step: Event) -> bool:

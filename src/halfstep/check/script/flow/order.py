@@ -65,6 +65,10 @@ AnyLoop = ast.For | ast.AsyncFor | ast.While
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
 _FLOAT16_IN = re.compile(r" in [\[({].*['\".](fp16|float16|half|16|16-mixed)['\"]?[^'\"]*[\])}]$")
 _NOT_FLOAT32 = re.compile(r"^[\w.\[\]'\"]+ (!= (torch\.)?['\"]?(fp32|float32|float|no|32)['\"]?|is not None)$")
+# Another format than float16: where it is not chosen, float16 may be.
+_OTHER_FORMAT = re.compile(
+    r"^\(?[\w.\[\]'\"]+ == (torch\.)?['\"]?(bf16|bfloat16|fp8|float8|int8|bf16-mixed)\w*['\"]?\)?$"
+)
 _FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32", re.IGNORECASE)
 
 
@@ -252,6 +256,8 @@ def _excludes_amp(guard: Guard) -> bool:
     if text.startswith("except@"):
         return True
     full = bool(_FULL.search(text)) and not allows_float16(text)
+    if not is_true and any(_OTHER_FORMAT.search(part) for part in text.split(" and ")):
+        return False
     if not is_true and " and " in text and " or " not in text:
         # `use_amp and use_fsdp` is also false in a run with mixed precision; without CUDA there is none.
         return not full and all(is_amp((part, True)) or _DEVICE.search(part) for part in text.split(" and "))

@@ -14,7 +14,7 @@ from halfstep.check.script.objects.values import Scaler
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_setting", "looped_objects", "passed_objects", "restored_copies", "restores", "saves"]
+__all__ = ["is_setting", "looped_objects", "passed_objects", "restored_copies", "restores", "saves", "written_out"]
 
 MAX_DEPTH = 4
 _RESTORES = re.compile(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
@@ -54,6 +54,19 @@ def passed_objects(outline: Outline, call: ast.Call, function: Function) -> list
     """The variables that a call receives, also inside dictionaries, tuples and `**objects`."""
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
     return [key for value in values for key in _members(outline, value, function)]
+
+
+def written_out(outline: Outline, objects: ast.expr, function: Function) -> ast.Dict | None:
+    """The dictionary of this file that a call receives as `**objects`, also through a copy of it."""
+    for _ in range(MAX_DEPTH):
+        values = outline.values(key_of(objects), function) if key_of(objects) else [objects]
+        value = values[0] if len(values) == 1 else None
+        if isinstance(value, ast.Dict):
+            return value
+        if not isinstance(value, ast.Call) or key_of(value.func) != "dict" or len(value.args) != 1:
+            return None
+        objects = value.args[0]
+    return None
 
 
 def looped_objects(outline: Outline, node: ast.AST, name: str, function: Function) -> list[str]:
