@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from halfstep.engine import guards
 from halfstep.engine.engine import Engine
 from halfstep.engine.guards import GradientGuard, ModelGuard, count_registrations, num_registrations
 from halfstep.errors import SettingError
@@ -400,6 +401,34 @@ def test_only_registrations_in_the_model_itself_are_counted():
     model.layers[2].register_buffer("seen", torch.zeros(1))
     model.layers.append(nn.Linear(2, 2))
     assert num_registrations() >= before + 3
+
+
+class Untouchable:
+    """A set of modules that must not be read."""
+
+    def __contains__(self, _):
+        raise AssertionError("read while torch.compile traces")
+
+
+def test_a_compiled_forward_does_not_depend_on_the_models_of_the_process(monkeypatch):
+    """A slice of layers registers them in a new list; dynamo follows torch's hooks and would guard on all that is counted."""
+
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers[:2]:
+                x = layer(x)
+            return x
+
+    model = Sliced()
+    count_registrations(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    monkeypatch.setattr(guards, "_counted", Untouchable())
+    assert compiled(torch.ones(1, 2)).shape == (1, 2)
+    torch._dynamo.reset()
 
 
 def test_a_loss_of_another_model_is_reported_once(caplog):

@@ -64,7 +64,8 @@ def count_registrations(model: nn.Module) -> int:
 
 def _count(module: nn.Module, *_: object) -> None:
     global _registrations  # noqa: PLW0603 - torch's hooks are global too
-    _registrations += module in _counted
+    if not torch.compiler.is_compiling():  # else dynamo would guard on every module of the set
+        _registrations += module in _counted
 
 
 @functools.cache
