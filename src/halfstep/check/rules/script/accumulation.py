@@ -36,6 +36,8 @@ _NOMINAL = re.compile(r"\bnbs\b|nominal|round|interp|\b64 /", re.IGNORECASE)
 _NUMBER = re.compile(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.item() / accumulation_steps`
 _GRADIENT = re.compile(r"grads?(?![a-z_])")  # not `grad_accum_steps`
 _FACTOR = re.compile(r"^[A-Za-z_][\w.]*$|^[2-9]$|^[1-9]\d+$")
+_RESCALES_LOSS = re.compile(r"loss|criterion|objective|rescale", re.IGNORECASE)
+_PRINTS = re.compile(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument", re.IGNORECASE)
 _PIECES = re.compile(r"^len\((?!.*(micro|mini|sub))", re.IGNORECASE)  # of a batch that the script splits
 _FUNCTIONS = {"torch", "len", "max", "min", "sum", "self", "F", "float", "int"}
 _DIVIDING = {"div", "div_", "mul_", "mul", "true_divide"}
@@ -119,7 +121,7 @@ class LossNotDivided(TraceRule):
             )
         if self._divided(script, last, event) or self._weighted(script, event) or _divides_gradients(script):
             return None
-        if self._summed(script, trace, event) or _joins_cached(script):
+        if self._summed(script, trace, event) or _joins_cached(script) or _passed_to_loss(script, last):
             return None
         if (" / " in length or _PIECES.search(length)) and not _is_mean(script, event):
             return None  # each slice may have its share of the batch as a factor
@@ -168,7 +170,7 @@ class LossNotDivided(TraceRule):
         statement = script.statement(node)
         target = ""
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target = key_of(statement.targets[0])
+            target = "" if isinstance(statement.targets[0], ast.Subscript) else key_of(statement.targets[0])
         if not target or _GRADIENT.search(target) or divided.replace(".", "").isdigit():
             return False
         if _LOSS.search(divided) and not _is_total(script, divided, event):
@@ -269,6 +271,18 @@ def _is_total(script: Script, divided: str, event: Event) -> bool:
     """Whether a variable is a sum of numbers for the log: `running_loss += loss.item()`."""
     bound = [b.value for b in script.outline.lookup(divided, event.function)[:MAX_BINDINGS] if b.value is not None]
     return bool(bound) and all(isinstance(v, ast.Constant) or _NUMBER.search(text_of(v)) for v in bound)
+
+
+def _passed_to_loss(script: Script, last: str) -> bool:
+    """Whether a function of another file receives the number of micro-batches with a loss: `rescale_loss(loss_fn, n)`."""
+    return any(
+        key_of(value).rsplit(".", 1)[-1] == last
+        and _RESCALES_LOSS.search(text_of(call))
+        and not _PRINTS.search(text_of(call.func))
+        and script.outline.call_target(call, function) is None
+        for call, function in (site for sites in script.outline.calls.values() for site in sites)
+        for value in (*call.args, *(k.value for k in call.keywords))
+    )
 
 
 def _batch_sizes(script: Script) -> set[str]:

@@ -23,6 +23,7 @@ __all__ = [
     "accumulated_over",
     "branched",
     "depth_without_optimizers",
+    "length_of",
     "micro_batches",
     "targets_of",
     "window_of",
@@ -137,7 +138,7 @@ def accumulated_over(script: Script, trace: Trace, index: int) -> Window | None:
         return None
     shared = set(event.guards) - set(branched(trace, event))
     for guard in step.accumulating:
-        length = "" if guard in shared else _length(script, guard)
+        length = "" if guard in shared else length_of(script, guard)
         if length:
             return Window(step, f"`{guard.text}`" if guard.is_true else f"not `{guard.text}`", length, guard=guard)
     return _counted_loop(script, event, step, depth) if len(event.loops) > depth else None
@@ -171,7 +172,7 @@ def _is_over_optimizers(script: Script, step: Event, depth: int) -> bool:
     return len(loops) == len(step.loops) and all(names & targets_of(loop) for loop in loops[depth:])
 
 
-def _length(script: Script, guard: Guard) -> str:
+def length_of(script: Script, guard: Guard) -> str:
     """The window length in a condition: `accumulation_steps` in `(i + 1) % accumulation_steps == 0`."""
     text = guard.text
     bound = script.outline.bindings.get(text, ())  # a flag that a caller computes and passes
