@@ -109,3 +109,33 @@ for step in range(args.steps):
 def test_a_step_inside_the_loop_over_micro_batches_is_reported(length, indent, expected):
     """HS183 reports a step in the body of `for micro in range(n)` if the gradients are cleared before that loop."""
     assert lines(INNER.format(length=length, indent=indent), "HS183") == expected
+
+
+EPOCH = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision='bf16')
+def train(model, loader, optimizer):
+    for i, x in enumerate(loader):
+        {first}
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x) / accum
+        {backward}
+        if (i + 1) % accum == 0:
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "backward", "expected"),
+    [
+        ("pass", "loss.backward()", [(11, "warning")]),
+        ("pass", "accelerator.backward(loss)", [(11, "warning")]),
+        ("if i % accum == 0: optimizer.zero_grad()", "loss.backward()", []),
+        ("optimizer = Own(model)", "loss.backward()", []),  # its step may clear them
+        ("callbacks.before_batch()", "loss.backward()", []),
+    ],
+)
+def test_an_optimizer_that_is_a_parameter_is_never_cleared(first, backward, expected):
+    """HS156 reports a loop that gets its optimizer from a caller, also with a window or an Accelerator."""
+    assert lines(EPOCH.format(first=first, backward=backward), "HS156") == expected

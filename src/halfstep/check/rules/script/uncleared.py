@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
@@ -20,6 +21,7 @@ from halfstep.check.script.flow.order import (
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import ACCUMULATION, length_of, micro_batches
+from halfstep.check.script.objects.engines import engine_at
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
 
@@ -32,7 +34,7 @@ _RECOVERS = re.compile(r"zero|clear|reset|\.grad\b|recover|restore|load|handle|s
 _BACKWARDS = ("backward", "owned_backward")
 # Any other way to clear gradients, or to start from new parameters.
 _OTHER_WAYS = re.compile(
-    r"zero_?grad|clear_?grad|reset_grad|grads?_zero|\.grad\b|set_to_none|grad\.zero_|autograd\.grad|functional_call|value_and_grad",
+    r"zero_?grad|clear_?grad|reset_grad|grads?_zero|\.grad\b|set_to_none|grad\.zero_|autograd\.grad|functional_call|value_and_grad|callback|hook",
     re.IGNORECASE,
 )
 _HARMLESS = re.compile(
@@ -219,12 +221,16 @@ class MisplacedZeroGrad(TraceRule):
         event = trace[index]
         if not event.loops or _OTHER_WAYS.search(script.source.text) or script.has("owned_step", "engine_step"):
             return None
-        back = next(earlier(trace, index, "backward"), None)
-        if back is None or trace[back].loops != event.loops or trace[back].function is not event.function:
+        before = next(earlier(trace, index, *_BACKWARDS), None)
+        if before is None or trace[before].function is not event.function or without_amp(event):
             return None
-        if not _is_torch(script, event) or not only_settings(script, event, trace[back]):
+        back = trace[before]
+        if back.loops[: len(event.loops)] != event.loops or any(e.kind == "handed" for e in trace):
             return None
-        if any(e.kind in {"handed", "owned_backward"} for e in trace) or without_amp(event):
+        if back.kind == "owned_backward" and engine_at(script, back.local.subject, back.function) is None:
+            return None
+        waits = replace(event, guards=tuple(g for g in event.guards if g not in event.accumulating))
+        if not _is_plain(script, event) or not only_settings(script, waits, back):
             return None
         name = event.local.optimizer
         return self.finding(
@@ -235,11 +241,23 @@ class MisplacedZeroGrad(TraceRule):
         )
 
 
-def _is_torch(script: Script, event: Event) -> bool:
-    """Whether the optimizer of a step is certainly one of a library, whose step leaves the gradients as they are."""
-    values = script.outline.values(event.local.optimizer, event.function)
+def _is_plain(script: Script, event: Event) -> bool:
+    """Whether the step of an optimizer leaves the gradients as they are: not one of a class or function in this file."""
+    name = event.local.optimizer
+    values = script.outline.values(name, event.function)
+    if not values:
+        return name in event.function.params
     plain = {call for call, _ in script.training.optimizers}
-    return bool(values) and all(value in plain for value in values)
+    return all(value in plain or _is_prepared(value) for value in values)
+
+
+def _is_prepared(value: ast.expr) -> bool:
+    """Whether a value is an optimizer that a framework wraps: `accelerator.prepare(optimizer)`."""
+    return isinstance(value, ast.Call) and text_of(value.func).rsplit(".", 1)[-1] in {
+        "prepare",
+        "setup",
+        "setup_optimizers",
+    }
 
 
 def _moves_gradients(script: Script, first: Event, last: Event) -> bool:
