@@ -707,3 +707,68 @@ def test_a_divisor_with_the_value_of_the_accelerator_divides_again(steps, expect
         "def train", f"num = {steps}\ndef train"
     )
     assert reported(text) == expected
+
+
+TWO_BACKWARDS = """\
+import torch
+scaler = torch.amp.GradScaler('cuda')
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.float16, enabled=args.amp):
+        loss = model(x) / args.accum
+    if args.amp:
+        scaler.scale(loss).backward()
+    else:
+        loss.backward()
+    {test}
+        if args.amp:
+            scaler.step(optimizer); scaler.update()
+        else:
+            optimizer.step()
+{indent}    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "indent", "expected"),
+    [
+        ("if (i + 1) % args.accum == 0:", "", [15]),
+        ("if (i + 1) % args.accum == 0:", "    ", []),
+        ("if True:", "", [15]),
+    ],
+)
+def test_branches_with_and_without_amp_are_one_backward(test, indent, expected):
+    """HS181 reports gradients that are cleared on every micro-batch also where backward has a branch for AMP."""
+    assert [f.line for f in findings(TWO_BACKWARDS.format(test=test, indent=indent), "HS181")] == expected
+
+
+def test_a_test_of_the_settings_is_no_end_of_a_window():
+    """HS189 reports a clip inside accumulate() in a script that rejects some settings above."""
+    text = """\
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision='fp16', gradient_accumulation_steps=4)
+if args.train_text and args.gradient_accumulation_steps > 1 and (accelerator.num_processes > 1):
+    raise ValueError('not supported')
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    assert [f.line for f in findings(text, "HS189")] == [9]
+
+
+@pytest.mark.parametrize(("count", "expected"), [("2", []), ("args.steps", [7])])
+def test_a_few_steps_for_a_measurement_are_left_alone(count, expected):
+    """HS181 does not report the steps of a trial, such as two iterations for a memory profile."""
+    text = f"""\
+import torch
+for _ in range({count}):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x) / args.accumulation_steps
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert [f.line for f in findings(text, "HS181")] == expected

@@ -198,3 +198,19 @@ def test_an_import_from_accelerate_is_no_accelerator():
     text = CHOSEN.format(dtype="torch.float16", test="averaging(i)", other="swa_scheduler.step()")
     assert reported("from accelerate.utils import set_seed\n" + text) == [14]
     assert reported("from accelerate import Accelerator\naccelerator = Accelerator()\n" + text) == []
+
+
+@pytest.mark.parametrize(("order", "expected"), [(("scheduler", "optimizer"), [7]), (("optimizer", "scheduler"), [])])
+def test_the_backward_of_an_accelerator_precedes_the_step_too(order, expected):
+    """HS195 reports a scheduler between `accelerator.backward` and the step."""
+    text = f"""\
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision='bf16')
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+for x in loader:
+    optimizer.zero_grad()
+    accelerator.backward(model(x))
+    {order[0]}.step()
+    {order[1]}.step()
+"""
+    assert reported(text, "HS195") == expected

@@ -226,3 +226,101 @@ def train():
 def test_a_model_may_divide_its_loss_and_a_log_its_sum(returned, logged, expected):
     """A division counts wherever the file has it, except of a sum that no backward uses."""
     assert reported(DIVIDED_BY_MODEL.format(returned=returned, logged=logged)) == expected
+
+
+WINDOWS = """\
+import torch
+accum = {length}
+for step in range(steps):
+    {clear}
+    for micro in range(accum):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = {loss}
+        {test}
+        loss.backward()
+    {advance}
+{log}
+"""
+WINDOW_PARTS = {
+    "length": "total_batch_size // (batch_size * world_size)",
+    "clear": "optimizer.zero_grad()",
+    "loss": "model(next(batches))",
+    "test": "pass",
+    "advance": "optimizer.step()",
+    "log": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({}, [9]),
+        ({"length": "max(round(nbs / batch_size), 1)"}, []),  # YOLO sums over the batch
+        ({"length": "min(accumulation_steps, rest)"}, [9]),
+        ({"advance": "for o in optimizers: o.step()"}, [9]),
+        ({"advance": "for o in optimizers: o.step()", "loss": "model(next(batches)) / accum"}, []),
+        ({"test": "if torch.isnan(loss): optimizer.zero_grad(); continue"}, [9]),
+        ({"test": "optimizer.zero_grad()"}, []),
+        ({"loss": "(model(next(batches)) * mask).sum() / mask.sum()"}, [9]),
+        ({"loss": "(model(next(batches)) * mask).sum() / num_tokens"}, []),
+        ({"loss": "sum(losses) / len(losses)"}, [9]),
+        ({"log": "    time_per_batch = elapsed / accum"}, [9]),
+        ({"log": "    metrics = running_reward / accum"}, [9]),
+        ({"test": "factor = 1 / accum; loss = loss * factor"}, []),
+        ({"test": "scaled = loss / accum; loss = scaled"}, []),
+        ({"clear": "optimizer.zero_grad(); model.criterion = rescale(criterion, accum)"}, []),  # may divide
+        ({"clear": "optimizer.zero_grad(); print('loss', accum)"}, [9]),
+        ({"clear": "optimizer.zero_grad(); batch['loss_scale'] = 1 / (tokens * accum)"}, []),  # the model may apply it
+    ],
+)
+def test_the_length_of_a_window_may_follow_from_batch_sizes(parts, expected):
+    """HS180 reports a loss that nothing divides, however the number of micro-batches is computed and whatever is logged."""
+    assert reported(WINDOWS.format(**(WINDOW_PARTS | parts))) == expected
+
+
+PIECES = """\
+import torch
+import torch.nn.functional as F
+for x, y in loader:
+    pieces = x.split(size)
+    optimizer.zero_grad()
+    for piece in pieces:
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = {loss}
+        loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("F.mse_loss(model(piece), y)", [9]),
+        ("F.mse_loss(model(piece), y) / len(pieces)", []),
+        ("model(piece)", []),  # may be a share of the sum over the batch
+    ],
+)
+def test_the_mean_over_a_piece_of_a_batch_is_divided_by_their_number(loss, expected):
+    """HS180 reports the mean over each of the pieces into which a script splits its batch."""
+    assert reported(PIECES.format(loss=loss)) == expected
+
+
+EXCLUSIVE = """\
+import torch
+for it, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x){divide}
+    if it % accum_steps == 0 or it == last:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        with model.no_sync():
+            loss.backward()
+"""
+
+
+@pytest.mark.parametrize(("divide", "expected"), [("", [6]), (" / accum_steps", [])])
+def test_a_window_may_end_under_one_of_two_conditions(divide, expected):
+    """HS180 reads `a or b` around the last backward of a window, with the others in the else branch."""
+    assert reported(EXCLUSIVE.format(divide=divide)) == expected

@@ -12,9 +12,10 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
 from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, TraceRule
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched
+from halfstep.check.script.flow.window import ACCUMULATION, Window, accumulated_over, branched, depth_without_optimizers
 from halfstep.check.script.objects.engines import ACCELERATE, engine_at, leaves_loss
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.values import constant, text_of
@@ -27,11 +28,18 @@ __all__ = ["RULES"]
 _DOCS = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
 _RIGHT = ACCUMULATING_LOOP.format(start="", divide=" / accumulation_steps", end="        optimizer.zero_grad()\n")
 # What a schedule divides, not a loss: `len(loader) / accumulation_steps` counts optimizer steps.
-_COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|steps|epochs|batches|total", re.IGNORECASE)
-_LOSS = re.compile(r"loss|err|grad|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
+_COUNTS = re.compile(r"\blen\b|num_|n_|_size|samples|\bstep\b|steps|iters|epochs|batches|total", re.IGNORECASE)
+_LOSS = re.compile(r"loss|err|grad(?!\w*acc)|cost|objective|elbo|nll|\bkl|criterion|logits|output", re.IGNORECASE)
+_LOSS_NAME = re.compile(r"^[\w.]*\b(scaled_|micro_|total_|backward_)?loss(es)?$|factor|scale|weight", re.IGNORECASE)
+# `round(nbs / batch_size)`: the nominal batch size of YOLO, whose loss is a sum over the batch.
+_NOMINAL = re.compile(r"\bnbs\b|nominal|round|interp|\b64 /", re.IGNORECASE)
 _NUMBER = re.compile(r"\.(item|detach|cpu|tolist)\(|^(float|int)\(")  # `loss.item() / accumulation_steps`
 _GRADIENT = re.compile(r"grads?(?![a-z_])")  # not `grad_accum_steps`
 _FACTOR = re.compile(r"^[A-Za-z_][\w.]*$|^[2-9]$|^[1-9]\d+$")
+_RESCALES_LOSS = re.compile(r"loss|criterion|objective|rescale", re.IGNORECASE)
+_PRINTS = re.compile(r"print|log|write|info|format|record|track|add_scalar|wandb|add_argument", re.IGNORECASE)
+_PIECES = re.compile(r"^len\((?!.*(micro|mini|sub))", re.IGNORECASE)  # of a batch that the script splits
+_FUNCTIONS = {"torch", "len", "max", "min", "sum", "self", "F", "float", "int"}
 _DIVIDING = {"div", "div_", "mul_", "mul", "true_divide"}
 _BACKWARDS = ("backward", "owned_backward")
 _UPDATES = {"update_grad", "need_update"}  # whether the step follows the backward
@@ -99,11 +107,11 @@ class LossNotDivided(TraceRule):
         if length == "self.trainer.accumulate_grad_batches":
             return None  # 1: Lightning raises for any other number with manual optimization
         last = length.rsplit(".", 1)[-1]
-        if last in {"0", "1"} or self._nominal(script, last) or not self._cleared_after(trace, event, window):
+        if last in {"0", "1"} or self._nominal(script, last) or not self._cleared_after(script, trace, event, window):
             return None
         others = [e for e in trace[:index] if e.loops == event.loops and e.function is event.function]
         twins = {(g.text, not g.is_true) for g in branched(trace, event)}
-        if any(e.kind in self.kinds and not twins & set(e.guards) for e in others):
+        if any(e.kind in self.kinds and e.node is not event.node and not twins & set(e.guards) for e in others):
             return None  # reported at the first backward
         if window.by_loop and (part := _partly_divided(script, event, length)) and not _divides_gradients(script):
             return self.finding(
@@ -113,9 +121,9 @@ class LossNotDivided(TraceRule):
             )
         if self._divided(script, last, event) or self._weighted(script, event) or _divides_gradients(script):
             return None
-        if self._summed(script, trace, event) or _joins_cached(script):
+        if self._summed(script, trace, event) or _joins_cached(script) or _passed_to_loss(script, last):
             return None
-        if " / " in length and not _is_mean(script, event):
+        if (" / " in length or _PIECES.search(length)) and not _is_mean(script, event):
             return None  # each slice may have its share of the batch as a factor
         engine = engine_at(script, event.subject, event.function) if event.kind == "owned_backward" else None
         unless = " (unless the launcher sets it)" if engine is not None and engine.library == ACCELERATE else ""
@@ -126,12 +134,17 @@ class LossNotDivided(TraceRule):
         )
 
     @staticmethod
-    def _cleared_after(trace: Trace, event: Event, window: Window) -> bool:
+    def _cleared_after(script: Script, trace: Trace, event: Event, window: Window) -> bool:
         """Whether gradients are cleared once per window, and not on every micro-batch."""
         depth = min(len(window.step.loops), len(event.loops))
+        if window.by_loop:
+            depth = depth_without_optimizers(script, window.step)
         others = {e.optimizer for e in trace if e.kind in STEPS} - {window.step.optimizer}  # a discriminator's
         cleared = [e for e in trace if e.kind == "zero_grad" and e.loops[:depth] == event.loops[:depth]]
         cleared = [e for e in cleared if e.optimizer not in others]
+        # `if isnan(loss): zero_grad(); continue`, and the branch for a window of one micro-batch.
+        known = tuple(g for g in event.guards if g not in event.accumulating or "%" not in g.text)
+        cleared = [e for e in cleared if possible(known, e.guards)]
         if window.by_loop:
             return bool(cleared) and all(e.loops[: depth + 1] != event.loops[: depth + 1] for e in cleared)
         shared = set(event.guards) - set(branched(trace, event))
@@ -145,10 +158,24 @@ class LossNotDivided(TraceRule):
             if (last in re.split(r"\W+", divisor) or ACCUMULATION.search(divisor)) and not (
                 _COUNTS.search(divided) and not _LOSS.search(divided)
             ):
-                if isinstance(node, (ast.BinOp, ast.AugAssign)) and self._is_for_log(script, node, event):
+                if isinstance(node, (ast.BinOp, ast.AugAssign)) and (
+                    self._is_for_log(script, node, event) or self._is_apart(script, node, divided, event)
+                ):
                     continue
                 return True
         return False
+
+    def _is_apart(self, script: Script, node: ast.BinOp | ast.AugAssign, divided: str, event: Event) -> bool:
+        """Whether a quotient is assigned to a variable from which the loss is not computed: a time, an average for the log."""
+        statement = script.statement(node)
+        target = ""
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target = "" if isinstance(statement.targets[0], ast.Subscript) else key_of(statement.targets[0])
+        if not target or _GRADIENT.search(target) or divided.replace(".", "").isdigit():
+            return False
+        if _LOSS.search(divided) and not _is_total(script, divided, event):
+            return False
+        return not _LOSS_NAME.search(target) and target.rsplit(".", 1)[-1] not in self._behind(script, event, rounds=6)
 
     def _is_for_log(self, script: Script, node: ast.BinOp | ast.AugAssign, event: Event) -> bool:
         """Whether a quotient does not reach the backward: the loss of a validation, or a sum that is only logged."""
@@ -196,14 +223,14 @@ class LossNotDivided(TraceRule):
         values = [
             b.value for key, bs in script.outline.bindings.items() if key.rsplit(".", 1)[-1] == window for b in bs
         ]
-        nodes = [n for value in values if value is not None for n in ast.walk(value)]
-        return any(isinstance(n, ast.BinOp) and isinstance(n.op, (ast.Div, ast.FloorDiv)) for n in nodes)
+        return any(_NOMINAL.search(text_of(value)) for value in values if value is not None)
 
     @staticmethod
     def _weighted(script: Script, event: Event) -> bool:
         """Whether the loss is divided by something other than a constant, under any name."""
         names = {n.id for n in ast.walk(event.node) if isinstance(n, ast.Name)} | {event.subject.partition(".")[0]}
         bound = [b for name in names - {"", "self"} for b in _before(script, name, event)]
+        bound = [b for b in bound if not in_no_grad(script, b.node)]  # of a validation
         nodes = [n for v in (*(b.value for b in bound if b.value is not None), event.node) for n in ast.walk(v)]
         sizes = _batch_sizes(script)
         return any(
@@ -212,6 +239,7 @@ class LossNotDivided(TraceRule):
             and not isinstance(n.right, ast.Constant)
             # `loss.sum() / batch_size` of the loader is the mean over a micro-batch.
             and not (key_of(n.right).rsplit(".", 1)[-1] in sizes and text_of(n.left).endswith(".sum()"))
+            and not _is_own_mean(n)
             for n in nodes
         )
 
@@ -230,6 +258,33 @@ def _partly_divided(script: Script, event: Event, length: str) -> str:
     return part if sum(counts) == 1 and not is_divisor else ""
 
 
+def _is_own_mean(quotient: ast.BinOp) -> bool:
+    """Whether a quotient is a mean over what it divides: `(loss * mask).sum() / mask.sum()`, `sum(losses) / len(losses)`."""
+    sized = {n.id for n in ast.walk(quotient.right) if isinstance(n, ast.Name)} - _FUNCTIONS
+    is_sum = any(
+        isinstance(n, ast.Call) and text_of(n.func).rsplit(".", 1)[-1] == "sum" for n in ast.walk(quotient.left)
+    )
+    return is_sum and bool(sized) and sized <= {n.id for n in ast.walk(quotient.left) if isinstance(n, ast.Name)}
+
+
+def _is_total(script: Script, divided: str, event: Event) -> bool:
+    """Whether a variable is a sum of numbers for the log: `running_loss += loss.item()`."""
+    bound = [b.value for b in script.outline.lookup(divided, event.function)[:MAX_BINDINGS] if b.value is not None]
+    return bool(bound) and all(isinstance(v, ast.Constant) or _NUMBER.search(text_of(v)) for v in bound)
+
+
+def _passed_to_loss(script: Script, last: str) -> bool:
+    """Whether a function of another file receives the number of micro-batches with a loss: `rescale_loss(loss_fn, n)`."""
+    return any(
+        key_of(value).rsplit(".", 1)[-1] == last
+        and _RESCALES_LOSS.search(text_of(call))
+        and not _PRINTS.search(text_of(call.func))
+        and script.outline.call_target(call, function) is None
+        for call, function in (site for sites in script.outline.calls.values() for site in sites)
+        for value in (*call.args, *(k.value for k in call.keywords))
+    )
+
+
 def _batch_sizes(script: Script) -> set[str]:
     """The names of the batch sizes that data loaders are created with."""
     names = [name for name in script.outline.calls if "data" in name.lower() or "loader" in name.lower()]
@@ -239,13 +294,16 @@ def _batch_sizes(script: Script) -> set[str]:
 
 
 def _is_mean(script: Script, event: Event) -> bool:
-    """Whether the loss of a backward is a mean over its micro-batch: `x.mean()`, or a loss function as torch.nn has it."""
+    """Whether the loss of a backward is a mean over its micro-batch: `x.mean()`, `output.loss`, or a loss function as torch.nn has it."""
     func = event.node.func if isinstance(event.node, ast.Call) else None
     loss = func.value if isinstance(func, ast.Attribute) else None
     if event.scaled == "yes" and isinstance(loss, ast.Call) and loss.args:
         loss = loss.args[0]  # scaler.scale(loss)
     values = [b.value for b in _before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
-    return bool(values) and all(isinstance(v, ast.Call) and _MEAN.search(text_of(v.func)) for v in values)
+    return bool(values) and all(
+        _MEAN.search(text_of(v.func)) if isinstance(v, ast.Call) else isinstance(v, ast.Attribute) and v.attr == "loss"
+        for v in values
+    )
 
 
 def _before(script: Script, name: str, event: Event) -> list[Binding]:

@@ -1,4 +1,4 @@
-"""HS119, HS181: gradients that are not cleared after an overflow, or cleared on every micro-batch of a window."""
+"""HS181: gradients that are cleared on every micro-batch of a window."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfstep.check.examples import ACCUMULATING_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.divisions import Divisions, assignments_before, divided_by
-from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
@@ -21,7 +21,6 @@ from halfstep.check.script.flow.order import (
     later,
     loops_around,
     only_settings,
-    without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import (
@@ -70,12 +69,6 @@ _COLLECTS = re.compile(r"grad", re.IGNORECASE)  # a function that may read the g
 _CLEARS = re.compile(r"^(zero_grad|no_grad|clip_grad\w*|set_grad_enabled|enable_grad|requires_grad_?)$")
 # What waits for the end of a window; with DeepSpeed the engine behind the Accelerator does.
 _SYNCHRONISES = {"accumulate", "no_sync", "_do_sync", "trigger_sync_in_backward", "deepspeed_plugin"}
-
-
-_NOT_FINITE = re.compile(r"is_?(finite|nan|inf)\w*\(", re.IGNORECASE)
-_GRADIENT = re.compile(r"norm|grad", re.IGNORECASE)
-# Calls that may clear the gradients or return to an earlier state.
-_RECOVERS = re.compile(r"zero|clear|reset|\.grad\b|recover|restore|load|handle|skip_\w*\(", re.IGNORECASE)
 
 
 class ClearedEveryMicroBatch(TraceRule):
@@ -133,7 +126,7 @@ class ClearedEveryMicroBatch(TraceRule):
         backs = [i for i in before if trace[i].kind in _BACKWARDS]
         if before:
             # After the step; without one in between the gradients of this very backward are discarded, which has other reasons.
-            backs = backs if len(backs) == 1 and before[0] != backs[0] else []
+            backs = backs if _alternatives([trace[i] for i in backs]) and before[0] != backs[0] else []
         else:
             following = list(later(trace, index, *_BACKWARDS))
             backs = [i for i in following if i == following[0] or not compatible(trace[i], trace[following[0]])]
@@ -233,10 +226,12 @@ class ClearedEveryMicroBatch(TraceRule):
     def _steps_always(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a step on every micro-batch of a loss that is divided by their number."""
         event = trace[index]
-        steps = [e for e in trace if e.kind in {"opt_step", "scaler_step"} and e.loops == event.loops]
-        backs = [e for e in trace if e.kind in _BACKWARDS and e.loops == event.loops]
-        if not event.loops or not steps or len(backs) != 1:
+        near = [e for e in trace if e.loops == event.loops and compatible(e, event)]
+        steps = [e for e in near if e.kind in {"opt_step", "scaler_step"}]
+        backs = [e for e in near if e.kind in _BACKWARDS]
+        if not event.loops or not steps or not backs or not _alternatives(backs) or _is_trial(script, event):
             return None
+        steps = [e for e in steps if compatible(e, backs[0])] or steps
         if not all(only_settings(script, e, backs[0]) for e in (event, *steps)) or script.has("owned_step"):
             return None
         divisor = self._divisor(script, backs[0])
@@ -248,7 +243,7 @@ class ClearedEveryMicroBatch(TraceRule):
             f"{divisor}, but the step of line {line} and `{_cleared(event)}` run on every micro-batch: nothing accumulates, and "
             "the gradients are too small by that factor",
             instead="step and clear only at the end of a window"
-            if backs[0].kind == "backward"
+            if backs[0].kind == "backward" or "accumulation_steps `" not in divisor
             else f"with {backs[0].local.subject}.accumulate(model): around forward, backward, step and zero_grad",
         )
 
@@ -256,7 +251,10 @@ class ClearedEveryMicroBatch(TraceRule):
     def _divisor(script: Script, back: Event) -> str:
         """What divides the loss of a backward by the number of micro-batches, in words; "" if nothing certainly does."""
         engine = engine_at(script, back.local.subject, back.function) if back.kind == "owned_backward" else None
-        if engine is not None and engine.library == ACCELERATE and engine.plugin != "deepspeed":
+        is_counting = engine is not None and (engine.steps is not None or engine.plugin == "deepspeed")
+        if engine is not None and engine.library == ACCELERATE and is_counting:
+            if engine.plugin == "deepspeed":
+                return ""
             is_set = engine.steps is not None and constant(engine.steps) not in {1, None}
             is_own = not _SYNCHRONISES & (script.outline.calls.keys() | script.outline.loads.keys())
             text = text_of(engine.steps) if engine.steps is not None else ""
@@ -266,12 +264,25 @@ class ClearedEveryMicroBatch(TraceRule):
                 else ""
             )
         statement = script.statement(back.node)
-        if back.kind != "backward" or statement is None:
+        if (back.kind != "backward" and (engine is None or engine.library != ACCELERATE)) or statement is None:
             return ""
         before = list(itertools.islice(assignments_before(script, statement), MAX_ASSIGNMENTS))
         divisors = {d for node in (back.node, *(a.statement for a in before)) for d in divided_by(node)}
         length = next((d for d in sorted(divisors) if _is_length(d) and Divisions(d, before).of(back.node)), "")
         return f"the loss is divided by `{length}`" if length else ""
+
+
+def _alternatives(events: list[Event]) -> bool:
+    """Whether at most one of some events happens in an iteration: the branches with and without AMP."""
+    return bool(events) and not any(compatible(a, b) for a, b in itertools.combinations(events, 2))
+
+
+def _is_trial(script: Script, event: Event) -> bool:
+    """Whether the innermost loop is a few iterations on one batch, for a measurement: `for _ in range(2)`."""
+    loops = loops_around(script, event)
+    source = loops[-1].iter if loops and isinstance(loops[-1], ast.For) else None
+    is_range = isinstance(source, ast.Call) and text_of(source.func) == "range"
+    return isinstance(source, ast.Call) and is_range and all(isinstance(constant(a), int) for a in source.args)
 
 
 def _cleared(event: Event) -> str:
@@ -295,106 +306,4 @@ def _may_use(loop: ast.For) -> bool:
     return False
 
 
-_OVERFLOW = """\
-import torch
-from apex import amp
-
-model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-for x, y in loader:
-    with amp.scale_loss(loss_fn(model(x), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-    if torch.isfinite(norm):
-        optimizer.step()
-{zero}
-"""
-_SKIP = """\
-import torch
-
-for x, y in loader:
-{start}    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = loss_fn(model(x), y)
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if not torch.isfinite(norm):
-        {skip}continue
-    optimizer.step()
-{end}"""
-
-
-class KeptAfterOverflow(TraceRule):
-    """Gradients that are inf or NaN are not cleared when their step is skipped."""
-
-    code = "HS119"
-    name = "gradients-kept-after-overflow"
-    severity = "warning"
-    reason = (
-        "`backward` adds to the gradients, and inf or NaN plus anything is not finite. Where `zero_grad()` is skipped together with the "
-        "step, one overflow therefore makes every later norm non-finite: no step is done any more, and nothing raises. With Apex the "
-        "first overflow is normal, because the loss scale starts at 65536."
-    )
-    bad = (
-        _OVERFLOW.format(zero="        optimizer.zero_grad()"),
-        _SKIP.format(start="", skip="", end="    optimizer.zero_grad()\n"),
-        _SKIP.format(start="", skip="print('skipped')\n        ", end="    optimizer.zero_grad()\n"),
-    )
-    good = (
-        _OVERFLOW.format(zero="    optimizer.zero_grad()"),
-        _SKIP.format(start="    optimizer.zero_grad()\n", skip="", end=""),
-        _SKIP.format(start="", skip="optimizer.zero_grad()\n        ", end="    optimizer.zero_grad()\n"),
-    )
-    references = ("https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",)
-    kinds = ("opt_step",)
-
-    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
-        """A step under a test of the gradients, with every clearing of them under the same test."""
-        event = trace[index]
-        back = next((trace[i] for i in earlier(trace, index, "backward")), None)
-        if back is None or back.loops != event.loops or without_amp(event):
-            return None
-        is_apex = back.inside("scaled_loss") is not None
-        if not is_apex and not any(e.kind == "enter_autocast" for e in trace):
-            return None
-        cleared = [e for e in trace if e.kind == "zero_grad" and len(e.loops) >= len(event.loops)]
-        for guard in event.guards:
-            if guard in back.guards or not _tests_gradients(script, guard, event):
-                continue
-            place = _skipped(event, guard) if cleared and all(guard in e.guards for e in cleared) else None
-            if place is None:
-                continue
-            return self.finding(
-                script.where(place),
-                f"where `{guard.text}` is {str(not guard.is_true).lower()}, the gradients are not cleared either: they stay inf or NaN, "
-                "and every later step is skipped",
-                instead=f"call {cleared[0].local.optimizer}.zero_grad() here as well"
-                if cleared[0].local.optimizer
-                else "",
-                severity="error" if is_apex else None,
-            )
-        return None
-
-
-def _tests_gradients(script: Script, guard: Guard, event: Event) -> bool:
-    """Whether a condition is that the gradients are finite: `isfinite(norm)`, or a flag with such a value."""
-    texts = [guard.text]
-    if guard.text.isidentifier():
-        texts = [text_of(value) for value in script.outline.values(guard.text, event.function)]
-    return any(_NOT_FINITE.search(text) and _GRADIENT.search(text) for text in texts)
-
-
-def _skipped(event: Event, guard: Guard) -> ast.AST | None:
-    """Where training continues with the gradients as they are, if a condition around a step is not met; None if it does not."""
-    for test in (n for n in ast.walk(event.function.node) if isinstance(n, ast.If)):
-        condition, is_true = test.test, guard.is_true
-        while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
-            condition, is_true = condition.operand, not is_true
-        if text_of(condition) == guard.text:
-            other = test.orelse if is_true else test.body
-            if other and isinstance(other[-1], (ast.Raise, ast.Break)):
-                return None
-            is_cleared = any(_RECOVERS.search(ast.unparse(s)) for s in other)
-            return None if is_cleared else other[-1] if other else test.test
-    return None
-
-
-RULES: tuple[type[Rule], ...] = (ClearedEveryMicroBatch, KeptAfterOverflow)
+RULES: tuple[type[Rule], ...] = (ClearedEveryMicroBatch,)

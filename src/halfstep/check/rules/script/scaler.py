@@ -59,13 +59,13 @@ class ScalerInLoop(TraceRule):
         .replace("    for x, y in loader:", '    scaler = torch.amp.GradScaler("cuda")\n    for x, y in loader:')
         .format(dtype="float16"),
         "import torch\nfrom torch.cuda.amp import GradScaler\ndef train(model, loader, optimizer):\n    scaler = GradScaler()\n"
-        "    for x in loader:\n        scaler.scale(model(x)).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
+        "    for x in loader:\n        optimizer.zero_grad()\n        scaler.scale(model(x)).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
         "model = Net()\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\nfor epoch in range(10):\n    train(model, loader, optimizer)\n",
     )
     good = (
         _RIGHT,
         "import torch\nfor fold in range(5):\n    model = Net()\n    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "    scaler = torch.amp.GradScaler('cuda')\n    for x in loader:\n        scaler.scale(model(x)).backward()\n"
+        "    scaler = torch.amp.GradScaler('cuda')\n    for x in loader:\n        optimizer.zero_grad()\n        scaler.scale(model(x)).backward()\n"
         "        scaler.step(optimizer)\n        scaler.update()\n",
     )
     references = (

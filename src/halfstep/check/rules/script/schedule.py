@@ -39,6 +39,7 @@ _PER_STEP = re.compile(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|it
 _MODULO = re.compile(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = re.compile(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
 _FINITE = re.compile(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
+_BACKWARDS = ("backward", "owned_backward")
 _BF16 = """\
 import torch
 for x, y in loader:
@@ -77,9 +78,9 @@ class SchedulerBeforeStep(TraceRule):
                 f"`{event.local.subject}.step()` runs at the start of the epoch, before the optimizer steps: the first learning rate is skipped",
                 instead=f"call {event.local.subject}.step() at the end of the epoch",
             )
-        back = next(earlier(trace, index, "backward", "scaler_step", "opt_step"), None)
-        step = next(later(trace, index, "scaler_step", "opt_step", "backward"), None)
-        if back is None or step is None or trace[back].kind != "backward" or trace[step].kind == "backward":
+        back = next(earlier(trace, index, *_BACKWARDS, "scaler_step", "opt_step"), None)
+        step = next(later(trace, index, "scaler_step", "opt_step", *_BACKWARDS), None)
+        if back is None or step is None or trace[back].kind not in _BACKWARDS or trace[step].kind in _BACKWARDS:
             return None
         if not event.loops or not trace[back].loops == event.loops == trace[step].loops:
             return None

@@ -126,12 +126,12 @@ class ShardedScalerFused(ScriptRule):
     bad = (
         "import torch\nfrom torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
         "optimizer = torch.optim.AdamW(model.parameters(), fused=True)\nscaler = ShardedGradScaler()\n"
-        "for x in loader:\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+        "for x in loader:\n    optimizer.zero_grad()\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
     )
     good = (
         "import torch\nfrom torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
         "optimizer = torch.optim.AdamW(model.parameters(), fused=False)\nscaler = ShardedGradScaler()\n"
-        "for x in loader:\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
+        "for x in loader:\n    optimizer.zero_grad()\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n    scaler.update()\n",
     )
     references = (
         "https://github.com/pytorch/pytorch/pull/76918",

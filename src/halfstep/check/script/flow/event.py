@@ -30,7 +30,7 @@ class Loop(NamedTuple):
     column: int
 
 
-_SETTING = re.compile(r"(<|<=|>|>=) -?\d+$|== 1$")
+_SETTING = re.compile(r"(<|<=|>|>=) -?\d+\)*$|== 1$")
 _ACCUMULATION = re.compile(
     r"%|accum|grad\w*_acc\b|acc_(step|iter|batch|grad)|micro|sync_grad|last_opt|update_freq|need_update|update_grad|step_now|optimi[sz]e_now|"
     r"(do|should|is|make|take|perform)_(optimi[sz]er_)?step|\b(every_n_\w+|(is_)?divisible(_by)?)\("

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import STEPS, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import text_of
@@ -22,6 +23,7 @@ __all__ = [
     "accumulated_over",
     "branched",
     "depth_without_optimizers",
+    "length_of",
     "micro_batches",
     "targets_of",
     "window_of",
@@ -130,26 +132,28 @@ def accumulated_over(script: Script, trace: Trace, index: int) -> Window | None:
     if step is None or step.kind == "owned_step" or any(g not in step.guards for g in event.accumulating):
         return None
     depth = min(len(step.loops), len(event.loops))
+    if step.loops[:depth] != event.loops[:depth]:
+        depth = depth_without_optimizers(script, step)  # `for o in optimizers: o.step()` after the loop
     if step.loops[:depth] != event.loops[:depth] or not _is_over_optimizers(script, step, depth):
         return None
     shared = set(event.guards) - set(branched(trace, event))
     for guard in step.accumulating:
-        length = "" if guard in shared else _length(script, guard)
+        length = "" if guard in shared else length_of(script, guard)
         if length:
             return Window(step, f"`{guard.text}`" if guard.is_true else f"not `{guard.text}`", length, guard=guard)
-    return _counted_loop(script, event, step) if len(event.loops) > depth else None
+    return _counted_loop(script, event, step, depth) if len(event.loops) > depth else None
 
 
 def branched(trace: Trace, event: Event) -> list[Guard]:
     """The ends of a window around a backward that another one complements: `if last: backward`, `else: with no_sync(): backward`."""
     near = [e for e in trace if e.loops == event.loops and e is not event]
-    branches = [(g, Guard(g.text, not g.is_true)) for g in event.accumulating]
+    others = [(g, [e for e in near if not possible((g,), e.guards)]) for g in event.accumulating]
     return [
         guard
-        for guard, other in branches
-        if any(e.kind == event.kind and other in e.guards for e in near)
+        for guard, branch in others
+        if any(e.kind == event.kind for e in branch)
         # Two branches with a step each are two models in turn.
-        and not any(e.kind in STEPS and other in e.guards for e in near)
+        and not any(e.kind in STEPS for e in branch)
     ]
 
 
@@ -168,7 +172,7 @@ def _is_over_optimizers(script: Script, step: Event, depth: int) -> bool:
     return len(loops) == len(step.loops) and all(names & targets_of(loop) for loop in loops[depth:])
 
 
-def _length(script: Script, guard: Guard) -> str:
+def length_of(script: Script, guard: Guard) -> str:
     """The window length in a condition: `accumulation_steps` in `(i + 1) % accumulation_steps == 0`."""
     text = guard.text
     bound = script.outline.bindings.get(text, ())  # a flag that a caller computes and passes
@@ -181,19 +185,34 @@ def _length(script: Script, guard: Guard) -> str:
     return reached.group(1) if reached and ACCUMULATION.search(reached.group(1)) else ""
 
 
-def _counted_loop(script: Script, event: Event, step: Event) -> Window | None:
+def _counted_loop(script: Script, event: Event, step: Event, depth: int) -> Window | None:
     """The window of a backward inside `for micro in range(n)`, with the step after that loop."""
-    depth, loops = len(step.loops), loops_around(script, event)
+    loops = loops_around(script, event)
     if len(loops) != len(event.loops):
         return None
     # Inside a window there may be another loop, over patches or losses.
     lengths = [(loop, length) for loop in loops[depth:] if (length := micro_batches(loop))]
     if not lengths and len(loops) == depth + 1:
-        lengths = [(loops[depth], _slices(loops[depth]))]
+        lengths = [(loops[depth], _slices(loops[depth]) or _named_length(script, loops[depth], event))]
     loop, length = lengths[0] if lengths else (None, "")
     if loop is None or not length:
         return None
     return Window(step, f"the loop at line {script.where(loop).line} ends", length, by_loop=True)
+
+
+def _named_length(script: Script, loop: ast.AST, event: Event) -> str:
+    """The number of micro-batches of a loop over `range(size)` or `chunks`, where these are variables; "" for any other."""
+    source = loop.iter if isinstance(loop, ast.For) else None
+    while isinstance(source, ast.Call) and text_of(source.func).rsplit(".", 1)[-1] in _AROUND and source.args:
+        source = source.args[0]
+    is_range = isinstance(source, ast.Call) and text_of(source.func) == "range" and len(source.args) == 1
+    name = text_of(source.args[0] if isinstance(source, ast.Call) and is_range else source)
+    values = script.outline.values(name, event.function) if name.replace(".", "").isidentifier() else []
+    if is_range:  # size = min(accumulation_steps, rest)
+        return name if values and all(ACCUMULATION.search(text_of(value)) for value in values) else ""
+    calls = [value for value in values if isinstance(value, ast.Call)]  # chunks = x.split(size)
+    is_split = all(_CHUNKS.search(text_of(call.func).rsplit(".", 1)[-1]) for call in calls)
+    return f"len({name})" if calls and len(calls) == len(values) and is_split else ""
 
 
 def _slices(loop: ast.AST) -> str:

@@ -1,0 +1,328 @@
+"""HS119, HS156, HS183: gradients that are not cleared, cleared before their step, or stepped with before they are complete."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.order import (
+    STEPS,
+    TraceRule,
+    between,
+    earlier,
+    later,
+    loops_around,
+    only_settings,
+    without_amp,
+)
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.flow.window import ACCUMULATION, length_of, micro_batches
+from halfstep.check.script.objects.engines import engine_at
+from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.script import Script
+
+__all__ = ["RULES"]
+
+_NOT_FINITE = re.compile(r"is_?(finite|nan|inf)\w*\(", re.IGNORECASE)
+_GRADIENT = re.compile(r"norm|grad", re.IGNORECASE)
+# Calls that may clear the gradients or return to an earlier state.
+_RECOVERS = re.compile(r"zero|clear|reset|\.grad\b|recover|restore|load|handle|skip_\w*\(", re.IGNORECASE)
+_BACKWARDS = ("backward", "owned_backward")
+# Any other way to clear gradients, or to start from new parameters.
+_OTHER_WAYS = re.compile(
+    r"zero_?grad|clear_?grad|reset_grad|grads?_zero|\.grad\b|set_to_none|grad\.zero_|autograd\.grad|functional_call|value_and_grad|callback|hook",
+    re.IGNORECASE,
+)
+_HARMLESS = re.compile(
+    r"clip_grad\w*|zero_grad|no_grad|grad_?(norm|accum|clip|scal)\w*|\w*(norm|clip)_grad\w*|gradient_\w+|sync_gradients"
+)
+_TOTAL = re.compile(r"epoch|iters?$|steps$|len\(", re.IGNORECASE)
+_PLAIN = """\
+import torch
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in loader:
+{start}    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+{between}    optimizer.step()
+"""
+_WINDOW = """\
+import torch
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y) / accumulation_steps
+    loss.backward()
+{always}    if (i + 1) % accumulation_steps == 0:
+{last}        optimizer.zero_grad()
+"""
+_CLEAR = "    optimizer.zero_grad()\n"
+
+
+_OVERFLOW = """\
+import torch
+from apex import amp
+
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+for x, y in loader:
+    with amp.scale_loss(loss_fn(model(x), y), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    if torch.isfinite(norm):
+        optimizer.step()
+{zero}
+"""
+_SKIP = """\
+import torch
+
+for x, y in loader:
+{start}    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if not torch.isfinite(norm):
+        {skip}continue
+    optimizer.step()
+{end}"""
+
+
+class KeptAfterOverflow(TraceRule):
+    """Gradients that are inf or NaN are not cleared when their step is skipped."""
+
+    code = "HS119"
+    name = "gradients-kept-after-overflow"
+    severity = "warning"
+    reason = (
+        "`backward` adds to the gradients, and inf or NaN plus anything is not finite. Where `zero_grad()` is skipped together with the "
+        "step, one overflow therefore makes every later norm non-finite: no step is done any more, and nothing raises. With Apex the "
+        "first overflow is normal, because the loss scale starts at 65536."
+    )
+    bad = (
+        _OVERFLOW.format(zero="        optimizer.zero_grad()"),
+        _SKIP.format(start="", skip="", end="    optimizer.zero_grad()\n"),
+        _SKIP.format(start="", skip="print('skipped')\n        ", end="    optimizer.zero_grad()\n"),
+    )
+    good = (
+        _OVERFLOW.format(zero="    optimizer.zero_grad()"),
+        _SKIP.format(start="    optimizer.zero_grad()\n", skip="", end=""),
+        _SKIP.format(start="", skip="optimizer.zero_grad()\n        ", end="    optimizer.zero_grad()\n"),
+    )
+    references = ("https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",)
+    kinds = ("opt_step",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A step under a test of the gradients, with every clearing of them under the same test."""
+        event = trace[index]
+        back = next((trace[i] for i in earlier(trace, index, "backward")), None)
+        if back is None or back.loops != event.loops or without_amp(event):
+            return None
+        is_apex = back.inside("scaled_loss") is not None
+        if not is_apex and not any(e.kind == "enter_autocast" for e in trace):
+            return None
+        cleared = [e for e in trace if e.kind == "zero_grad" and len(e.loops) >= len(event.loops)]
+        for guard in event.guards:
+            if guard in back.guards or not _tests_gradients(script, guard, event):
+                continue
+            place = _skipped(event, guard) if cleared and all(guard in e.guards for e in cleared) else None
+            if place is None:
+                continue
+            return self.finding(
+                script.where(place),
+                f"where `{guard.text}` is {str(not guard.is_true).lower()}, the gradients are not cleared either: they stay inf or NaN, "
+                "and every later step is skipped",
+                instead=f"call {cleared[0].local.optimizer}.zero_grad() here as well"
+                if cleared[0].local.optimizer
+                else "",
+                severity="error" if is_apex else None,
+            )
+        return None
+
+
+def _tests_gradients(script: Script, guard: Guard, event: Event) -> bool:
+    """Whether a condition is that the gradients are finite: `isfinite(norm)`, or a flag with such a value."""
+    texts = [guard.text]
+    if guard.text.isidentifier():
+        texts = [text_of(value) for value in script.outline.values(guard.text, event.function)]
+    return any(_NOT_FINITE.search(text) and _GRADIENT.search(text) for text in texts)
+
+
+def _skipped(event: Event, guard: Guard) -> ast.AST | None:
+    """Where training continues with the gradients as they are, if a condition around a step is not met; None if it does not."""
+    for test in (n for n in ast.walk(event.function.node) if isinstance(n, ast.If)):
+        condition, is_true = test.test, guard.is_true
+        while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
+            condition, is_true = condition.operand, not is_true
+        if text_of(condition) == guard.text:
+            other = test.orelse if is_true else test.body
+            if other and isinstance(other[-1], (ast.Raise, ast.Break)):
+                return None
+            is_cleared = any(_RECOVERS.search(ast.unparse(s)) for s in other)
+            return None if is_cleared else other[-1] if other else test.test
+    return None
+
+
+class MisplacedZeroGrad(TraceRule):
+    """Gradients are cleared between backward and the step that uses them, or never."""
+
+    code = "HS156"
+    name = "misplaced-zero-grad"
+    severity = "error"
+    reason = (
+        "After `zero_grad()` every `.grad` is None, and the optimizer skips such parameters: with the call between `backward` and "
+        "`step` nothing is trained, and nothing raises. Without the call `backward` adds to the gradients of all earlier batches: the "
+        "steps follow their sum, which grows until the loss diverges or, in float16, the gradients overflow."
+    )
+    bad = (
+        _PLAIN.format(start="", between=_CLEAR),
+        _PLAIN.format(start="", between=""),
+    )
+    good = (_PLAIN.format(start=_CLEAR, between=""),)
+    references = ("https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",)
+    kinds = ("zero_grad", "opt_step", "scaler_step")
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A zero_grad between a backward and its step, or a step in a script that never clears gradients."""
+        return (
+            self._cleared(script, trace, index)
+            if trace[index].kind == "zero_grad"
+            else self._never(script, trace, index)
+        )
+
+    def _cleared(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        event = trace[index]
+        back = next(earlier(trace, index, *_BACKWARDS, *STEPS), None)
+        step = next(later(trace, index, *_BACKWARDS, *STEPS), None)
+        if back is None or step is None or trace[back].kind not in _BACKWARDS or trace[step].kind not in STEPS:
+            return None
+        use = trace[step]
+        if not trace[back].loops == event.loops == use.loops or use.kind == "owned_step":
+            return None
+        if not trace[back].function is event.function is use.function:
+            return None
+        if not event.optimizer or event.optimizer != use.optimizer or not only_settings(script, event, use):
+            return None
+        if not only_settings(script, event, trace[back]) or not only_settings(script, use, trace[back]):
+            return None
+        if between(trace, back, step, "grad_read", "handed", "autograd_grad") or _moves_gradients(
+            script, trace[back], use
+        ):
+            return None
+        return self.finding(
+            script.where(event.node),
+            f"`{event.local.optimizer}.zero_grad()` clears the gradients of line {script.where(trace[back].node).line} before the step of "
+            f"line {script.where(use.node).line} uses them: nothing is trained",
+            instead="clear the gradients after the step or before the backward",
+        )
+
+    def _never(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        event = trace[index]
+        if not event.loops or _OTHER_WAYS.search(script.source.text) or script.has("owned_step", "engine_step"):
+            return None
+        before = next(earlier(trace, index, *_BACKWARDS), None)
+        if before is None or trace[before].function is not event.function or without_amp(event):
+            return None
+        back = trace[before]
+        if back.loops[: len(event.loops)] != event.loops or any(e.kind == "handed" for e in trace):
+            return None
+        if back.kind == "owned_backward" and engine_at(script, back.local.subject, back.function) is None:
+            return None
+        waits = replace(event, guards=tuple(g for g in event.guards if g not in event.accumulating))
+        if not _is_plain(script, event) or not only_settings(script, waits, back):
+            return None
+        name = event.local.optimizer
+        return self.finding(
+            script.where(event.node),
+            f"no line clears the gradients of `{name}`: each step uses the sum over all batches so far",
+            instead=f"{name}.zero_grad() before each backward",
+            severity="warning",
+        )
+
+
+def _is_plain(script: Script, event: Event) -> bool:
+    """Whether the step of an optimizer leaves the gradients as they are: not one of a class or function in this file."""
+    name = event.local.optimizer
+    values = script.outline.values(name, event.function)
+    if not values:
+        return name in event.function.params
+    plain = {call for call, _ in script.training.optimizers}
+    return all(value in plain or _is_prepared(value) for value in values)
+
+
+def _is_prepared(value: ast.expr) -> bool:
+    """Whether a value is an optimizer that a framework wraps: `accelerator.prepare(optimizer)`."""
+    return isinstance(value, ast.Call) and text_of(value.func).rsplit(".", 1)[-1] in {
+        "prepare",
+        "setup",
+        "setup_optimizers",
+    }
+
+
+def _moves_gradients(script: Script, first: Event, last: Event) -> bool:
+    """Whether a line between two events may save gradients or put them back: it names them, or a helper for them."""
+    lines = script.source.text.splitlines()[script.where(first.node).line : script.where(last.node).line - 1]
+    return any("grad" in _HARMLESS.sub("", line) for line in lines)
+
+
+class StepEveryMicroBatch(TraceRule):
+    """The optimizer steps on every micro-batch of a window whose gradients still accumulate."""
+
+    code = "HS183"
+    name = "step-every-micro-batch"
+    severity = "warning"
+    reason = (
+        "Gradients are cleared once per accumulation window, but the step runs on every micro-batch. The first micro-batch of a window "
+        "then counts in each of its steps, and the weights change while the window is being summed: n steps with parts of the gradient "
+        "instead of one step with all of it."
+    )
+    bad = (_WINDOW.format(always="    optimizer.step()\n", last=""),)
+    good = (_WINDOW.format(always="", last="        optimizer.step()\n"),)
+    references = ("https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation",)
+    kinds = ("opt_step", "scaler_step")
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """A step as often as the backward, with gradients cleared only at the end of a window."""
+        event = trace[index]
+        back = next(earlier(trace, index, "backward", *STEPS), None)
+        if back is None or trace[back].kind != "backward" or trace[back].loops != event.loops or not event.loops:
+            return None
+        if not only_settings(script, event, trace[back]) or not only_settings(script, trace[back], event):
+            return None
+        others = {e.optimizer for e in trace if e.kind in STEPS} - {event.optimizer}  # a discriminator's
+        cleared = [e for e in trace if e.kind == "zero_grad" and e.optimizer not in others and compatible(e, event)]
+        if any(e.kind in {"handed", "owned_step"} for e in trace) or not cleared:
+            return None
+        inside = [e for e in cleared if e.loops[: len(event.loops)] == event.loops]
+        length = _window_of_clearing(script, inside, event) if inside else _window_of_loop(script, event)
+        if not length or not ACCUMULATION.search(length):
+            return None
+        line = script.where((inside or cleared)[-1].node).line
+        return self.finding(
+            script.where(event.node),
+            f"`{text_of(event.node)}` runs on every micro-batch, but line {line} clears the gradients once per `{length}`: each step "
+            "uses a part of the window's sum",
+            instead="step only at the end of the window, right before the gradients are cleared",
+        )
+
+
+def _window_of_clearing(script: Script, cleared: list[Event], event: Event) -> str:
+    """n, where every zero_grad waits for the end of a window of n micro-batches for which a step does not."""
+    lengths = [
+        next((n for g in e.accumulating if g not in event.guards and "%" in g.text and (n := length_of(script, g))), "")
+        for e in cleared
+    ]
+    return lengths[0] if lengths and all(lengths) else ""
+
+
+def _window_of_loop(script: Script, event: Event) -> str:
+    """n, where a step is in the body of `for micro in range(n)`, outside of which the gradients are cleared."""
+    loops = loops_around(script, event)
+    if len(loops) != len(event.loops) or len(loops) < 2:
+        return ""
+    length = micro_batches(loops[-1])
+    return "" if _TOTAL.search(length) and not re.search("accum|micro", length) else length
+
+
+RULES: tuple[type[Rule], ...] = (KeptAfterOverflow, MisplacedZeroGrad, StepEveryMicroBatch)

@@ -1,0 +1,141 @@
+"""HS156, HS183: gradients that are cleared before their step, or never, and steps on every micro-batch of a window."""
+
+import pytest
+
+from check_scripts import findings
+
+LOOP = """\
+import torch
+optimizer = torch.optim.{optimizer}(model.parameters())
+scaler = torch.amp.GradScaler('cuda')
+for x in loader:
+    {first}
+    with torch.autocast('cuda', dtype=torch.float16):
+        loss = model(x)
+    {backward}
+    {between}
+    {step}
+    scaler.update()
+"""
+PARTS = {
+    "optimizer": "AdamW",
+    "first": "pass",
+    "backward": "scaler.scale(loss).backward()",
+    "between": "pass",
+    "step": "scaler.step(optimizer)",
+}
+
+
+def lines(text, code):
+    """The lines at which a rule reports something, with the severity."""
+    return [(f.line, f.severity) for f in findings(text, code)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"between": "optimizer.zero_grad()"}, [(9, "error")]),
+        ({"between": "optimizer.zero_grad(set_to_none=True)"}, [(9, "error")]),
+        ({"first": "optimizer.zero_grad()", "between": "optimizer.zero_grad()"}, [(9, "error")]),
+        ({"between": "other.zero_grad()", "first": "optimizer.zero_grad()"}, []),
+        ({"between": "if i % 4 == 0: optimizer.zero_grad()"}, []),
+        ({"between": "norm = p.grad.norm(); optimizer.zero_grad()"}, []),
+        ({"between": "optimizer.zero_grad()\n    put_gradients_back(model)"}, []),
+        ({"between": "saved = flat_grads(model)\n    optimizer.zero_grad()"}, []),
+        ({"between": "clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.zero_grad()"}, [(10, "error")]),
+        ({"between": "optimizer.zero_grad(); loss2.backward()"}, []),
+        ({"step": "scaler.step(optimizer); optimizer.zero_grad()"}, []),
+        ({}, [(10, "warning")]),
+        ({"first": "optimizer.zero_grad()"}, []),
+        ({"first": "model.zero_grad()"}, []),
+        ({"first": "for p in model.parameters(): p.grad = None"}, []),
+        ({"first": "clear_gradients(model)"}, []),
+        ({"step": "optimizer_step(scaler, optimizer)"}, []),
+        ({"step": "scaler.step(own)"}, []),
+        ({"step": "if torch.isfinite(loss): scaler.step(optimizer)"}, []),
+    ],
+)
+def test_gradients_are_cleared_before_their_step_or_never(parts, expected):
+    """HS156 reports a zero_grad between backward and step, and a library's optimizer in a script that never clears."""
+    assert lines(LOOP.format(**(PARTS | parts)), "HS156") == expected
+
+
+WINDOW = """\
+import torch
+for i, x in enumerate(loader):
+    with torch.autocast('cuda', dtype=torch.bfloat16):
+        loss = model(x) / args.accumulation_steps
+    loss.backward()
+    {always}
+    if (i + 1) % {length} == 0:
+        {last}
+        {clear}
+"""
+
+
+@pytest.mark.parametrize(
+    ("always", "last", "length", "clear", "expected"),
+    [
+        ("optimizer.step()", "pass", "args.accumulation_steps", "optimizer.zero_grad()", [(6, "warning")]),
+        ("optimizer.step()", "pass", "args.accumulation_steps", "model.zero_grad()", [(6, "warning")]),
+        ("pass", "optimizer.step()", "args.accumulation_steps", "optimizer.zero_grad()", []),
+        ("optimizer.step()", "pass", "args.log_every", "optimizer.zero_grad()", []),
+        ("optimizer.step(); optimizer.zero_grad()", "pass", "args.accumulation_steps", "optimizer.zero_grad()", []),
+        ("disc.step()", "optimizer.step()", "args.accumulation_steps", "optimizer.zero_grad()", []),
+        ("if ready(i): optimizer.step()", "pass", "args.accumulation_steps", "optimizer.zero_grad()", []),
+    ],
+)
+def test_a_step_on_every_micro_batch_of_a_window_is_reported(always, last, length, clear, expected):
+    """HS183 reports a step that does not wait for the end of the window at which the gradients are cleared."""
+    assert lines(WINDOW.format(always=always, last=last, length=length, clear=clear), "HS183") == expected
+
+
+INNER = """\
+import torch
+for step in range(args.steps):
+    optimizer.zero_grad()
+    for micro in range({length}):
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(next(batches)) / {length}
+        loss.backward()
+{indent}    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("length", "indent", "expected"),
+    [("grad_accum", "    ", [(8, "warning")]), ("grad_accum", "", []), ("epochs", "    ", [])],
+)
+def test_a_step_inside_the_loop_over_micro_batches_is_reported(length, indent, expected):
+    """HS183 reports a step in the body of `for micro in range(n)` if the gradients are cleared before that loop."""
+    assert lines(INNER.format(length=length, indent=indent), "HS183") == expected
+
+
+EPOCH = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision='bf16')
+def train(model, loader, optimizer):
+    for i, x in enumerate(loader):
+        {first}
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            loss = model(x) / accum
+        {backward}
+        if (i + 1) % accum == 0:
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "backward", "expected"),
+    [
+        ("pass", "loss.backward()", [(11, "warning")]),
+        ("pass", "accelerator.backward(loss)", [(11, "warning")]),
+        ("if i % accum == 0: optimizer.zero_grad()", "loss.backward()", []),
+        ("optimizer = Own(model)", "loss.backward()", []),  # its step may clear them
+        ("callbacks.before_batch()", "loss.backward()", []),
+    ],
+)
+def test_an_optimizer_that_is_a_parameter_is_never_cleared(first, backward, expected):
+    """HS156 reports a loop that gets its optimizer from a caller, also with a window or an Accelerator."""
+    assert lines(EPOCH.format(first=first, backward=backward), "HS156") == expected
