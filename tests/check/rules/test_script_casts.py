@@ -131,3 +131,86 @@ def test_the_loss_of_a_checkpoint_in_float16(loss, test, expected):
     text = text.replace("import torch\n", "import torch, torch.nn.functional as F\n", 1)
     head, _, tail = text.rpartition("loss_fn(self.model(image), label)")
     assert [c for c in codes(head + loss + tail) if c.startswith("HS154")] == expected
+
+
+TWO = """\
+import torch
+model = Net().cuda(){first}
+critic = Critic().cuda(){second}
+optimizer = torch.optim.AdamW(model.parameters())
+critic_optimizer = torch.optim.AdamW(critic.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    critic_optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    critic_loss = critic(x.half())
+    critic_loss.backward()
+    critic_optimizer.step()
+"""
+
+
+def test_the_scaler_of_one_optimizer_is_none_of_the_other():
+    """float16 weights whose optimizer steps by itself are reported next to a scaler that steps another one."""
+    assert [code for code in codes(TWO.format(first="", second=".half()")) if code.startswith("HS16")] == ["HS161:3"]
+    assert [code for code in codes(TWO.format(first=".half()", second="")) if code.startswith("HS16")] == ["HS160:2"]
+    assert [code for code in codes(TWO.format(first="", second="")) if code.startswith("HS16")] == []
+
+
+LOADED = """\
+import torch
+model = Net().cuda()
+if {condition}:
+    model = load_weights(model, path).half()
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [("config['pretrained_model']", ["HS160:4"]), ("args.fp16", []), ("args.inference", []), ("device == 'cpu'", [])],
+)
+def test_a_condition_that_is_not_about_precision_leaves_the_scaler(condition, expected):
+    """A model that is float16 only when it is loaded meets the scaler in that run; an option of precision may exclude it."""
+    assert [code for code in codes(LOADED.format(condition=condition)) if code.startswith("HS160")] == expected
+
+
+ACCELERATED = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator({options})
+model = Net(){cast}
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    accelerator.backward(loss_fn(model(x), y))
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "cast", "expected"),
+    [
+        ("mixed_precision='bf16'", ".half()", ["HS161:4"]),
+        ("mixed_precision=args.mixed_precision", ".half()", ["HS161:4"]),
+        ("mixed_precision='fp16'", ".half()", ["HS199:4"]),
+        ("mixed_precision='bf16', deepspeed_plugin=plugin", ".half()", []),
+        ("mixed_precision='bf16'", "", []),
+    ],
+)
+def test_float16_weights_of_an_accelerator(options, cast, expected):
+    """An Accelerator without DeepSpeed or FSDP keeps no master weights of a float16 model."""
+    assert codes(ACCELERATED.format(options=options, cast=cast)) == expected

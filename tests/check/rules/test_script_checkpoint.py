@@ -89,7 +89,9 @@ def test_native_scaler():
         "torch.save({'o': optimizer.state_dict()}, 'x')\n"
     )  # fmt: skip
     assert codes(text) == ["HS170:10"]
-    assert codes(text.replace("}, 'x')", ", 'a': loss_scaler.state_dict()}, 'x')")) == []
+    saved = text.replace("}, 'x')", ", 'a': loss_scaler.state_dict()}, 'x')")
+    assert codes(saved) == ["HS171:10"]
+    assert codes(saved.replace(LOAD, LOAD + "loss_scaler.load_state_dict(state['a'])\n")) == []
 
 
 def test_a_logged_scale_is_not_a_saved_one():
@@ -247,3 +249,72 @@ for epoch in range(start, 9):
 def test_the_dictionary_of_a_checkpoint_is_reported_once(parts, expected):
     """A checkpoint passed as **parts lacks the scaler where the dictionary is written, however often it is saved."""
     assert [f.line for f in findings(SPREAD.format(parts=parts), "HS170")] == expected
+
+
+SAVED = 'torch.save({"o": optimizer.state_dict(), "s": scaler.state_dict()}, "x")'
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        "for name, part in optimizers.items():\n    part.load_state_dict(state[name])\n",
+        "target = model.module if distributed else model\ntarget.load_state_dict(state['m'])\n",
+        "other_optimizer = make() if two else None\nother_optimizer.load_state_dict(state['o2'])\n",
+    ],
+)
+def test_restoring_other_objects_does_not_restore_the_scaler(load):
+    """A loop over optimizers or a choice between models restores no scaler."""
+    assert [f.code for f in findings(HEAD + LOAD + load + LOOP.format(save=SAVED), "HS171")] == ["HS171"]
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        "for name, part in parts.items():\n    part.load_state_dict(state[name])\n",
+        "part = getattr(self, name)\npart.load_state_dict(state[name])\n",
+        "scaler.load_state_dict(state['s'])\n",
+    ],
+)
+def test_restoring_an_unknown_object_may_restore_the_scaler(load):
+    """A variable that may be the scaler keeps HS171 silent."""
+    assert findings(HEAD + LOAD + load + LOOP.format(save=SAVED), "HS171") == []
+
+
+def test_scaler_saved_but_stepped_in_another_file():
+    """A scaler that a training function of another file steps, or a subclass of this class, must be restored too."""
+    function = (
+        "import torch\nfrom engine import train_one_epoch\nscaler = torch.amp.GradScaler('cuda') if amp else None\n" + LOAD
+        + "for epoch in range(9):\n    train_one_epoch(model, optimizer, scaler)\n    " + SAVED + "\n"
+    )  # fmt: skip
+    assert [f.line for f in findings(function, "HS171")] == [8]
+    base = (
+        "import torch\nclass Runner:\n    def __init__(self):\n        self.scaler = torch.amp.GradScaler('cuda')\n"
+        "    def save(self):\n        torch.save({'o': self.optimizer.state_dict(), 's': self.scaler.state_dict()}, 'x')\n"
+        "    def load(self):\n        self.optimizer.load_state_dict(torch.load('x')['o'])\n"
+    )
+    assert [f.line for f in findings(base, "HS171")] == [6]
+    assert findings(base + "        self.scaler.load_state_dict(torch.load('x')['s'])\n", "HS171") == []
+
+
+def test_scaler_behind_a_property():
+    """`self.scaler`, a property that returns `self._scaler`, is the scaler that a training function receives."""
+    text = (
+        "import torch\nclass Runner:\n    def __init__(self):\n        self._scaler = None\n    @property\n    def scaler(self):\n"
+        "        if self._scaler is None:\n            self._scaler = torch.amp.GradScaler('cuda')\n        return self._scaler\n"
+        "    def train(self):\n        for epoch in range(9):\n            self.task.train_epoch(self.model, self.optimizer, scaler=self.scaler)\n"
+        "            self.save()\n    def save(self):\n        torch.save({'o': self.optimizer.state_dict()}, 'x')\n"
+        "    def load(self):\n        self.optimizer.load_state_dict(torch.load('x')['o'])\n"
+    )
+    assert [f.line for f in findings(text, "HS170")] == [15]
+    assert findings(text.replace("dict()}", "dict(), 's': self.scaler.state_dict()}"), "HS170") == []
+
+
+def test_scaler_saved_by_a_helper_and_not_restored():
+    """A helper that saves model, optimizer and scaler does not restore them where the script restores the optimizer itself."""
+    save = "lm_checkpoint(config, model=model, optimizer=optimizer, scaler=scaler)"
+    text = HEAD + LOAD + LOOP.format(save=save)
+    assert [f.line for f in findings(text, "HS171")] == [10]
+    assert findings(HEAD + LOAD + "scaler.load_state_dict(state['s'])\n" + LOOP.format(save=save), "HS171") == []
+    assert (
+        findings(HEAD + "resume_checkpoint(model, optimizer, scaler)\n" + LOAD + LOOP.format(save=save), "HS171") == []
+    )

@@ -16,6 +16,7 @@ MODEL = (
         "loss = F.cross_entropy(model(ids).logits.view(-1, n), y)\n",
         "out = model(ids)\nlogits = out.logits[:, :-1, :].contiguous()\nloss = F.cross_entropy(logits.view(-1, n), y)\n",
         "def loss_of(logits, y):\n    return F.cross_entropy(logits.reshape(-1, n), y)\nloss = loss_of(model(ids).logits, y)\n",
+        "out = model(ids)\nloss = F.cross_entropy(out['logits'][:, :-1].flatten(0, 1), y)\n",
         "loss = F.cross_entropy(scores.bfloat16(), y)\n",
         "criterion = torch.nn.CrossEntropyLoss()\nloss = criterion(scores.to(torch.bfloat16), y)\n",
     ],

@@ -511,3 +511,91 @@ def test_prepare_does_not_look_into_lists(options, prepare, step, expected):
     """Optimizers in a list that is passed to prepare stay plain optimizers, which step scaled gradients in fp16."""
     text = LISTED.format(options=options, prepare=prepare, step=step)
     assert [f.severity for f in findings(text, "HS198")] == ([expected] if expected else [])
+
+
+CHOSEN = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision=args.mixed_precision)
+{create}
+model, loader{target} = accelerator.prepare(model, loader{target})
+for x, y in loader:
+    optimizer.zero_grad()
+    accelerator.backward(loss_fn(model(x), y))
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        "if args.use_8bit:\n    import bitsandbytes as bnb\n    optimizer_cls = bnb.optim.AdamW8bit\nelse:\n    optimizer_cls = torch.optim.AdamW\n"
+        "optimizer = optimizer_cls(model.parameters())",
+        "optimizer = None\noptimizer = torch.optim.AdamW(model.parameters())",
+        "from helpers import get_optimizer\noptimizer = get_optimizer(model.parameters(), lr=1e-4)",
+    ],
+)
+def test_chosen_optimizer_that_is_not_prepared(create):
+    """An optimizer of a chosen class, or of a factory, needs `prepare` as well."""
+    assert [f.severity for f in findings(CHOSEN.format(create=create, target=""), "HS198")] == ["warning"]
+    assert findings(CHOSEN.format(create=create, target=", optimizer"), "HS198") == []
+
+
+def test_optimizer_that_a_helper_may_prepare():
+    """A factory that receives the accelerator may prepare its optimizer."""
+    create = "from helpers import get_optimizer\noptimizer = get_optimizer(model.parameters(), accelerator)"
+    assert findings(CHOSEN.format(create=create, target=""), "HS198") == []
+
+
+def test_bare_backward_in_a_trainer_with_its_own_accelerator():
+    """A class that derives from a Trainer but creates its Accelerator steps with that."""
+    text = (
+        "from accelerate import Accelerator\nfrom trl import BaseTrainer\nclass PPO(BaseTrainer):\n    def __init__(self, model, optimizer):\n"
+        "        self.accelerator = Accelerator()\n        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)\n"
+        "    def train_minibatch(self, batch):\n        loss = self.model(batch)\n        self.optimizer.zero_grad()\n"
+        "        {}\n        self.optimizer.step()\n"
+    )
+    assert [f.line for f in findings(text.format("loss.backward()"), "HS185")] == [10]
+    assert findings(text.format("self.accelerator.backward(loss)"), "HS185") == []
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"), [("accelerator.unwrap_model(model).dtype != torch.float32", ["HS185"]), ("accelerator", [])]
+)
+def test_a_property_of_the_accelerator_is_no_choice_against_it(test, expected):
+    """`if accelerator.is_main_process` does not ask whether there is an accelerator."""
+    body = f"    if {test}:\n        raise ValueError\n    loss.backward()"
+    text = ACCELERATE.format(before="", options="mixed_precision='fp16'", body=body)
+    assert [f.code for f in findings(text, "HS185")] == expected
+
+
+SECOND = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator({options})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+scaler = torch.amp.GradScaler("cuda"{enabled})
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "enabled", "expected"),
+    [
+        ("mixed_precision='fp16'", "", ["error"]),
+        ("deepspeed_plugin=plugin", "", ["error"]),
+        ("mixed_precision=args.precision", "", ["warning"]),
+        ("", "", ["advice"]),
+        ("mixed_precision='no'", "", []),
+        ("mixed_precision='fp16'", ", enabled=False", []),
+    ],
+)
+def test_a_second_scaler_next_to_an_accelerator(options, enabled, expected):
+    """A GradScaler that steps a prepared optimizer conflicts with the scaler of an Accelerator in fp16."""
+    assert [f.severity for f in findings(SECOND.format(options=options, enabled=enabled), "HS288")] == expected

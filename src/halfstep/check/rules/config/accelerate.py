@@ -48,6 +48,7 @@ class UnknownMixedPrecision(ConfigRule):
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: float16\nnum_processes: 8\n",
         "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='bfloat16')\n",
         "from accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision=True)\n",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: 16\nnum_processes: 8\n",
     )
     good = (
         'compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: "fp16"\nnum_processes: 8\n',
@@ -65,7 +66,7 @@ class UnknownMixedPrecision(ConfigRule):
         value = config.value("mixed_precision")
         if value is False and not config.root.call:
             return
-        if (isinstance(value, str) and value.casefold() not in _MODES) or isinstance(value, bool):
+        if (isinstance(value, str) and value.casefold() not in _MODES) or isinstance(value, (bool, int)):
             mode = _CORRECTIONS.get(str(value).casefold())
             fix = (
                 replace_value(config, entry.value, mode, f"Replace with {mode}")

@@ -141,7 +141,8 @@ class BareBackwardInFramework(TraceRule):
         if event.scaled != "no" or has_alternative(trace, event):
             return None
         owner = loop_class(script, event.function.cls) if event.function.cls else None
-        if owner is not None:
+        own = [e for e in engines_of(script) if e.function is not None and e.function.cls == event.function.cls]
+        if owner is not None and not (owner.base == "trainer" and own):
             return self._in_class(script, trace, index, owner)
         engine = _stepping_engine(script, trace, index)
         # In full precision and without a strategy of its own, `fabric.backward` is the plain backward.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
@@ -20,6 +21,7 @@ from halfstep.check.script.objects.engines import (
     loop_class,
     prepared_for,
 )
+from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.training import Trained
 from halfstep.check.script.objects.values import argument, constant, dtypes_of, text_of
 from halfstep.check.script.objects.weights import Cast, conditions_of
@@ -96,6 +98,7 @@ for x, y in loader:
     accelerator.backward(loss_fn(model(x), y))
     optimizer.step()
 """
+_FACTORY = re.compile(r"^_?(get|make|build|create|init)_\w*optim(izer)?$|^\w*(Adam|AdamW|SGD|Adafactor|Lion)(8bit)?$")
 _ADAPTERS = ("peft", "bitsandbytes", "unsloth", "loralib")
 
 
@@ -147,9 +150,8 @@ class OptimizerNotPrepared(TraceRule):
         decided = prepared.is_complete and (prepared.names or engine.precision == "fp16")
         if not decided or last_name(event.optimizer) in prepared.names:
             return None
-        values = script.outline.values(event.optimizer, event.function)
-        made = [v for v in values if isinstance(v, ast.Call) and _is_torch_optimizer(script, v)]
-        if not made or len(made) != len(values):
+        values = [v for v in script.outline.values(event.optimizer, event.function) if constant(v) is not None]
+        if not values or not all(_is_unprepared(script, value, engine) for value in values):
             return None
         call = "prepare" if engine.library == ACCELERATE else "setup"
         cause = f"`{event.optimizer}` is not passed to `{engine.key}.{call}`"
@@ -203,6 +205,17 @@ def _is_raw(script: Script, value: ast.expr | None) -> bool:
         return text_of(value).startswith("self.trainer.optimizers")
     raw = text_of(value.func) == "self.optimizers" and constant(argument(value, 0, "use_pl_optimizer")) is False
     return raw or _is_torch_optimizer(script, value)
+
+
+def _is_unprepared(script: Script, value: ast.expr, engine: Engine) -> bool:
+    """Whether a value is an optimizer of a library, also of a class that was chosen, or of a factory without the engine."""
+    if not isinstance(value, ast.Call):
+        return False
+    if _is_torch_optimizer(script, value) or any(value is call for call, _ in script.training.optimizers):
+        return True
+    passed = {last_name(key_of(part)) for part in arguments_of(value)}
+    is_other = script.outline.names.full(value.func).startswith("accelerate.")  # a DummyOptim
+    return bool(_FACTORY.search(last_name(key_of(value.func)))) and engine.name not in passed and not is_other
 
 
 def _is_torch_optimizer(script: Script, call: ast.Call) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from halfstep.check.finding import Edit, Finding, Fix
+from halfstep.check.finding import Finding
+from halfstep.check.fixes.checkpoint import scaler_state_fix
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.engines import scaling_accelerator
+from halfstep.check.script.objects.expressions import arguments_of
 from halfstep.check.script.objects.saving import is_setting, passed_objects, restored_copies, saves, written_out
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
@@ -46,8 +48,13 @@ _RESUMES = re.compile(
     r"auto_load|(initial|init|start|begin|last|first)_?(global_?)?(epoch|iter|step|it$)",
     re.IGNORECASE,
 )
+_LOADS = re.compile(r"load|resum|restor|register|setup|init", re.IGNORECASE)
 _TRAINS = re.compile(r"train|fit|epoch|step|loop", re.IGNORECASE)
 _ABOUT = re.compile(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warning|add_scalar|add_argument|log)$")
+# Names of what is not a scaler.
+_OTHERS = re.compile(
+    r"optim|(^|_)opts?$|model|(^|_)nets?($|_)|sched|(^|_)ema($|_)|discriminator|generator|encoder", re.IGNORECASE
+)
 MAX_LINES = 5  # between the start of a checkpoint and the entry that is reported
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 _LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
@@ -68,13 +75,22 @@ def _stepping(script: Script) -> list[Event]:
     # Where another object steps (`accel.step(optimizer)`), `accel.scaler.unscale_` shows that it has a scaler.
     events = _once(script.events("scaler_step", "owned_step", "unscale"))
     events += [
-        e for e in _once(script.events("handed")) if _TRAINS.search(_callee(e)) and script.scalers_named(e.scaler)
+        e
+        for e in _once(script.events("handed"))
+        if _TRAINS.search(_callee(e)) and (script.scalers_named(e.scaler) or _created(script, e))
     ]
     return [
         e
         for e in events
         if e.scaler and e.scaler.rsplit(".", 1)[-1] not in idle and not switched_off(script, e) and not without_amp(e)
     ]
+
+
+def _created(script: Script, event: Event) -> list[Scaler]:
+    """The scalers of an event's class that `self.scaler` may be: also `self._scaler`, which a property of that name returns."""
+    name = event.scaler.rsplit(".", 1)[-1].lstrip("_")
+    same = [s for s in script.scalers if s.key.rsplit(".", 1)[-1].lstrip("_") == name]
+    return [s for s in same if s.enabled != "no" and s.function.cls == event.function.cls]
 
 
 def _callee(event: Event) -> str:
@@ -85,9 +101,18 @@ def _once(events: Iterator[Event]) -> list[Event]:
     return list({event.node: event for event in events}.values())
 
 
-def _saved_elsewhere(script: Script) -> bool:
-    """Whether a scaler is passed to something that saves or restores it."""
-    return any(_SAVES.search(text_of(e.node.func)) for e in script.events("handed") if isinstance(e.node, ast.Call))
+def _handed(script: Script) -> list[Event]:
+    """The calls of other files that receive a scaler to save or restore it."""
+    handed = _once(script.events("handed"))
+    return [e for e in handed if isinstance(e.node, ast.Call) and _SAVES.search(text_of(e.node.func))]
+
+
+def _only_saves(event: Event) -> bool:
+    """Whether a function of another file, named for checkpoints, receives a scaler next to its optimizer and in a loop."""
+    name = _callee(event)
+    parts = [key_of(v) for v in arguments_of(event.node)] if isinstance(event.node, ast.Call) else []
+    is_checkpoint = saves(name) or bool(re.search(r"(checkpoint|ckpt)$", name, re.IGNORECASE))
+    return is_checkpoint and not _LOADS.search(name) and bool(event.loops) and any("optim" in part for part in parts)
 
 
 class ScalerNotSaved(ScriptRule):
@@ -120,7 +145,7 @@ class ScalerNotSaved(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Saved optimizer states in scripts that step with a scaler and never save one."""
         steps = _stepping(script)
-        if script.has("save_scaler") or _saved_elsewhere(script) or _names_scaler(script):
+        if script.has("save_scaler") or _handed(script) or _names_scaler(script):
             return
         yield from self._owned(script)
         scalers = _used(script)
@@ -139,7 +164,7 @@ class ScalerNotSaved(ScriptRule):
                 script.where(place),
                 f"the checkpoint contains the state of `{event.optimizer}` but not of `{scaler}`: {resumed} restarts at the initial scale",
                 instead=f'save "scaler": {scaler}.state_dict() and call {scaler}.load_state_dict(...) where the optimizer is restored',
-                fix=_fix(script, scalers) if scalers and restored == "yes" else None,
+                fix=scaler_state_fix(script, scalers) if scalers and restored == "yes" else None,
                 severity="warning" if restored == "yes" else "advice",
             )
             if restored != "yes":
@@ -238,15 +263,33 @@ def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]
 
 
 def _restored_by_another_name(script: Script) -> bool:
-    """Whether states are restored through a variable that iterates over several objects or is looked up by name."""
+    """Whether states are restored through a variable that may be the scaler: of a loop, of a choice, or looked up by name."""
     for call, function in script.outline.calls.get("load_state_dict", ()):
         key = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        bound = script.outline.lookup(key, function) if key and "." not in key else []
-        if any(b.value is None or isinstance(b.value, (ast.IfExp, ast.Subscript)) for b in bound):
-            return True
-        if any(isinstance(b.value, ast.Call) and text_of(b.value.func) == "getattr" for b in bound):
-            return True
+        is_open = bool(key) and "." not in key and not _OTHERS.search(key)
+        for bound in script.outline.lookup(key, function) if is_open else ():
+            sources: list[ast.expr | None] = [bound.value]
+            if bound.value is None:
+                loops = (n for n in script.above(call) if isinstance(n, ast.For))
+                sources = [loop.iter for loop in loops if key in {text_of(n) for n in ast.walk(loop.target)}] or [None]
+            elif isinstance(bound.value, ast.IfExp):
+                sources = [bound.value.body, bound.value.orelse]
+            elif not isinstance(bound.value, ast.Subscript) and not _is_lookup(bound.value):
+                continue
+            if not all(source is not None and _OTHERS.search(_collection(source)) for source in sources):
+                return True
     return False
+
+
+def _is_lookup(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and text_of(value.func) == "getattr"
+
+
+def _collection(source: ast.expr) -> str:
+    """The variable that a loop goes through, `optimizers` of `optimizers.items()`, or the model of `model.module`."""
+    while isinstance(source, ast.Call) and isinstance(source.func, ast.Attribute) and not source.args:
+        source = source.func.value
+    return key_of(source).removesuffix(".module").removesuffix("._orig_mod").rsplit(".", 1)[-1]
 
 
 def _entry(script: Script, node: ast.AST) -> ast.AST | None:
@@ -289,85 +332,6 @@ def _stored(script: Script, assign: ast.Assign) -> ast.AST | None:
     return None
 
 
-def _fix(script: Script, scalers: list[Scaler]) -> Fix | None:
-    """Save and restore the scaler next to the optimizer, in all places at once; None if one of them is not simple."""
-    scaler = scalers[0]
-    # A scaler that may be None has no state to save.
-    if len(scalers) != 1 or not scaler.key or script.outline.parents.get(scaler.node) is not scaler.parent:
-        return None
-    names: dict[str, str] = {}
-    # Of several optimizers in one dictionary or one function, the first carries the scaler with it.
-    saves = _first_of(_once(script.events("save_optimizer")), lambda e: script.outline.parents.get(e.node))
-    edits: list[Edit | None] = [_save_edit(script, e, scaler, names) for e in saves]
-    loads = [e for e in _once(script.events("load_optimizer")) if _loaded_key(e) in names or len(saves) == 1]
-    edits += [_load_edit(script, e, scaler, names) for e in _first_of(loads, lambda e: e.function)]
-    if not loads:
-        return None
-    complete = [edit for edit in edits if edit is not None]
-    if len(complete) != len(edits):
-        return None
-    return Fix(f"save and restore {scaler.key} with the optimizer", tuple(sorted(complete)))
-
-
-def _first_of(events: list[Event], group: Callable[[Event], object]) -> list[Event]:
-    """The first event of each group."""
-    first: dict[object, Event] = {}
-    for event in sorted(events, key=lambda e: (getattr(e.node, "lineno", 0), getattr(e.node, "col_offset", 0))):
-        first.setdefault(group(event), event)
-    return list(first.values())
-
-
-def _loaded_key(event: Event) -> object:
-    """The key of a checkpoint that `optimizer.load_state_dict(checkpoint[key])` reads."""
-    call = event.node
-    source = call.args[0] if isinstance(call, ast.Call) and call.args else None
-    return constant(source.slice) if isinstance(source, ast.Subscript) else None
-
-
-def _save_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, str]) -> Edit | None:
-    """Add the scaler's entry after the optimizer's; `names` maps the optimizer's key to the scaler's."""
-    entry = script.outline.parents.get(event.node)
-    if not isinstance(entry, ast.Dict):
-        return None
-    key = next((k for k, v in zip(entry.keys, entry.values, strict=True) if v is event.node), None)
-    value = constant(key)
-    if key is None or not isinstance(value, str):
-        return None
-    quote = script.lines.source(key)[-1]
-    names[value] = quote + (value.replace("optimizer", "scaler") if "optimizer" in value else "scaler") + quote
-    text, end = script.lines.text, script.lines.span(event.node)[1]  # type: ignore[arg-type]
-    line_start = script.lines.starts[key.lineno - 1]
-    indent = text[line_start : script.lines.span(key)[0]]
-    added = f"{names[value]}: {scaler.key}.state_dict()"
-    rest = re.match(r",[ \t]*(\r\n|\r|\n)", text[end:])
-    if rest and not indent.strip():  # one entry per line, each with its comma
-        return Edit(end + 1, end + 1, f"{rest.group(1)}{indent}{added},")
-    return Edit(end, end, f", {added}")
-
-
-def _load_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, str]) -> Edit | None:
-    """Load the scaler's state after the optimizer's, if the checkpoint has one."""
-    call = event.node
-    statement = script.statement(call)
-    if not isinstance(call, ast.Call) or not isinstance(statement, ast.Expr) or statement.value is not call:
-        return None
-    source = call.args[0] if call.args else None
-    if not isinstance(source, ast.Subscript) or not isinstance(source.value, (ast.Name, ast.Attribute)):
-        return None
-    value = constant(source.slice)
-    checkpoint = key_of(source.value)
-    if not isinstance(value, str) or value not in names or not checkpoint:
-        return None
-    if not script.lines.alone(statement):
-        return None
-    # A disabled scaler saves an empty state, which an enabled one rejects.
-    name = names[value]
-    return script.lines.after(
-        statement,
-        f"if {checkpoint}.get({name}):\n{script.lines.indent_unit(statement)}{scaler.key}.load_state_dict({checkpoint}[{name}])",
-    )
-
-
 class ScalerNotRestored(ScriptRule):
     """The scaler state is saved but never restored."""
 
@@ -389,16 +353,22 @@ class ScalerNotRestored(ScriptRule):
                     instead=f"pass `{own[0]}`",
                 )
                 return
-        if script.has("load_scaler") or not _used(script) or _saved_elsewhere(script):
+        handed = _handed(script)
+        if script.has("load_scaler") or not all(map(_only_saves, handed)) or _restored_by_another_name(script):
             return
-        if _restored_by_another_name(script):
-            return
-        for event in _once(script.events("save_scaler")):
-            steps = _near_steps(script, event, _stepping(script))
-            if _entry(script, event.node) is not None and steps and script.has("load_optimizer"):
+        stepping, idle = _stepping(script), {id(s.node) for s in ScalerWithBf16.idle(script)}
+        for event in _once(script.events("save_scaler")) or handed[:1]:
+            # A base class that saves its scaler leaves the steps to the classes of other files.
+            is_used = _near_steps(script, event, stepping) or (
+                event.function.cls and any(id(s.node) not in idle for s in _created(script, event))
+            )
+            passed = f"`{_callee(event)}` is passed `{event.scaler}` to save it"
+            saved = passed if event.kind == "handed" else f"the state of `{event.scaler}` is saved"
+            is_entry = event.kind == "handed" or _entry(script, event.node) is not None
+            if is_entry and is_used and script.has("load_optimizer"):
                 yield self.finding(
                     script.where(event.node),
-                    f"the state of `{event.scaler}` is saved, but only the optimizer state is restored: a resumed run restarts at the initial scale",
+                    f"{saved}, but only the optimizer state is restored: a resumed run restarts at the initial scale",
                     instead=f"call {event.scaler}.load_state_dict(...) where the optimizer is restored",
                 )
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.masters import is_exercise, is_stepped, optimizer_names, remedy, subject, when
+from halfstep.check.rules.weights.masters import is_exercise, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
-from halfstep.check.script.objects.adapters import adapted_casts, upcasts_parameters
+from halfstep.check.script.objects.adapters import adapted_casts
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
 from halfstep.check.script.objects.parameters import owners_of
 from halfstep.check.script.objects.trainers import PARSES, arguments_of, is_sharded
@@ -23,7 +22,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["RULES", "models_kept_half"]
+__all__ = ["RULES", "trained_casts"]
 
 _TRAIN = """\
 import torch
@@ -38,29 +37,18 @@ for x, y in loader:
     scaler.step(optimizer)
     scaler.update()
 """
-_PLAIN = """\
-import torch
-model = Net().cuda()
-{cast}optimizer = torch.optim.{optimizer}(model.parameters(), lr=1e-3)
-for x, y in loader:
-    optimizer.zero_grad()
-    loss = loss_fn(model(x.half()), y)
-    loss.backward()
-    optimizer.step()
-"""
 _OPTION = re.compile(
     r"^[A-Za-z_][\w.]*(?:\[['\"]\w+['\"]\])*?(?:\.|\[['\"])(\w+)(?:['\"]\])?(?= == |$)"
 )  # its last name
-_LIFTED = re.compile(r"'fp32'.*'amp'|'amp'.*'fp32'")
-_TYPED = re.compile(
-    r"dtype ?= ?\w+\.dtype|\.(to|type)\(\w+\.dtype\)|\.half\(\)"
-)  # new parameters have the model's dtype
+_OTHER_RUNS = re.compile(
+    r"infer|eval|test|export|predict|cpu|cuda|device|(^|_)mode\b|dtype|backend|bits", re.IGNORECASE
+)
 _LOADS = re.compile(
     r"load_model|build_model|create_model|make_model|get_model|init|setup|prepare_model|^_?(load|build)$"
 )
 
 
-def _casts(script: Script, dtype: str, kind: str) -> Iterator[Event]:
+def trained_casts(script: Script, dtype: str, kind: str) -> Iterator[Event]:
     """Casts of a model that an optimizer of this script trains with a step of this kind."""
     yielded = set()
     if script.training.adapters == "yes":  # adapters are float32 unless they are cast with their model
@@ -134,9 +122,17 @@ def _scaler_steps(script: Script, tie: Trained) -> bool:
     for step in steps:
         # `enabled=args.fp16` and `if args.fp16: model.half()`: one flag decides both.
         flags = [Guard(scaler.enabled, True) for scaler in scalers_at(script, step)]
-        if conditions <= _options((*step.guards, *flags)) and not switched_off(script, step):
+        around = _options((*step.guards, *flags))
+        # A condition that is not about precision, `if pretrained:`, leaves a run in which both happen.
+        missing = [g for g in conditions - around if is_amp(g) or _is_excluded(g, around)]
+        if not missing and not switched_off(script, step):
             return True
     return False
+
+
+def _is_excluded(guard: Guard, around: set[Guard]) -> bool:
+    """Whether conditions around a step rule out another one, or may: an option of a device or of inference."""
+    return Guard(guard.text, not guard.is_true) in around or bool(_OTHER_RUNS.search(guard.text))
 
 
 def _options(guards: Iterable[Guard]) -> set[Guard]:
@@ -173,9 +169,9 @@ class HalfModelWithScaler(ScriptRule):
         """float16 casts of trained models in scripts whose scaler steps their optimizer."""
         if any("Sharded" in s.api for s in script.scalers):
             return
-        reported: set[ast.AST] = set()
-        for event in _casts(script, "float16", "scaler_step"):
-            reported.add(event.node)
+        reported: set[int] = set()  # lines: an event may be another node of the same cast
+        for event in trained_casts(script, "float16", "scaler_step"):
+            reported.add(script.where(event.node).line)
             yield self.finding(
                 script.where(event.node),
                 f"`{event.subject}` is cast to float16, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
@@ -183,124 +179,16 @@ class HalfModelWithScaler(ScriptRule):
             )
         for tie in script.training.by_optimizers:
             cast = tie.cast
-            if cast.formats == {"float16"} and cast.node not in reported and _scaler_steps(script, tie):
+            if (
+                cast.formats == {"float16"}
+                and script.where(cast.node).line not in reported
+                and _scaler_steps(script, tie)
+            ):
                 yield self.finding(
                     script.where(cast.node),
                     f"{when(script, cast, tie.lineage)}{subject(cast)} has float16 weights, so the scaler raises ValueError: Attempting to unscale FP16 gradients",
                     instead=f"{remedy(script, cast)} and let autocast cast",
                 )
-
-
-class HalfWeightsPlainOptimizer(ScriptRule):
-    """float16 weights are trained without float32 master weights."""
-
-    code = "HS161"
-    name = "half-weights-plain-optimizer"
-    severity = "warning"
-    reason = (
-        "Around 1, float16 values are 0.001 apart, so updates below 0.0005 are rounded away and the weight does not change. Without a "
-        "loss scale, gradients below 6e-8 become zero, and Adam's eps of 1e-8 is zero in float16, so Adam divides by zero."
-    )
-    bad = (
-        _PLAIN.format(cast="model.half()\n", optimizer="Adam"),
-        _PLAIN.format(cast="model = model.half()\n", optimizer="SGD"),
-        _PLAIN.format(cast="if args.fp16:\n    model.half()\n", optimizer="SGD"),
-    )
-    good = (
-        _PLAIN.format(cast="", optimizer="Adam").replace(".half()", ""),
-        _PLAIN.format(cast="if args.fp16:\n    export(model.half())\n    raise SystemExit\n", optimizer="SGD"),
-    )
-    references = ("https://arxiv.org/abs/1710.03740", "https://github.com/pytorch/pytorch/issues/147437")
-
-    def check(self, script: Script) -> Iterator[Finding]:
-        """float16 casts of trained models in scripts that step a torch optimizer directly."""
-        for half in models_kept_half(script):
-            yield self.finding(
-                script.where(half.step),
-                f"with 'fp16' `{half.model}` and the parameters that share its dtype stay float16 ({script.at(half.cast)} casts it for 'fp32' and 'amp' "
-                "only), and this branch trains them without float32 master weights or a loss scale: small updates are lost",
-                instead=f"keep `{half.model}` in float32 for training, and use 'amp' to compute in float16",
-            )
-        if script.scalers or script.has("scaler_step", "apex_initialize") or script.training.has_masters:
-            return
-        owned = list(script.events("owned_backward", "owned_step"))
-        backs = list(script.events("backward"))
-        if not backs or any(b.scaled != "no" for b in backs):
-            return
-        reported: set[ast.AST] = set()
-        is_undone = upcasts_parameters(script.outline)
-        for event in _casts(script, "float16", "opt_step") if not owned and not is_undone else ():
-            reported.add(event.node)
-            flags = " and ".join(f"`{text}`" for text, value in event.guards if value and is_amp((text, value)))
-            yield self.finding(
-                script.where(event.node),
-                f"{f'when {flags}, ' if flags else ''}`{event.subject}` is trained in float16 without float32 master weights or a loss scale: small updates are lost",
-                instead=f"keep `{event.subject}` in float32 and train under autocast with a GradScaler, or under bfloat16 autocast",
-            )
-        for tie in () if is_exercise(script) else script.training.by_optimizers:
-            cast = tie.cast
-            if not _is_beside(script, cast.node, owned):
-                continue  # an engine may train these weights
-            if cast.low == {"float16"} and cast.node not in reported and is_stepped(script, tie):
-                yield self.finding(
-                    script.where(cast.node),
-                    f"{when(script, cast, tie.lineage)}{subject(cast)} is trained in float16 by `{text_of(tie.by.func)}` ({script.at(tie.by)}) without float32 "
-                    "master weights or a loss scale: small updates are lost",
-                    instead=f"{remedy(script, cast)} and train under autocast with a GradScaler, or under bfloat16 autocast",
-                    severity=None if cast.is_certain else "advice",
-                )
-
-
-class KeptHalf(NamedTuple):
-    """A branch that trains float16 parameters, and the cast that the option skips."""
-
-    step: ast.Call
-    cast: ast.Call
-    model: str
-    body: list[ast.stmt]  # of the branch
-
-
-def models_kept_half(script: Script) -> Iterator[KeptHalf]:
-    """Branches without a scaler that run with an option of "fp16", next to `if option in ("fp32", "amp"): model.float()`.
-
-    CLIP's checkpoints are float16, and prompt learning code gives new parameters the dtype of the model.
-    """
-    outline = script.outline
-    if "fp16" not in outline.strings or not _TYPED.search(script.source.text):
-        return
-    for cast, _ in outline.calls.get("float", ()):
-        model = key_of(cast.func.value) if isinstance(cast.func, ast.Attribute) else ""
-        guards = conditions_of(outline, cast)
-        if not model or cast.args or not guards or not guards[-1].is_true or not _LIFTED.search(guards[-1].text):
-            continue
-        for scaled, _ in outline.calls.get("scale", ()):
-            branch = _branch_of(script, scaled)
-            step = _unscaled_step(branch.orelse) if branch is not None else None
-            if branch is not None and step is not None:
-                yield KeptHalf(step, cast, model, branch.orelse)
-
-
-def _branch_of(script: Script, node: ast.AST) -> ast.If | None:
-    """The `if option == "amp":` around a node."""
-    for parent in script.above(node):
-        if isinstance(parent, ast.If) and re.fullmatch(r"[\w.]+ == 'amp'", text_of(parent.test)):
-            return parent
-    return None
-
-
-def _unscaled_step(body: list[ast.stmt]) -> ast.Call | None:
-    """The call in a branch that trains without a scaler: `loss.backward()`, or a method of that name."""
-    calls = [n for statement in body for n in ast.walk(statement) if isinstance(n, ast.Call)]
-    names = {call: text_of(call.func).rsplit(".", 1)[-1] for call in calls}
-    if any("scal" in text_of(call.func) for call in calls):
-        return None
-    return next((call for call, name in names.items() if "backward" in name), None)
-
-
-def _is_beside(script: Script, cast: ast.AST, owned: list[Event]) -> bool:
-    """Whether a cast excludes every backward and step of an engine: `if not use_deepspeed: model.half()`."""
-    events = [e for e in script.events("cast") if e.node is cast]
-    return not owned or (bool(events) and not any(compatible(e, o) for e in events for o in owned))
 
 
 class DefaultDtypeHalf(ScriptRule):
@@ -392,6 +280,5 @@ def _trains_under_default(
 
 RULES: tuple[type[Rule], ...] = (
     HalfModelWithScaler,
-    HalfWeightsPlainOptimizer,
     DefaultDtypeHalf,
 )

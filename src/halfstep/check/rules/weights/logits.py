@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.weights.casts import models_kept_half
+from halfstep.check.rules.weights.half_weights import models_kept_half
 from halfstep.check.rules.weights.masters import is_exercise
 from halfstep.check.script.objects.checkpoints import stored_low
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
@@ -230,6 +230,8 @@ def _logit_formats(
             return _called_formats(script, node, function)
         elif isinstance(node, ast.Attribute) and node.attr == "logits":
             return _output_formats(script, node.value, function, line)
+        elif isinstance(node, ast.Subscript) and constant(node.slice) == "logits":
+            return _output_formats(script, node.value, function, line)  # `outputs["logits"]`
         else:
             break
     name = key_of(node)

@@ -47,7 +47,11 @@ _CREATED_BY = {
 _PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "setup_optimizers")}
 _TRAINER_PACKAGES = {"transformers", "trl", "sentence_transformers"}
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
-_WITHOUT = re.compile(r"accelerat|fabric|deepspeed|engine", re.IGNORECASE)
+# `accelerator.is_main_process` is no question of whether there is an accelerator.
+_WITHOUT = re.compile(
+    r"accelerat(?!or\.(is_|sync_|unwrap_|num_|process|optimizer_|scaler|device))|fabric(?!\.(is_|global_|world_))|deepspeed|engine",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, eq=False)
