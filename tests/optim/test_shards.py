@@ -28,6 +28,7 @@ def test_each_rank_steps_its_part_as_a_plain_tensor(ranks):
     assert [rank["sizes"][-1] for rank in ranks["steps_are_those_of_the_parts"]] == [1, 0]
 
 
+@pytest.mark.slow
 def test_kernels_step_the_parts(tmp_path):
     """All of them in one launch, in Triton's interpreter."""
     pytest.importorskip("triton")

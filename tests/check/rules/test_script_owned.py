@@ -369,7 +369,11 @@ def test_an_optimizer_outside_the_accelerator_gets_scaled_gradients(prepare, opt
         ("model = M.from_pretrained('x', torch_dtype=torch.float16)", "mixed_precision='bf16'", []),
         ("model = M.from_pretrained('x', torch_dtype=torch.float16).float()", "mixed_precision='fp16'", []),
         ("model = M.from_pretrained('x', dtype=torch.half)\nmodel.requires_grad_(False)", "mixed_precision='fp16'", []),
-        ("import peft\nmodel = M.from_pretrained('x', dtype=torch.half)", "mixed_precision='fp16'", []),
+        (
+            "import peft\nmodel = peft.get_peft_model(M.from_pretrained('x', dtype=torch.half), config)",
+            "mixed_precision='fp16'",
+            [],
+        ),
     ],
 )
 def test_the_scaler_rejects_float16_weights(model, options, expected):

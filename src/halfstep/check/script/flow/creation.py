@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import deque
 from collections.abc import Iterator
 
 from halfstep.check.script.flow.conditions import Conditions
@@ -113,11 +114,11 @@ def _start(script: Script, event: Event) -> tuple[ast.AST, Function | None, list
     """The call, or the event itself, that leads to a use from the function that assigns the scaler, and its assignments."""
     outline = script.outline
     bindings = outline.bindings.get(event.scaler, [])
-    for place in (event.node, *reversed(event.roots)):
-        around = list(_around(script, place))
-        scope = next((f for f in (outline.module, *outline.functions) if around and f.node is around[-1]), None)
-        own = [b for b in bindings if b.function is scope]
-        if scope is not None and own:
+    for place in (event.node, *reversed(event.roots)) if bindings else ():
+        outermost = deque(_around(script, place), maxlen=1)
+        own = [b for b in bindings if outermost and b.function.node is outermost[0]]
+        if own:
+            scope = own[0].function
             shared = scope is outline.module or _is_shared(scope, event.scaler)
             return place, scope, bindings if shared else own
     return event.node, None, bindings
