@@ -87,7 +87,8 @@ def _once(events: Iterator[Event]) -> list[Event]:
 
 def _saved_elsewhere(script: Script) -> bool:
     """Whether a scaler is passed to something that saves or restores it."""
-    return any(_SAVES.search(text_of(e.node.func)) for e in script.events("handed") if isinstance(e.node, ast.Call))
+    calls = [e.node for e in script.events("handed", "stored") if isinstance(e.node, ast.Call)]
+    return any(_SAVES.search(text_of(call.func)) for call in calls)
 
 
 class ScalerNotSaved(ScriptRule):
