@@ -103,7 +103,7 @@ def _once(events: Iterator[Event]) -> list[Event]:
 
 def _handed(script: Script) -> list[Event]:
     """The calls of other files that receive a scaler to save or restore it."""
-    handed = _once(script.events("handed"))
+    handed = _once(script.events("handed", "stored"))
     return [e for e in handed if isinstance(e.node, ast.Call) and _SAVES.search(text_of(e.node.func))]
 
 

@@ -8,7 +8,13 @@ from halfstep.check.finding import Finding
 from halfstep.check.fixes.loops import scale_fix, unscale_fix, update_fix
 from halfstep.check.rule import Rule
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.gradients import is_trial, measures_only, skipped_unscale, unscaled_between
+from halfstep.check.script.flow.gradients import (
+    checked_by_hand,
+    is_trial,
+    measures_only,
+    skipped_unscale,
+    unscaled_between,
+)
 from halfstep.check.script.flow.order import (
     STEPS,
     TraceRule,
@@ -19,11 +25,12 @@ from halfstep.check.script.flow.order import (
     later,
     only_settings,
     scaled_before,
+    scales_between,
     switched_off,
     without_amp,
 )
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.flow.updates import seldom_updated
+from halfstep.check.script.flow.updates import owns_loop, seldom_updated
 from halfstep.check.script.objects.values import argument, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -106,14 +113,17 @@ class MissingUpdate(TraceRule):
             return None
         if updated and not all(_created_here(script, key) for key in (event.scaler, *updated)):
             return None  # the same scaler under another name, perhaps
-        if not self._is_complete(script, trace, event):
+        is_open = not self._is_complete(script, trace, event)
+        if is_open and not owns_loop(script, trace, event):
             return None  # the caller may update
+        unless = f", unless the caller of `{event.function.name}` updates it" if is_open else ""
         return self.finding(
             script.where(event.node),
-            f"`{event.scaler}.step` is never followed by `{event.scaler}.update()`: the second step raises RuntimeError, "
-            "and the scale never adapts",
+            f"`{event.scaler}.step` is never followed by `{event.scaler}.update()`{unless}: the second step raises "
+            "RuntimeError, and the scale never adapts",
             instead=f"call {event.scaler}.update() once, after the last step of the iteration",
-            fix=update_fix(script, trace, index),
+            fix=None if is_open else update_fix(script, trace, index),
+            severity="warning" if is_open else None,
         )
 
     @staticmethod
@@ -159,21 +169,23 @@ class UnscaledBackward(TraceRule):
         event = trace[index]
         if event.scaled != "no" or without_amp(event) or event.inside("no_grad"):
             return None
-        following = next(later(trace, index, *STEPS, "zero_grad", "owned_backward"), None)
+        following = next(later(trace, index, *STEPS, "owned_backward"), None)
         if following is None or trace[following].kind != "scaler_step" or is_trial(trace, index, following):
+            return None
+        if between(trace, index, following, "zero_grad"):
             return None
         step = trace[following]
         if event.loops != step.loops[: len(event.loops)] and step.loops != event.loops[: len(step.loops)]:
             return None
-        if switched_off(script, step) or between(trace, index, following, "get_scale"):
+        if switched_off(script, step) or scales_between(trace, index, following):
             return None
         if any(trace[i].function is not event.function for i in earlier(trace, index, "scale")):
             return None  # scaled by a function that returns the loss
         calling = {e.function for e in script.events("backward")}
         if any(e.function not in calling for e in script.events("scale")):
             return None  # scaled by an object that returns the loss
-        others = [e for e in trace if e.kind == "backward" and e.scaled != "no"]
-        if not all(implied(e, event) for e in others) or exclusive(trace, event, "scaler_step"):
+        others = [e for e in trace if e.kind == "backward" and e.scaled != "no" and not e.inside("scaled_loss")]
+        if not all(implied(e, event) for e in others) or (others and exclusive(trace, event, "scaler_step")):
             return None  # scaled in another branch
         before = next((i for i in earlier(trace, index, "backward") if trace[i].scaled == "yes"), index)
         if any(implied(e, event) for e in between(trace, before, index, "unscale")):
@@ -233,7 +245,7 @@ class StepBypassesScaler(TraceRule):
         mine = [
             e for e in between(trace, start, index, "scaler_step", "unscale") if e.optimizer in {event.optimizer, ""}
         ]
-        if any(e.kind == "unscale" for e in mine) and len(event.guards) > len(trace[start].guards):
+        if any(e.kind == "unscale" and checked_by_hand(script, e, event) for e in mine):
             return None  # unscaled and checked by hand
         scaler = trace[start].scaler
         if any(e.kind == "scaler_step" and (implied(event, e) or only_settings(script, e, event)) for e in mine):

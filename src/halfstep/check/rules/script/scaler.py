@@ -31,6 +31,7 @@ _ONE_STEP = re.compile(
     r"^_*(train|training|optimi[sz]ation|optimi[sz]e|update)_?(one_?|single_?)?(step|batch|iteration|iter)$",
     re.IGNORECASE,
 )
+_USES = ("scale", "scaler_step", "unscale", "handed", "stored")
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
 
 
@@ -187,7 +188,7 @@ class ScalerUnused(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Scalers that are never used, or only saved and restored, in scripts that train."""
-        active = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scale", "scaler_step", "unscale", "handed")}
+        active = {e.scaler.rsplit(".", 1)[-1] for e in script.events(*_USES)}
         for scaler in script.scalers:
             last = scaler.key.rsplit(".", 1)[-1]
             if not scaler.key or "[" in last or scaler.enabled == "no" or last in active:

@@ -192,7 +192,7 @@ def _written_keys(script: Script) -> set[str]:
 
 def _written_elsewhere(script: Script) -> bool:
     """Whether a checkpoint may get further entries: a scaler passed on, or a dictionary that is updated."""
-    handed = [e.node for e in script.events("handed") if isinstance(e.node, ast.Call)]
+    handed = [e.node for e in script.events("handed", "stored") if isinstance(e.node, ast.Call)]
     return any(saves(text_of(call.func).rsplit(".", 1)[-1]) for call in handed) or "update" in {
         call.func.attr
         for call, _ in script.outline.calls.get("update", ())

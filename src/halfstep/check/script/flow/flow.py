@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from halfstep.check.script.flow.conditions import Conditions
 from halfstep.check.script.flow.event import Event, Guard, Loop, Region
 from halfstep.check.script.flow.recognise import Recogniser
-from halfstep.check.script.objects.expressions import numerator, unwrap
+from halfstep.check.script.objects.expressions import arguments_of, numerator, unwrap
 from halfstep.check.script.objects.tensors import adds_unscaled, grad_of
 from halfstep.check.script.objects.values import Autocast, autocasts_of, text_of
 from halfstep.check.script.syntax.names import key_of
@@ -36,6 +36,7 @@ _ABOUT_OPTIMIZER = re.compile(
 _LATER = re.compile(
     r"register|hook|thread|process|signal|compile|jit|partial|submit|append|add_|set_|lr_?lambda", re.IGNORECASE
 )
+_ABOUT_LOSS = re.compile(r"loss|scal", re.IGNORECASE)  # what a function may be passed of a scaled loss, unlike inputs
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
 
 _SWITCHES = {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}
@@ -265,9 +266,11 @@ class _Walk:
         """Whether a value computed from scaled variables is scaled: yes or maybe; "" if it uses none."""
         if not self.scaled:
             return ""
+        passed = {a for call in ast.walk(value) if isinstance(call, ast.Call) for a in arguments_of(call)}
         for part in ast.walk(value):
-            if isinstance(part, (ast.Name, ast.Attribute)) and key_of(part) in self.scaled:
-                return self.scaled[key_of(part)].certainty if part is numerator(value) else "maybe"
+            key = key_of(part) if isinstance(part, (ast.Name, ast.Attribute)) else ""
+            if key in self.scaled and (part not in passed or _ABOUT_LOSS.search(key)):
+                return self.scaled[key].certainty if part is numerator(value) else "maybe"
         return ""
 
     def assignment(

@@ -9,16 +9,17 @@ from __future__ import annotations
 import ast
 import re
 
-from halfstep.check.script.flow.event import Event, Guard, compatible
-from halfstep.check.script.flow.order import STEPS, between, is_amp, is_setting
+from halfstep.check.script.flow.event import Event, Guard, compatible, is_accumulation
+from halfstep.check.script.flow.order import STEPS, between, is_amp, is_setting, rebound_between
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.owners import is_of_another
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 
-__all__ = ["is_trial", "measures_only", "skipped_unscale", "unscaled_between"]
+__all__ = ["checked_by_hand", "is_trial", "measures_only", "skipped_unscale", "unscaled_between"]
 
 _INFINITE = re.compile(r"^(float\(['\"]\+?inf(inity)?['\"]\)|(math|np|numpy|torch)\.inf|sys\.maxsize)$", re.IGNORECASE)
+_TESTS = re.compile(r"finite|nan|inf|norm|grad|valid|skip|overflow|ok\b", re.IGNORECASE)
 _WORD = re.compile(r"[A-Za-z_]\w+")
 _COMMON = {
     "args",
@@ -84,3 +85,10 @@ def is_trial(trace: Trace, index: int, step: int) -> bool:
     """Whether a backward comes before the loop of a step, which has a scaled backward of its own."""
     own = (e for e in between(trace, index, step, "backward") if e.scaled == "yes")
     return len(trace[index].loops) < len(trace[step].loops) and any(True for _ in own)
+
+
+def checked_by_hand(script: Script, unscale: Event, step: Event) -> bool:
+    """Whether a step has a condition of its own that may test the unscaled gradients, other than the end of a window."""
+    guards = [g for g in step.guards if g not in unscale.guards and not is_accumulation(g) and not is_amp(g)]
+    guards = [g for g in guards if not is_setting(script, g, step)]
+    return any(_TESTS.search(g.text) for g in guards) or (bool(guards) and rebound_between(script, unscale, step))

@@ -38,6 +38,7 @@ __all__ = [
     "rebound_between",
     "scaled_before",
     "scalers_at",
+    "scales_between",
     "switched_off",
     "together",
     "without_amp",
@@ -63,13 +64,14 @@ _PURE = {
 }  # fmt: skip
 AnyLoop = ast.For | ast.AsyncFor | ast.While
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
+_ON_GPU = re.compile(r"cuda|available", re.IGNORECASE)
 _FLOAT16_IN = re.compile(r" in [\[({].*['\".](fp16|float16|half|16|16-mixed)['\"]?[^'\"]*[\])}]$")
 _NOT_FLOAT32 = re.compile(r"^[\w.\[\]'\"]+ (!= (torch\.)?['\"]?(fp32|float32|float|no|32)['\"]?|is not None)$")
 # Another format than float16: where it is not chosen, float16 may be.
 _OTHER_FORMAT = re.compile(
     r"^\(?[\w.\[\]'\"]+ == (torch\.)?['\"]?(bf16|bfloat16|fp8|float8|int8|bf16-mixed)\w*['\"]?\)?$"
 )
-_FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32", re.IGNORECASE)
+_FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32|(amp|precision|fp16)\w* == ['\"](none|off)['\"]", re.IGNORECASE)
 
 
 class TraceRule(ScriptRule):
@@ -260,7 +262,9 @@ def _excludes_amp(guard: Guard) -> bool:
         return False
     if not is_true and " and " in text and " or " not in text:
         # `use_amp and use_fsdp` is also false in a run with mixed precision; without CUDA there is none.
-        return not full and all(is_amp((part, True)) or _DEVICE.search(part) for part in text.split(" and "))
+        parts = text.split(" and ")
+        tests = any(is_amp((part, True)) for part in parts) or all(map(_ON_GPU.search, parts))
+        return not full and tests and all(is_amp((part, True)) or _DEVICE.search(part) for part in parts)
     return full if is_true else not full and is_amp(guard)
 
 
@@ -276,7 +280,7 @@ def scaled_before(trace: Trace, index: int) -> int | None:
         if back.scaled != "yes":
             continue
         # After a later backward without the scale, or cleared gradients, .grad is no longer known to be scaled.
-        if between(trace, i, index, "zero_grad", "owned_backward", "get_scale", "handed"):
+        if between(trace, i, index, "zero_grad", "owned_backward", "handed") or scales_between(trace, i, index):
             return None
         # One under a condition of its own, as of an adversarial loss, leaves the path without it.
         always = {*back.guards, *trace[index].guards}
@@ -284,6 +288,11 @@ def scaled_before(trace: Trace, index: int) -> int | None:
             return None
         return i
     return None
+
+
+def scales_between(trace: Trace, first: int, last: int) -> bool:
+    """Whether the scale is read between two events in a way that may multiply or divide gradients."""
+    return any(e.scaled != "no" for e in between(trace, first, last, "get_scale"))
 
 
 def scalers_at(script: Script, event: Event) -> list[Scaler]:

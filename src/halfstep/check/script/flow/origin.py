@@ -19,8 +19,9 @@ MAX_DEPTH = 3  # assignments between a value and the loss
 
 
 def region_of_loss(script: Script, trace: Trace, index: int) -> Event | None:
-    """The autocast region that the loss of a backward is computed in."""
+    """The autocast region that the loss of a backward is computed in; around or before a disabled one, what this one reads."""
     event = trace[index]
+    disabled: Event | None = None
     for i in itertools.islice(earlier(trace, index, "enter_autocast"), MAX_REGIONS):
         opened = trace[i]
         if opened.inside("no_grad"):
@@ -28,11 +29,19 @@ def region_of_loss(script: Script, trace: Trace, index: int) -> Event | None:
         around = any(region.node is opened.regions[-1].node for region in event.regions)
         if not around and opened.function is event.function and opened.loops != event.loops:
             return None
+        if disabled is not None:
+            # `with autocast(enabled=False): loss = criterion(outputs)`: the gradients go on through the model.
+            if opened.function is disabled.function and _assigned(opened.node) & _read_in(disabled.node):
+                return opened
+            continue
         if around or comes_from(opened, event, script.outline):
-            return opened
+            if around or not all(a.enabled == "no" for a in opened.regions[-1].autocasts):
+                return opened
+            disabled = opened
+            continue
         if any("float16" not in a.dtypes or a.enabled == "no" for a in opened.regions[-1].autocasts):
             return None
-    return None
+    return disabled
 
 
 def comes_from(opened: Event, event: Event, outline: Outline) -> bool:
@@ -118,6 +127,17 @@ def _behind(names: set[str], function: Function, outline: Outline, depth: int) -
 
 def _assigned(block: ast.AST) -> set[str]:
     return {key for node in ast.walk(block) for key in _stored(node)} - {"self", ""}
+
+
+def _read_in(block: ast.AST) -> set[str]:
+    """The variables that a block reads and does not detach."""
+    detached = {
+        id(n.func.value)
+        for n in ast.walk(block)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr == "detach"
+    }
+    names = (n for n in ast.walk(block) if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load))
+    return {key_of(n) for n in names if id(n) not in detached} - {""}
 
 
 def _stored(node: ast.AST) -> tuple[str, ...]:

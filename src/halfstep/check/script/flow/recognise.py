@@ -10,8 +10,10 @@ import ast
 import re
 from dataclasses import dataclass
 
+from halfstep.check.script.flow.passing import returns_scaler, scales_by_hand, stores
 from halfstep.check.script.objects.expressions import arguments_of, first_key, hand_scaled, models_in, options_of
 from halfstep.check.script.objects.losses import BCE, bce_of, may_be_scaled
+from halfstep.check.script.objects.modules import WRAPS
 from halfstep.check.script.objects.saving import is_setting, looped_objects, passed_objects, restores, saves
 from halfstep.check.script.objects.tensors import adds_unscaled, grad_of, reads_gradients, tensor_of
 from halfstep.check.script.objects.values import DTYPES, argument, constant, make_scaler, schedules_value
@@ -24,15 +26,6 @@ CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "dispatch_clip
 _READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "nan_to_num", "nan_to_num_"}
 _MAY_UNSCALE = re.compile(r"scal|amp", re.IGNORECASE)
 _OWN_CLIPS = {"clip_gradients", "clip_gradient", "clip_grads", "clip_grad", "clip_grad_value"}  # of other files
-WRAPS = {
-    "torch.nn.DataParallel": "dp",
-    "torch.nn.parallel.DataParallel": "dp",
-    "torch.nn.parallel.DistributedDataParallel": "ddp",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "ddp",
-    "apex.parallel.DistributedDataParallel": "ddp",
-    "torch.distributed.fsdp.FullyShardedDataParallel": "fsdp",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "fsdp",
-}
 _OPTIMIZER = re.compile(
     r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_]",
     re.IGNORECASE,
@@ -165,6 +158,8 @@ class Recogniser:
             return ""  # `kwargs.get("scaler")`: passed like a parameter
         if last == "instantiate" and value.args:
             last = _last(key_of(value.args[0])) or last  # of Hydra: `instantiate(cfg.amp.scaler)`
+        if last == "step":
+            return ""  # `optimizer = schedule.step(i, optimizer)`
         if "lr_scheduler" in name or "schedule" in last.lower() or last.endswith("LR"):
             return "other" if schedules_value(value, name) else "scheduler"
         if name.startswith("torch.optim") or _OPTIM_CLASS.search(last) or "optim" in last.lower():
@@ -172,6 +167,8 @@ class Recogniser:
         if "scaler" in last.lower():
             if "standard" in last.lower() or "minmax" in last.lower():
                 return "other"
+            if returns_scaler(self.outline, last):
+                return "scaler"
             # A function that returns a scaler (`build_scaler(cfg)`) or another GradScaler class; other classes differ.
             return "factory" if last.islower() or last.endswith("GradScaler") else "wrapper"
         return "unknown"
@@ -251,7 +248,7 @@ class Recogniser:
             key = key_of(value)
             named = key and (_last(key) in self._scalers_by_use or "scal" in key.lower())
             if named and self.kind_of(key, function) == "scaler":
-                return Action("handed", scaler=key)
+                return Action("stored" if stores(call) else "handed", scaler=key)
         return None
 
     def _on_backward(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
@@ -383,7 +380,8 @@ class Recogniser:
         return Action("item", subject=key) if key else None
 
     def _on_get_scale(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        return Action("get_scale", scaler=key_of(receiver))
+        by_hand = scales_by_hand(self.outline, call, function)
+        return Action("get_scale", scaler=key_of(receiver), scaled="maybe" if by_hand else "no")
 
     def _on_clip_grad_norm_(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         if self.outline.names.full(call.func):

@@ -29,6 +29,10 @@ _CASTS = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16":
 
 # What a function that computes a loss is passed: `loss_fn(x, guidance_scale)` is no loss scale, `loss_fn(x, loss_scale)` may be.
 _LOSS_SCALE = re.compile(r"scaler|scaled|(loss|grad|gradient|amp)_?scale", re.IGNORECASE)
+# Scales of sizes, images and initial weights, which no loss carries.
+_OTHER_SCALE = re.compile(
+    r"(multi|gray|grey|up|down|guidance|cfg|full|large|single|img|image|lr|weight_init)_?scaled?|scale_?factors?|scaled_(init|dot)|scales$"
+)
 
 
 def hand_scaled(node: ast.AST) -> bool:
@@ -38,7 +42,7 @@ def hand_scaled(node: ast.AST) -> bool:
         part = terms.pop()
         if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
             terms += [part.left, part.right]
-        elif not any("scale" in name for name in scale_names(part)):
+        elif not any("scale" in _OTHER_SCALE.sub("", name) for name in scale_names(part)):
             return False
     return True
 

@@ -65,12 +65,15 @@ def may_be_scaled(outline: Outline, loss: ast.expr, function: Function) -> bool:
         return False
     key = key_of(loss)
     bound = [b for b in outline.lookup(key, function) if b.function is function] if key.isidentifier() else []
-    return not bound or not all(b.index is None and _is_arithmetic(b.value) for b in bound)
+    return not bound or not all(b.index is None and _is_arithmetic(b.value, key) for b in bound)
 
 
-def _is_arithmetic(value: ast.expr | None) -> bool:
-    """Whether a value only divides or weights variables none of which may be a scale."""
-    if not isinstance(value, ast.BinOp) or any("scale" in name for name in scale_names(value)):
+def _is_arithmetic(value: ast.expr | None, key: str) -> bool:
+    """Whether a value only copies, divides or weights variables none of which, besides `key` itself, may be a scale."""
+    if not isinstance(value, (ast.BinOp, ast.Name, ast.Attribute)) or any(
+        "scale" in name for name in scale_names(value) if name != key
+    ):
         return False
     calls = [n for n in ast.walk(value) if isinstance(n, ast.Call)]
-    return all(isinstance(c.func, ast.Attribute) and c.func.attr in {"mean", "sum", "float"} for c in calls)
+    names = (c.func.attr if isinstance(c.func, ast.Attribute) else key_of(c.func) for c in calls)
+    return all(name in {"mean", "sum", "float", "int", "max", "len"} for name in names)

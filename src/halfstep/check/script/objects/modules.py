@@ -15,7 +15,17 @@ from halfstep.check.script.objects.values import Autocast, autocasts_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["classes_under_autocast", "created_classes", "regions_in_forward"]
+__all__ = ["WRAPS", "classes_under_autocast", "created_classes", "regions_in_forward"]
+
+WRAPS = {
+    "torch.nn.DataParallel": "dp",
+    "torch.nn.parallel.DataParallel": "dp",
+    "torch.nn.parallel.DistributedDataParallel": "ddp",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "ddp",
+    "apex.parallel.DistributedDataParallel": "ddp",
+    "torch.distributed.fsdp.FullyShardedDataParallel": "fsdp",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "fsdp",
+}
 
 MAX_DEPTH = 4  # functions of the file followed from a region to the call of a model
 Classes = dict[str, set[str]]
