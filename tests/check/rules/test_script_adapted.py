@@ -14,6 +14,7 @@ for x in loader:
     loss = model(x).loss
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
 """
 LOAD = "model = AutoModelForCausalLM.from_pretrained('x', dtype=torch.bfloat16)\n"
 TRAIN = "Trainer(model=model, args=TrainingArguments('out', {flags})).train()\n"

@@ -15,6 +15,7 @@ for x in loader:
     loss = model(x).loss
     {backward}
     optimizer.step()
+    optimizer.zero_grad()
 """
 HALF = "base = AutoModel.from_pretrained(name, torch_dtype=torch.float16)\n"
 ATTACH = "model = get_peft_model(base, LoraConfig())\n"
@@ -34,6 +35,7 @@ class Runner:
             loss = self.model(x).loss
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
 """
 
 

@@ -746,6 +746,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for x, y in loader:
     loss_fn(model(x), y).backward()
     optimizer.step()
+    optimizer.zero_grad()
 """
 
 

@@ -591,11 +591,11 @@ for x, y in loader:
         ("mixed_precision='fp16'", "", ["error"]),
         ("deepspeed_plugin=plugin", "", ["error"]),
         ("mixed_precision=args.precision", "", ["warning"]),
-        ("", "", ["advice"]),
+        ("", "", ["warning"]),
         ("mixed_precision='no'", "", []),
         ("mixed_precision='fp16'", ", enabled=False", []),
     ],
 )
 def test_a_second_scaler_next_to_an_accelerator(options, enabled, expected):
     """A GradScaler that steps a prepared optimizer conflicts with the scaler of an Accelerator in fp16."""
-    assert [f.severity for f in findings(SECOND.format(options=options, enabled=enabled), "HS288")] == expected
+    assert [f.severity for f in findings(SECOND.format(options=options, enabled=enabled), "HS131")] == expected

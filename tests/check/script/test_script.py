@@ -136,6 +136,7 @@ def test_the_work_of_a_script_grows_with_its_length():
         loops = "".join(
             f"def train_{i}(model, loader, optimizer, scaler):\n    for x in loader:\n        with torch.autocast('cuda'):\n"
             "            loss = model(x)\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n        scaler.update()\n"
+            "        optimizer.zero_grad()\n"
             for i in range(count)
         )
         assert findings("import torch\n" + loops) == []

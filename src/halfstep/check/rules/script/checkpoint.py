@@ -76,7 +76,7 @@ def _stepping(script: Script) -> list[Event]:
     events = _once(script.events("scaler_step", "owned_step", "unscale"))
     events += [
         e
-        for e in _once(script.events("handed"))
+        for e in _once(script.events("handed", "stored"))
         if _TRAINS.search(_callee(e)) and (script.scalers_named(e.scaler) or _created(script, e))
     ]
     return [
@@ -254,7 +254,7 @@ def _spread(script: Script, *verbs: str) -> Iterator[Event]:
 
 def _near_steps(script: Script, event: Event, steps: list[Event]) -> list[Event]:
     """The steps connected to a save; all of them, if it is in a helper that nothing in this file calls."""
-    kinds = ("scaler_step", "owned_step", "unscale", "handed")
+    kinds = ("scaler_step", "owned_step", "unscale", "handed", "stored")
     near = [e for e in script.near(event, *kinds) if any(e.node is s.node for s in steps)]
     function, outline = event.function, script.outline
     sites = outline.calls.get(function.name, ())  # also torch.save, if the function is called `save`
@@ -363,8 +363,8 @@ class ScalerNotRestored(ScriptRule):
                 event.function.cls and any(id(s.node) not in idle for s in _created(script, event))
             )
             passed = f"`{_callee(event)}` is passed `{event.scaler}` to save it"
-            saved = passed if event.kind == "handed" else f"the state of `{event.scaler}` is saved"
-            is_entry = event.kind == "handed" or _entry(script, event.node) is not None
+            saved = passed if event.kind in {"handed", "stored"} else f"the state of `{event.scaler}` is saved"
+            is_entry = event.kind in {"handed", "stored"} or _entry(script, event.node) is not None
             if is_entry and is_used and script.has("load_optimizer"):
                 yield self.finding(
                     script.where(event.node),
