@@ -159,6 +159,20 @@ def test_methods_and_other_models(model, name, data, call, expected):
     assert reported(METHOD.format(model=model, name=name, data=data, call=call)) == expected
 
 
+@pytest.mark.parametrize(
+    "validation",
+    [
+        "test_questions = ['a', 'b']\nwith torch.no_grad():\n    for q in test_questions:\n        model.generate(encode(q))\n",
+        "model.eval()\nwith torch.no_grad():\n    shape = model(dummy_input).shape\n",
+    ],
+)
+def test_prompts_and_dummies_are_not_validation(validation):
+    """A few texts of the script itself, and a forward for its output's shape."""
+    assert reported(TRAINED.format(before="", after=validation)) == []
+    real = validation.replace("['a', 'b']", "load()").replace("dummy_input", "valid[0]")
+    assert reported(TRAINED.format(before="", after=real)) != []
+
+
 TRAINED = """\
 import torch
 {before}

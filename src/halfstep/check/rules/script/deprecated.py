@@ -63,6 +63,7 @@ class DeprecatedAmp(ScriptRule):
     good = (
         'import torch\nwith torch.amp.autocast("cuda", enabled=use_amp, dtype=torch.bfloat16):\n    y = model(x)\n',
         "import torch\nwith torch.amp.autocast('cuda', dtype=torch.bfloat16, enabled=use_amp):\n    y = model(x)\n",
+        "import torch\ntry:\n    scaler = getattr(torch, 'amp').GradScaler('cuda')\nexcept Exception:\n    scaler = torch.cuda.amp.GradScaler()\nprint(scaler)\n",
         "try:\n    from torch.amp import GradScaler\nexcept ImportError:\n    from torch.cuda.amp import GradScaler\nscaler = GradScaler()\nprint(scaler)\n",
     )
     references = (
@@ -144,7 +145,13 @@ def _modern_branches(script: Script) -> set[tuple[str, ast.AST]]:
 
 def _is_fallback(script: Script, use: _Use, modern: set[tuple[str, ast.AST]]) -> bool:
     last = use.full.rsplit(".", 1)[-1]
-    return bool(modern) and any((last, around) in modern for around in _around(script, use.name))
+    if any((last, around) in modern for around in _around(script, use.name)):
+        return True
+    # `try: return amp.GradScaler("cuda") / except Exception: return torch.cuda.amp.GradScaler()`, wherever amp comes from
+    tries = [around for around in _around(script, use.name) if isinstance(around, ast.Try)]
+    tried = [node for around in tries for part in around.body for node in ast.walk(part)]
+    calls = [node.func for node in tried if isinstance(node, ast.Call) and node.func is not use.name]
+    return any(isinstance(func, ast.Attribute) and func.attr == last for func in calls)
 
 
 def _around(script: Script, node: ast.AST) -> Iterator[ast.AST]:

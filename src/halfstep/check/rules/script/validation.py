@@ -49,6 +49,7 @@ _EVALUATION = re.compile(
 _LOSS = re.compile(r"(loss|crit|criterion)$", re.IGNORECASE)
 _KERNEL = re.compile(r"flash|sdpa|xformers|(^|[._])attn", re.IGNORECASE)
 _WRAPPER = re.compile(r"accelerator|fabric|trainer", re.IGNORECASE)
+_DUMMY = re.compile(r"\bdummy_?\w*\b", re.IGNORECASE)  # inputs that only show a shape
 _METHODS = re.compile(r"^(generate|predict|encode)")
 _LOADER = re.compile(r"loader|_dl\b|iterator", re.IGNORECASE)
 _SAMPLES = re.compile(r"generat|(^|_)sampl|complet|(^|_)chat", re.IGNORECASE)
@@ -125,7 +126,7 @@ class EvaluationWithoutAutocast(ScriptRule):
             node, function, name = _site(script, event, nodes)
             if _ASIDE.search(function.name) or _samples(script, event, function) or _is_drawn(script, event, nodes):
                 continue
-            if _opens_region(script, event):
+            if _opens_region(script, event) or _DUMMY.search(text_of(event.node)):
                 continue
             # A function that creates the model it runs trains it only if training is part of that function.
             owners = [_function_of(script, root) for root in event.roots if event.node is node]
@@ -205,9 +206,11 @@ def _unknown_regions(event: Event, trained: Event) -> bool:
 def _is_validation(script: Script, event: Event) -> bool:
     """Whether the function around a forward, or the loop around it, is named for validation."""
     loops = loops_around(script, event)
-    return bool(loops) and bool(
-        _VALIDATION.search(event.function.name) or _VALIDATION.search(text_of(getattr(loops[-1], "iter", None)))
-    )
+    data = getattr(loops[-1], "iter", None) if loops else None
+    values = script.outline.values(key_of(data), event.function) if data is not None and key_of(data) else []
+    if any(isinstance(value, (ast.List, ast.Tuple)) and value.elts for value in (*values, data)):
+        return False  # a few prompts of the script itself
+    return bool(loops) and bool(_VALIDATION.search(event.function.name) or _VALIDATION.search(text_of(data)))
 
 
 def _reads_data(script: Script, event: Event) -> bool:
