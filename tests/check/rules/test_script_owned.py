@@ -342,6 +342,11 @@ def test_clipping_waits_for_the_end_of_the_window(options, clip, expected):
     [
         ("model = accelerator.prepare(model)", "mixed_precision='fp16'", ["HS198:error"]),
         ("model = accelerator.prepare(model)", "", ["HS198:warning"]),
+        (
+            "model = accelerator.prepare(model)\nfor k in optimizer.parts:\n    optimizer.parts[k] = accelerator.prepare(optimizer.parts[k])",
+            "",
+            [],
+        ),
         ("model = accelerator.prepare(model)", "mixed_precision='bf16'", []),
         ("model, optimizer = accelerator.prepare(model, optimizer)", "mixed_precision='fp16'", []),
         ("parts = accelerator.prepare(*parts)", "mixed_precision='fp16'", []),

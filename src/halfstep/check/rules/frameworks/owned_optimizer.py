@@ -154,6 +154,9 @@ class OptimizerNotPrepared(TraceRule):
         if not values or not all(_is_unprepared(script, value, engine) for value in values):
             return None
         call = "prepare" if engine.library == ACCELERATE else "setup"
+        passed = [text_of(part) for site, _ in script.outline.calls.get(call, ()) for part in site.args]
+        if any(text.startswith((f"{event.optimizer}.", f"{event.optimizer}[")) for text in passed):
+            return None  # an object of several optimizers, which are prepared one by one
         cause = f"`{event.optimizer}` is not passed to `{engine.key}.{call}`"
         return self._report(script, event, engine, cause, f"pass `{event.optimizer}` to `{engine.key}.{call}`")
 
