@@ -43,6 +43,13 @@ def test_the_loss_of_a_validation_is_not_the_one_of_the_backward(decorator, divi
     assert reported(VALIDATED.format(decorator=decorator, divided=divided)) == expected
 
 
+def test_a_model_that_receives_the_window_may_divide_its_loss():
+    """`loss = model(x, n_accum)` of another file; one that does not receive it is reported."""
+    text = LOGGED.format(log="loss = model(x{window})", name="loss")
+    assert reported(text.format(window=", n_accum")) == []
+    assert reported(text.format(window="")) == [7]
+
+
 LOGGED = """\
 import torch
 optimizer.zero_grad()

@@ -274,15 +274,20 @@ def _is_total(script: Script, divided: str, event: Event) -> bool:
 
 
 def _passed_to_loss(script: Script, last: str) -> bool:
-    """Whether a function of another file receives the number of micro-batches with a loss: `rescale_loss(loss_fn, n)`."""
+    """Whether what another file defines receives the number of micro-batches for a loss: `rescale_loss(loss_fn, n)`, `loss = model(x, n)`."""
+    parents = script.outline.parents
     return any(
         key_of(value).rsplit(".", 1)[-1] == last
-        and _RESCALES_LOSS.search(text_of(call))
+        and (_RESCALES_LOSS.search(text_of(call)) or _assigns_loss(parents.get(call)))
         and not _PRINTS.search(text_of(call.func))
         and script.outline.call_target(call, function) is None
         for call, function in (site for sites in script.outline.calls.values() for site in sites)
         for value in (*call.args, *(k.value for k in call.keywords))
     )
+
+
+def _assigns_loss(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Assign) and any("loss" in text_of(target).lower() for target in node.targets)
 
 
 def _batch_sizes(script: Script) -> set[str]:
