@@ -13,7 +13,7 @@ MAX_LINES = (
 )
 
 
-@settings(max_examples=2000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=700, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**40))
 def test_no_mutant_breaks_the_checker(number):
     """Cases of the rules, mutated as bytes, as lines and as syntax trees: always findings, never a failure."""

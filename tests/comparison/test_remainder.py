@@ -55,6 +55,7 @@ def test_missing_and_interrupted_runs_remain(tmp_path):
     assert remainder.failed == {("fp16", "out of memory")}
 
 
+@pytest.mark.slow
 def test_a_comparison_counts_as_stopped_until_its_last_run_is_done(tmp_path):
     """The survey is marked as stopped from the first run on, so that a killed comparison can be resumed too."""
     marks = []

@@ -526,6 +526,7 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs):
     return killed
 
 
+@pytest.mark.slow
 def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path):
     """Two kills of a real process: weights and losses equal the run that was never killed."""
     assert kill_and_resume(tmp_path, "fp16-lean", kills=2, seed=0, epochs=6) == 2
