@@ -489,7 +489,7 @@ def run_fault(
 
 @contextlib.contextmanager
 def _compiled_by(backend: str | None) -> Iterator[None]:
-    """Let an Engine compile by this backend, from scratch: what was compiled before can change roundings."""
+    """Let an Engine compile by this backend, with nothing left of earlier compilations."""
     if backend is not None:
         torch._dynamo.reset()  # noqa: SLF001
     options = compiling._options  # noqa: SLF001

@@ -7,17 +7,17 @@ import subprocess
 import sys
 
 
-def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None):
-    """The JSON lines of each rank of `python program arguments`; every rank must end well."""
+def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=()):
+    """What each rank of `python options program arguments` printed; every rank must end well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    environment |= variables or {}
+    environment |= {"OMP_NUM_THREADS": "1"} | (variables or {})
     processes = [
         subprocess.Popen(
-            [sys.executable, program, *map(str, arguments)],
-            env=environment | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            [sys.executable, *options, program, *map(str, arguments)],
+            env=environment | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -25,5 +25,12 @@ def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None):
         for rank in range(ranks)
     ]
     outputs = [process.communicate(timeout=timeout) for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(e[-3000:] for _, e in outputs)
-    return [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text, _ in outputs]
+    texts = "\n".join(f"{text[-20000:]}\n{errors[-3000:]}" for text, errors in outputs)
+    assert [process.returncode for process in processes] == [0] * ranks, texts
+    return [text for text, _ in outputs]
+
+
+def cases_of_ranks(program, *arguments, **settings):
+    """The JSON objects of each rank, one per line; other lines are torch's own."""
+    texts = run_ranks(program, *arguments, **settings)
+    return [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in texts]

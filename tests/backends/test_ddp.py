@@ -8,7 +8,7 @@ from torch import nn
 from halfstep.backends import WrappedDDP
 from halfstep.errors import SettingError
 from halfstep.precision.policy import Policy
-from rank_processes import run_ranks
+from rank_processes import cases_of_ranks
 
 PROGRAM = Path(__file__).parents[1] / "ddp_program.py"
 
@@ -32,7 +32,7 @@ def test_what_the_wrapper_cannot_carry_is_rejected(precision, reason):
 @pytest.fixture(scope="module")
 def ranks():
     """What two gloo ranks measured, by case: both run every case of the program in one process each."""
-    lines = run_ranks(PROGRAM)
+    lines = cases_of_ranks(PROGRAM)
     return {first["case"]: [first, second] for first, second in zip(*lines, strict=True)}
 
 

@@ -4,8 +4,6 @@ A failure prints the shortest failing sequence as a program.
 """
 
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from fuzz_driver import Config, Mismatch, replay, shrink
 from fuzz_moves import FP32_WEIGHTS, LEAN, random_run
+from rank_processes import run_ranks
 
 RANKS_PROGRAM = Path(__file__).parents[1] / "fuzz_ddp_program.py"
 PRECISIONS = FP32_WEIGHTS + LEAN
@@ -46,18 +45,8 @@ def test_many_random_calls_match_the_reference(precision, part):
 @pytest.mark.parametrize("seeds", [(0, 8), pytest.param((1000, 300), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_random_calls_on_two_ranks_match_one_process_over_all_data(seeds):
     """Under DistributedDataParallel, with other data, weights and overflows on each rank, in equal bits on both."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     path = os.pathsep.join([str(RANKS_PROGRAM.parent), *filter(None, sys.path)])
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "error", RANKS_PROGRAM, *map(str, seeds)]
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    output = [rank.communicate(timeout=1200)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n\n".join(output)
+    output = run_ranks(RANKS_PROGRAM, *seeds, timeout=1200, variables={"PYTHONPATH": path}, options=("-W", "error"))
     assert [text.splitlines()[-1] for text in output] == [f"rank {rank}: {seeds[1]} runs" for rank in range(2)]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rank_processes import run_ranks
+from rank_processes import cases_of_ranks
 
 PROGRAM = Path(__file__).parents[1] / "sharding_program.py"
 
@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What two ranks printed, by case."""
-    lines = run_ranks(PROGRAM, folder)
+    lines = cases_of_ranks(PROGRAM, folder)
     return {first["case"]: [first, second] for first, second in zip(*lines, strict=True)}
 
 
@@ -32,7 +32,7 @@ def test_each_rank_steps_its_part_as_a_plain_tensor(ranks):
 def test_kernels_step_the_parts(tmp_path):
     """All of them in one launch, in Triton's interpreter."""
     pytest.importorskip("triton")
-    for (line,) in run_ranks(PROGRAM, tmp_path, "kernels_step_the_parts", variables={"TRITON_INTERPRET": "1"}):
+    for (line,) in cases_of_ranks(PROGRAM, tmp_path, "kernels_step_the_parts", variables={"TRITON_INTERPRET": "1"}):
         assert line["wrong"] == []
         assert line["launched"] == line["stepped"] > 0
 
@@ -60,7 +60,7 @@ def test_states_are_saved_and_loaded_as_wholes(ranks, case):
 @pytest.mark.usefixtures("ranks")
 def test_a_checkpoint_of_two_ranks_continues_on_one(folder):
     """Weights, masters and moments."""
-    ((line,),) = run_ranks(PROGRAM, folder, "a_checkpoint_of_two_ranks_continues", ranks=1)
+    ((line,),) = cases_of_ranks(PROGRAM, folder, "a_checkpoint_of_two_ranks_continues", ranks=1)
     assert line["wrong"] == []
     assert line["loaded"] > 5
 

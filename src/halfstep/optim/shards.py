@@ -2,17 +2,17 @@
 
 FSDP2 (`fully_shard`) and tensor parallelism make a parameter a DTensor: a local tensor, a mesh of ranks, and how the whole
 is placed on it. A rule that treats each element alone needs no other rank: weights, masters and moments are stepped as
-plain local tensors, by the same kernels. Only the optimizer's `state_dict` speaks of the whole. There the entries of a
+plain local tensors, by the same kernels. Only the optimizer's `state_dict` has whole tensors: there the entries of a
 sharded parameter are DTensors with its placements, so that torch's `get_optimizer_state_dict` and
 `torch.distributed.checkpoint` save them, also for another number of ranks. 8-bit moments are fp32 there, as their blocks
-belong to one way of sharding, and the int16 numbers of split masters are pairs of bytes, as neither NCCL nor gloo sends int16.
+belong to one way of sharding, and the int16 numbers of split masters are pairs of bytes, as gloo does not send int16.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,24 +22,23 @@ from halfstep.kernels.layout import restore
 __all__ = ["gradient_of", "is_sharded", "local", "own_state", "placed_as", "share_of", "whole_state"]
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> TypeGuard[Any]:
     """Whether a tensor is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # importing it takes long, and without it there are none
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """The part that this rank stores, which shares its memory; a plain tensor is its own."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # noqa: SLF001
+    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # noqa: SLF001 - to_local() records a graph
+    return part
 
 
-def gradient_of(param: Tensor) -> Tensor:
+def gradient_of(param: Any) -> Tensor:
     """This rank's part of a parameter's gradient, which may have to be reduced over ranks first."""
-    grad: Any = param.grad
-    if not is_sharded(grad):
-        return grad  # type: ignore[no-any-return]
-    if is_sharded(param) and tuple(grad.placements) != tuple(param.placements):  # type: ignore[attr-defined]
-        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    grad = param.grad
+    if is_sharded(param) and is_sharded(grad) and tuple(grad.placements) != tuple(param.placements):
+        grad = grad.redistribute(placements=param.placements)
     return local(grad)
 
 
@@ -57,13 +56,12 @@ def share_of(param: Any, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if not is_sharded(param):
-        return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+        return value.full_tensor() if is_sharded(value) else value
     mesh, placements = param.device_mesh, param.placements
     if is_sharded(value):
-        placed: Any = value
-        if (placed.device_mesh, tuple(placed.placements)) != (mesh, tuple(placements)):
-            placed = placed.redistribute(mesh, placements)
-        return local(placed)
+        if (value.device_mesh, tuple(value.placements)) != (mesh, tuple(placements)):
+            value = value.redistribute(mesh, placements)
+        return local(value)
     if value.dim() == 0 or value.shape[: param.dim()] != param.shape:  # a step count, or a scalar of the rule
         return value
     from torch.distributed.tensor import distribute_tensor

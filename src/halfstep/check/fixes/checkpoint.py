@@ -55,13 +55,14 @@ def _save_edit(script: Script, event: Event, scaler: Scaler, names: dict[str, st
     entry = script.outline.parents.get(event.node)
     if not isinstance(entry, ast.Dict):
         return None
-    key = next((k for k, v in zip(entry.keys, entry.values, strict=True) if v is event.node), None)
+    pairs = zip(entry.keys, entry.values, strict=True)
+    key, saved = next(((k, v) for k, v in pairs if v is event.node), (None, entry))
     value = constant(key)
     if key is None or not isinstance(value, str):
         return None
     quote = script.lines.source(key)[-1]
     names[value] = quote + (value.replace("optimizer", "scaler") if "optimizer" in value else "scaler") + quote
-    text, end = script.lines.text, script.lines.span(event.node)[1]  # type: ignore[arg-type]
+    text, end = script.lines.text, script.lines.span(saved)[1]
     line_start = script.lines.starts[key.lineno - 1]
     indent = text[line_start : script.lines.span(key)[0]]
     added = f"{names[value]}: {scaler.key}.state_dict()"

@@ -40,7 +40,7 @@ class MisspeltAccelerateKey(KindRule):
     kind = "accelerate"
     reason = (
         "`accelerate launch` copies each key of `deepspeed_config` and `fsdp_config` to an option of that name, known or not. A misspelt "
-        "one sets an option that nothing reads: with `zero_stge: 3` the run uses stage 2, with `gradient_cliping` it does not clip, and "
+        "one sets an option that nothing reads: with `zero_stge: 3` the run uses stage 2, with `gradient_cliping: 0.5` it clips at 1.0, and "
         "nothing is logged. An unknown key at the top level raises a ValueError."
     )
     bad = (

@@ -86,5 +86,5 @@ def _computes(parent: ast.AST, node: ast.AST) -> bool:
     """Whether an expression multiplies or divides by a part of it."""
     if isinstance(parent, (ast.BinOp, ast.AugAssign)):
         return isinstance(parent.op, _ARITHMETIC)
-    is_call = isinstance(parent, ast.Call) and node is not parent.func
-    return is_call and isinstance(parent.func, ast.Attribute) and parent.func.attr in _SCALED_BY  # type: ignore[attr-defined]
+    func = parent.func if isinstance(parent, ast.Call) and node is not parent.func else None
+    return isinstance(func, ast.Attribute) and func.attr in _SCALED_BY
