@@ -1,10 +1,13 @@
 """Start a program on several gloo ranks of this machine and read what each printed."""
 
+import contextlib
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 
 
 def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=()):
@@ -14,17 +17,23 @@ def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options
         port = free.getsockname()[1]
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     environment |= {"OMP_NUM_THREADS": "1"} | (variables or {})
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *options, program, *map(str, arguments)],
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=timeout) for process in processes]
+    with contextlib.ExitStack() as stack:
+        # Files and not pipes: a rank whose pipe is full would stop, and the others wait for it.
+        files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(ranks)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *options, program, *map(str, arguments)],
+                env=environment | {"RANK": str(rank)},
+                stdout=out,
+                stderr=errors,
+            )
+            for rank, (out, errors) in enumerate(files)
+        ]
+        for process in processes:
+            process.wait(timeout)
+        for file in itertools.chain(*files):
+            file.seek(0)
+        outputs = [(out.read(), errors.read()) for out, errors in files]
     texts = "\n".join(f"{text[-20000:]}\n{errors[-3000:]}" for text, errors in outputs)
     assert [process.returncode for process in processes] == [0] * ranks, texts
     return [text for text, _ in outputs]
