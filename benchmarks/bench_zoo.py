@@ -11,7 +11,8 @@ round begins with the next row, so that a drift of the clocks affects all of the
 zoo_results.py, the loops in zoo_rows.py, the accuracy in zoo_gradients.py, the models in zoo_models.py.
 
 The peak of a row is `max_memory_allocated` of its fourth step less what was allocated before its model was built, i.e. the other
-rows' weights and states, and the batch, which all rows share; only this row's model has activations and gradients then. Autocast's
+rows' weights and states, and the batch, which all rows share; only this row's model has activations and gradients then. The caching
+allocator rounds large blocks by up to 1 MiB, which varies with what ran before: `requested_bytes` is the same peak without that. Autocast's
 weight cache is as torch has it, and part of a row's peak. TF32, cuDNN's benchmark mode and memory formats are torch's defaults, the
 same for all rows, and recorded.
 
@@ -41,7 +42,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo_gradients import ACCURACY_ROWS, build_model, gradient_rows, leak_lines
 from zoo_models import CASES, COMPILED, HELD_BACK, Case
-from zoo_results import bars_of, ratio_of, render_tables
+from zoo_results import bars_of, describe_bar, ratio_of, render_tables
 from zoo_rows import COMPILED_ROWS, EAGER_ROWS, Loop, Row, make_loop, unavailable
 
 from halfstep.backends.context import RunContext
@@ -74,7 +75,7 @@ def measure(case: Case, rows: tuple[Row, ...], device: torch.device, args: argpa
         if reason:
             entry["error"] = reason
             continue
-        before = _allocated(device)
+        before, before_requested = _allocated(device), _requested(device)
         try:
             built = time.perf_counter()
             loop = make_loop(row, template, job, batch, context)
@@ -82,7 +83,7 @@ def measure(case: Case, rows: tuple[Row, ...], device: torch.device, args: argpa
                 loop.step()
             _synchronize(device)
             entry["warm_up_seconds"] = time.perf_counter() - built
-            entry["peak_bytes"] = _peak_of_step(loop, device, before)
+            entry |= _peak_of_step(loop, device, before, before_requested)
             num_steps = num_steps or _choose_steps(loop, device, args.seconds)
             if row.kind == "amp":
                 entry["rate_before_engines"] = _rate(loop, num_steps, batch_size, device)
@@ -166,14 +167,22 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated()
 
 
-def _peak_of_step(loop: Loop, device: torch.device, before: int) -> int | None:
-    """Peak of one step above what was allocated before the row was built; None where torch does not count."""
+def _requested(device: torch.device, when: str = "current") -> int:
+    """Bytes that tensors asked for, before the allocator rounds them."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]) if device.type == "cuda" else 0
+
+
+def _peak_of_step(loop: Loop, device: torch.device, before: int, before_requested: int) -> dict[str, int | None]:
+    """Peaks of one step above what there was before the row was built; None where torch does not count."""
     if device.type != "cuda":
-        return None
+        return {"peak_bytes": None, "requested_bytes": None}
     torch.cuda.reset_peak_memory_stats()
     loop.step()
     _synchronize(device)
-    return torch.cuda.max_memory_allocated() - before
+    return {
+        "peak_bytes": torch.cuda.max_memory_allocated() - before,
+        "requested_bytes": _requested(device, "peak") - before_requested,
+    }
 
 
 def _create_workspaces(device: torch.device) -> None:
@@ -245,11 +254,7 @@ def _print_speed(record: dict[str, Any]) -> None:
         )
     for bar in record["bars"]:
         verdict = "met   " if bar["met"] else "MISSED"
-        if "median" in bar:
-            value = f"{bar['median']:.3f} ({bar['low']:.3f} to {bar['high']:.3f}), bar {bar['limit']:.2f}"
-        else:
-            value = f"{bar['bytes_per_parameter']:+.2f} B/param against {bar['baseline']}, {bar['peak_bytes'] / bar['limit']:.4f} of the bar"
-        print(f"  {verdict} {bar['bar']}: {value}")
+        print(f"  {verdict} {bar['bar']}: {describe_bar(bar)}")
 
 
 def _print_accuracy(record: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["ACCURACY_BAR", "bars_of", "interval", "ratio_of", "render_tables"]
+__all__ = ["ACCURACY_BAR", "bars_of", "describe_bar", "interval", "ratio_of", "render_tables"]
 
 COVERAGE = 0.90
 LEAN_SPEED, LEAN_SPEED_FP32_BUFFERS, FP16_LEAN_SPEED, PRESET_SPEED = 0.98, 0.95, 0.96, 1.00
@@ -58,14 +58,27 @@ def _peak_bar(
     record: Record, row: str, baseline: str, *, factor: float = 1.0, added: float = 0.0
 ) -> Iterable[dict[str, Any]]:
     """The peak of `row` at most `factor` times that of `baseline` plus `added` bytes per parameter."""
-    peaks = {entry["name"]: entry.get("peak_bytes") for entry in record["rows"]}
+    peaks, requested = (
+        {entry["name"]: entry.get(key) for entry in record["rows"]} for key in ("peak_bytes", "requested_bytes")
+    )
     peak, other = peaks.get(row), peaks.get(baseline)
     if peak is not None and other is not None:
         limit = round(factor * other + added * record["parameters"])
-        yield {
+        bar = {
             "bar": f"{row}: peak", "row": row, "baseline": baseline, "peak_bytes": peak, "limit": limit,
             "bytes_per_parameter": (peak - other) / record["parameters"], "met": peak <= limit,
         }  # fmt: skip
+        if requested.get(row) is not None and requested.get(baseline) is not None:
+            bar["requested_per_parameter"] = (requested[row] - requested[baseline]) / record["parameters"]
+        yield bar
+
+
+def describe_bar(bar: Mapping[str, Any]) -> str:
+    """The value of a bar next to its limit."""
+    if "median" in bar:
+        return f"{bar['median']:.3f} ({bar['low']:.3f} to {bar['high']:.3f}), bar {bar['limit']:.2f}"
+    requested = f" ({bar['requested_per_parameter']:+.2f} requested)" if "requested_per_parameter" in bar else ""
+    return f"{bar['bytes_per_parameter']:+.2f} B/param{requested} against {bar['baseline']}, {bar['peak_bytes'] / bar['limit']:.4f} of the bar"
 
 
 def bars_of(record: Record) -> list[dict[str, Any]]:
@@ -186,11 +199,11 @@ def _accuracy_table(records: Sequence[Record]) -> str:
 def _missed(records: Sequence[Record]) -> str:
     """The bars that are not met, and the rows that did not run."""
     lines = [
-        f"- {record['model']}: {bar['bar']}: "
-        + (f"{bar['median']:.3f} ({bar['low']:.3f} to {bar['high']:.3f}), bar {bar['limit']:.2f}" if "median" in bar else
-           f"{bar['bytes_per_parameter']:+.2f} B/param against {bar['baseline']}, {bar['peak_bytes'] / bar['limit']:.4f} of the bar")
-        for record in records for bar in bars_of(record) if not bar["met"]
-    ]  # fmt: skip
+        f"- {record['model']}: {bar['bar']}: {describe_bar(bar)}"
+        for record in records
+        for bar in bars_of(record)
+        if not bar["met"]
+    ]
     lines += [
         f"- {record['model']}: {row['name']} did not run: {row['error']}"
         for record in records

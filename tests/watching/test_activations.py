@@ -41,6 +41,22 @@ def test_outputs_of_leaves_are_counted_exactly():
     assert stats["1"].zeros == 2
 
 
+def test_dropout_is_not_counted():
+    """Its output is its input with zeros; subclasses are left out too."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.ReLU())
+    assert set(count(model, torch.ones(3, 2))) == {"0", "3"}
+
+
+def test_a_second_sample_of_other_shapes_is_counted_exactly():
+    """What is kept from sample to sample follows the shapes."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    hooks = Activations(model)
+    for rows in (4, 4, 7):
+        stats = count(model, torch.randn(rows, 2), hooks=hooks)
+        assert [stats[name].numel for name in ("0", "1")] == [3 * rows, 3 * rows]
+        assert sum(stats["0"].bins) + stats["0"].zeros == 3 * rows
+
+
 @pytest.mark.parametrize("limit", [1, 100, 10**9])
 def test_micro_batches_and_shared_modules_add_up(monkeypatch, limit):
     """Several calls of a module are one row: counts are summed and extremes combined, however they were grouped."""

@@ -1,15 +1,15 @@
 """One launch that reads every tensor of a list once and counts its elements by exponent.
 
 A GPU reads elements far faster than it can do one memory operation, or the 8 ballots and 8 population counts of `tl.histogram`, for
-each of them. So an element becomes a 32-bit integer with one bit set, at the position of its exponent in a window of 31 powers of
-two, and these integers are added in carry-save form: bit k of "ones", "twos", "fours" and so on are the binary digits of counter k,
+each of them. So an element becomes a 32-bit integer with one bit set, at the position (from 1) of its exponent in a window of 31 powers
+of two, and these integers are added in carry-save form: bit k of "ones", "twos", "fours" and so on are the binary digits of counter k,
 and a full adder (two logic instructions for all 32 counters) adds three integers of one weight to one of the same and one of
 twice the weight. That is the positional population count of Harley and Seal, two instructions per element. At the end of its
 chunk a program unpacks the digits, sums over its threads in 16-bit fields and adds the sums to the tensor's row of the table.
 
 The window begins a little above the largest magnitude of the chunk's first elements. 31 powers of two are enough for nearly every
 chunk of a real tensor: with normally distributed elements 1 chunk in 2500 leaves it. The extremes of the chunk, which are reported
-anyway, show whether all of it was in the window or 0; position 31 collects what is below. If it was not, or if there is an inf, a
+anyway, show whether all of it was in the window or 0; position 0 collects what is below. If it was not, or if there is an inf, a
 NaN or a subnormal, the chunk is read again: once for the special values, then once per window from its largest to its smallest
 magnitude. So the counts are exact for all bit patterns, and the usual chunk is read once.
 """
@@ -68,7 +68,6 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _SMALLEST_NORMAL = tl.constexpr(0x00800000)
 _FRACTION = tl.constexpr(23)
 _FRACTION_MASK = tl.constexpr(0x007FFFFF)
-_BELOW = tl.constexpr(-(1 << 23))  # distance from the window of what is below it; its position is 31
 _SUBNORMAL_SHIFT = tl.constexpr(149 << 23)
 
 
@@ -109,11 +108,11 @@ def _add3(a, b, c):
 
 @triton.jit
 def _add_tile(distance, ones, twos, fours, ROWS: tl.constexpr, VECTOR: tl.constexpr):
-    """Add a tile, as distances from the window, to the lowest digits; also returns the carry, of weight VECTOR.
+    """Add a tile, as distances, to the lowest digits; also returns the carry, of weight VECTOR.
 
     A row has VECTOR / 2 integers of weight 1, half as many of weight 2 and so on, all in one thread.
     """
-    marks = 1 << ((distance >> _FRACTION) & 31)
+    marks = 1 << (distance >> _FRACTION)
     a, b = tl.split(tl.reshape(marks, (ROWS, VECTOR // 2, 2)))
     ones, carry = _add3(ones, a, b)
     if VECTOR == 8:
@@ -178,8 +177,8 @@ def _flush(
     total = 0
     for half in tl.static_range(2):
         counts = (fields >> (16 * half)) & 0xFFFF
-        inside = column + 16 * half < _WINDOW
-        bins = tl.minimum(tl.maximum(first_bin + column + 16 * half, 0), _NUM_BINS - 1)
+        inside = column + 16 * half > 0
+        bins = tl.minimum(tl.maximum(first_bin + column + 16 * half - 1, 0), _NUM_BINS - 1)
         tl.atomic_add(row + bins, counts.to(tl.int64), mask=inside & (counts > 0), sem="relaxed")
         total += tl.sum(tl.where(inside, counts, 0))
     return total
@@ -187,16 +186,16 @@ def _flush(
 
 @triton.jit
 def _distance(bits, start, AGAIN: tl.constexpr):
-    """How far an element is above the window's start, in units of 2^-23 powers of two; _BELOW if it is not in the window.
+    """How far an element is above the power of two below the window, in units of 2^-23 powers; 0 if it is not in the window.
 
     Without AGAIN elements above the window are not recognised: the caller finds them by the largest element.
     """
     if AGAIN:
         bits = _without_subnormals(tl.where(bits < _INF_BITS, bits, 0))
         inside = (bits >= start) & (bits < start + _WINDOW * _SMALLEST_NORMAL)
-        distance = tl.where(inside, bits - start, _BELOW)
+        distance = tl.where(inside, bits - (start - _SMALLEST_NORMAL), 0)
     else:
-        distance = tl.maximum(bits - start, _BELOW)
+        distance = tl.maximum(bits - (start - _SMALLEST_NORMAL), 0)
     return distance
 
 
