@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.engine.graph import is_opaque, nodes_of
+from halfstep.engine.graph import is_custom, is_opaque, nodes_of
 from halfstep.watching.probes import Probes, Range, version_of
 
 __all__ = ["BackwardOrigin", "BackwardTrace", "Node"]
@@ -90,17 +90,27 @@ class BackwardTrace:
         graph = list(dict.fromkeys(node for root in roots for node in nodes_of(root.grad_fn)))
         start = len(self.nodes)
         index = {node: start + i for i, node in enumerate(graph)}
-        with contextlib.ExitStack() as undo:
+        handles: list[Any] = []
+        try:
             for node in graph:
                 edges = tuple((-1, 0) if n is None else (index[n], nr) for n, nr in node.next_functions)
-                variable = id(node.variable) if node.name().endswith(_ACCUMULATE) else None
-                name, sequence_nr = node.name().rpartition("::")[2], node._sequence_nr()  # noqa: SLF001
-                self.nodes.append(Node(name, sequence_nr, edges, variable, thread, outer))
-                opaque = is_opaque(node)
-                undo.callback(node.register_prehook(self._enter(index[node], opaque)).remove)
-                undo.callback(node.register_hook(self._measure(index[node], opaque)).remove)
+                name = node.name()
+                variable = id(node.variable) if name.endswith(_ACCUMULATE) else None
+                number = index[node]
+                self.nodes.append(
+                    Node(name.rpartition("::")[2], node._sequence_nr(), edges, variable, thread, outer)  # noqa: SLF001
+                )
+                # Only custom functions run a backward pass of their own, and only they write where torch does not see it.
+                custom = is_custom(node)
+                opaque = custom and is_opaque(node)
+                if custom:
+                    handles.append(node.register_prehook(self._enter(number, opaque)))
+                handles.append(node.register_hook(self._measure(number, custom, opaque)))
             del graph, index
             yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _enter(self, number: int, opaque: bool) -> Any:
         def enter(_: Any) -> None:
@@ -110,9 +120,9 @@ class BackwardTrace:
 
         return enter
 
-    def _measure(self, number: int, opaque: bool) -> Any:
+    def _measure(self, number: int, custom: bool, opaque: bool) -> Any:
         def hook(results: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
-            while self._running and self._running.pop() != number:
+            while custom and self._running and self._running.pop() != number:
                 pass
             node = self.nodes[number]
             node.order, self._num_run = self._num_run, self._num_run + 1

@@ -105,6 +105,10 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_opaque = 0  # custom functions in progress
         self._last_nr, self._node, self._in_function = next_sequence_nr(), -1, False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a replay runs in eager mode anyway, and torch's wrapper against compiling costs time for each operation
+
     def __enter__(self) -> Self:
         """Observe; tensors do not wait in custom functions, whose kernels may write to them without torch's knowledge."""
         self._apply = apply = torch.autograd.Function.__dict__["apply"]
@@ -138,7 +142,9 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources: set[int] = set()
         changes_waiting = False
         for place, value in (*enumerate(args), *kwargs.items()):
-            for tensor in _tensors(value):
+            if not isinstance(value, Tensor | list | tuple):
+                continue
+            for tensor in (value,) if isinstance(value, Tensor) else _tensors(value):
                 storage = storage_of(tensor)
                 sources.add(storage)
                 is_changed = place in about.changed

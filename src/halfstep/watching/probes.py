@@ -139,10 +139,10 @@ class Probes:
         """Whether a kernel can measure later, on the stream on which the first tensor of the device was added."""
         if self._at_once:
             return False
-        stream = -1 if device.type != "cuda" else _raw_stream(device)
         if device not in self._streams:
-            self._streams[device] = stream if triton_runs_on(device) else None
-        return self._streams[device] == stream
+            self._streams[device] = _stream(device) if triton_runs_on(device) else None
+        home = self._streams[device]
+        return home is not None and home == _stream(device)
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -209,6 +209,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _raw_stream(device: torch.device) -> int:
+def _stream(device: torch.device) -> int:
+    """The address of the current stream of a GPU; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(torch._C._cuda_getCurrentRawStream(index))  # noqa: SLF001 - a tenth of the time of the public name
