@@ -11,6 +11,7 @@ from torch import nn
 
 from halfstep.engine.engine import Engine
 from halfstep.scaling.scaler import LossScaler
+from halfstep.watching.probes import OverwrittenError, Probes
 from halfstep.watching.replay import examine
 from halfstep.watching.skips import Autopsies
 
@@ -204,6 +205,49 @@ def test_the_scale_is_not_blamed_for_a_gradient_that_is_not_finite_without_it():
     train(watch, overflow_in_backward)
     assert watch.autopsies[0].at_scale_1 is False
     assert "is not to blame" in watch.autopsies[0].sentence
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_the_gradients_at_scale_1_use_the_graph_again_unless_a_custom_function_is_in_it(custom):
+    """A custom function may change what it saved, so there the forward is computed again."""
+    torch.manual_seed(0)
+    model, calls = nn.Linear(4, 1), []
+    watch = Autopsies()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    engine = Engine(model, optimizer, "fp16", watch=watch, scaler=LossScaler(init_scale=2.0**17))
+
+    def compute():
+        calls.append(1)
+        result = model(torch.ones(2, 4))
+        return (Overflowing.apply(result, 1.0) if custom else result).float().sum()
+
+    with engine.forward():
+        loss = compute()
+    engine.backward(loss)
+    assert engine.step(replay=compute).skipped
+    engine.close()
+    (autopsy,) = watch.autopsies
+    assert (autopsy.cause, autopsy.at_scale_1) == ("backward", True)
+    assert len(calls) == (3 if custom else 2)
+
+
+def test_a_replay_whose_tensors_were_overwritten_is_repeated_with_measurements_at_once(monkeypatch):
+    """The cause is the same as without the first attempt."""
+    attempts = []
+
+    class Changed(Probes):
+        def read(self):
+            attempts.append(self._at_once)
+            if not self._at_once:
+                raise OverwrittenError
+            return super().read()
+
+    monkeypatch.setattr("halfstep.watching.replay.Probes", Changed)
+    monkeypatch.setattr("halfstep.watching.replay._bad_gradients", lambda replays: [])
+    watch = Autopsies()
+    train(watch, overflow_in_forward)
+    assert attempts[:2] == [False, True]
+    assert (watch.autopsies[0].cause, watch.autopsies[0].module) == CASES[overflow_in_forward]
 
 
 def test_the_scaler_keeps_its_trajectory_whatever_the_cause():

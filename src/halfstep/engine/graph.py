@@ -22,7 +22,17 @@ from halfstep.events import log_warning
 from halfstep.precision.formats import DTYPES_16_BIT, format_name
 from halfstep.precision.policy import Policy
 
-__all__ = ["LossObserver", "Products", "leftover_factor", "nodes_of", "operation_of", "products_of", "wide_results"]
+__all__ = [
+    "LossObserver",
+    "Products",
+    "is_custom",
+    "is_opaque",
+    "leftover_factor",
+    "nodes_of",
+    "operation_of",
+    "products_of",
+    "wide_results",
+]
 
 _PRODUCT = re.compile(
     r"^(Addmm|AddmmActivation|Addmv|Addbmm|Addr|Baddbmm|Bmm|Mm|Matmul|Mv|Dot"
@@ -94,6 +104,29 @@ def nodes_of(root: Any) -> Iterator[Any]:
             visited.add(node)
             yield node
             pending += [parent for parent, _ in node.next_functions]
+
+
+def is_custom(node: Any) -> bool:
+    """Whether a node runs a custom autograd function in Python or C++, other than Halfstep's."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return _package(getattr(type(node), "_forward_cls", None)) != "halfstep"
+    return type(node).__name__ == "CppFunction"
+
+
+def is_opaque(function: Any) -> bool:
+    """Whether an autograd function, or the node of one, may write to tensors without torch's knowledge, by kernels of its own.
+
+    Halfstep's write only to what they allocate, and torch's own by operations that count versions.
+    """
+    if isinstance(function, torch.autograd.function.BackwardCFunction):
+        function = getattr(type(function), "_forward_cls", None)
+    elif not isinstance(function, type):
+        return is_custom(function)
+    return _package(function) not in {"halfstep", "torch"}
+
+
+def _package(function: Any) -> str:
+    return str(getattr(function, "__module__", "")).partition(".")[0]
 
 
 def _kind(name: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "SMALLEST",
     "ZEROS",
     "ChunkTable",
+    "Extent",
     "Pointer",
     "PointerTable",
     "table_bytes",
@@ -106,6 +108,15 @@ class ChunkTable:
         bounds[0, 1:], bounds[1, 1:] = np.cumsum(num_full), np.cumsum(num_others)
         bounds[1] += self.num_full
         self.bounds = to_device(bounds, device)
+
+
+class Extent(NamedTuple):
+    """Where the elements of a tensor are: rows of `inner` elements that begin `pitch` elements apart."""
+
+    pointer: int
+    numel: int  # of different addresses: an expanded tensor has fewer than elements
+    inner: int
+    pitch: int
 
 
 class PointerTable:

@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.engine.graph import nodes_of
-from halfstep.watching.probes import Probes, Range
+from halfstep.engine.graph import is_custom, is_opaque, nodes_of
+from halfstep.watching.probes import Probes, Range, version_of
 
 __all__ = ["BackwardOrigin", "BackwardTrace", "Node"]
 
@@ -64,6 +65,8 @@ class BackwardTrace:
         self._probes = probes
         self._num_run = 0
         self._running: list[int] = []
+        # By storage and version. The weak reference keeps the address of a storage from being used again.
+        self._measured: dict[tuple[int, int], tuple[StorageWeakRef, dict[Any, int | None]]] = {}
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -87,30 +90,62 @@ class BackwardTrace:
         graph = list(dict.fromkeys(node for root in roots for node in nodes_of(root.grad_fn)))
         start = len(self.nodes)
         index = {node: start + i for i, node in enumerate(graph)}
-        with contextlib.ExitStack() as undo:
+        handles: list[Any] = []
+        try:
             for node in graph:
                 edges = tuple((-1, 0) if n is None else (index[n], nr) for n, nr in node.next_functions)
-                variable = id(node.variable) if node.name().endswith(_ACCUMULATE) else None
-                name, sequence_nr = node.name().rpartition("::")[2], node._sequence_nr()  # noqa: SLF001
-                self.nodes.append(Node(name, sequence_nr, edges, variable, thread, outer))
-                undo.callback(node.register_prehook(self._enter(index[node])).remove)
-                undo.callback(node.register_hook(self._measure(index[node])).remove)
+                name = node.name()
+                variable = id(node.variable) if name.endswith(_ACCUMULATE) else None
+                number = index[node]
+                self.nodes.append(
+                    Node(name.rpartition("::")[2], node._sequence_nr(), edges, variable, thread, outer)  # noqa: SLF001
+                )
+                # Only custom functions run a backward pass of their own, and only they write where torch does not see it.
+                custom = is_custom(node)
+                opaque = custom and is_opaque(node)
+                if custom:
+                    handles.append(node.register_prehook(self._enter(number, opaque)))
+                handles.append(node.register_hook(self._measure(number, custom, opaque)))
             del graph, index
             yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def _enter(self, number: int) -> Any:
-        return lambda _: self._running.append(number)
+    def _enter(self, number: int, opaque: bool) -> Any:
+        def enter(_: Any) -> None:
+            if opaque:
+                self._probes.flush()
+            self._running.append(number)
 
-    def _measure(self, number: int) -> Any:
+        return enter
+
+    def _measure(self, number: int, custom: bool, opaque: bool) -> Any:
         def hook(results: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
-            while self._running and self._running.pop() != number:
+            while custom and self._running and self._running.pop() != number:
                 pass
             node = self.nodes[number]
             node.order, self._num_run = self._num_run, self._num_run + 1
-            node.inputs = tuple(None if g is None else self._probes.add(g) for g in gradients)
-            node.outputs = tuple(None if g is None else self._probes.add(g) for g in results)
+            node.inputs = tuple(map(self._add, gradients))
+            if opaque:  # a kernel of its own may have written to a gradient without counting a version
+                self._measured.clear()
+            node.outputs = tuple(map(self._add, results))
 
         return hook
+
+    def _add(self, gradient: Tensor | None) -> int | None:
+        """The probe of a gradient; one that arrives as it left another node is not measured again."""
+        if gradient is None:
+            return None
+        version = version_of(gradient)
+        if version is None or gradient.layout is not torch.strided:
+            return self._probes.add(gradient, at_once=True)
+        storage = gradient.untyped_storage()
+        key = storage._cdata, version  # noqa: SLF001 - as in StorageWeakRef
+        known = self._measured.get(key)
+        if known is None:
+            known = self._measured[key] = StorageWeakRef(storage), {}  # type: ignore[no-untyped-call]
+        return self._probes.add(gradient, measured=known[1], version=version)
 
     def origin(self, ranges: Sequence[Range]) -> BackwardOrigin | None:
         """The origin of the first parameter gradient that is not finite."""

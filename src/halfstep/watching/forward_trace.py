@@ -19,14 +19,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep.engine.graph import is_opaque
 from halfstep.watching.places import Places, next_sequence_nr
-from halfstep.watching.probes import Probes, Range
+from halfstep.watching.probes import Probes, Range, storage_of, view_of
 
 __all__ = ["CONSTANTS", "ForwardTrace", "Operation", "Origin"]
 
@@ -86,6 +87,7 @@ class _Storage:
     writers: tuple[int, ...] = ()  # the operations that wrote it or parts of it
     is_empty: bool = False  # whatever was in memory, until something is written
     probes: dict[_Key, int | None] = field(default_factory=dict)  # by view, since the last of them
+    measured: dict[Any, int | None] = field(default_factory=dict)  # by memory: views of other shapes are measured once
 
 
 class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,10 +98,38 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self._places, self._probes = places, probes
         self._storages: dict[int, _Storage] = {}
-        self._names = {_storage_of(tensor): name for name, tensor in reversed(list(named.items()))}
+        self._names = {storage_of(tensor): name for name, tensor in reversed(list(named.items()))}
         self._writers_of: dict[int, tuple[int, ...]] = {}  # probe -> operations
         self.named: dict[int, str] = {}  # probe -> parameter or buffer
+        self._apply: Any = None  # of autograd functions, while it is replaced
+        self._num_opaque = 0  # custom functions in progress
         self._last_nr, self._node, self._in_function = next_sequence_nr(), -1, False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a replay runs in eager mode anyway, and torch's wrapper against compiling costs time for each operation
+
+    def __enter__(self) -> Self:
+        """Observe; tensors do not wait in custom functions, whose kernels may write to them without torch's knowledge."""
+        self._apply = apply = torch.autograd.Function.__dict__["apply"]
+
+        def followed_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_opaque(cls):
+                return apply.__func__(cls, *args, **kwargs)
+            self._probes.flush()
+            self._num_opaque += 1
+            try:
+                return apply.__func__(cls, *args, **kwargs)
+            finally:
+                self._num_opaque -= 1
+
+        torch.autograd.Function.apply = classmethod(followed_apply)  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,17 +138,29 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_constant = about.name == "lift_fresh"  # torch.tensor(...)
         if about.is_view and not is_constant:
             return func(*args, **kwargs)
-        overwritten = about.written if about.overwrites else ()
-        inputs = [self.look(t) for i, a in enumerate(args) if i not in overwritten for t in _tensors(a)]
-        inputs = [] if is_constant else inputs
-        inputs += [self.look(t) for key, a in kwargs.items() if key not in about.written for t in _tensors(a)]
+        inputs: list[int | None] = []
+        sources: set[int] = set()
+        changes_waiting = False
+        for place, value in (*enumerate(args), *kwargs.items()):
+            if not isinstance(value, Tensor | list | tuple):
+                continue
+            for tensor in (value,) if isinstance(value, Tensor) else _tensors(value):
+                storage = storage_of(tensor)
+                sources.add(storage)
+                is_changed = place in about.changed
+                if not is_constant and place not in about.overwritten:
+                    inputs.append(self._look(tensor, storage, at_once=is_changed))
+                changes_waiting |= is_changed and storage in self._probes.storages
+        if changes_waiting:
+            self._probes.flush()
         result = func(*args, **kwargs)
         number = len(self.operations)
-        sources = {_storage_of(t) for a in (*args, *kwargs.values()) for t in _tensors(a)}
-        outputs = [] if about.undefined else [self._written(t, number, sources) for t in _tensors(result)]
-        if about.undefined:
-            for tensor in _tensors(result):
-                self._storages[_storage_of(tensor)] = _Storage(is_empty=True)
+        outputs: list[int | None] = []
+        for tensor in _tensors(result):
+            if about.undefined:
+                self._storages[storage_of(tensor)] = _Storage(is_empty=True)
+            else:
+                outputs.append(self._written(tensor, number, sources))
         places = self._places
         self.operations.append(
             Operation(
@@ -148,15 +190,22 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def look(self, tensor: Tensor) -> int | None:
         """The probe of a tensor as it is now."""
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+        return self._look(tensor, storage_of(tensor))
+
+    def _look(self, tensor: Tensor, number: int, *, at_once: bool = False) -> int | None:
+        dtype = tensor.dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
             return None
-        storage = self._storages.setdefault(_storage_of(tensor), _Storage())
+        storage = self._storages.get(number)
+        if storage is None:
+            storage = self._storages[number] = _Storage()
         if storage.is_empty:
             return None
-        key = _view_of(tensor)
+        key = view_of(tensor)
         if key not in storage.probes:
-            name = "" if storage.writers else self._names.get(_storage_of(tensor), "")
-            probe = storage.probes[key] = self._probes.add(tensor, name)
+            name = "" if storage.writers else self._names.get(number, "")
+            probe = self._probes.add(tensor, name, measured=storage.measured, at_once=at_once or self._num_opaque > 0)
+            storage.probes[key] = probe
             if probe is not None:
                 self._writers_of[probe] = storage.writers
                 if name:
@@ -166,11 +215,11 @@ class ForwardTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _written(self, tensor: Tensor, number: int, sources: set[int]) -> int | None:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return None
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         # Into a tensor that exists, perhaps a part of it only, or into new memory, perhaps where a freed tensor was.
         before = self._storages.get(storage, _Storage()).writers if storage in sources else ()
         self._storages[storage] = _Storage((*before, number))
-        return self.look(tensor)
+        return self._look(tensor, storage)
 
     # --- after the read ---------------------------------------------------------------------------------------------
 
@@ -244,8 +293,8 @@ class _About:
     name: str
     is_view: bool
     undefined: bool  # its results are whatever is in memory
-    overwrites: bool  # what it writes does not depend on what was there
-    written: tuple[Any, ...]  # positions and names of the arguments that it writes
+    changed: frozenset[int | str]  # positions and names of the arguments that it writes
+    overwritten: frozenset[int | str]  # those of which what it writes does not depend
 
 
 @functools.cache
@@ -256,7 +305,10 @@ def _about(func: Any) -> _About:
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     names = [schema.arguments[i].name for i in written]
     overwrites = name in _OVERWRITES or "out" in names
-    return _About(name, is_view, name in _UNDEFINED, overwrites, (*written, *(names if overwrites else ())))
+    # The schemas of batch norms do not declare that they update the running statistics.
+    hidden = [i for i, a in enumerate(schema.arguments) if a.name.startswith("running_")]
+    changed = frozenset((*written, *hidden, *names, *(schema.arguments[i].name for i in hidden)))
+    return _About(name, is_view, name in _UNDEFINED, changed, frozenset((*written, *names) if overwrites else ()))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -269,16 +321,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _some(probes: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(p for p in probes if p is not None))
-
-
-def _storage_of(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - its identity, also where it has no memory
-    except (NotImplementedError, RuntimeError):  # sparse
-        return -id(tensor)
-
-
-def _view_of(tensor: Tensor) -> _Key:
-    if tensor.layout is not torch.strided:
-        return (id(tensor),)
-    return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -3,9 +3,11 @@
     forward     traced; if a loss is not finite, its chain is followed to the origin, and that is all
     backward    otherwise traced at the same scale; if a gradient is not finite, its chain is followed. What the forward absorbed
                 (an inf that tanh maps to 1) may still ruin a gradient: then the origin in the forward is the cause
-    scale 1     forward and backward once more, if a loss scale was in use: is it to blame?
+    scale 1     backward once more, if a loss scale was in use: is it to blame? The graph of the forward is used again where
+                torch alone computes the gradients; otherwise the forward is computed again too
 
-The host waits once after each pass. Training continues bit for bit as without the replay (`engine/replay/undisturbed.py`).
+If something goes wrong, such as a tensor that was overwritten before it was measured, the replay is repeated carefully: every
+tensor is measured at once, and no graph is used twice. The host waits once after each pass. Training continues bit for bit as without the replay (`engine/replay/undisturbed.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from halfstep.engine.graph import operation_of
-from halfstep.engine.replay.record import MicroBatch, Replays
+from halfstep.engine.graph import is_custom, nodes_of, operation_of
+from halfstep.engine.replay.record import Generators, MicroBatch, Replays
 from halfstep.engine.replay.undisturbed import BufferCopies, compute_losses, run_backward, scale_losses, undisturbed
 from halfstep.hardware.probe import Hardware
 from halfstep.kernels.gradstats import dense_values, total_norm
@@ -28,7 +29,7 @@ from halfstep.watching.backward_trace import BackwardOrigin, BackwardTrace, Node
 from halfstep.watching.causes import explained, largest_finite
 from halfstep.watching.forward_trace import ForwardTrace, Origin
 from halfstep.watching.places import Places
-from halfstep.watching.probes import Probes, Range
+from halfstep.watching.probes import Probes, Range, version_of
 
 __all__ = ["examine"]
 
@@ -48,15 +49,27 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
             else "Pass engine.step(replay=fn), where fn() returns the loss of this micro-batch."
         )
         return replace(plain, sentence=f"no replay: {reason}.{seen_in}", advice=advice)
-    try:
-        with undisturbed(replays):
-            autopsy = _examine(replays, [b for b in batches if b is not None], plain)
-    except Exception as error:
-        return replace(plain, sentence=f"the replay failed with {type(error).__name__}: {error}")
+    known = [b for b in batches if b is not None]
+    autopsy, failure = _attempt(replays, known, plain, careful=False)
+    if autopsy is None:
+        autopsy, failure = _attempt(replays, known, plain, careful=True)
+    if autopsy is None:
+        return replace(plain, sentence=f"the replay failed with {failure}")
     notes = autopsy.notes
     if replays.is_compiled:
         notes = (*notes, "compiled code was replayed in eager mode, where roundings and dropout masks can differ")
     return explained(replace(autopsy, notes=notes, seconds=time.perf_counter() - started), hardware)
+
+
+def _attempt(
+    replays: Replays, batches: list[MicroBatch], plain: Autopsy, *, careful: bool
+) -> tuple[Autopsy | None, str]:
+    """The autopsy, or the error; the frames of the error, and their memory, are gone."""
+    try:
+        with undisturbed(replays):
+            return _examine(replays, batches, plain, careful=careful), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _reason_against(replays: Replays, batches: list[MicroBatch | None]) -> str | None:
@@ -71,7 +84,7 @@ def _reason_against(replays: Replays, batches: list[MicroBatch | None]) -> str |
     return None
 
 
-def _examine(replays: Replays, batches: list[MicroBatch], plain: Autopsy) -> Autopsy:
+def _examine(replays: Replays, batches: list[MicroBatch], plain: Autopsy, *, careful: bool) -> Autopsy:
     if all(float(batch.factor) == 0 for batch in batches):
         sentence = "every micro-batch of the window had the weight 0, so there was nothing to update."
         return replace(plain, cause="data", op="weight", sentence=sentence)
@@ -80,7 +93,7 @@ def _examine(replays: Replays, batches: list[MicroBatch], plain: Autopsy) -> Aut
         factor = float(batch.factor)
         if not math.isfinite(factor):
             return replace(case, cause="data", op="weight", value="nan" if math.isnan(factor) else "inf")
-        autopsy = _Replay(replays, batch, case, BufferCopies(replays.run.module)).autopsy()
+        autopsy = _Replay(replays, batch, case, BufferCopies(replays.run.module), careful).autopsy()
         if autopsy is not None:
             return autopsy
     return _of_sum(replays, replace(plain, cause="not reproduced"))
@@ -102,12 +115,13 @@ class _Replay:
     batch: MicroBatch
     case: Autopsy
     start: BufferCopies
+    careful: bool  # measure at once, and use no graph twice
 
     def autopsy(self) -> Autopsy | None:
         """The cause, if it is in this micro-batch."""
         run = self.replays.run
         named = dict(run.module.named_buffers()) | dict(run.module.named_parameters()) | run.params
-        probes, places = Probes(), Places(run.module)
+        probes, places = Probes(at_once=self.careful), Places(run.module)
         trace = ForwardTrace(places, probes, named)
         with places.followed(), trace:
             losses = compute_losses(self.replays, self.batch)
@@ -149,8 +163,9 @@ class _Replay:
     def _in_backward(
         self, trace: ForwardTrace, ranges: list[Range], places: Places, losses: list[Tensor]
     ) -> Autopsy | None:
+        graph = _Graph.of(self.replays, losses) if self._has_scale and not self.careful else None
         with places.followed():  # what checkpoints compute again
-            gradients, measured = self._trace_backward(losses, self.case.scale)
+            gradients, measured = self._trace_backward(losses, self.case.scale, retain_graph=graph is not None)
         origin = gradients.origin(measured)
         if origin is None:
             return self._of_accumulation()
@@ -166,13 +181,19 @@ class _Replay:
         operation = trace.of_node(node.sequence_nr) if node.outer is None else None
         if operation is not None:
             autopsy = replace(autopsy, inputs=autopsy.inputs + tuple(ranges[p] for p in operation.inputs))
-        return self._blame_scale(autopsy)
+        return self._blame_scale(autopsy, graph)
 
-    def _trace_backward(self, losses: list[Tensor], scale: float) -> tuple[BackwardTrace, list[Range]]:
-        probes = Probes()
+    @property
+    def _has_scale(self) -> bool:
+        return self.replays.scaler.settings.mode != "none" and self.case.scale != 1.0
+
+    def _trace_backward(
+        self, losses: list[Tensor], scale: float, *, retain_graph: bool = False
+    ) -> tuple[BackwardTrace, list[Range]]:
+        probes = Probes(at_once=self.careful)
         trace, scaled = BackwardTrace(probes), scale_losses(self.replays, losses, self.batch.factor, scale)
         with trace.followed():
-            run_backward(self.replays, scaled)
+            run_backward(self.replays, scaled, retain_graph=retain_graph)
         return trace, probes.read()
 
     def _describe(self, origin: BackwardOrigin, trace: BackwardTrace, ranges: list[Range], places: Places) -> Autopsy:
@@ -212,14 +233,19 @@ class _Replay:
             parameter=names[0],
         )
 
-    def _blame_scale(self, autopsy: Autopsy) -> Autopsy:
-        """Compute the micro-batch again without loss scaling, if there was any."""
-        if self.replays.scaler.settings.mode == "none" or self.case.scale == 1.0:
+    def _blame_scale(self, autopsy: Autopsy, graph: _Graph | None) -> Autopsy:
+        """Compute the gradients again without loss scaling, if there was any."""
+        if not self._has_scale:
             return autopsy
         for param in self.replays.run.params.values():
             param.grad = None
-        self.start.restore()
-        trace, ranges = self._trace_backward(compute_losses(self.replays, self.batch), 1.0)
+        if graph is not None and graph.is_unchanged():
+            graph.generators.restore()
+            losses = graph.losses
+        else:
+            self.start.restore()
+            losses = compute_losses(self.replays, self.batch)
+        trace, ranges = self._trace_backward(losses, 1.0)
         finite = trace.origin(ranges) is None and not _bad_gradients(self.replays)
         largest, limit = trace.largest(ranges, autopsy.dtype), largest_finite(autopsy.dtype)
         fitting = None
@@ -227,6 +253,27 @@ class _Replay:
             fitting = 2.0 ** math.floor(math.log2(limit / largest))
             fitting = fitting if fitting < self.case.scale else None  # an intermediate value that is nowhere visible
         return replace(autopsy, at_scale_1=finite, fitting_scale=fitting)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The graph of a forward pass and what a second backward over it needs: the state at the start of the first."""
+
+    losses: list[Tensor]
+    generators: Generators
+    buffers: list[tuple[Tensor, int | None]]  # with their versions
+
+    @classmethod
+    def of(cls, replays: Replays, losses: list[Tensor]) -> _Graph | None:
+        """None if a custom function is in the graph: it may change what it saved, so that a second backward is wrong."""
+        if any(is_custom(node) for loss in losses for node in nodes_of(loss.grad_fn)):
+            return None
+        buffers = [(buffer, version_of(buffer)) for buffer in replays.run.module.buffers()]
+        return cls(losses, Generators.now(replays.run.device), buffers)
+
+    def is_unchanged(self) -> bool:
+        """Whether the first backward changed no buffer: what a checkpoint computes again may depend on one."""
+        return all(version is not None and version == version_of(buffer) for buffer, version in self.buffers)
 
 
 def _place_of(node: Node, trace: BackwardTrace, places: Places) -> str | None:
@@ -237,11 +284,10 @@ def _place_of(node: Node, trace: BackwardTrace, places: Places) -> str | None:
 
 def _bad_gradients(replays: Replays) -> list[str]:
     """The parameters whose gradients are not finite; waits for the device."""
-    grads = {name: p.grad for name, p in replays.run.params.items() if p.grad is not None}
-    if not grads:
-        return []
-    flags = torch.stack([dense_values(g).isfinite().all().to(replays.run.device) for g in grads.values()]).tolist()
-    return [name for name, finite in zip(grads, flags, strict=True) if not finite]
+    probes = Probes()
+    numbers = {name: probes.add(p.grad) for name, p in replays.run.params.items() if p.grad is not None}
+    ranges = probes.read()
+    return [name for name, number in numbers.items() if number is not None and not ranges[number].finite]
 
 
 def _value_of(grad: Tensor) -> str:

@@ -65,12 +65,12 @@ def scale_losses(replays: Replays, losses: list[Tensor], factor: float | Tensor,
     return losses if factor == 1.0 else [loss * factor for loss in losses]
 
 
-def run_backward(replays: Replays, scaled: list[Tensor]) -> None:
+def run_backward(replays: Replays, scaled: list[Tensor], *, retain_graph: bool = False) -> None:
     """Backpropagate scaled losses as Engine.backward does."""
     rule = recomputing(lean=replays.run.policy.is_lean)
     with torch.autocast(replays.run.device.type, enabled=False), rule:
         for index, loss in enumerate(scaled):
-            replays.backend.backward(loss, retain_graph=index + 1 < len(scaled))
+            replays.backend.backward(loss, retain_graph=retain_graph or index + 1 < len(scaled))
 
 
 @contextlib.contextmanager
