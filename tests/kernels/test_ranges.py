@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep.kernels.available import triton_runs_on
-from halfstep.kernels.ranges import decode, extent_of, launch_ranges, reference_range
+from halfstep.kernels.ranges.ranges import decode, extent_of, launch_ranges, reference_range
 from halfstep.watching.backward_trace import BackwardTrace
 from halfstep.watching.forward_trace import ForwardTrace
 from halfstep.watching.places import Places
