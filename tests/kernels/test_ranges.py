@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep.kernels.available import triton_runs_on
-from halfstep.kernels.ranges import decode, extent_of, launch_ranges, reference_range
+from halfstep.kernels.ranges.ranges import decode, extent_of, launch_ranges, reference_range
 from halfstep.watching.backward_trace import BackwardTrace
 from halfstep.watching.forward_trace import ForwardTrace
 from halfstep.watching.places import Places
@@ -58,6 +58,20 @@ def test_the_kernel_finds_the_extremes_that_the_reference_finds():
     measured = decode(table, [t.dtype for t in tensors])
     for tensor, pair in zip(tensors, measured, strict=True):
         assert np.array_equal(pair, aminmax(tensor), equal_nan=True), (tensor.dtype, tensor.shape, tensor.stride())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_lists_are_measured_in_several_launches(monkeypatch):
+    """Views, special values and all dtypes, through probes whose waiting tensors exceed the limit several times."""
+    monkeypatch.setattr("halfstep.watching.probes.MOST_WAITING_BYTES", 1 << 16)
+    probes, tensors = Probes(), [tensor for dtype in DTYPES for tensor in cases(dtype)]
+    numbers = [probes.add(tensor) for tensor in tensors]
+    assert len(probes._tables) > 1
+    assert not probes._pairs
+    ranges = probes.read()
+    for tensor, number in zip(tensors, numbers, strict=True):
+        measured = ranges[number].low, ranges[number].high
+        assert np.array_equal(measured, aminmax(tensor), equal_nan=True), (tensor.dtype, tensor.shape, tensor.stride())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

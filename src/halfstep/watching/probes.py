@@ -3,7 +3,7 @@
 A probe is the smallest and the largest element of one tensor. NaN propagates to both and an infinity is one of them, so a
 probe also answers whether the tensor is finite, at the cost of one read of it and no wait.
 
-On a GPU tensors first wait: references to them are collected, and one launch measures many (`kernels/ranges.py`). That is exact
+On a GPU tensors first wait: references to them are collected, and one launch measures many (`kernels/ranges/`). That is exact
 only if nothing writes to them in the meantime. Who adds a tensor flushes before a write that it can see; a version counter or an
 address that changed shows the others, and then `read` raises.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.available import triton_runs_on
-from halfstep.kernels.ranges import decode, extent_of, launch_ranges, reference_range
+from halfstep.kernels.ranges.ranges import decode, extent_of, launch_ranges, reference_range
 from halfstep.kernels.table import Extent
 
 __all__ = ["OverwrittenError", "Probes", "Range", "storage_of", "version_of", "view_of"]

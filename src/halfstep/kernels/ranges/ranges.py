@@ -57,7 +57,7 @@ def _extent_of_view(tensor: Tensor, pointer: int) -> Extent | None:
 
 def launch_ranges(extents: Sequence[Extent], item_bytes: Sequence[int], device: torch.device) -> Tensor:
     """Measure memory on one device: a table for `decode`, int32 (T, 2), on it."""
-    from halfstep.kernels.ranges_triton import fill
+    from halfstep.kernels.ranges.ranges_triton import fill
 
     table = torch.full((len(extents), 2), -(1 << 31), dtype=torch.int32, device=device)
     for width in sorted(set(item_bytes)):
