@@ -25,7 +25,7 @@ from halfstep.kernels.table import Extent
 
 __all__ = ["OverwrittenError", "Probes", "Range", "storage_of", "version_of", "view_of"]
 
-MOST_WAITING_BYTES = 1 << 28
+MOST_WAITING_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)

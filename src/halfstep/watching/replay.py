@@ -12,8 +12,11 @@ tensor is measured at once, and no graph is used twice. The host waits once afte
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,10 +69,22 @@ def _attempt(
 ) -> tuple[Autopsy | None, str]:
     """The autopsy, or the error; the frames of the error, and their memory, are gone."""
     try:
-        with undisturbed(replays):
+        with _without_collection(), undisturbed(replays):
             return _examine(replays, batches, plain, careful=careful), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Pause Python's garbage collector: a replay creates objects by the ten thousand, and one collection can take longer than it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _reason_against(replays: Replays, batches: list[MicroBatch | None]) -> str | None:

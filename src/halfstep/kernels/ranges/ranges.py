@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.gradstats import dense_values
-from halfstep.kernels.table import Extent
+from halfstep.kernels.table import Extent, to_device
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["decode", "extent_of", "launch_ranges", "reference_range"]
@@ -57,18 +57,21 @@ def _extent_of_view(tensor: Tensor, pointer: int) -> Extent | None:
 
 def launch_ranges(extents: Sequence[Extent], item_bytes: Sequence[int], device: torch.device) -> Tensor:
     """Measure memory on one device: a table for `decode`, int32 (T, 2), on it."""
-    from halfstep.kernels.ranges.ranges_triton import fill
+    from halfstep.kernels.ranges.ranges_triton import CHUNK, fill
 
+    groups: dict[
+        tuple[int, bool, bool], list[int]
+    ] = {}  # by the variant of the kernel; small ones do not share a grid with large
+    for row, (extent, width) in enumerate(zip(extents, item_bytes, strict=True)):
+        groups.setdefault((width, extent.inner != extent.numel, extent.numel <= CHUNK), []).append(row)
+    order = [row for rows in groups.values() for row in rows]
+    about = to_device(np.array([(*extents[row], row) for row in order], dtype=np.int64), device)
     table = torch.full((len(extents), 2), -(1 << 31), dtype=torch.int32, device=device)
-    for width in sorted(set(item_bytes)):
-        for pitched in (False, True):
-            rows = [
-                row
-                for row, (extent, size) in enumerate(zip(extents, item_bytes, strict=True))
-                if size == width and (extent.inner != extent.numel) == pitched
-            ]
-            if rows:
-                fill(table, rows, [extents[row] for row in rows], width, pitched=pitched)
+    start = 0
+    for (width, pitched, _), rows in groups.items():
+        part = about[start : start + len(rows)]
+        fill(table, part, max(extents[row].numel for row in rows), width, pitched=pitched)
+        start += len(rows)
     return table
 
 
