@@ -39,6 +39,7 @@ class Agreement:
         self._weighted = False  # whether this rank passed weights in this window
         self._broken: Tensor | None = None  # whether this rank's norm is not finite; None once it was sent
         self._skip: Tensor | None = None  # the same of all ranks
+        self.sums: Tensor | None = None  # of the numbers that were sent with the last weight
 
     def reference(self, reference: float | Tensor, *, weighted: bool) -> float | Tensor:
         """The reference of all ranks, from that of this one."""
@@ -58,10 +59,14 @@ class Agreement:
         self._broken, self._skip = (~norm.isfinite()).to(torch.float32), None
         return norm
 
-    def weight(self, weight: float | Tensor, *, several: bool = False) -> Tensor:
-        """The mean of the windows' weights over ranks; the flag travels with it, and `several` for `one_backward`."""
+    def weight(self, weight: float | Tensor, *numbers: float | Tensor, several: bool = False) -> Tensor:
+        """The mean of the windows' weights over ranks; the flag travels with it, and `several` for `one_backward`.
+
+        So do other `numbers`, whose sums over ranks are then in `sums`.
+        """
         broken = 0.0 if self._broken is None else self._broken
-        message = self._reduced([weight, broken, float(self._weighted), float(several)], dist.ReduceOp.SUM)
+        message = self._reduced([weight, broken, float(self._weighted), float(several), *numbers], dist.ReduceOp.SUM)
+        self.sums = message[4:]
         self._skip, self._broken, self._weighted = (message[1] > 0).to(torch.float32), None, False
         self._readback.push(torch.stack((message[2], message[3], self._tensor(self._common))))
         return message[0] / self._num_ranks

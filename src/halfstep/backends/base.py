@@ -97,6 +97,11 @@ class Backend:
         """The flag, the same on every rank: 1 if any rank saw a non-finite gradient."""
         return found_inf
 
+    @property
+    def overflowed_ranks(self) -> tuple[int, ...]:
+        """The ranks whose own gradients of the last update were not finite, where the backend knows it; may wait for the device."""
+        return ()
+
     def step(self, optimizer: torch.optim.Optimizer, decision: Any) -> bool:
         """Take the step of an optimizer that this backend owns; False leaves it to the Engine."""
         return False

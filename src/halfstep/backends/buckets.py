@@ -12,12 +12,13 @@ are: fp32 gradients of bf16 weights, reduced in the policy's format, of a model 
     write-back  the mean over ranks in the gradient's dtype, one tensor per bucket of which the gradients are views. A
                 parameter that no rank used has no gradient; only a rank that lacks a gradient reads the numbers back.
 
-fp16 sums of N ranks overflow at 65504 / N, and quotients by N underflow, so gradients are divided by about sqrt(N) before
-the sum and by the rest after it, as FSDP2 does.
+An fp16 sum over N ranks overflows where the mean is above 65504 / N, and gradients divided by N underflow. So they are
+divided by about sqrt(N) before the sum and by the rest after it, as FSDP2 does.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -112,6 +113,7 @@ class GradientReducer:
         self._lock = threading.RLock()  # autograd has a thread per device
         self._handles: dict[Tensor, Any] = {}
         self.reductions = Reductions()
+        self.found_inf: Tensor | None = None  # 1 if a message of this rank was not finite; until `reset`
 
     # --- one reduction ------------------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Drop a reduction that a failed backward left unfinished."""
-        self._armed, self._num_sent = False, 0
+        self._armed, self._num_sent, self.found_inf = False, 0, None
         for bucket in self._buckets:
             bucket.work = bucket.flat = None  # not awaited: the other ranks may have stopped
 
@@ -208,7 +210,9 @@ class GradientReducer:
             values = [_real(_dense(slot)) for slot in present]
             if before != 1:  # in the gradients' own dtype, whose range is at least that of the message
                 values = list(torch._foreach_mul(values, 1 / before))  # noqa: SLF001
-            torch._foreach_copy_([slot.view(flat) for slot in present], values)
+            views = [slot.view(flat) for slot in present]
+            torch._foreach_copy_(views, values)
+            self._look(views)
         flat[bucket.num_values :].fill_(1)
         for index, slot in enumerate(bucket.slots):
             if slot.param.grad is None:
@@ -217,6 +221,16 @@ class GradientReducer:
             slot.param.grad = None
         bucket.flat, bucket.work = flat, dist.all_reduce(flat, group=self._group, async_op=True)
         self._num_sent += 1
+
+    def _look(self, values: list[Tensor]) -> None:
+        """Note whether they are finite: after the sum over ranks nothing shows which rank had an overflow."""
+        values = [each for each in values if each.numel()]
+        if not values:
+            return
+        largest = torch.stack(list(torch._foreach_norm(values, math.inf))).amax()  # noqa: SLF001
+        found_inf = (~largest.isfinite()).to(torch.float32)
+        first = found_inf if self.found_inf is None else self.found_inf
+        self.found_inf = torch.maximum(first, found_inf.to(first.device))
 
     @torch.no_grad()
     def _write_back(self, bucket: _Bucket) -> list[_Slot]:

@@ -147,7 +147,12 @@ class DataParallel(Replicas):
 
     def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
         """The mean over ranks, as gradients are averaged."""
-        return weight if self._agreement is None else self._agreement.weight(weight, several=self._several)
+        if self._agreement is None or self._reducer is None:
+            return weight
+        flags: list[float | Tensor] = [0.0] * self._context.world_size
+        found_inf = self._reducer.found_inf
+        flags[self._context.rank] = 0.0 if found_inf is None else found_inf
+        return self._agreement.weight(weight, *flags, several=self._several)
 
     def share_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Give every rank the buffers of rank 0."""
@@ -160,6 +165,12 @@ class DataParallel(Replicas):
         self._last, self._num_last, self._several = False, 0, False
         if self._reducer is not None:
             self._reducer.reset()
+
+    @property
+    def overflowed_ranks(self) -> tuple[int, ...]:
+        """The ranks whose own gradients of the last update were not finite; waits for the device."""
+        sums = None if self._agreement is None else self._agreement.sums
+        return () if sums is None else tuple(rank for rank, flag in enumerate(sums.tolist()) if flag)
 
     # --- always -------------------------------------------------------------------------------------------------
 
