@@ -59,13 +59,14 @@ class Agreement:
         self._broken, self._skip = (~norm.isfinite()).to(torch.float32), None
         return norm
 
-    def weight(self, weight: float | Tensor, *numbers: float | Tensor, several: bool = False) -> Tensor:
+    def weight(self, weight: float | Tensor, *numbers: Tensor, several: bool = False) -> Tensor:
         """The mean of the windows' weights over ranks; the flag travels with it, and `several` for `one_backward`.
 
         So do other `numbers`, whose sums over ranks are then in `sums`.
         """
         broken = 0.0 if self._broken is None else self._broken
-        message = self._reduced([weight, broken, float(self._weighted), float(several), *numbers], dist.ReduceOp.SUM)
+        values = [weight, broken, float(self._weighted), float(several)]
+        message = self._reduced(values, dist.ReduceOp.SUM, *numbers)
         self.sums = message[4:]
         self._skip, self._broken, self._weighted = (message[1] > 0).to(torch.float32), None, False
         self._readback.push(torch.stack((message[2], message[3], self._tensor(self._common))))
@@ -93,7 +94,11 @@ class Agreement:
             return value.detach().to(self._device, torch.float32)
         return torch.full((), value, dtype=torch.float32, device=self._device)
 
-    def _reduced(self, values: list[float | Tensor], operation: Any) -> Tensor:
+    def _reduced(self, values: list[float | Tensor], operation: Any, *more: Tensor) -> Tensor:
         message = torch.stack([self._tensor(value) for value in values])
+        if more:
+            message = torch.cat(
+                [message, *(each.detach().to(self._device, torch.float32).reshape(-1) for each in more)]
+            )
         dist.all_reduce(message, operation, group=self._group)
         return message

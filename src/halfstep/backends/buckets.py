@@ -105,6 +105,7 @@ class GradientReducer:
         """`compare` raises if the layout, as text by parameter, differs between ranks."""
         self._params, self._group, self._reduce_dtype, self._compare = dict(params), group, reduce_dtype, compare
         self._limits = (first_bucket_bytes, bucket_bytes)
+        self._trained = [False] * len(self._params)  # whether each required a gradient in this window
         self._layout: list[Any] | None = None
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
@@ -116,6 +117,11 @@ class GradientReducer:
         self.found_inf: Tensor | None = None  # 1 if a message of this rank was not finite; until `reset`
 
     # --- one reduction ------------------------------------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Note which parameters the next backward trains: one that is frozen later in its window still has a gradient."""
+        pairs = zip(self._trained, self._params.values(), strict=True)
+        self._trained = [trained or param.requires_grad for trained, param in pairs]
 
     def arm(self) -> None:
         """Send buckets as the next backward completes them; `finish` must follow it."""
@@ -144,7 +150,8 @@ class GradientReducer:
         self.finish()
 
     def reset(self) -> None:
-        """Drop a reduction that a failed backward left unfinished."""
+        """The window ended: drop a reduction that a failed backward left unfinished."""
+        self._trained = [False] * len(self._params)
         self._armed, self._num_sent, self.found_inf = False, 0, None
         for bucket in self._buckets:
             bucket.work = bucket.flat = None  # not awaited: the other ranks may have stopped
@@ -164,14 +171,16 @@ class GradientReducer:
 
     def _prepare(self) -> None:
         """Lay the buckets out, if parameters were frozen, unfrozen or cast since the last time."""
-        layout = [(p.requires_grad, _grad_dtype(p), p.device) for p in self._params.values()]
+        self.observe()
+        entries = zip(self._trained, self._params.values(), strict=True)
+        layout = [(trained, _grad_dtype(p), p.device) for trained, p in entries]
         if layout != self._layout:
-            active = {name: p for name, p in self._params.items() if p.requires_grad}
+            active = {n: p for (n, p), trained in zip(self._params.items(), self._trained, strict=True) if trained}
             self._compare_layout(active)
             self._buckets, self._layout = _lay_out(active, self._reduce_dtype, *self._limits), layout
             self._bucket_of = {slot.param: bucket for bucket in self._buckets for slot in bucket.slots}
             hook = _notify(weakref.ref(self))
-            for param in (p for p in active.values() if p not in self._handles):
+            for param in (p for p in active.values() if p.requires_grad and p not in self._handles):
                 self._handles[param] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         for bucket in self._buckets:
             bucket.waiting = {slot.param for slot in bucket.slots}

@@ -127,7 +127,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: Any) -> None:
     chunks: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-        if is_wrapper or not is_plain(tensor):
+        if is_wrapper or not is_plain(tensor) or not tensor.numel():
             continue
         chunk = chunks.setdefault((tensor.device, tensor.dtype), [])
         chunk.append(tensor)
@@ -140,9 +140,8 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: Any) -> None:
 
 
 def _broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
-    is_bool = tensors[0].dtype is torch.bool  # which some process groups do not carry
     flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-    dist.broadcast(flat.view(torch.uint8) if is_bool else flat, source, group=group)
+    dist.broadcast(flat.view(torch.uint8), source, group=group)  # as bytes: not every process group carries every dtype
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))
 

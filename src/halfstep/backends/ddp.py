@@ -130,6 +130,7 @@ class DataParallel(Replicas):
             super().backward(loss, retain_graph=retain_graph)
             return
         armed, self._armed = self._armed, False
+        self._reducer.observe()
         if armed:
             self._reducer.arm()
         super().backward(loss, retain_graph=retain_graph)
@@ -149,10 +150,10 @@ class DataParallel(Replicas):
         """The mean over ranks, as gradients are averaged."""
         if self._agreement is None or self._reducer is None:
             return weight
-        flags: list[float | Tensor] = [0.0] * self._context.world_size
-        found_inf = self._reducer.found_inf
-        flags[self._context.rank] = 0.0 if found_inf is None else found_inf
-        return self._agreement.weight(weight, *flags, several=self._several)
+        flags = torch.zeros(self._context.world_size, device=self._context.device)  # one for each rank
+        if self._reducer.found_inf is not None:
+            flags[self._context.rank].copy_(self._reducer.found_inf)
+        return self._agreement.weight(weight, flags, several=self._several)
 
     def share_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Give every rank the buffers of rank 0."""
