@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import halfstep
 from data_parallel_windows import SMALL
 from halfstep.backends import DataParallel
-from rank_cases import case, everything, same
+from rank_cases import case, everything, hashed, same, slow_case
 
 
 def small_model():
@@ -189,3 +190,42 @@ def natural_overflows():
         equal = equal and same(everything(engine) + str(result.skipped) + str(result.scale))
     engine.close()
     return {"skips": sum(results), "equal": equal}
+
+
+def train_with_sharded_scaler(*, unscale):
+    """Two steps of torch's own ShardedGradScaler with a fused optimizer, the first with an inf on rank 1."""
+    param = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adam([param], lr=0.1, fused=True)
+    scaler = ShardedGradScaler(device="cpu", init_scale=4.0, growth_interval=1000)
+    for factor in (math.inf if dist.get_rank() == 1 else 1.0, 1.0):
+        scaler.scale((param * factor).sum()).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return str(scaler.get_scale()) + hashed(param)
+
+
+@slow_case
+def sharded_scaler_of_torch():
+    """F1 and F2: ShardedGradScaler with a fused optimizer, next to the Engine with the same inf on one rank."""
+    apart = not same(train_with_sharded_scaler(unscale=False))
+    try:
+        train_with_sharded_scaler(unscale=True)
+        error = "nothing"
+    except RuntimeError as raised:
+        error = str(raised)
+    model = nn.ParameterList([torch.ones(4)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    scaler = halfstep.LossScaler(init_scale=4.0, hysteresis=1)
+    engine = halfstep.Engine(model, optimizer, "fp16", scaler=scaler, backend="ddp")
+    skips = []
+    for number in range(2):
+        with engine.forward():
+            loss = (model[0] * (math.inf if number == 0 and dist.get_rank() == 1 else 1.0)).sum()
+        engine.backward(loss)
+        engine.unscale()
+        skips.append(engine.step().skipped)
+    together = same(everything(engine) + str(engine.scaler.get_scale()))
+    return {"apart": apart, "error": error, "skips": skips, "together": together, "scale": engine.scaler.get_scale()}

@@ -225,9 +225,20 @@ def test_a_watch_does_not_wait_for_other_ranks(ranks):
 
 
 @pytest.mark.slow
+def test_where_the_scaler_of_torch_lets_ranks_drift_apart_the_engine_does_not():
+    """ShardedGradScaler with a fused optimizer: one rank skips alone, and after unscale_() it raises (pytorch#140514)."""
+    for rank in by_case(cases_of_ranks(PROGRAM, "sharded_scaler_of_torch"))["sharded_scaler_of_torch"]:
+        assert rank["apart"]
+        assert "broadcast shape" in rank["error"]
+        assert rank["skips"] == [True, False]
+        assert rank["together"]
+        assert rank["scale"] == 2.0
+
+
+@pytest.mark.slow
 def test_hooks_survive_compilation():
     """Of the whole model and of its blocks: the update of the eager run, one reduction per window."""
-    for rank in by_case(cases_of_ranks(PROGRAM, "slow"))["compiled"]:
+    for rank in by_case(cases_of_ranks(PROGRAM, "compiled"))["compiled"]:
         assert len(rank["errors"]) == 3
         assert max(rank["errors"].values()) < 1e-5
 
