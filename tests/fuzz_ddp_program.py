@@ -1,11 +1,15 @@
-"""One rank of random runs under DistributedDataParallel: `python fuzz_ddp_program.py FIRST_SEED NUM_SEEDS` on each rank.
+"""One rank of random runs on several ranks: `python fuzz_ddp_program.py FIRST_SEED NUM_SEEDS [wrapped | plain]` on each.
+
+The model is in DistributedDataParallel, or with `plain` the Engine's backend "ddp" reduces its gradients.
 
 The reference gets the gradients and weights of all ranks, so each rank is compared with one process over the union of the data,
 and all ranks with each other, bit for bit.
 """
 
+import contextlib
 import os
 import sys
+import tempfile
 import traceback
 
 import torch
@@ -34,6 +38,15 @@ def union(window):
 class RankDriver(Driver):
     """A driver whose observations are also compared between ranks."""
 
+    @contextlib.contextmanager
+    def folder(self):
+        """One temporary directory for all ranks: rank 0 writes."""
+        with tempfile.TemporaryDirectory() as own:
+            folders = [own]
+            dist.broadcast_object_list(folders)
+            yield folders[0]
+            dist.barrier()
+
     def compare(self):
         super().compare()
         weights = torch.cat([p.detach().flatten() for p in self.params.values()])
@@ -43,22 +56,22 @@ class RankDriver(Driver):
             raise Mismatch(f"the ranks drift apart, by {float((every[0] - every[1]).abs().max()):g}")
 
 
-def replay(config, moves):
+def replay(config, moves, *, wrapped=True):
     """Run the moves of every rank; each takes its own."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    wrap = torch.nn.parallel.DistributedDataParallel
+    wrap = torch.nn.parallel.DistributedDataParallel if wrapped else lambda model: model
     replay_alone(config, moves[dist.get_rank()], make=RankDriver, wrap=wrap, union=union)
 
 
-def main(first, number):
+def main(first, number, *, wrapped):
     """Run these seeds, and print the program of the first that fails."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for seed in range(first, first + number):
-        config, moves = random_ranks_run(seed)
+        config, moves = random_ranks_run(seed, wrapped=wrapped)
         try:
-            replay(config, moves)
+            replay(config, moves, wrapped=wrapped)
         except Exception:
             print(
                 f"seed {seed}, rank {dist.get_rank()}:\n{program(config, moves, 'fuzz_ddp_program')}\n{traceback.format_exc()}"
@@ -71,4 +84,4 @@ def main(first, number):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), wrapped=sys.argv[3:] != ["plain"])

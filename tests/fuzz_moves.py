@@ -97,7 +97,7 @@ class Config:
 
     def narrow(self, name):
         """The 16-bit dtype in which a gradient is summed, or None."""
-        return self.stored_dtype(name) if self.accumulate == 1 else None
+        return self.stored_dtype(name) if self.accumulate == 1 and "grads=fp32" not in self.precision else None
 
     def place_of(self, name):
         """Optimizer and group of a parameter."""
@@ -280,13 +280,20 @@ def random_run(seed, precisions=FP32_WEIGHTS + LEAN, length=16):
     return config, random_moves(rng, config, length)
 
 
-def random_ranks_run(seed, num_ranks=2, length=16):
-    """The Config of a seed for several ranks, and the moves of each rank: other data and weights, otherwise the same calls."""
+def random_ranks_run(seed, num_ranks=2, length=16, *, wrapped=True):
+    """The Config of a seed for several ranks, and the moves of each rank: other data and weights, otherwise the same calls.
+
+    A model that is not `wrapped` in DistributedDataParallel is also trained in lean presets, frozen and unfrozen.
+    """
     rng = random.Random(seed)
-    config = random_config(rng, ("fp32", "bf16", "fp16"), batch_norm=False)
+    # fp32 gradients: the reference does not round the mean over ranks to 16 bits.
+    plain = FP32_WEIGHTS + tuple(f"{precision},grads=fp32" for precision in LEAN)
+    precisions = ("fp32", "bf16", "fp16") if wrapped else plain
+    config = random_config(rng, precisions, batch_norm=False)
+    excluded = {"failing_backward", "rebuild", "tamper"} | ({"freeze"} if wrapped else set())
     moves, in_micro_batch = [[] for _ in range(num_ranks)], False
     for name, options in random_moves(rng, config, length):
-        if name in {"failing_backward", "freeze", "rebuild", "tamper"}:
+        if name in excluded:
             continue  # DistributedDataParallel itself does not survive an aborted backward or other trainable parameters
         odd = rng.randrange(num_ranks)  # the rank of a poison
         weights = [random_weight(rng) for _ in range(num_ranks)]
@@ -299,7 +306,7 @@ def random_ranks_run(seed, num_ranks=2, length=16):
                 own["losses"] = options.get("losses", 1)
                 if rank != odd:
                     own.pop("poison", None)
-            if name == "reload" and own["precision"] not in {"fp32", "bf16", "fp16"}:
+            if name == "reload" and own["precision"] not in precisions:
                 own["precision"] = None
             moves[rank].append((name, own))
         in_micro_batch = name == "micro_batch" or (in_micro_batch and name != "step")

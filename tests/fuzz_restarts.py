@@ -44,6 +44,10 @@ class Restarts(Run):
         optimizer = self.optimizers[index % len(self.optimizers)]
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
+    def folder(self):
+        """A temporary directory."""
+        return tempfile.TemporaryDirectory()
+
     def reload(self, seed, disk=False, precision=None, shuffle=False):
         """Save, and continue in a new Engine: perhaps of another precision, with everything in another order."""
         if self.reference.window.has_gradients:
@@ -55,7 +59,7 @@ class Restarts(Run):
         saved, engine = copy.deepcopy(self.engine.state_dict()), self.engine
         order = shuffled(rng, config) if shuffle else config
         rates = {name: self.rate(name) for name in self.params}
-        with tempfile.TemporaryDirectory() as folder:
+        with self.folder() as folder:
             if disk:
                 engine.save(Path(folder) / "checkpoint", note=seed)
             engine.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import halfstep
+from rank_processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -29,6 +30,15 @@ def test_an_example_runs(path, tmp_path):
         [sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
     )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp.py", "fsdp2_optimizer.py"])
+def test_an_example_for_several_ranks_runs_on_two(name):
+    """Started by a launcher as its docstring shows; rank 0 alone prints."""
+    outputs = run_ranks(ROOT / "examples" / name)
+    assert "loss" in outputs[0]
+    assert not outputs[1].strip()
 
 
 def names_of_a_loop():

@@ -42,11 +42,21 @@ def test_many_random_calls_match_the_reference(precision, part):
     check_sequences(precision, range(1000 + part * NUM_SLOW, 1000 + (part + 1) * NUM_SLOW))
 
 
-@pytest.mark.parametrize("seeds", [(0, 8), pytest.param((1000, 300), marks=pytest.mark.slow)], ids=["few", "many"])
-def test_random_calls_on_two_ranks_match_one_process_over_all_data(seeds):
-    """Under DistributedDataParallel, with other data, weights and overflows on each rank, in equal bits on both."""
+@pytest.mark.parametrize(
+    ("seeds", "kind"),
+    [
+        ((0, 8), "wrapped"),
+        ((0, 8), "plain"),
+        pytest.param((1000, 300), "wrapped", marks=pytest.mark.slow),
+        pytest.param((1000, 300), "plain", marks=pytest.mark.slow),
+    ],
+)
+def test_random_calls_on_two_ranks_match_one_process_over_all_data(seeds, kind):
+    """Under DistributedDataParallel or backend="ddp", with other data, weights and overflows on each rank, in equal bits."""
     path = os.pathsep.join([str(RANKS_PROGRAM.parent), *filter(None, sys.path)])
-    output = run_ranks(RANKS_PROGRAM, *seeds, timeout=1200, variables={"PYTHONPATH": path}, options=("-W", "error"))
+    output = run_ranks(
+        RANKS_PROGRAM, *seeds, kind, timeout=1200, variables={"PYTHONPATH": path}, options=("-W", "error")
+    )
     assert [text.splitlines()[-1] for text in output] == [f"rank {rank}: {seeds[1]} runs" for rank in range(2)]
 
 

@@ -46,6 +46,10 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
     if reason is not None:
         names = _bad_gradients(replays) if replays.run.device.type == "cpu" else []
         seen_in = f" Gradients that are not finite: {', '.join(names[:8])}." if names else ""
+        if overflowed := replays.backend.overflowed_ranks:
+            seen_in += (
+                f" They overflowed on rank {', '.join(map(str, overflowed))} of {replays.backend.context().world_size}."
+            )
         advice = (
             ""
             if replays.obstacle or replays.depth
