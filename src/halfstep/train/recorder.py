@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from halfstep.train.numerics import record_event, record_sample
 from halfstep.watching.events import Event
 from halfstep.watching.watch import Watch
 
-__all__ = ["Observer", "Recorder", "SilentObserver", "StepLine"]
+__all__ = ["Observer", "Recorder", "SilentLog", "SilentObserver", "StepLine"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,25 @@ class SilentObserver:
 
     def saved(self, path: Path) -> None:
         """Ignore it."""
+
+
+class SilentLog(RunLog):
+    """The run file of the ranks that write none."""
+
+    def __init__(self) -> None:
+        self.run_id = ""
+
+    def step(self, *, micro_batch: int, attempted: int, applied: int, **values: Any) -> None:
+        """Ignore it."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Ignore it."""
+
+    def resume(self, *, attempted: int, applied: int, micro_batch: int | None = None, **fields: Any) -> None:
+        """Ignore it."""
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class Recorder:

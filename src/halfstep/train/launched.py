@@ -1,0 +1,49 @@
+"""A training run that a launcher started: its process group, its directory, and its restarts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from halfstep.backends.context import RunContext
+from halfstep.backends.group import open_group, pick_rank_device
+from halfstep.backends.launch import Launch
+from halfstep.events import log_info, quiet
+from halfstep.train.build import resolve_backend
+from halfstep.train.config import TrainConfig
+from halfstep.train.ranks import Ranks
+from halfstep.train.resume import RUN_FILE
+
+__all__ = ["open_ranks", "restarted", "same_path"]
+
+# NCCL's own timeout ends the process without a message; the heartbeat comes first.
+_NCCL_MARGIN_SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def open_ranks(launch: Launch, config: TrainConfig) -> Iterator[RunContext | None]:
+    """The context of this rank in its process group; None for one process that needs none."""
+    backend = resolve_backend(config.backend, launch.world_size)
+    if backend == "single":
+        yield None
+        return
+    with quiet(unless=launch.is_main):
+        device = pick_rank_device(launch, config.device)
+        seconds = config.timeout + (0.0 if device.type == "cpu" else _NCCL_MARGIN_SECONDS)
+        with open_group(launch, device, timeout_seconds=seconds, always=True) as context:
+            yield context
+
+
+def same_path(path: Path, ranks: RunContext | None) -> Path:
+    """Rank 0's path: names with a time differ between ranks."""
+    return path if ranks is None else Path(Ranks(ranks, timeout_seconds=600).from_main(str(path)))
+
+
+def restarted(out: Path, launch: Launch) -> bool:
+    """Whether a restarted launch has a run to resume in `out`; one that died before its first record starts again."""
+    file = out / RUN_FILE
+    exists = file.exists() and file.stat().st_size > 0
+    if exists and launch.is_main:
+        log_info(f"Restart {launch.restarts}: resuming the run in {out}.")
+    return exists

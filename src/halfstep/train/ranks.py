@@ -1,0 +1,195 @@
+"""What the ranks of a run exchange outside the Engine: the request to stop, sums, and what only rank 0 does.
+
+These messages use a gloo group of their own, so that they neither wait for the device nor mix with the gradients'. Every
+rank must call the same methods in the same order. With one process each of them returns its argument.
+
+Whether to stop is asked after every step, without waiting: the answer to the question of one step is read after the next,
+on all ranks alike, so a signal that reached one rank, or all of them at different moments, ends all ranks after the same
+step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.backends.context import RunContext
+from halfstep.errors import HalfstepError, SettingError
+from halfstep.events import log_info
+from halfstep.train.stop import StopRequest
+
+__all__ = ["AgreedStop", "Ranks", "describe_ranks", "in_step"]
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of one run, as seen by one of them."""
+
+    def __init__(self, context: RunContext | None = None, *, timeout_seconds: float = 600) -> None:
+        context = context or RunContext()
+        self.rank, self.num_ranks = context.rank, context.world_size
+        self._group, self._device = context.process_group, context.device
+        self._control: Any = None
+        if self.num_ranks > 1:
+            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes the files of the run."""
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other ranks."""
+        return self.num_ranks > 1
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order."""
+        if not self.several:
+            return [value]
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def from_main(self, value: T) -> T:
+        """Rank 0's value."""
+        if not self.several:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, 0, group=self._control)
+        received: T = values[0]
+        return received
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """The result of `work` on rank 0; an error there is raised on every rank."""
+        if not self.several:
+            return work()
+        result: Any = None
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                result = work()
+            except Exception as raised:
+                error = raised
+        result, reason = self.from_main((result, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        if reason is not None:
+            raise HalfstepError(f"Rank 0 failed, and so the run: {reason}")
+        returned: T = result
+        return returned
+
+    def sums(self, *values: float) -> list[float]:
+        """The sums of numbers of the host over all ranks, in float64."""
+        return self._reduced(list(values), dist.ReduceOp.SUM) if self.several else list(values)
+
+    def largest(self, value: float) -> float:
+        """The largest value of all ranks."""
+        return self._reduced([value], dist.ReduceOp.MAX)[0] if self.several else value
+
+    def _reduced(self, values: list[float], operation: Any) -> list[float]:
+        message = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(message, operation, group=self._control)
+        numbers: list[float] = message.tolist()
+        return numbers
+
+    def mean(self, value: Tensor, weight: float) -> Tensor:
+        """The weighted mean over ranks of a number of the device; the host does not wait for it."""
+        if not self.several:
+            return value
+        message = torch.stack((value.detach().float() * weight, value.new_full((), weight, dtype=torch.float32)))
+        dist.all_reduce(message, group=self._group)
+        return message[0] / message[1]
+
+    def start_largest(self, value: int) -> Callable[[], int]:
+        """Start to compare a number with those of the other ranks; the result waits for their largest."""
+        if not self.several:
+            return lambda: value
+        message = torch.tensor(value, dtype=torch.int64)
+        work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._control, async_op=True)
+
+        def wait() -> int:
+            work.wait()
+            return int(message)
+
+        return wait
+
+
+class AgreedStop:
+    """A request to stop that all ranks have agreed on; false until then."""
+
+    def __init__(self, request: StopRequest, ranks: Ranks) -> None:
+        self._request, self._ranks = request, ranks
+        self._agreed: signal.Signals | None = None
+        self._answer: Callable[[], int] | None = None
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal; of one process as soon as it has arrived."""
+        return self._agreed if self._ranks.several else self._request.signal
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process received a signal, agreed or not."""
+        return bool(self._request)
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def poll(self) -> None:
+        """Read the answer to the last question and ask again; all ranks call it after the same step."""
+        if self._ranks.several and self._agreed is None:
+            if self._answer is not None:
+                self._set(self._answer())
+            self._answer = None if self._agreed else self._ranks.start_largest(self._number())
+
+    def settle(self) -> None:
+        """Agree now, waiting for the other ranks."""
+        if self._ranks.several and self._agreed is None:
+            before, self._answer = self._answer, None
+            self._set(max(before() if before is not None else 0, int(self._ranks.largest(self._number()))))
+
+    def _number(self) -> int:
+        return 0 if self._request.signal is None else int(self._request.signal)
+
+    def _set(self, number: int) -> None:
+        self._agreed = signal.Signals(number) if number else None
+
+
+def in_step(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
+    """The batches of data without a length; raises on every rank if those of some ranks end before the others'."""
+    for number in itertools.count():
+        batch = next(batches, _END)
+        if ranks.several:
+            num_more = int(ranks.sums(float(batch is not _END))[0])
+            if 0 < num_more < ranks.num_ranks:
+                state = "has ended" if batch is _END else "continues"
+                raise SettingError(
+                    f"The training data of {ranks.num_ranks - num_more} of {ranks.num_ranks} ranks ended after {number} batches; that of rank "
+                    f"{ranks.rank} {state}. All ranks must have the same number of batches: split the data by rank and "
+                    "world_size, and drop the remainder."
+                )
+        if batch is _END:
+            return
+        yield batch
+
+
+_END = object()
+
+
+def describe_ranks(context: RunContext, backend: str) -> dict[str, Any]:
+    """The ranks of a run, for its run file; logged where there are several."""
+    if context.world_size > 1:
+        log_info(
+            f"{context.world_size} ranks ({backend}), micro-batch {context.batch_size * context.world_size}: {context.batch_size} "
+            "on each."
+        )
+    return {"backend": backend, "world_size": context.world_size, "batch_per_rank": context.batch_size}
