@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.backends import Backend, RunContext, SingleDevice, make_backend, unwrap
+from halfstep.backends import Backend, DataParallel, RunContext, SingleDevice, WrappedDDP, make_backend, unwrap
 from halfstep.engine.engine import Engine
 from halfstep.errors import SettingError
+from halfstep.precision.policy import Policy
 
 HOOKS = (
-    "check", "prepare", "context", "forward_context", "agree_reference", "backward", "reduce_gradients", "reduce_weight", "total_norm", "agree",
-    "step", "reset", "local", "gather", "scatter", "truth_rows", "close",
+    "check", "compare", "prepare", "context", "forward_context", "agree_reference", "backward", "reduce_gradients", "reduce_weight", "total_norm", "agree",
+    "step", "share_buffers", "reset", "local", "gather", "scatter", "truth_rows", "close",
 )  # fmt: skip
 
 
@@ -72,13 +73,13 @@ def test_the_engine_calls_the_hooks_in_their_order(tmp_path):
     """Check comes before any change, prepare once, and each step decides over all ranks before it updates."""
     backend, model = Recording(), nn.Linear(3, 2)
     with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", max_norm=1.0, backend=backend) as engine:
-        assert backend.calls[:2] == ["check", "prepare"]
+        assert backend.calls[:3] == ["check", "compare", "prepare"]
         backend.calls.clear()
         step(engine, model)
         order = [name for name in dict.fromkeys(backend.calls) if name not in {"context", "truth_rows"}]
-        update = ["reduce_gradients", "total_norm", "reduce_weight", "agree", "step", "reset"]
+        update = ["reduce_gradients", "total_norm", "reduce_weight", "agree", "step", "share_buffers", "reset"]
         assert order == ["forward_context", "agree_reference", "backward", *update]
-        once = ("reduce_gradients", "total_norm", "reduce_weight", "agree", "step")  # each may be a collective
+        once = ("reduce_gradients", "total_norm", "reduce_weight", "agree", "step", "share_buffers")  # each may be a collective
         assert [backend.calls.count(name) for name in once] == [1] * len(once)
         backend.calls.clear()
         engine.load(engine.save(tmp_path / "saved"))
@@ -164,12 +165,13 @@ def test_a_backend_is_an_object_or_a_name():
     model, backend = nn.Linear(2, 2), SingleDevice()
     assert make_backend(backend, model) is backend
     assert [make_backend(name, model).name for name in ("auto", "single")] == ["single", "single"]
-    assert make_backend("auto", as_ddp(model)).name == "ddp"
+    for name in ("auto", "ddp"):
+        assert isinstance(make_backend(name, as_ddp(model)), WrappedDDP)
+        for policy in ("bf16-lean", "fp16-lean", "bf16,reduce=bf16"):
+            assert isinstance(make_backend(name, as_ddp(model), Policy.parse(policy)), DataParallel)
     with pytest.raises(SettingError, match="Did you mean 'single'"):
         make_backend("singel", model)
-    for wrapped, advice in ((model, "Wrap the model in"), (as_ddp(model), "Omit backend=")):
-        with pytest.raises(SettingError, match=f'backend="ddp" is not supported.*{advice}'):
-            make_backend("ddp", wrapped)
+    assert isinstance(make_backend("ddp", model), DataParallel)
     with pytest.raises(SettingError, match="must be a Backend"):
         make_backend(None, model)
     with pytest.raises(SettingError, match="DistributedDataParallel"):
@@ -180,3 +182,15 @@ def test_a_wrapper_around_a_part_is_rejected():
     """Its ranks would agree on nothing: weights would be per rank."""
     with pytest.raises(SettingError, match="A part of the model"):
         make_backend("auto", nn.Sequential(as_ddp(nn.Linear(2, 2)), nn.Linear(2, 2)))
+
+
+def test_processes_of_a_launcher_without_a_group_are_rejected(monkeypatch):
+    """Each would train a model of its own; by name one process may do so, and "ddp" shows what to write."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SettingError, match="WORLD_SIZE=2.*init_process_group"):
+        make_backend("auto", nn.Linear(2, 2))
+    assert make_backend("single", nn.Linear(2, 2)).name == "single"
+    model = nn.Linear(2, 2)
+    with pytest.raises(SettingError, match='backend="ddp" needs a process group.*WORLD_SIZE=2.*init_process_group'):
+        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", backend="ddp")

@@ -3,8 +3,18 @@
 from halfstep.backends.base import Backend, unwrap
 from halfstep.backends.choose import make_backend
 from halfstep.backends.context import RunContext
-from halfstep.backends.ddp import WrappedDDP
+from halfstep.backends.ddp import DataParallel
 from halfstep.backends.launch import reject_distributed_launch
 from halfstep.backends.single import SingleDevice
+from halfstep.backends.wrapped import WrappedDDP
 
-__all__ = ["Backend", "RunContext", "SingleDevice", "WrappedDDP", "make_backend", "reject_distributed_launch", "unwrap"]
+__all__ = [
+    "Backend",
+    "DataParallel",
+    "RunContext",
+    "SingleDevice",
+    "WrappedDDP",
+    "make_backend",
+    "reject_distributed_launch",
+    "unwrap",
+]

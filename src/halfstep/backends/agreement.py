@@ -1,14 +1,17 @@
-"""What the ranks of a run agree on in each window: the unit of its weights, its weight, and whether to skip.
+"""What the ranks of a run agree on in each window: the unit of its weights, its weight, whether to skip, when to reduce.
 
 Gradients are averaged over ranks, so the weighted mean over all micro-batches of all ranks needs two things:
 
     before the reduction    one reference on all ranks, the largest of theirs, in which the weights are counted
     at the update           the mean over ranks of the windows' weights, by which the averaged gradients are divided
 
-The second is one message of three numbers per update, and carries the flag of a non-finite gradient as well. The first is
+The second is one message of four numbers per update, and carries the flag of a non-finite gradient as well. The first is
 another message, sent only while any rank passes weights: the message of each update includes whether this rank did, the
 host reads the sum one window later, and all ranks act on it alike. Until a new weight is known to all, the last reference
 stays in use, which is right and at worst overflows fp16 in that window.
+
+The fourth number is whether this rank called backward several times for the micro-batch that filled the window. While no
+rank ever did, gradients can be reduced during that backward; afterwards all ranks reduce when the window closes.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class Agreement:
         self._group, self._device, self._num_ranks = group, device, dist.get_world_size(group)
         self._readback = Readback()
         self._exchanges = True  # references, until all ranks are known to pass no weights
+        self._several: bool | None = None  # whether any rank ever had several backwards; None before the first window
         self._common: float | Tensor = 1.0  # the reference of the last reduction
         self._weighted = False  # whether this rank passed weights in this window
         self._broken: Tensor | None = None  # whether this rank's norm is not finite; None once it was sent
@@ -39,23 +43,27 @@ class Agreement:
     def reference(self, reference: float | Tensor, *, weighted: bool) -> float | Tensor:
         """The reference of all ranks, from that of this one."""
         self._weighted = self._weighted or weighted
-        for _, (num_weighted, common) in self._readback.deliver(wait=True):
-            self._exchanges, self._common = num_weighted > 0, common
+        self._deliver()
         if self._exchanges:
             self._common = self._reduced([reference], dist.ReduceOp.MAX)[0]
         return self._common
+
+    def one_backward(self) -> bool:
+        """Whether all ranks are known to call backward once for the micro-batch that fills a window."""
+        self._deliver()
+        return self._several is False
 
     def norm(self, norm: Tensor) -> Tensor:
         """Remember whether a norm is finite, for the next message."""
         self._broken, self._skip = (~norm.isfinite()).to(torch.float32), None
         return norm
 
-    def weight(self, weight: float | Tensor) -> Tensor:
-        """The mean of the windows' weights over ranks; the flag travels with it."""
+    def weight(self, weight: float | Tensor, *, several: bool = False) -> Tensor:
+        """The mean of the windows' weights over ranks; the flag travels with it, and `several` for `one_backward`."""
         broken = 0.0 if self._broken is None else self._broken
-        message = self._reduced([weight, broken, float(self._weighted)], dist.ReduceOp.SUM)
+        message = self._reduced([weight, broken, float(self._weighted), float(several)], dist.ReduceOp.SUM)
         self._skip, self._broken, self._weighted = (message[1] > 0).to(torch.float32), None, False
-        self._readback.push(torch.stack((message[2], self._tensor(self._common))))
+        self._readback.push(torch.stack((message[2], message[3], self._tensor(self._common))))
         return message[0] / self._num_ranks
 
     def flag(self, found_inf: Tensor) -> Tensor:
@@ -68,6 +76,11 @@ class Agreement:
     def reset(self) -> None:
         """Forget a window that ended without an update."""
         self._weighted, self._broken, self._skip = False, None, None
+
+    def _deliver(self) -> None:
+        for _, (num_weighted, num_several, common) in self._readback.deliver(wait=True):
+            self._exchanges, self._common = num_weighted > 0, common
+            self._several = bool(self._several) or num_several > 0
 
     def _tensor(self, value: float | Tensor) -> Tensor:
         # torch.full and not torch.tensor: a copy from the host would wait for the device.

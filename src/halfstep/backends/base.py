@@ -3,9 +3,10 @@
 The Engine, the trainer and the planner call these hooks and know nothing else about ranks. Every hook is a no-op that is
 right for one process, so a backend overrides only what differs:
 
-    once              check -> prepare -> context
+    once              check -> compare -> prepare -> context
     each micro-batch  forward_context(last) around the forward, agree_reference -> backward(loss)
-    each update       agree_reference -> reduce_gradients -> total_norm -> reduce_weight -> agree -> step -> reset
+    each update       agree_reference -> reduce_gradients -> total_norm -> reduce_weight -> agree -> step -> share_buffers
+    each window       reset
     state             gather before saving, scatter before loading
     always            local, truth_rows, close
 
@@ -16,7 +17,7 @@ parameters (FSDP2 does) and must then rebind the optimizers' groups.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,9 @@ class Backend:
 
     def check(self, model: nn.Module, policy: Policy) -> None:
         """Raise a SettingError if this backend cannot train `model` under `policy`; nothing is changed yet."""
+
+    def compare(self, settings: Mapping[str, Any]) -> None:
+        """The Engine's settings by name, which must be the same on every rank; `prepare` may compare them with others."""
 
     def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Make the model ready for this backend and return the module that owns the parameters.
@@ -96,6 +100,9 @@ class Backend:
     def step(self, optimizer: torch.optim.Optimizer, decision: Any) -> bool:
         """Take the step of an optimizer that this backend owns; False leaves it to the Engine."""
         return False
+
+    def share_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Make the model's buffers the same on every rank, after an update; called with more than one rank only."""
 
     def reset(self) -> None:
         """The window ended and its gradients were dropped, after an update or without one."""

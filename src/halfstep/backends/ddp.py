@@ -1,15 +1,22 @@
-"""A model that the user wrapped in DistributedDataParallel: it reduces the gradients itself.
+"""Data parallelism with a reducer of Halfstep's own: the model stays as it is, and its gradients are averaged over ranks.
 
-The wrapper decides in its forward whether the following backward reduces, so `no_sync` is entered around the forward, as
-its documentation shows. Gradients that no backward has reduced when a window closes (a short window, a second loss, a
-forward outside the wrapper) are reduced then, by the wrapper's own reducer. What the ranks agree on is in `agreement`.
-Weights must stay fp32: its buckets have the dtype that the weights had when it was built.
+Every rank computes other micro-batches on the same weights. Gradients are averaged once per window, by the buckets of
+`buckets.py`, during the backward of the micro-batch that fills it. Where that is not possible they are averaged when the
+window closes: in a short window, after a forward outside `engine.forward()`, while micro-batches have several backwards, and in
+the first window, whose number of backwards no rank knows yet. Both send the same messages in the same order, so each rank may
+do either.
+
+At the start ranks compare what they will train (`consistency.py`), and rank 0 broadcasts parameters and buffers. Buffers that
+forwards change, such as batch-norm statistics, are those of rank 0 after each update.
+
+A DistributedDataParallel of the user can be around the model. Its own reducer is then switched off.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -19,164 +26,190 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.backends.agreement import Agreement
-from halfstep.backends.base import Backend
-from halfstep.backends.context import RunContext
-from halfstep.backends.reducer import check_finished, reduce_now
+from halfstep.backends.base import unwrap
+from halfstep.backends.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, GradientReducer, Reductions
+from halfstep.backends.consistency import (
+    broadcast_tensors,
+    compare_ranks,
+    describe_model,
+    describe_optimizers,
+)
+from halfstep.backends.replicas import Replicas
+from halfstep.backends.wrapped import find_ddp, reject_join
 from halfstep.errors import SettingError
+from halfstep.hardware.units import bytes_text, few
+from halfstep.optim.trainable import check_model
+from halfstep.precision.formats import COMPUTE_DTYPES
 from halfstep.precision.policy import Policy
 
-__all__ = ["WrappedDDP", "find_ddp"]
+__all__ = ["DataParallel"]
 
 
-class WrappedDDP(Backend):
-    """Hooks around a DistributedDataParallel that is already there."""
+class DataParallel(Replicas):
+    """The same model on every rank of the default process group; with one rank nothing is hooked and nothing is sent."""
 
-    name = "ddp"
-
-    def __init__(self) -> None:
-        if dist.is_available() and dist.is_initialized():
-            super().__init__(RunContext(rank=dist.get_rank(), world_size=dist.get_world_size()))
-        else:
-            super().__init__()
+    def __init__(self, *, first_bucket_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__()
+        self._sizes = {"first_bucket_bytes": first_bucket_bytes, "bucket_bytes": bucket_bytes}
+        self._policy = Policy()
+        self._settings: dict[str, str] = {}
+        self._reducer: GradientReducer | None = None  # None with one rank
         self._wrapper: nn.parallel.DistributedDataParallel | None = None
-        self._agreement: Agreement | None = None  # None with one rank
-        self._observer: Any = None  # the handle of `_observe`
-        self._armed = False  # whether the next backward reduces
-        self._due = False  # whether there are gradients that no backward has reduced
-        self._reduced = False  # whether a backward of this window has reduced
-        self._several = False  # whether micro-batches have several losses: then all gradients are reduced at the end
+        self._last = False  # whether the micro-batch in progress fills its window
+        self._num_last = 0  # backwards of that micro-batch
+        self._several = False  # whether this window needs a second reduction
+
+    # --- once ---------------------------------------------------------------------------------------------------
 
     def check(self, model: nn.Module, policy: Policy) -> None:
-        """Reject policies that the wrapper's fp32 buckets cannot carry, and precision settings of its own."""
+        """Reject a missing process group, sparse gradients, and a wrapper that cannot be switched off."""
+        self._policy = policy
+        if not (dist.is_available() and dist.is_initialized()):
+            raise SettingError(_no_group())
+        check_model(unwrap(model))
+        sparse = [name for name, m in model.named_modules() if getattr(m, "sparse", False) is True]
+        if sparse and self._context.world_size > 1:
+            raise SettingError(
+                f'{few(sparse)} of the model makes sparse gradients, which backend="ddp" does not reduce. Build it with sparse=False.'
+            )
         wrapper = find_ddp(model)
-        if getattr(wrapper, "mixed_precision", None) is not None:
-            raise SettingError(
-                "The model is in DistributedDataParallel(mixed_precision=...), which casts weights and gradients on its own. Omit it: the "
-                "Engine's precision= decides."
-            )
-        if policy.params != "fp32":
-            raise SettingError(
-                f"The model is in DistributedDataParallel, whose buckets have the dtype the weights had when it was built; {policy} "
-                "casts the weights, and the ranks would silently drift apart. Use a preset with fp32 weights, such as bf16 or fp16."
-            )
-        if policy.reduce != "fp32":
-            raise SettingError(
-                f"reduce={policy.reduce} would have no effect: DistributedDataParallel sums the gradients of fp32 weights in fp32. "
-                "Omit it, and register one of DistributedDataParallel's communication hooks on the model."
-            )
+        if wrapper is not None:
+            _check_wrapper(wrapper, policy)
+
+    def compare(self, settings: Mapping[str, Any]) -> None:
+        """Remember the Engine's settings; `prepare` compares them with those of the other ranks."""
+        self._settings = {key: str(value) for key, value in settings.items()}
 
     def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
-        """Remember the wrapper and return the module inside it."""
+        """Compare the ranks, give all of them the parameters and buffers of rank 0, and start to reduce."""
         module, wrapper = super().prepare(model, optimizers), find_ddp(model)
-        self._wrapper, group = wrapper, getattr(wrapper, "process_group", None)
-        if wrapper is None or group is None:
+        group = dist.group.WORLD if wrapper is None else wrapper.process_group
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._context = replace(
+            self._context, rank=rank, world_size=num_ranks, local_rank=local_rank, process_group=group
+        )
+        if num_ranks == 1:
             return module
-        self._observer = wrapper.register_forward_hook(self._observe)
-        if dist.get_world_size(group) > 1:
-            _reject_foreign(module, optimizers)
-            self._context = replace(self._context, process_group=group)
-            self._agreement = Agreement(group, self._context.device)
+        device = self._context.device
+        versions = {"torch": torch.__version__, **{key: str(size) for key, size in self._sizes.items()}}
+        described = describe_model(module) | describe_optimizers(optimizers, module)
+        compare_ranks(versions | self._settings | described, group, device)
+        broadcast_tensors((*module.parameters(), *module.buffers()), group)
+        owned = {p for o in optimizers for param_group in o.param_groups for p in param_group["params"]}
+        self._agreement = Agreement(group, device)
+        self._reducer = GradientReducer(
+            {name: p for name, p in module.named_parameters() if p in owned},
+            group,
+            COMPUTE_DTYPES.get(self._policy.reduce, torch.float32),
+            compare=lambda layout: compare_ranks(layout, group, device),
+            **self._sizes,
+        )
+        if wrapper is not None:
+            self._wrapper, wrapper.require_backward_grad_sync = wrapper, False
         return module
 
-    def _observe(self, wrapper: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if torch.is_grad_enabled():
-            self._armed = bool(wrapper.require_backward_grad_sync)
+    # --- each micro-batch ---------------------------------------------------------------------------------------
 
     def forward_context(self, *, last: bool) -> AbstractContextManager[None]:
-        """`no_sync` for all but the last micro-batch of a window."""
-        wrapper = self._wrapper
-        if wrapper is None:
-            return contextlib.nullcontext()
-        if getattr(getattr(wrapper, "_join_config", None), "enable", False):
-            raise SettingError(
-                "DistributedDataParallel.join() does not repeat the Engine's own messages between ranks, and the others would wait for ever. "
-                "Train the same number of windows on every rank: their lengths may differ (step(last=True)), and a batch with weight=0 "
-                "counts nothing."
-            )
-        if last and not self._several:
-            return contextlib.nullcontext()
-        self._reject_static_graph("accumulate above 1")
-        return wrapper.no_sync()
-
-    def _reject_static_graph(self, cause: str) -> None:
-        if getattr(self._wrapper, "static_graph", False):
-            raise SettingError(
-                f"DistributedDataParallel(static_graph=True) expects a reduction in every backward, which {cause} does not give it. Build it "
-                "without static_graph, or use accumulate=1 with one loss per step."
-            )
+        """Note whether the backward that follows fills the window."""
+        if self._wrapper is not None:
+            reject_join(self._wrapper)
+        self._last = self._last or last
+        return contextlib.nullcontext()
 
     def agree_reference(self, reference: float | Tensor, *, weighted: bool, closing: bool) -> float | Tensor:
         """The largest of all ranks, right before gradients are reduced."""
-        if self._agreement is None or not (self._due if closing else self._armed):
-            return reference
-        return self._agreement.reference(reference, weighted=weighted)
+        if self._agreement is not None and not closing:
+            self._armed = self._last and not self._num_last and self._agreement.one_backward()
+        return super().agree_reference(reference, weighted=weighted, closing=closing)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Backpropagate; after a forward that was not under `no_sync` the wrapper reduces meanwhile."""
+        """Backpropagate; that of the micro-batch that fills the window reduces meanwhile."""
+        if self._reducer is None:
+            super().backward(loss, retain_graph=retain_graph)
+            return
+        armed, self._armed = self._armed, False
+        if armed:
+            self._reducer.arm()
         super().backward(loss, retain_graph=retain_graph)
-        # A second backward after one that reduced adds gradients of this rank alone, or reduces again. From the next window on
-        # all are reduced once, when it closes.
-        self._several = self._several or (self._reduced and not getattr(self._wrapper, "static_graph", False))
-        self._reduced, self._due, self._armed = self._reduced or self._armed, not self._armed, False
+        self._num_last += self._last
+        self._due = self._reducer.finish() if armed else True
+        self._several = self._several or self._num_last > 1 or (armed and self._due)
+
+    # --- each update --------------------------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
-        """Reduce what no backward has reduced, and raise if a reduction is incomplete."""
-        if self._wrapper is None:
-            return
-        if self._due:
-            self._reject_static_graph("a second loss, or a forward outside it,")
-            reduce_now(self._wrapper)
+        """Reduce what the last backward did not."""
+        if self._due and self._reducer is not None:
+            self._reducer.reduce()
             self._due = False
-        elif self._agreement is not None:
-            check_finished(self._wrapper)
 
     def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
-        """The mean over ranks, as the wrapper averages gradients."""
-        return weight if self._agreement is None else self._agreement.weight(weight)
+        """The mean over ranks, as gradients are averaged."""
+        return weight if self._agreement is None else self._agreement.weight(weight, several=self._several)
 
-    def total_norm(self, partial: Tensor) -> Tensor:
-        """Reduced gradients have the same norm on every rank; whether it is finite travels with the weight."""
-        return partial if self._agreement is None else self._agreement.norm(partial)
-
-    def agree(self, found_inf: Tensor) -> Tensor:
-        """1 on every rank if it is on any."""
-        return found_inf if self._agreement is None else self._agreement.flag(found_inf)
+    def share_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Give every rank the buffers of rank 0."""
+        if self._agreement is not None:
+            broadcast_tensors(buffers, self._context.process_group)
 
     def reset(self) -> None:
-        """Expect no gradients; after a forward without its backward the reducer is reset as well."""
-        if self._armed and self._wrapper is not None:
-            self._wrapper.reducer._reset_state()  # noqa: SLF001 - else the next backward under no_sync would reduce
-        self._armed = self._due = self._reduced = False
-        if self._agreement is not None:
-            self._agreement.reset()
+        """Expect no gradients, also after a backward that failed."""
+        super().reset()
+        self._last, self._num_last, self._several = False, 0, False
+        if self._reducer is not None:
+            self._reducer.reset()
 
-    def close(self) -> None:
-        """Stop observing the wrapper."""
-        if self._observer is not None:
-            self._observer.remove()
-            self._observer = None
+    # --- always -------------------------------------------------------------------------------------------------
+
+    @property
+    def reductions(self) -> Reductions:
+        """How often gradients were reduced over ranks so far, and the bytes of the messages."""
+        return Reductions() if self._reducer is None else self._reducer.reductions
 
     def truth_rows(self) -> Mapping[str, str]:
-        """The wrapper sums fp32 gradients in fp32."""
-        return {"reduction": "fp32 over ranks"}
+        """The format of the messages, the ranks, and the bytes of one reduction."""
+        if self._reducer is None:
+            return {}
+        size = self._reducer.message_bytes
+        sent = f", {bytes_text(size)} per step" if size else ""
+        return {"reduction": f"{self._policy.reduce} over {self._context.world_size} ranks{sent}"}
+
+    def close(self) -> None:
+        """Remove the hooks; a wrapper reduces again."""
+        if self._reducer is not None:
+            self._reducer.close()
+        if self._wrapper is not None:
+            self._wrapper.require_backward_grad_sync = True
+            self._wrapper = None
 
 
-def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """The DistributedDataParallel around a model, below torch.compile's wrapper or above it."""
-    while not isinstance(model, nn.parallel.DistributedDataParallel):
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None:
-            return None
-        model = inner
-    return model
+def _no_group() -> str:
+    num_ranks = os.environ.get("WORLD_SIZE")
+    started = (
+        f"WORLD_SIZE={num_ranks} shows that a launcher started this process"
+        if num_ranks
+        else "Start the script with `torchrun --nproc-per-node NUM_GPUS script.py`"
+    )
+    return (
+        f'backend="ddp" needs a process group, and none is initialised. {started}; write torch.distributed.init_process_group("nccl") '
+        '("gloo" on CPUs) before the Engine is built, and move the model to the GPU of LOCAL_RANK.'
+    )
 
 
-def _reject_foreign(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise for parameters that the wrapper does not reduce: ranks would drift apart."""
-    own = set(module.parameters())
-    foreign = sum(p not in own for o in optimizers for group in o.param_groups for p in group["params"])
-    if foreign:
+def _check_wrapper(wrapper: nn.parallel.DistributedDataParallel, policy: Policy) -> None:
+    """Raise for settings of a DistributedDataParallel that have no effect once its reducer is off."""
+    settings = {
+        "a communication hook": bool(getattr(wrapper, "_comm_hooks", ())),
+        "static_graph=True": bool(getattr(wrapper, "static_graph", False)),
+        "mixed_precision=...": getattr(wrapper, "mixed_precision", None) is not None,
+        "parameters to ignore": bool(getattr(wrapper, "parameters_to_ignore", ())),
+    }
+    used = [name for name, is_used in settings.items() if is_used]
+    if used:
         raise SettingError(
-            f"The optimizers have {foreign} parameters outside the model that is in DistributedDataParallel; their gradients would differ "
-            "between ranks. Make them part of the module before you wrap it."
+            f"The model is in DistributedDataParallel with {' and '.join(used)}, and under {policy} the Engine reduces gradients itself: its "
+            'reducer is switched off. Pass the model without the wrapper, with backend="ddp", or use a preset with fp32 weights and '
+            "reduce=fp32."
         )

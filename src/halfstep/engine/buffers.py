@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from halfstep.backends.consistency import is_plain
 from halfstep.engine.guards import count_registrations, num_registrations
 from halfstep.events import log_warning
 
@@ -104,7 +105,11 @@ class BufferGuard:
         own = ((prefix, *item) for prefix, table in self._tables if table for item in table.items())
         # A buffer that two modules share is listed once.
         buffers = {b: f"{prefix}.{name}" if prefix else name for prefix, name, b in own if b is not None}
-        return {name: b for b, name in buffers.items() if b.device.type != "meta" and _is_plain(b)}
+        return {name: b for b, name in buffers.items() if is_plain(b)}
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers that are saved and restored."""
+        return list(self._buffers().values())
 
     def forget(self) -> None:
         """End the step without restoring anything."""
@@ -126,9 +131,3 @@ def _restore_one(name: str, before: Tensor, buffer: Tensor, found_inf: Tensor) -
         return
     skip = found_inf.to(buffer.device, non_blocking=True) != 0
     buffer.copy_(torch.where(skip, before.to(buffer.device), buffer))
-
-
-def _is_plain(buffer: Tensor) -> bool:
-    if buffer.layout is not torch.strided:
-        return False
-    return not any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -101,16 +101,16 @@ class Engine(SavedEngine):
         scaler: Scaler | None = None,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> None:
-        of_subclass = frozenset(vars(self))
+        of_subclass, root = frozenset(vars(self)), as_module(model)
         optimizers, schedulers = as_list(optimizer), as_list(scheduler)
-        root = as_module(model)
         check_settings(optimizers, schedulers, max_norm, accumulate)
         check_compile(compile)
         check_watch(watch)
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
-        self.backend = make_backend(backend, root)
+        self.backend = make_backend(backend, root, self.policy)
         self.backend.check(root, self.policy)
+        self.backend.compare({"precision": self.policy, "accumulate": accumulate, "max_norm": max_norm, "ema": ema})
         self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile), backend=self.backend.name)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep.backends.base import unwrap
-from halfstep.backends.ddp import find_ddp
+from halfstep.backends.wrapped import find_ddp
 from halfstep.errors import SettingError
 
 __all__ = ["Members", "as_module"]

@@ -74,6 +74,8 @@ class Update:
         elif not window.is_empty:
             self.scaler.advance(decision.found_inf)
         self.buffers.restore_if(decision.found_inf)
+        if self.backend.context().world_size > 1:
+            self.backend.share_buffers(self.buffers.tensors())
         if self.ema is not None:
             self.ema.update(decision.found_inf)
         return decision

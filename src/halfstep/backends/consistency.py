@@ -1,0 +1,154 @@
+"""What must be the same on every rank before a run of replicas starts, compared by its text.
+
+Ranks with another model, optimizer or setting would train without an error, each its own model, or wait for a message that
+never comes. So each rank describes its part in words, the ranks compare a hash, and where it differs all of them raise the
+same error with the first differences. What is equal in form is then made equal in value: parameters and buffers are those of
+rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from halfstep.errors import SettingError
+from halfstep.hardware.units import few
+
+__all__ = ["broadcast_tensors", "compare_ranks", "describe_model", "describe_optimizers", "is_plain"]
+
+_CHUNK_BYTES = 25 * 2**20  # of a broadcast, as DistributedDataParallel's buckets
+
+
+# --- the form -------------------------------------------------------------------------------------------------------
+
+
+def describe_model(module: nn.Module) -> dict[str, str]:
+    """Every parameter and buffer of a module, in words."""
+    params = {
+        f"parameter {name}": _form(p) + ("" if p.requires_grad else ", frozen") for name, p in module.named_parameters()
+    }
+    return params | {f"buffer {name}": _form(buffer) for name, buffer in module.named_buffers()}
+
+
+def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> dict[str, str]:
+    """Class, groups and, where there is one, the state of every optimizer, in words."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    described = {}
+    for number, optimizer in enumerate(optimizers):
+        title = f"optimizer {number}"
+        described[title] = type(optimizer).__name__
+        for index, group in enumerate(optimizer.param_groups):
+            values = {key: _value(value) for key, value in sorted(group.items()) if key != "params"}
+            members = [names.get(id(p), "?") for p in group["params"]]
+            known = {key: value for key, value in values.items() if value is not None}
+            described[f"{title}, group {index}"] = f"{few(members)}; " + ", ".join(f"{k}={v}" for k, v in known.items())
+        for param, state in optimizer.state.items():
+            if isinstance(state, dict) and state:
+                name = names.get(id(param), "?")
+                described[f"{title}, state of {name}"] = ", ".join(
+                    f"{k} {_content(v)}" for k, v in sorted(state.items())
+                )
+    return described
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _value(value: Any) -> str | None:
+    """A setting in words; None for objects that have none."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        parts = [_value(part) for part in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    return repr(value) if value is None or isinstance(value, numbers.Number | str) else None
+
+
+def _content(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(_value(value))
+    data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return f"{_form(value)} with hash {hashlib.sha256(data.numpy().tobytes()).hexdigest()[:8]}"
+
+
+# --- between ranks --------------------------------------------------------------------------------------------------
+
+
+def compare_ranks(description: Mapping[str, str], group: Any, device: torch.device) -> None:
+    """Raise on every rank, with the same differences, unless all ranks have the same description."""
+    text = json.dumps(description)
+    hashes = _gather(hashlib.sha256(text.encode()).hexdigest(), group, device)
+    if len(set(hashes)) == 1:
+        return
+    descriptions = [json.loads(other) for other in _gather(text, group, device)]
+    first = descriptions[0]
+    differences = []
+    for rank, other in enumerate(descriptions):
+        keys = [*first, *(key for key in other if key not in first)]
+        differences += [
+            f"{key}: {first.get(key, 'missing')} on rank 0, {other.get(key, 'missing')} on rank {rank}"
+            for key in keys
+            if first.get(key) != other.get(key)
+        ]
+    shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
+    shown = shown or "the order of the parameters"
+    raise SettingError(
+        f"The ranks of this run differ, and would train different models: {shown}. Build the model, its optimizers and the Engine in the "
+        "same way on every rank; a state that is loaded before Engine(...) must be loaded on all of them."
+    )
+
+
+def _gather(text: str, group: Any, device: torch.device) -> list[str]:
+    """The texts of all ranks."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    size = torch.tensor([data.numel()], device=device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(each) for each in sizes)
+    padded = torch.cat([data, data.new_zeros(longest - data.numel())])
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=group)
+    return [bytes(t[: int(n)].tolist()).decode() for t, n in zip(texts, sizes, strict=True)]
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], group: Any) -> None:
+    """Give every rank the values of rank 0, in few messages; not of quantised tensors and other special ones."""
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    chunks: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+        if is_wrapper or not is_plain(tensor):
+            continue
+        chunk = chunks.setdefault((tensor.device, tensor.dtype), [])
+        chunk.append(tensor)
+        if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
+            _broadcast(chunk, source, group)
+            chunk.clear()
+    for chunk in chunks.values():
+        if chunk:
+            _broadcast(chunk, source, group)
+
+
+def _broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
+    is_bool = tensors[0].dtype is torch.bool  # which some process groups do not carry
+    flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+    dist.broadcast(flat.view(torch.uint8) if is_bool else flat, source, group=group)
+    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def is_plain(buffer: Tensor) -> bool:
+    """Whether a tensor has one number per place in memory: not sparse, not expanded, not on the meta device."""
+    if buffer.layout is not torch.strided or buffer.device.type == "meta":
+        return False
+    return not any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
