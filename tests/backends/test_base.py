@@ -79,7 +79,14 @@ def test_the_engine_calls_the_hooks_in_their_order(tmp_path):
         order = [name for name in dict.fromkeys(backend.calls) if name not in {"context", "truth_rows"}]
         update = ["reduce_gradients", "total_norm", "reduce_weight", "agree", "step", "share_buffers", "reset"]
         assert order == ["forward_context", "agree_reference", "backward", *update]
-        once = ("reduce_gradients", "total_norm", "reduce_weight", "agree", "step", "share_buffers")  # each may be a collective
+        once = (
+            "reduce_gradients",
+            "total_norm",
+            "reduce_weight",
+            "agree",
+            "step",
+            "share_buffers",
+        )  # each may be a collective
         assert [backend.calls.count(name) for name in once] == [1] * len(once)
         backend.calls.clear()
         engine.load(engine.save(tmp_path / "saved"))

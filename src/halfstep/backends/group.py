@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +91,12 @@ def _connect(launch: Launch, backend: str, timeout: timedelta) -> None:
         if launch.launcher == "none":
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        elif launch.launcher == "torchrun":  # its agent may host the store, which survives the ranks
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _agent_store(launch, timeout)
+            dist.init_process_group(
+                backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+            )
+        elif launch.launcher == "torchrun":
             os.environ.setdefault("MASTER_ADDR", launch.address or "")
             os.environ.setdefault("MASTER_PORT", str(launch.port))
             dist.init_process_group(backend, timeout=timeout)
@@ -109,6 +115,21 @@ def _connect(launch: Launch, backend: str, timeout: timedelta) -> None:
             f"{timeout.total_seconds():g} s: {first_line} Check that all {launch.world_size} processes were started, and that "
             "the host of rank 0 accepts connections at this port."
         ) from error
+
+
+def _agent_store(launch: Launch, timeout: timedelta) -> Any:
+    """The store that torchrun's agent hosts, which survives the ranks.
+
+    With its static rendezvous, the default, the store also survives restarts (torch 2.13 assumes that it does not), and ranks
+    would connect to the addresses of the processes before. That rendezvous restarts one machine only, and there all
+    ranks have the same count of restarts.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        str(launch.address), launch.port or 0, launch.world_size, is_master=False, timeout=timeout
+    )
+    if launch.local_world_size < launch.world_size:
+        return store
+    return dist.PrefixStore(f"halfstep/restart{launch.restarts}", store)  # type: ignore[attr-defined]
 
 
 def _close(*, limit: float | None) -> None:

@@ -41,6 +41,7 @@ class Launch:
     port: int | None = None
     restarts: int = 0  # how often torchrun has restarted the processes
     max_restarts: int = 0
+    run_id: str | None = None  # torchrun's --rdzv-id, the same for all restarts; None without one
 
     def __post_init__(self) -> None:
         values = f"rank {self.rank} of {self.world_size}, local rank {self.local_rank} of {self.local_world_size}"
@@ -101,6 +102,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
         _number(env, "MASTER_PORT", _PORT),
         _number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         _number(env, "TORCHELASTIC_MAX_RESTARTS", 0),
+        None if env.get("TORCHELASTIC_RUN_ID", "none") in {"", "none"} else env["TORCHELASTIC_RUN_ID"],
     )
 
 

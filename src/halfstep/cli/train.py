@@ -92,13 +92,14 @@ def command(
         raise SettingError("--resume needs --out DIR, the directory of the run to resume.")
     if resume and len(precision) > 1:
         raise SettingError("--resume continues one run; pass at most one --precision.")
-    if out is None and launch.max_restarts:
+    if launch.max_restarts and (out is None or len(precision) > 1):
         raise SettingError(
-            f"torchrun --max-restarts={launch.max_restarts} needs --out DIR: a restarted run resumes from the checkpoints there."
+            f"torchrun --max-restarts={launch.max_restarts} needs --out DIR and at most one --precision: a restarted run resumes from "
+            "the checkpoints there."
         )
     if out is not None:
         check_out(out)
-    if launch.restarts and out is not None and not resume and len(precision) < 2:
+    if out is not None and not resume:
         resume = restarted(out, launch)
     saved = saved_settings(out) if resume and out is not None else None
     if saved is not None and target is None:
@@ -115,7 +116,9 @@ def command(
     with open_ranks(launch, config) as ranks:
         for policy in precision or ("",):
             where = same_path(_folder(out, loaded.name, policy, alone=len(precision) < 2), ranks)
-            outcomes.append(_run(loaded, config, policy, where, saved=saved, quiet=as_json, ranks=ranks))
+            outcomes.append(
+                _run(loaded, config, policy, where, saved=saved, quiet=as_json, ranks=ranks, launch_id=launch.run_id)
+            )
             if launch.is_main:
                 _write_page(where)
             if outcomes[-1].stopped_by:
@@ -151,7 +154,15 @@ def _config(target: Target, overrides: dict[str, Any], saved: Any) -> TrainConfi
 
 
 def _run(
-    target: Target, config: TrainConfig, policy: str, out: Path, *, saved: Any, quiet: bool, ranks: RunContext | None
+    target: Target,
+    config: TrainConfig,
+    policy: str,
+    out: Path,
+    *,
+    saved: Any,
+    quiet: bool,
+    ranks: RunContext | None,
+    launch_id: str | None,
 ) -> Any:
     from halfstep.report.train import Progress
     from halfstep.train import train
@@ -168,6 +179,7 @@ def _run(
             resume=saved is not None,
             command=sys.argv,
             source=Source(target.source, target.data_dir),
+            launch_id=launch_id,
             observer=progress,
             ranks=ranks,
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from halfstep.backends.choose import BACKENDS
+from halfstep.backends.consistency import describe_model
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import seed_everything
 from halfstep.engine.engine import Engine
@@ -20,7 +20,7 @@ from halfstep.jobs.data.loader import mix
 from halfstep.jobs.job import Job
 from halfstep.precision.choice import resolve
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
-from halfstep.train.equality import check_equal, model_facts
+from halfstep.train.equality import check_equal
 from halfstep.train.ranks import Ranks
 
 __all__ = ["build_engine", "resolve_backend", "run_context", "seed_rank"]
@@ -65,11 +65,8 @@ def build_engine(
     """The job's model on the run's device, and the engine over it; compared with those of the other ranks."""
     model = job.call("model", run).to(run.device)
     if ranks.several:
-        check_equal(ranks, model_facts(model, str(resolve(precision)[0])))
+        check_equal(ranks, describe_model(model) | {"policy": str(resolve(precision)[0])})
     optimizer = job.call("optimizer", run, model=model)
-    backend = resolve_backend(config.backend, run.world_size)
-    if backend == "ddp" and "ddp" not in BACKENDS and ranks.several:
-        model, backend = nn.parallel.DistributedDataParallel(model), "auto"
     engine = Engine(
         model,
         optimizer,
@@ -83,6 +80,6 @@ def build_engine(
         gradient_release=config.gradient_release,
         recompute=config.recompute,
         watch=watch,
-        backend=backend,
+        backend=resolve_backend(config.backend, run.world_size),
     )
     return model, engine

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import halfstep
 from halfstep.errors import SettingError
@@ -24,9 +23,10 @@ from halfstep.jobs.job import FIELDS, Job
 from halfstep.train.config import TrainConfig
 from halfstep.train.ranks import Ranks
 
-__all__ = ["check_equal", "code_facts", "model_facts"]
+__all__ = ["check_equal", "code_facts"]
 
 _DIGITS = 12
+_MOST_SHOWN = 3
 
 
 def check_equal(ranks: Ranks, facts: Mapping[str, str]) -> None:
@@ -41,8 +41,9 @@ def check_equal(ranks: Ranks, facts: Mapping[str, str]) -> None:
             shown = ", ".join(f"{value} on rank {few(list(map(str, on)))}" for value, on in values.items())
             problems.append(f"{name}: {shown}")
     if problems:
+        more = f" and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
         raise SettingError(
-            f"The ranks of this run differ in {'; '.join(problems)}. They must run the same command with the same code and data: "
+            f"The ranks of this run differ in {'; '.join(problems[:_MOST_SHOWN])}{more}. They must run the same command with the same code and data: "
             "update the machines that differ, and start the run again."
         )
 
@@ -79,15 +80,6 @@ def _package_hash() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:_DIGITS]
-
-
-def model_facts(model: nn.Module, policy: str) -> dict[str, str]:
-    """Names, shapes and dtypes of parameters and buffers, and the policy that was resolved on this rank's hardware."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors]
-    count = sum(p.numel() for p in model.parameters())
-    text = f"{count:,} parameters in {len(lines)} tensors, sha256 {_digest(chr(10).join(lines).encode())}"
-    return {"model": text, "policy": policy}
 
 
 def _digest(data: bytes) -> str:

@@ -35,7 +35,7 @@ _BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 20.0  # for a main thread to end by itself after another rank has failed
 _FAILED = "failed"
 _COMMUNICATION = re.compile(
-    r"gloo|NCCL|ncclUnhandled|Connection (closed|reset|refused)|Timed out waiting|Broken pipe|recv(Value|Bytes)|TCPStore",
+    r"gloo|NCCL|ncclUnhandled|Connection (closed|reset|to)|Timed out waiting|Broken pipe|recv(Value|Bytes)|TCPStore",
     re.IGNORECASE,
 )
 
@@ -153,8 +153,8 @@ def describe_ranks_behind(before: dict[int, RankState], after: dict[int, RankSta
     dead = [r for r in others if r not in after or (r in before and after[r].beat == before[r].beat)]
     if dead:
         last = after.get(dead[0])
-        seen = f", last seen in {last.doing}" if last is not None else ""
-        return f"No sign of life of rank {few(list(map(str, dead)))}{seen}."
+        place = f", last seen in {last.doing}" if last is not None else ""
+        return f"No sign of life of rank {few(list(map(str, dead)))}{place}."
     slowest = min(state.tick for state in after.values())
     behind = [r for r, state in after.items() if state.tick == slowest]
     if len(behind) < len(after):

@@ -9,6 +9,7 @@ from pathlib import Path
 from halfstep.backends.context import RunContext
 from halfstep.backends.group import open_group, pick_rank_device
 from halfstep.backends.launch import Launch
+from halfstep.checkpoint.runlog import read_runlog
 from halfstep.events import log_info, quiet
 from halfstep.train.build import resolve_backend
 from halfstep.train.config import TrainConfig
@@ -41,9 +42,15 @@ def same_path(path: Path, ranks: RunContext | None) -> Path:
 
 
 def restarted(out: Path, launch: Launch) -> bool:
-    """Whether a restarted launch has a run to resume in `out`; one that died before its first record starts again."""
+    """Whether this launch has restarted and has a run to resume in `out`; one that died before its first record starts again.
+
+    On several machines torchrun counts the restarts of each machine on its own, so the id of the launch, which the run
+    file has, decides as well.
+    """
     file = out / RUN_FILE
-    exists = file.exists() and file.stat().st_size > 0
-    if exists and launch.is_main:
-        log_info(f"Restart {launch.restarts}: resuming the run in {out}.")
-    return exists
+    if not (launch.restarts or launch.run_id) or not file.exists() or not file.stat().st_size:
+        return False
+    same = launch.run_id is not None and read_runlog(file).header.get("launch") == launch.run_id
+    if (same or launch.restarts) and launch.is_main:
+        log_info(f"The run in {out} was restarted by {launch.launcher} and resumes from its last checkpoint.")
+    return same or launch.restarts > 0

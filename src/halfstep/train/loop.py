@@ -63,16 +63,20 @@ def train(
     source: Source | None = None,
     observer: Observer | None = None,
     ranks: RunContext | None = None,
+    launch_id: str | None = None,
 ) -> TrainOutcome:
     """Train `job` and write run file, checkpoints and TensorBoard logs under `out`; `source` loads the job on a resume.
 
     `ranks` is the context of this process from `backends.group.open_group`; every rank makes the same call.
+    `launch_id` is recorded, so that a restart of the same launch recognises its run.
     """
     if config.steps is None and config.epochs is None:
         raise SettingError("The run has no end: set steps or epochs.")
     if config.batch is None:
         config = dataclasses.replace(config, batch=job.default_batch_size() or DEFAULT_BATCH)
     header: dict[str, Any] = {"command": list(command)}
+    if launch_id is not None:
+        header["launch"] = launch_id
     if source is not None:
         header["source"] = dataclasses.asdict(source)
     context = run_context(config, ranks)
