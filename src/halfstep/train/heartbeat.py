@@ -32,7 +32,7 @@ from halfstep.hardware.units import few
 __all__ = ["Heartbeat", "RankState", "describe_ranks_behind", "watch_ranks"]
 
 _BEAT_SECONDS = 1.0
-_GRACE_SECONDS = 20.0  # for a main thread to end by itself after another rank has failed
+_GRACE_SECONDS = 10.0  # for a main thread to end by itself after another rank has failed
 _FAILED = "failed"
 _COMMUNICATION = re.compile(
     r"gloo|NCCL|ncclUnhandled|Connection (closed|reset|to)|Timed out waiting|Broken pipe|recv(Value|Bytes)|TCPStore",
@@ -174,9 +174,11 @@ def watch_ranks(context: RunContext, timeout_seconds: float) -> Iterator[Heartbe
             heartbeat.fail(f"{type(error).__name__}: {error}")
             raise
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        explanation = heartbeat.explain()
+        heartbeat.fail(explanation)
         raise RankError(
             f"Rank {context.rank} of {context.world_size} lost the others in {heartbeat.doing} (timeout={timeout_seconds:g} s). "
-            f"{heartbeat.explain()} Look at the error of that rank; the run resumes from its last checkpoint with --resume, or by "
+            f"{explanation} Look at the error of that rank; the run resumes from its last checkpoint with --resume, or by "
             f"itself under torchrun --max-restarts. ({first_line})"
         ) from error
     finally:

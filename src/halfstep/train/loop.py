@@ -214,7 +214,7 @@ class _Run:
         self.recorder.restart_clock()
         sized = self._check_length(epoch)
         for batch in self._batches(epoch, stop) if sized else in_step(self._batches(epoch, stop), self.ranks):
-            self.heartbeat.tick(f"step {self.engine.progress.attempts + 1}")
+            self.heartbeat.tick(f"the forward of step {self.engine.progress.attempts + 1}")
             self._window.add(self.data, batch)
             self._micro_batch(to_device(batch, self.context.device), epoch)
             if self.engine.in_window:
@@ -271,6 +271,7 @@ class _Run:
 
         with self.engine.forward():
             loss = compute()
+        self.heartbeat.tick(f"the backward of step {self.engine.progress.attempts + 1}")
         self.engine.backward(loss)
         loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph overwrites it on replay
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
