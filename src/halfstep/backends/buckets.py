@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import SettingError
+from halfstep.hardware.units import few
 
 __all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "GradientReducer", "Reductions", "divisors"]
 
@@ -164,7 +165,7 @@ class GradientReducer:
         layout = [(p.requires_grad, _grad_dtype(p), p.device) for p in self._params.values()]
         if layout != self._layout:
             active = {name: p for name, p in self._params.items() if p.requires_grad}
-            self._compare({n: f"{tuple(p.shape)}, gradient in {_grad_dtype(p)}" for n, p in active.items()})
+            self._compare_layout(active)
             self._buckets, self._layout = _lay_out(active, self._reduce_dtype, *self._limits), layout
             self._bucket_of = {slot.param: bucket for bucket in self._buckets for slot in bucket.slots}
             hook = _notify(weakref.ref(self))
@@ -172,6 +173,19 @@ class GradientReducer:
                 self._handles[param] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         for bucket in self._buckets:
             bucket.waiting = {slot.param for slot in bucket.slots}
+
+    def _compare_layout(self, active: Mapping[str, Tensor]) -> None:
+        try:
+            self._compare({name: f"{tuple(p.shape)}, gradient in {_grad_dtype(p)}" for name, p in active.items()})
+        except RuntimeError as error:  # of the process group
+            if self._layout is None:
+                raise
+            old = [name for name, (required, *_) in zip(self._params, self._layout, strict=True) if required]
+            changed = [name for name in self._params if (name in active) != (name in old)]
+            raise SettingError(
+                f"requires_grad or the gradients' dtype changed since the last reduction ({few(changed)}), and the other ranks did not "
+                "answer: they did not change theirs. Freeze and unfreeze parameters on every rank before the same window."
+            ) from error
 
     # --- messages -----------------------------------------------------------------------------------------------
 

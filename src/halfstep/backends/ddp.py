@@ -70,7 +70,7 @@ class DataParallel(Replicas):
         sparse = [name for name, m in model.named_modules() if getattr(m, "sparse", False) is True]
         if sparse and self._context.world_size > 1:
             raise SettingError(
-                f'{few(sparse)} of the model makes sparse gradients, which backend="ddp" does not reduce. Build it with sparse=False.'
+                f'Modules that make sparse gradients, which backend="ddp" does not reduce: {few(sparse)}. Build them with sparse=False.'
             )
         wrapper = find_ddp(model)
         if wrapper is not None:

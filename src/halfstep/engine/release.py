@@ -58,7 +58,7 @@ def check_release(
     elif accumulate > 1:
         reason = f"accumulate={accumulate} adds gradients up before the update; use accumulate=1 and a larger batch"
     elif backend == "ddp":
-        reason = "DistributedDataParallel reduces a gradient after it was used, and the ranks would drift apart"
+        reason = "gradients are averaged over ranks after they would have been used, and the ranks would drift apart"
     elif compiled:
         reason = "compile=True returns all gradients of the compiled backward at once, so none would be released early"
     if reason is not None:

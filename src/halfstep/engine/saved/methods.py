@@ -66,8 +66,13 @@ class SavedEngine(ABC):
         self.reset_window()
 
     def save(self, path: str | Path, *, overwrite: bool = False, allow_nonfinite: bool = False, **extra: Any) -> Path:
-        """Write a checkpoint directory: weights under the model's own names, state, random-number state."""
+        """Write a checkpoint directory: weights under the model's own names, state, random-number state.
+
+        Of several ranks the first writes; the others check their state, which is the same, and do not wait for it.
+        """
         weights, state, meta = checkpoint_parts(self.state_dict(), extra, allow_nonfinite=allow_nonfinite)
+        if self.backend.context().rank > 0:
+            return Path(path)
         return save_checkpoint(path, weights=weights, state=state, meta=meta, overwrite=overwrite)
 
     def load(self, path: str | Path | Checkpoint) -> dict[str, Any]:
