@@ -155,7 +155,7 @@ def _image_job(
         world_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> Loader:
-        position = {"seed": seed, "epoch": epoch, "rank": rank, "world_size": world_size}
+        position: dict[str, Any] = {"seed": seed, "epoch": epoch, "rank": rank, "world_size": world_size}
         if folder is None:
             return SyntheticImages(split, batch_size, image_size=image_size, device=device, **position)
         return FolderImages(folder, split, batch_size, image_size=image_size, device=device, **position)

@@ -37,7 +37,7 @@ from halfstep.train.recorder import Observer, Recorder, SilentObserver
 from halfstep.train.resume import RUN_FILE, Source
 from halfstep.train.schedule import check_validation, reject_metric_schedulers, step_on_metric
 from halfstep.train.stop import StopRequest
-from halfstep.train.stream import DataStream, batch_size_of, to_device
+from halfstep.train.stream import DataStream, to_device
 from halfstep.train.validation import ValidationStopped, validate
 from halfstep.watching.events import Event
 
@@ -243,11 +243,11 @@ class _Run:
 
         with self.engine.forward():
             loss = compute()
-        self.engine.backward(loss)
+        self.engine.backward(loss, weight=self.data.share.weight)
         loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph overwrites it on replay
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._num_losses += 1
-        self._samples += batch_size_of(batch, self.context.batch_size)
+        self._samples += self.data.share.num_examples
         # A replay keeps the batch until the outcome has arrived.
         result = self.engine.step(replay=None if self.watch is None else compute)
         if result.boundary:

@@ -175,7 +175,7 @@ def test_an_image_that_cannot_be_decoded_raises_its_name(tmp_path, num_workers):
             list(loader)
         assert f"The image {bad} cannot be decoded: " in str(caught.value)
         assert "Traceback" not in str(caught.value)
-        assert loader.state_dict()["batch"] == 1
+        assert loader.state_dict()["examples"] == 1
         bad.unlink()
         if num_workers:
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from halfstep.jobs.data.digits import Digits, DigitsLoader, load_digits
 from halfstep.jobs.data.folder import FolderImages, ImageFolder, scan_folder
-from halfstep.jobs.data.loader import Batch, Loader, Order, mix
+from halfstep.jobs.data.loader import Batch, Loader, Order, OrderedLoader, mix
 from halfstep.jobs.data.synthetic import SyntheticImages
 from halfstep.jobs.data.tokens import Draw, SyntheticInputs
 
@@ -17,6 +17,7 @@ __all__ = [
     "ImageFolder",
     "Loader",
     "Order",
+    "OrderedLoader",
     "SyntheticImages",
     "SyntheticInputs",
     "load_digits",

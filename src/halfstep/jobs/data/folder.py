@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from halfstep.errors import MissingError, SettingError
 from halfstep.events import log_warning
-from halfstep.jobs.data.loader import Batch, Loader, Order, mix, order_identity
+from halfstep.jobs.data.loader import Batch, Order, OrderedLoader, mix
 from halfstep.jobs.job import SPLITS
 
 __all__ = ["FolderImages", "ImageFolder", "scan_folder"]
@@ -100,7 +100,7 @@ def _list_files(split: Path, classes: list[str]) -> tuple[tuple[str, int], ...]:
     return tuple(files)
 
 
-class FolderImages(Loader):
+class FolderImages(OrderedLoader):
     """Batches (images, labels) from an ImageNet-style folder, normalized, on `device`.
 
     Args:
@@ -113,6 +113,7 @@ class FolderImages(Loader):
         epoch: the first epoch.
         rank: rank of this process.
         world_size: number of processes.
+        drop_last: whether training leaves out a short last global batch.
         device: device of the batches.
     """
 
@@ -128,13 +129,14 @@ class FolderImages(Loader):
         epoch: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        drop_last: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
         _pillow()  # fail here, not in a worker
         if image_size < 1:
             raise SettingError(f"image_size={image_size} must be at least 1.")
         num_examples = len(folder.files[split]) if split in SPLITS else 0
-        self._order = Order(num_examples, batch_size, split, seed, rank, world_size)
+        order = Order(num_examples, batch_size, split, seed, rank, world_size, drop_last)
         self._device = torch.device(device)
         self._mean = torch.tensor(MEAN, device=self._device).mul_(255).view(1, 3, 1, 1)
         self._deviation = torch.tensor(DEVIATION, device=self._device).mul_(255).view(1, 3, 1, 1)
@@ -151,10 +153,10 @@ class FolderImages(Loader):
             # DataLoader draws a number per epoch; from the global generator that would change the run's dropout.
             generator=torch.Generator(),
         )
-        super().__init__({**order_identity(self._order), "image_size": image_size}, self._order.num_batches, epoch)
+        super().__init__(order, {"image_size": image_size}, epoch)
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
-        self._queue[:] = [(epoch, rows.tolist()) for rows in self._order.batches(epoch)[first:]]
+        self._queue[:] = [(epoch, rows.tolist()) for rows in self._rows(epoch)[first:]]
         for decoded in self._workers:
             if isinstance(decoded, _Unreadable):
                 raise SettingError(
@@ -164,11 +166,6 @@ class FolderImages(Loader):
             pixels, labels = decoded
             images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2).float()
             yield images.sub_(self._mean).div_(self._deviation).contiguous(), labels.to(self._device, non_blocking=True)
-
-    def sample_indices(self, epoch: int, batch: int) -> list[int]:
-        """The files that a batch consists of, by their index in the split."""
-        indices: list[int] = self._order.batches(epoch)[batch].tolist()
-        return indices
 
 
 class _Queue:
