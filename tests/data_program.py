@@ -1,8 +1,10 @@
 """What `tests/train/test_data_ranks.py` runs on each of two gloo ranks: one JSON line per case."""
 
+import io
 import json
 import logging
 import sys
+import tempfile
 import warnings
 
 import torch
@@ -16,7 +18,7 @@ import halfstep
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import HalfstepError
-from halfstep.jobs.data import DigitsLoader
+from halfstep.jobs.data import DigitsLoader, ShardImages, find_shards
 from halfstep.jobs.job import Job
 from halfstep.train.stream import DataStream
 
@@ -90,6 +92,37 @@ def sharing():
     for name, data in DATA.items():
         source = stream(data)
         show(case="epochs", name=name, epochs=[epoch_of(source, 0), epoch_of(source, 1)])
+
+
+def shards():
+    """Two epochs of shards of 3, 2, 4 and 4 images, resumed after the second batch."""
+    from PIL import Image
+    from webdataset import TarWriter
+
+    with tempfile.TemporaryDirectory() as folder:
+        number = 0
+        for index, size in enumerate((3, 2, 4, 4)):
+            with TarWriter(f"{folder}/train-{index}.tar") as writer:
+                for _ in range(size):
+                    image = io.BytesIO()
+                    Image.new("RGB", (9, 9), (number, 0, 0)).save(image, "PNG")
+                    writer.write({"__key__": str(number), "png": image.getvalue(), "cls": number})
+                    number += 1
+        found = find_shards(folder)
+
+        def data(batch_size, rank, world_size, seed):
+            settings = {"rank": rank, "world_size": world_size, "seed": seed, "image_size": 8, "num_workers": 0}
+            return ShardImages(found, "train", batch_size, **settings)
+
+        source = stream(data, 2)
+        epochs = [epoch_of(source, 0), epoch_of(source, 1)]
+        first = stream(data, 2)
+        batches = first.batches(1)
+        next(batches), next(batches)
+        again = stream(data, 2)
+        again.restore(first.state())
+        rest = [(plain(batch), again.share.num_examples, again.share.weight) for batch in again.batches(1)]
+        show(case="epochs", name="shards", epochs=epochs, same=rest == epochs[1][2:])
 
 
 def resuming():

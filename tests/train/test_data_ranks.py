@@ -1,5 +1,6 @@
 """Data on two gloo ranks: divided, uneven, resumed, moved between numbers of ranks, and rejected if every rank has all of it."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,15 @@ from rank_processes import cases_of_ranks
 
 pytest.importorskip("torchdata", reason="Requires: [torchdata]")
 
+SHARDS = all(importlib.util.find_spec(name) for name in ("PIL", "webdataset"))
 PROGRAM = Path(__file__).parents[1] / "data_program.py"
 
 
 @pytest.fixture(scope="module")
 def ranks():
     """The cases of both ranks, from one launch."""
-    return cases_of_ranks(PROGRAM, "sharing", "resuming", "moving", "rejecting", "training")
+    parts = ["shards"] if SHARDS else []
+    return cases_of_ranks(PROGRAM, "sharing", *parts, "resuming", "moving", "rejecting", "training")
 
 
 def select(ranks, **values):
@@ -49,6 +52,21 @@ def test_uneven_batches_are_weighted_and_both_ranks_take_the_same_steps(ranks):
         [(718, None), (1, 2.0)],
         [(718, None), (0, 0.0)],
     ]
+
+
+@pytest.mark.skipif(not SHARDS, reason="Requires: [pillow, webdataset]")
+def test_ranks_with_fewer_images_in_their_shards_stay_in_step(ranks):
+    """Each epoch has every image at most once, in complete batches, and continues exactly after a resume."""
+    cases = select(ranks, case="epochs", name="shards")
+    for epoch in (0, 1):
+        both = [case["epochs"][epoch] for case in cases]
+        assert len(both[0]) == len(both[1])
+        real = [image for rank in both for batch, size, _ in rank if size for image in batch]
+        assert len(set(real)) == len(real) >= 11
+        for step in zip(*both, strict=True):
+            weights = [1.0 if weight is None else weight for _, _, weight in step]
+            assert weights == [1.0, 1.0] or sorted(weights) == [0.0, 2.0]
+    assert all(case["same"] for case in cases)
 
 
 @pytest.mark.parametrize("name", ["sampler", "stateful", "workers", "uneven"])

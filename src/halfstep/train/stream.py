@@ -169,15 +169,15 @@ class DataStream:
         if self._made_for == epoch:
             return self._loader
         self._made_for = epoch
-        set_epoch = getattr(self._loader, "set_epoch", None)
-        if callable(set_epoch):  # reuses its worker processes
-            set_epoch(epoch)
-        elif self._loader is None or self._per_epoch or isinstance(self._loader, Iterator):  # an iterator is exhausted
+        is_reused = self._loader is not None and hasattr(self._loader, "set_epoch")  # with its worker processes
+        is_spent = self._per_epoch or self._loader is None or isinstance(self._loader, Iterator)
+        if is_spent and not is_reused:
             self._loader = self._job.call("data", self._run, split=self._split, epoch=epoch)
             check_sampler(self._job, self._loader, self._run)
-        for part in (*samplers_of(self._loader), getattr(self._loader, "dataset", None)):
+        # A DistributedSampler whose epoch is not set has the same order in every epoch.
+        for part in (self._loader, *samplers_of(self._loader), getattr(self._loader, "dataset", None)):
             set_epoch = getattr(part, "set_epoch", None)
-            if callable(set_epoch):  # of a DistributedSampler: without it every epoch has the same order
+            if callable(set_epoch):
                 set_epoch(epoch)
         return self._loader
 

@@ -115,7 +115,7 @@ class Loader(ABC):
 
     shares_position = True  # a position that one rank saved is valid on all of them
 
-    def __init__(self, identity: Mapping[str, int | str], num_batches: int, epoch: int = 0) -> None:
+    def __init__(self, identity: Mapping[str, int | str], num_batches: int | None, epoch: int = 0) -> None:
         self._identity = {"loader": type(self).__name__, **identity}
         self._num_batches = num_batches
         self._epoch = epoch
@@ -137,6 +137,8 @@ class Loader(ABC):
         return self._batch
 
     def __len__(self) -> int:
+        if self._num_batches is None:
+            raise TypeError(f"{type(self).__name__} has no length: the number of its examples is not known in advance.")
         return self._num_batches
 
     def __iter__(self) -> Iterator[AnyBatch]:
@@ -167,7 +169,8 @@ class Loader(ABC):
         """Continue with exactly the batches that would have followed when `state` was saved."""
         self._check_identity(state)
         epoch, batch = state.get("epoch"), state.get("batch")
-        if not isinstance(epoch, int) or not isinstance(batch, int) or epoch < 0 or not 0 <= batch <= self._num_batches:
+        most = self._num_batches
+        if not isinstance(epoch, int) or not isinstance(batch, int) or min(epoch, batch) < 0 or (most and batch > most):
             raise _outside(epoch, f"batch={batch!r}", f"{self._num_batches} batches")
         self._epoch, self._batch, self._first = epoch, batch, batch
 
@@ -201,7 +204,7 @@ class OrderedLoader(Loader):
         return self._order.batches(epoch, self._start_of(epoch))
 
     def __len__(self) -> int:
-        return len(self._rows(self._epoch)) if self._start_of(self._epoch) else self._num_batches
+        return len(self._rows(self._epoch)) if self._start_of(self._epoch) else super().__len__()
 
     def sample_indices(self, epoch: int, batch: int) -> list[int]:
         """The examples that a batch consists of, by their index in the split."""
