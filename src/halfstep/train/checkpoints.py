@@ -118,7 +118,7 @@ class RunCheckpoints:
         if num_saved != num_ranks:
             log_info(f"The checkpoint was saved on {num_saved} ranks and is resumed on {num_ranks}.")
             seed_rank(self._config.seed, rank, step)
-            return extra["data"] | {"first": None}  # the batches of other ranks differ
+            return extra["data"]
         if states is None:
             return extra["data"]
         restore_rng(states[rank]["rng"])

@@ -38,12 +38,12 @@ from halfstep.train.heartbeat import Heartbeat, watch_ranks
 from halfstep.train.memory import PeakCounter, compare_memory
 from halfstep.train.numerics import summary_of, watch_of
 from halfstep.train.outcome import TrainOutcome
-from halfstep.train.ranks import AgreedStop, Ranks, describe_ranks, in_step
+from halfstep.train.ranks import AgreedStop, Ranks, describe_ranks
 from halfstep.train.recorder import Observer, Recorder, SilentLog, SilentObserver
 from halfstep.train.resume import RUN_FILE, Source
 from halfstep.train.schedule import check_validation, reject_metric_schedulers, step_on_metric
 from halfstep.train.stop import StopRequest
-from halfstep.train.stream import DataStream, batch_size_of, to_device
+from halfstep.train.stream import DataStream, to_device
 from halfstep.train.validation import ValidationStopped, validate
 from halfstep.watching.events import Event
 
@@ -138,7 +138,7 @@ class _Run:
         self._before = (self.engine.progress.attempts, self.engine.progress.applied)
         self._data_failed, self._recorded = False, self.engine.progress.attempts
         self._loss_sum: Tensor | None = None
-        self._num_losses = self._samples = 0
+        self._num_losses = self._samples = self._all_samples = 0  # of all ranks
         self._window = WindowBatches(active=self.watch is not None)
 
     def _record_event(self, event: Event) -> None:
@@ -212,8 +212,7 @@ class _Run:
         config = self.config
         self.model.train()
         self.recorder.restart_clock()
-        sized = self._check_length(epoch)
-        for batch in self._batches(epoch, stop) if sized else in_step(self._batches(epoch, stop), self.ranks):
+        for batch in self._batches(epoch, stop):
             self.heartbeat.tick(f"the forward of step {self.engine.progress.attempts + 1}")
             self._window.add(self.data, batch)
             self._micro_batch(to_device(batch, self.context.device), epoch)
@@ -249,13 +248,6 @@ class _Run:
                 return
             yield batch
 
-    def _check_length(self, epoch: int) -> bool:
-        """Whether the length of the epoch is known; raises if it differs between ranks."""
-        length = self.data.num_batches(epoch)
-        if self.ranks.several:
-            check_equal(self.ranks, {"number of training batches": str(length)})
-        return length is not None
-
     def _save_before_failing(self, *, everywhere: bool = False) -> None:
         """Save the steps since the last checkpoint, if the error came between two windows, and `everywhere` or on the only rank."""
         step = self.engine.progress.attempts
@@ -272,11 +264,12 @@ class _Run:
         with self.engine.forward():
             loss = compute()
         self.heartbeat.tick(f"the backward of step {self.engine.progress.attempts + 1}")
-        self.engine.backward(loss)
+        self.engine.backward(loss, weight=self.data.share.weight)
         loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph overwrites it on replay
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._num_losses += 1
-        self._samples += batch_size_of(batch, self.context.batch_size)
+        self._samples += self.data.share.num_examples
+        self._all_samples += self.data.share.total
         # A replay keeps the batch until the outcome has arrived.
         result = self.engine.step(replay=None if self.watch is None else compute)
         if result.boundary:
@@ -290,11 +283,12 @@ class _Run:
             self.ranks.mean(self._loss_sum / self._num_losses, self._samples),
             epoch=epoch,
             micro_batch=self.engine.progress.micro_batches,
-            samples=self._samples * self.ranks.num_ranks,
+            samples=self._all_samples,
             batches=self._window.end_window(),
         )
         self.recorder.record_truth(self.engine)
-        self._loss_sum, self._num_losses, self._samples = None, 0, 0
+        self._loss_sum = None
+        self._num_losses = self._samples = self._all_samples = 0
 
     def _validate(self, stop: AgreedStop, *, epoch_done: bool) -> None:
         """Validate the epoch that is due; whatever ends the validation early, the trained weights are saved."""

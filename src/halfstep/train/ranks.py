@@ -10,9 +10,8 @@ step.
 
 from __future__ import annotations
 
-import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.backends.context import RunContext
-from halfstep.errors import HalfstepError, SettingError
+from halfstep.backends.messages import messages_of
+from halfstep.errors import HalfstepError
 from halfstep.events import log_info
 from halfstep.train.stop import StopRequest
 
-__all__ = ["AgreedStop", "Ranks", "describe_ranks", "in_step"]
+__all__ = ["AgreedStop", "Ranks", "describe_ranks"]
 
 T = TypeVar("T")
 
@@ -37,9 +37,8 @@ class Ranks:
         context = context or RunContext()
         self.rank, self.num_ranks = context.rank, context.world_size
         self._group, self._device = context.process_group, context.device
-        self._control: Any = None
-        if self.num_ranks > 1:
-            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._messages = messages_of(context, timedelta(seconds=timeout_seconds))
+        self._control: Any = None if self._messages is None else self._messages.group
 
     @property
     def is_main(self) -> bool:
@@ -53,19 +52,11 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order."""
-        if not self.several:
-            return [value]
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self._control)
-        return values
+        return [value] if self._messages is None else self._messages.gather(value)
 
     def from_main(self, value: T) -> T:
         """Rank 0's value."""
-        if not self.several:
-            return value
-        values: list[Any] = [value]
-        dist.broadcast_object_list(values, 0, group=self._control)
-        received: T = values[0]
+        received: T = value if self._messages is None else self._messages.broadcast(value, 0)
         return received
 
     def on_main(self, work: Callable[[], T]) -> T:
@@ -162,27 +153,6 @@ class AgreedStop:
 
     def _set(self, number: int) -> None:
         self._agreed = signal.Signals(number) if number else None
-
-
-def in_step(batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
-    """The batches of data without a length; raises on every rank if those of some ranks end before the others'."""
-    for number in itertools.count():
-        batch = next(batches, _END)
-        if ranks.several:
-            num_more = int(ranks.sums(float(batch is not _END))[0])
-            if 0 < num_more < ranks.num_ranks:
-                state = "has ended" if batch is _END else "continues"
-                raise SettingError(
-                    f"The training data of {ranks.num_ranks - num_more} of {ranks.num_ranks} ranks ended after {number} batches; that of rank "
-                    f"{ranks.rank} {state}. All ranks must have the same number of batches: split the data by rank and "
-                    "world_size, and drop the remainder."
-                )
-        if batch is _END:
-            return
-        yield batch
-
-
-_END = object()
 
 
 def describe_ranks(context: RunContext, backend: str) -> dict[str, Any]:
