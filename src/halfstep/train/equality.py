@@ -7,6 +7,7 @@ rank, with the values of the ranks that differ.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import platform
@@ -74,6 +75,7 @@ def _source_file(function: Any) -> Path | None:
     return path if path.is_file() else None
 
 
+@functools.cache
 def _package_hash() -> str:
     root = Path(halfstep.__file__).parent
     digest = hashlib.sha256()
