@@ -23,14 +23,14 @@ class Data:
         generator = torch.Generator().manual_seed(1000 * seed + epoch + (500 if split == "val" else 0))
         x = torch.randn(EXAMPLES[split], 8, generator=generator)
         self._all, self._size = (x, (x.sum(1) > 0).long()), batch_size * world_size
-        self._rank, self._world_size = rank, world_size
+        self.rank, self._world_size = rank, world_size
 
     def __len__(self):
         return len(self._all[0].split(self._size))
 
     def __iter__(self):
         for batch in zip(*(part.split(self._size) for part in self._all), strict=True):
-            yield tuple(part.tensor_split(self._world_size)[self._rank] for part in batch)
+            yield tuple(part.tensor_split(self._world_size)[self.rank] for part in batch)
 
 
 class Faults:

@@ -18,9 +18,17 @@ from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.errors import HalfstepError
 from halfstep.train import TrainConfig, train
 from halfstep.train.ranks import Ranks
-from launch_job import make_job
+from launch_job import Data, make_job
 
 CONFIG = {"batch": 8, "epochs": 2, "save_every": 3, "watch": None, "device": "cpu", "timeout": 60}
+
+
+class Broken(Data):
+    """One batch of rank 1 is infinite."""
+
+    def __iter__(self):
+        for number, (x, y) in enumerate(super().__iter__()):
+            yield (x * float("inf") if number == 4 and self.rank == 1 else x), y
 
 
 def digest(outcome):
@@ -61,6 +69,8 @@ def cases(context, folder):
     yield "odd batch", run(context, folder / "odd", batch=7)
     (folder / "file").touch(exist_ok=True)
     yield "unwritable", run(context, folder / "file" / "run")
+    broken = make_job(data=Broken)
+    yield "overflow", run(context, folder / "overflow", broken, watch=100, epochs=1)
     ranks = Ranks(context, timeout_seconds=60)
     yield "sums", {"sums": ranks.sums(1.0, rank), "largest": ranks.largest(rank), "from_main": ranks.from_main(rank)}
 

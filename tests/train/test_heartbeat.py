@@ -42,6 +42,7 @@ def test_ranks_in_step_blame_nobody():
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("Timed out waiting 8000ms for recv operation to complete"), True),
         (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:1234"), True),
+        (RuntimeError("ProcessGroupGloo::allgather: invalid tensor size at index 0"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (SettingError("Connection"), False),
     ],

@@ -106,6 +106,17 @@ def test_what_cannot_run_is_the_same_error_on_every_rank(launched, case, message
     assert all(message in rank[case]["error"] for rank in results)
 
 
+def test_an_inf_on_one_rank_skips_the_step_on_all_and_names_the_rank(launched):
+    """The weights stay the same on both; the run file has the rank, and no batch of rank 0 is blamed."""
+    folder, (first, second) = launched
+    assert first["overflow"]["digest"] == second["overflow"]["digest"]
+    run = read_runlog(folder / "overflow" / "run.jsonl")
+    assert [record["attempted"] for record in run.records if record["skipped"]] == [5]
+    events = {event["event"]: event for event in run.events}
+    assert events["loss-of-rank"]["rank"] == 1
+    assert "batch" not in events["nan-loss"]["message"]
+
+
 def test_sums_and_values_of_rank_0_reach_every_rank(launched):
     """The messages of the train loop."""
     _, results = launched

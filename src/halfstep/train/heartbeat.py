@@ -35,7 +35,7 @@ _BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 10.0  # for a main thread to end by itself after another rank has failed
 _FAILED = "failed"
 _COMMUNICATION = re.compile(
-    r"gloo|NCCL|ncclUnhandled|Connection (closed|reset|to)|Timed out waiting|Broken pipe|recv(Value|Bytes)|TCPStore",
+    r"gloo/|NCCL|ncclUnhandled|Connection (closed|reset|to)|Timed out waiting|Broken pipe|recv(Value|Bytes)|TCPStore",
     re.IGNORECASE,
 )
 
@@ -178,7 +178,7 @@ def watch_ranks(context: RunContext, timeout_seconds: float) -> Iterator[Heartbe
         heartbeat.fail(explanation)
         raise RankError(
             f"Rank {context.rank} of {context.world_size} lost the others in {heartbeat.doing} (timeout={timeout_seconds:g} s). "
-            f"{explanation} Look at the error of that rank; the run resumes from its last checkpoint with --resume, or by "
+            f"{explanation} Look at the errors of the other ranks; the run resumes from its last checkpoint with --resume, or by "
             f"itself under torchrun --max-restarts. ({first_line})"
         ) from error
     finally:

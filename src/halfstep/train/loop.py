@@ -280,7 +280,7 @@ class _Run:
         self._recorded = result.step
         self.recorder.push(
             result,
-            self.ranks.mean(self._loss_sum / self._num_losses, self._samples),
+            self.ranks.mean_loss(self._loss_sum / self._num_losses, self._samples),
             epoch=epoch,
             micro_batch=self.engine.progress.micro_batches,
             samples=self._all_samples,

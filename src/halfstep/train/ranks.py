@@ -92,13 +92,18 @@ class Ranks:
         numbers: list[float] = message.tolist()
         return numbers
 
-    def mean(self, value: Tensor, weight: float) -> Tensor:
-        """The weighted mean over ranks of a number of the device; the host does not wait for it."""
+    def mean_loss(self, loss: Tensor, weight: float) -> Tensor:
+        """The weighted mean over ranks, and the first rank whose loss is not finite, or -1; the host does not wait for them."""
         if not self.several:
-            return value
-        message = torch.stack((value.detach().float() * weight, value.new_full((), weight, dtype=torch.float32)))
-        dist.all_reduce(message, group=self._group)
-        return message[0] / message[1]
+            return torch.stack((loss.detach().float(), loss.new_full((), -1.0, dtype=torch.float32)))
+        own = torch.stack((loss.detach().float(), loss.new_full((), weight, dtype=torch.float32)))
+        message = own.new_empty(self.num_ranks, 2)
+        dist.all_gather_into_tensor(message, own[None], group=self._group)
+        losses, weights = message.unbind(1)
+        counted = torch.where(weights > 0, losses, 0)  # a rank without examples computes some other batch again
+        broken = ~counted.isfinite()
+        first = torch.where(broken.any(), broken.float().argmax(), -1)
+        return torch.stack(((counted * weights).sum() / weights.sum(), first.float()))
 
     def start_largest(self, value: int) -> Callable[[], int]:
         """Start to compare a number with those of the other ranks; the result waits for their largest."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
+from halfstep.events import log_warning
 from halfstep.precision.formats import Format, get_format
 from halfstep.scaling.readback import Readback
 from halfstep.train.batches import StepBatches
@@ -130,16 +131,19 @@ class Recorder:
         samples: int,
         batches: StepBatches | None = None,
     ) -> None:
-        """Queue a step; it is written when its values have arrived. `batches` identifies what it was computed from."""
+        """Queue a step; it is written when its values have arrived. `batches` identifies what it was computed from.
+
+        `loss` has the loss of all ranks, and the rank whose own is not finite (-1 if there is none); or only the first.
+        """
         now = time.perf_counter()
         rate = samples / max(now - self._started, 1e-9)
         self._started = now
-        self._losses.push(loss.detach().float().reshape(1), (result, epoch, micro_batch, rate, samples, batches))
+        self._losses.push(loss.detach().float().reshape(-1), (result, epoch, micro_batch, rate, samples, batches))
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
         """Write the steps whose values have arrived, or with `wait`, all of them."""
-        for (result, epoch, micro_batch, rate, samples, batches), (loss,) in self._losses.deliver(wait=wait):
+        for (result, epoch, micro_batch, rate, samples, batches), (loss, *ranks) in self._losses.deliver(wait=wait):
             self._skips += result.skipped
             line = StepLine(
                 result.step, epoch, loss, result.lr, result.skipped, result.grad_norm, result.scale, self._skips, rate
@@ -161,8 +165,13 @@ class Recorder:
             )
             self.last = line
             self.observer.stepped(line)
+            broken = int(ranks[0]) if ranks else -1
+            if broken > 0:  # the batches below are of rank 0
+                log_warning(f"The loss of step {line.step} is not finite on rank {broken}.")
+                self.log.event("loss-of-rank", step=line.step, rank=broken)
             if self._watch is not None:
-                self._watch.observe_loss(line.step, loss, None if batches is None else batches.identify, samples)
+                identify = None if batches is None or broken > 0 else batches.identify
+                self._watch.observe_loss(line.step, loss, identify, samples)
         self._record_samples()
 
     def _record_samples(self) -> None:
