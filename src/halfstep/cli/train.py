@@ -115,7 +115,8 @@ def command(
     outcomes = []
     with open_ranks(launch, config) as ranks:
         for policy in precision or ("",):
-            where = same_path(_folder(out, loaded.name, policy, alone=len(precision) < 2), ranks)
+            where = _folder(out, loaded.name, policy, alone=len(precision) < 2)
+            where = same_path(where, ranks, config.timeout)
             outcomes.append(
                 _run(loaded, config, policy, where, saved=saved, quiet=as_json, ranks=ranks, launch_id=launch.run_id)
             )

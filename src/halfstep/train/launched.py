@@ -36,9 +36,9 @@ def open_ranks(launch: Launch, config: TrainConfig) -> Iterator[RunContext | Non
             yield context
 
 
-def same_path(path: Path, ranks: RunContext | None) -> Path:
+def same_path(path: Path, ranks: RunContext | None, timeout_seconds: float) -> Path:
     """Rank 0's path: names with a time differ between ranks."""
-    return path if ranks is None else Path(Ranks(ranks, timeout_seconds=600).from_main(str(path)))
+    return path if ranks is None else Path(Ranks(ranks, timeout_seconds=timeout_seconds).from_main(str(path)))
 
 
 def restarted(out: Path, launch: Launch) -> bool:
