@@ -3,7 +3,8 @@
     HalfstepError
     |-- SettingError    (also a ValueError)    a setting, name or file that cannot be used
     |-- MissingError    (also an ImportError)  something that has to be installed first
-    `-- OverflowStop    (also a RuntimeError)  training stopped: no usable gradient for many steps
+    |-- OverflowStop    (also a RuntimeError)  training stopped: no usable gradient for many steps
+    `-- RankError       (also a RuntimeError)  another rank of the run died, hangs or differs
 
 Commands turn any of them into one message on stderr and an exit code; a traceback at the command
 line means a bug in Halfstep.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["HalfstepError", "MissingError", "OverflowStop", "SettingError", "nearest", "unknown"]
+__all__ = ["HalfstepError", "MissingError", "OverflowStop", "RankError", "SettingError", "nearest", "unknown"]
 
 
 _MOST_LISTED = 30  # a longer list of names would hide the message
@@ -35,6 +36,10 @@ class MissingError(HalfstepError, ImportError):
 
 class OverflowStop(HalfstepError, RuntimeError):
     """Training stopped because too many steps in a row had no usable gradient."""
+
+
+class RankError(HalfstepError, RuntimeError):
+    """Another rank of the run died or did not answer in time."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -9,10 +9,12 @@ Engines of the same kind reads it once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 
-__all__ = ["log_info", "log_once", "log_warning", "logger"]
+__all__ = ["log_info", "log_once", "log_warning", "logger", "quiet"]
 
 
 class _Fallback(logging.Handler):
@@ -46,3 +48,15 @@ def log_once(message: str) -> None:
 def log_warning(message: str) -> None:
     """Log that something the user requested will not be as they expect."""
     logger.warning(message)
+
+
+@contextlib.contextmanager
+def quiet(*, unless: bool = False) -> Iterator[None]:
+    """Log errors only inside this block: rank 0 logs for all ranks of a run."""
+    level = logger.level
+    if not unless:
+        logger.setLevel(max(level, logging.ERROR))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -54,7 +54,7 @@ def test_flags_are_few_and_listed():
         ],
         "probe": ["--gpu", "--json", "--measure"],
         "train": [
-            "--batch", "--data", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",
+            "--backend", "--batch", "--data", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",
         ],
         "watch": ["--html", "--interval", "--once"],
     }  # fmt: skip

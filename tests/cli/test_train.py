@@ -222,12 +222,27 @@ def test_the_default_batch_size_of_a_job_file_is_used(job_file, tmp_path):
         assert json.loads(result.stdout)["steps"] == steps
 
 
-def test_several_processes_are_rejected_by_name(job_file, tmp_path, monkeypatch):
-    """Under torchrun each process would train its own copy and write to the same files."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    result = run("train", job_file, "--steps", 1, "--out", tmp_path / "run")
-    assert isinstance(result.exception, HalfstepError)
-    assert "WORLD_SIZE=2" in str(result.exception)
+LAUNCH = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, (), "RANK is not set"),
+        (LAUNCH, ("--backend", "single"), "each of them would do the whole run"),
+        (LAUNCH, ("--no-out",), "needs --out DIR"),
+        (LAUNCH, ("-p", "fp32", "-p", "bf16"), "at most one --precision"),
+        ({}, ("--backend", "dpp"), "Did you mean 'ddp'"),
+        ({}, ("--backend", "ddp", "--set", "backend=ddp"), "backend is set twice"),
+    ],
+)
+def test_launches_that_cannot_work_are_rejected(job_file, monkeypatch, tmp_path, variables, options, message):
+    """Before anything waits for other ranks or writes."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    out = () if "--no-out" in options else ("--out", tmp_path / "run")
+    result = run("train", job_file, *out, "--steps", 1, *(each for each in options if each != "--no-out"))
+    assert message in str(result.exception)
     assert not (tmp_path / "run").exists()
 
 

@@ -184,3 +184,18 @@ def test_examples_are_counted_by_the_first_tensor():
     assert batch_size_of({"x": [torch.zeros(3, 2)], "n": 5}, 9) == 3
     assert batch_size_of([torch.zeros(0, 2)], 9) == 0
     assert batch_size_of([1, "a", torch.tensor(2.0)], 9) == 9
+
+
+def test_the_first_epoch_of_a_resumed_run_is_set():
+    """A run that resumes between epochs builds its loader there: a loader that does not name `epoch` must not start at epoch 0."""
+
+    class Epochs:
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            yield torch.tensor([self.epoch])
+
+    assert [batch.tolist() for batch in stream(Epochs).batches(3)] == [[3]]

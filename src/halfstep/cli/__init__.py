@@ -86,5 +86,18 @@ def main(args: list[str] | None = None) -> None:
     try:
         cli.main(args=args, prog_name="halfstep")
     except HalfstepError as error:
-        sys.stderr.write(f"halfstep: {error}\n")
+        sys.stderr.write(f"halfstep: {_of_rank(error)}{error}\n")
         sys.exit(1)
+    except Exception as error:
+        if rank := _of_rank(error):
+            sys.stderr.write(f"halfstep: {rank}{type(error).__name__}: {error}\n")
+        raise
+
+
+def _of_rank(error: BaseException) -> str:
+    """The rank of this process, if there are others; reports the error to torchrun, whose summary shows it."""
+    if "halfstep.backends.launch" not in sys.modules:  # no command that runs on ranks
+        return ""
+    from halfstep.cli.failures import report_to_launcher
+
+    return report_to_launcher(error)

@@ -50,8 +50,8 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     "--data",
     "data_dir",
     type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="ImageNet-style folder for the ViT targets.",
+    metavar="DIR|SHARDS",
+    help="ImageNet-style folder or WebDataset shards for the ViT targets.",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Output directory (default: a new one under runs/)."

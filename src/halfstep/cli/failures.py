@@ -7,10 +7,11 @@ hide what to do about them.
 from __future__ import annotations
 
 import errno
+import os
 
 from halfstep.errors import HalfstepError
 
-__all__ = ["explain_error"]
+__all__ = ["explain_error", "report_to_launcher"]
 
 
 def explain_error(error: BaseException) -> HalfstepError | None:
@@ -34,3 +35,18 @@ def explain_error(error: BaseException) -> HalfstepError | None:
     if isinstance(error, RecursionError):
         return HalfstepError(f"{error_text(error)}{user_line(error)}.")
     return None
+
+
+def report_to_launcher(error: BaseException) -> str:
+    """Write the error to the file in which torchrun expects it; returns "[rank N] " for one of several ranks."""
+    from halfstep.backends.launch import read_launch
+
+    try:
+        launch = read_launch()
+    except HalfstepError:  # the error may be that the environment cannot be read
+        return ""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    return f"[rank {launch.rank}] " if launch.world_size > 1 else ""

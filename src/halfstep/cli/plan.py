@@ -48,8 +48,8 @@ __all__ = ["command"]
     "--data",
     "data_dir",
     type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="ImageNet-style folder for the ViT targets.",
+    metavar="DIR|SHARDS",
+    help="ImageNet-style folder or WebDataset shards for the ViT targets.",
 )
 @click.option("--find", is_flag=True, help="Find the largest micro-batch that fits; on a GPU, confirm it by running.")
 @click.option(

@@ -13,7 +13,9 @@ import click
 from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
+    from halfstep.backends.context import RunContext
     from halfstep.jobs.targets import Target
+    from halfstep.train import TrainConfig
 
 __all__ = ["command"]
 
@@ -28,14 +30,17 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
 )
 @click.option("--steps", type=int, metavar="N", help="Stop after N optimizer steps.")
 @click.option("--epochs", type=int, metavar="N", help="Stop after N epochs.")
-@click.option("--batch", type=int, metavar="N", help="Micro-batch size.")
+@click.option("--batch", type=int, metavar="N", help="Micro-batch size, of all ranks together.")
+@click.option(
+    "--backend", metavar="NAME", help="On several ranks: ddp or fsdp (default: auto, which is ddp; single with one)."
+)
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="Set a field of TrainConfig; may be repeated.")
 @click.option(
     "--data",
     "data_dir",
     type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="ImageNet-style folder for the ViT targets.",
+    metavar="DIR|SHARDS",
+    help="ImageNet-style folder or WebDataset shards for the ViT targets.",
 )
 @click.option("--resume", is_flag=True, help="Resume the run in --out.")
 @click.option(
@@ -48,6 +53,7 @@ def command(
     steps: int | None,
     epochs: int | None,
     batch: int | None,
+    backend: str | None,
     settings: tuple[str, ...],
     data_dir: Path | None,
     resume: bool,
@@ -64,18 +70,20 @@ def command(
     halfstep train
     halfstep train job.py --precision bf16-lean --epochs 10 --set max_norm=1.0
     halfstep train --resume --out runs/digits-bf16-20261115-101500
+    torchrun --nproc-per-node 8 -m halfstep train job.py --backend ddp --out runs/job
     """
     require_packages("halfstep train", "numpy", "safetensors")
-    from halfstep.backends.launch import reject_distributed_launch
+    from halfstep.backends.launch import read_launch
     from halfstep.errors import SettingError
     from halfstep.jobs.targets import load_target
     from halfstep.train.checkpoints import check_out
     from halfstep.train.config import parse_settings
+    from halfstep.train.launched import open_ranks, restarted, same_path
     from halfstep.train.resume import saved_settings
 
-    reject_distributed_launch("halfstep train")
+    launch = read_launch()
     overrides = parse_settings(settings)
-    for name, value in (("steps", steps), ("epochs", epochs), ("batch", batch)):
+    for name, value in (("steps", steps), ("epochs", epochs), ("batch", batch), ("backend", backend)):
         if value is not None:
             if name in overrides:
                 raise SettingError(f"{name} is set twice, by --{name} and by --set; remove one.")
@@ -84,8 +92,15 @@ def command(
         raise SettingError("--resume needs --out DIR, the directory of the run to resume.")
     if resume and len(precision) > 1:
         raise SettingError("--resume continues one run; pass at most one --precision.")
+    if launch.max_restarts and (out is None or len(precision) > 1):
+        raise SettingError(
+            f"torchrun --max-restarts={launch.max_restarts} needs --out DIR and at most one --precision: a restarted run resumes from "
+            "the checkpoints there."
+        )
     if out is not None:
         check_out(out)
+    if out is not None and not resume:
+        resume = restarted(out, launch)
     saved = saved_settings(out) if resume and out is not None else None
     if saved is not None and target is None:
         if saved.source is None:
@@ -96,14 +111,21 @@ def command(
         if data_dir is None and saved.source.data_dir is not None:
             data_dir = Path(saved.source.data_dir)
     loaded = load_target(target, data_dir=data_dir)
+    config = _config(loaded, overrides, saved)
     outcomes = []
-    for policy in precision or ("",):
-        where = _folder(out, loaded.name, policy, alone=len(precision) < 2)
-        outcomes.append(_run(loaded, overrides, policy, where, saved=saved, quiet=as_json))
-        _write_page(where)
-        if outcomes[-1].stopped_by:
-            break
-    _report(outcomes, as_json=as_json)
+    with open_ranks(launch, config) as ranks:
+        for policy in precision or ("",):
+            where = _folder(out, loaded.name, policy, alone=len(precision) < 2)
+            where = same_path(where, ranks, config.timeout)
+            outcomes.append(
+                _run(loaded, config, policy, where, saved=saved, quiet=as_json, ranks=ranks, launch_id=launch.run_id)
+            )
+            if launch.is_main:
+                _write_page(where)
+            if outcomes[-1].stopped_by:
+                break
+    if launch.is_main:
+        _report(outcomes, as_json=as_json)
     if outcomes[-1].stopped_by:
         sys.exit(_EXIT[outcomes[-1].stopped_by])
     if any(outcome.problem for outcome in outcomes):
@@ -120,10 +142,8 @@ def _folder(out: Path | None, name: str, policy: str, *, alone: bool) -> Path:
     return out if alone else out / plain
 
 
-def _run(target: Target, overrides: dict[str, Any], policy: str, out: Path, *, saved: Any, quiet: bool) -> Any:
-    from halfstep.report.train import Progress
-    from halfstep.train import TrainConfig, train
-    from halfstep.train.resume import Source
+def _config(target: Target, overrides: dict[str, Any], saved: Any) -> TrainConfig:
+    from halfstep.train import TrainConfig
 
     fields = dict(target.defaults) if saved is None else saved.config
     if "steps" in overrides and "epochs" not in overrides and saved is None:
@@ -131,8 +151,26 @@ def _run(target: Target, overrides: dict[str, Any], policy: str, out: Path, *, s
     config = TrainConfig(**{**fields, **overrides})
     if config.steps is None and config.epochs is None:
         config = TrainConfig(**{**fields, **overrides, "epochs": 1})
+    return config
+
+
+def _run(
+    target: Target,
+    config: TrainConfig,
+    policy: str,
+    out: Path,
+    *,
+    saved: Any,
+    quiet: bool,
+    ranks: RunContext | None,
+    launch_id: str | None,
+) -> Any:
+    from halfstep.report.train import Progress
+    from halfstep.train import train
+    from halfstep.train.resume import Source
+
     policy = policy or ("auto" if saved is None else saved.policy)
-    progress = None if quiet else Progress()
+    progress = None if quiet or (ranks is not None and ranks.rank > 0) else Progress()
     try:
         return train(
             target.job,
@@ -142,7 +180,9 @@ def _run(target: Target, overrides: dict[str, Any], policy: str, out: Path, *, s
             resume=saved is not None,
             command=sys.argv,
             source=Source(target.source, target.data_dir),
+            launch_id=launch_id,
             observer=progress,
+            ranks=ranks,
         )
     finally:
         if progress is not None:

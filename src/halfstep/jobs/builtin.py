@@ -20,8 +20,17 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from halfstep.errors import MissingError, SettingError, nearest
-from halfstep.jobs.data import DigitsLoader, FolderImages, Loader, SyntheticImages, scan_folder
+from halfstep.jobs.data import (
+    DigitsLoader,
+    FolderImages,
+    Loader,
+    ShardImages,
+    SyntheticImages,
+    find_shards,
+    scan_folder,
+)
 from halfstep.jobs.data.digits import NUM_TRAIN
+from halfstep.jobs.data.shards import NUM_CLASSES, has_shards
 from halfstep.jobs.job import Job
 from halfstep.jobs.models import Block, ViT
 from halfstep.jobs.models import vit as sizes
@@ -37,7 +46,7 @@ DIGITS_EPOCHS = 20  # the length of the learning-rate schedule; afterwards the r
 DIGITS_LR, DIGITS_DECAY = 5e-3, 0.1
 IMAGE_BATCH = 128
 IMAGE_LR, IMAGE_DECAY, IMAGE_WARMUP = 3e-4, 0.1, 500
-NUM_CLASSES, IMAGE_SIZE = 1000, 224  # ImageNet's
+IMAGE_SIZE = 224  # ImageNet's
 
 
 def digits_job() -> Job:
@@ -89,13 +98,13 @@ def _digits_scheduler(optimizer: Optimizer, batch_size: int = DIGITS_BATCH, worl
 
 
 def vit_job(name: str, data_dir: str | None = None) -> Job:
-    """One of the plain ViTs, on synthetic images or an ImageNet-style folder."""
+    """One of the plain ViTs, on synthetic images, an ImageNet-style folder or WebDataset shards."""
     build = getattr(sizes, name)
     return _image_job(name, lambda num_classes: build(IMAGE_SIZE, num_classes), IMAGE_SIZE, data_dir, shard=(Block,))
 
 
 def library_job(library: str, name: str, data_dir: str | None = None) -> Job:
-    """A timm or torchvision classifier with random weights, on synthetic images or an ImageNet-style folder."""
+    """A timm or torchvision classifier with random weights, on synthetic images, an ImageNet-style folder or WebDataset shards."""
     try:
         module = importlib.import_module(library)
     except ImportError as error:
@@ -143,8 +152,13 @@ def _image_job(
     name: str, build: BuildModel, image_size: int, data_dir: str | None, shard: tuple[type, ...] = ()
 ) -> Job:
     """An image classifier trained with AdamW and cross-entropy."""
-    folder = None if data_dir is None else scan_folder(data_dir)
-    num_classes = NUM_CLASSES if folder is None else len(folder.classes)
+    shards = find_shards(data_dir) if data_dir is not None and has_shards(data_dir) else None
+    folder = scan_folder(data_dir) if data_dir is not None and shards is None else None
+    num_classes = NUM_CLASSES
+    if folder is not None:
+        num_classes = len(folder.classes)
+    elif shards is not None:
+        num_classes = shards.num_classes
 
     def data(
         split: str,
@@ -154,11 +168,15 @@ def _image_job(
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str = "cpu",
-    ) -> Loader:
-        position = {"seed": seed, "epoch": epoch, "rank": rank, "world_size": world_size}
-        if folder is None:
+    ) -> Loader | None:
+        position: dict[str, Any] = {"seed": seed, "epoch": epoch, "rank": rank, "world_size": world_size}
+        if folder is not None:
+            return FolderImages(folder, split, batch_size, image_size=image_size, device=device, **position)
+        if shards is None:
             return SyntheticImages(split, batch_size, image_size=image_size, device=device, **position)
-        return FolderImages(folder, split, batch_size, image_size=image_size, device=device, **position)
+        if split == "val" and not shards.files["val"]:
+            return None
+        return ShardImages(shards, split, batch_size, image_size=image_size, device=device, **position)
 
     return Job(
         model=lambda: build(num_classes),

@@ -1,7 +1,7 @@
 """Targets: the job that the TARGET of a command line refers to.
 
     digits                      the embedded default, also for None
-    vit_t_16 ... vit_h_14       a plain ViT on synthetic images, or on --data DIR
+    vit_t_16 ... vit_h_14       a plain ViT on synthetic images, or on --data DIR_OR_SHARDS
     timm:NAME  torchvision:NAME a model of that library, on the same images
     transformers:CONFIG         a model of that library from a local configuration, on synthetic batches
     path/to/file.py             the `job` of a file
@@ -52,7 +52,7 @@ class Target:
 def load_target(text: str | None = None, *, data_dir: str | os.PathLike[str] | None = None) -> Target:
     """Load the job that a command-line target refers to; None is the embedded `digits`.
 
-    `data_dir` is an ImageNet-style folder for the image models; other targets have their own data.
+    `data_dir` is an ImageNet-style folder, or WebDataset shards, for the image models; other targets have their own data.
     """
     text = DEFAULT if text is None else text.strip()
     if not text:
@@ -85,7 +85,10 @@ def _built_in(text: str, data_dir: str | os.PathLike[str] | None) -> Target:
         return Target(
             text, jobs.digits_job(), text, defaults=(("batch", jobs.DIGITS_BATCH), ("epochs", jobs.DIGITS_EPOCHS))
         )
-    root = None if data_dir is None else str(Path(data_dir).expanduser().resolve())
+    # A pattern of shards may have several parts.
+    parts = [] if data_dir is None else os.fspath(data_dir).split("::")
+    paths = (part if ":" in part.partition("/")[0] else str(Path(part).expanduser().resolve()) for part in parts)
+    root = "::".join(paths) or None
     library, _, name = text.rpartition(":")
     job = jobs.library_job(library, name, root) if library else jobs.vit_job(name, root)
     return Target(text, job, text, root, (("batch", jobs.IMAGE_BATCH),))

@@ -12,16 +12,21 @@ import dataclasses
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from halfstep.checkpoint.directory import load_checkpoint, save_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.checkpoint.score import Score, read_score
 from halfstep.engine.engine import Engine
 from halfstep.engine.saved.checkpoint import checkpoint_parts, nonfinite_weights
 from halfstep.errors import SettingError
-from halfstep.events import log_warning
+from halfstep.events import log_info, log_warning
 from halfstep.hardware.units import few
+from halfstep.train.build import seed_rank
 from halfstep.train.config import TrainConfig, changed_fields
+from halfstep.train.equality import check_equal
+from halfstep.train.ranks import Ranks
 from halfstep.train.resume import RUN_FILE
 from halfstep.train.stream import DataStream
 from halfstep.watching.watch import Watch
@@ -57,16 +62,23 @@ def check_out(out: Path) -> None:
 class RunCheckpoints:
     """Finds, restores and writes the checkpoints of one run; `latest` is the newest healthy one."""
 
-    def __init__(self, out: Path, config: TrainConfig, *, resume: bool, has_metric: bool) -> None:
-        check_out(out)
-        self._out, self._config, self._has_metric = out, config, has_metric
+    def __init__(
+        self, out: Path, config: TrainConfig, ranks: Ranks | None = None, *, resume: bool, has_metric: bool
+    ) -> None:
+        ranks = ranks or Ranks()
+        self._out, self._config, self._ranks, self._has_metric = out, config, ranks, has_metric
         self._folder = CheckpointFolder(out / CHECKPOINTS, config.keep_last, config.keep_best)
-        self.latest = self._find(resume=resume)
+        self.latest = ranks.on_main(lambda: self._find(resume=resume))
+        check_equal(
+            ranks,
+            {"the checkpoint": f"{self.latest} {'exists' if self.latest and self.latest.exists() else 'missing'}"},
+        )
         self.saved_at = -1  # the step of the last checkpoint that this process wrote, healthy or not
         self.nonfinite: list[str] = []  # parameters that were not finite at that save
         self._watch: Watch | None = None
 
     def _find(self, *, resume: bool) -> Path | None:
+        check_out(self._out)
         latest = self._folder.latest() if self._folder.root.exists() else None
         exists = latest is not None or (self._out / RUN_FILE).exists()
         if exists and not resume:
@@ -90,7 +102,7 @@ class RunCheckpoints:
                 f"The run in {self._out} was started with other settings ({'; '.join(changed)}); resume with the same ones."
             )
         engine.load(checkpoint)
-        data.restore(extra["data"])
+        data.restore(self._own_state(extra, engine.progress.attempts))
         if watch is not None and extra.get("watch") is not None:
             watch.load_state_dict(extra["watch"])
         self.saved_at = engine.progress.attempts
@@ -99,24 +111,49 @@ class RunCheckpoints:
             return Progress(extra["epoch"], score.values)
         return Progress(extra["epoch"], extra["values"], extra.get("unvalidated"))
 
+    def _own_state(self, extra: dict[str, Any], step: int) -> Any:
+        """The position in the data of this rank; restores its random numbers."""
+        states, rank, num_ranks = extra.get("ranks"), self._ranks.rank, self._ranks.num_ranks
+        num_saved = 1 if states is None else len(states)
+        if num_saved != num_ranks:
+            log_info(f"The checkpoint was saved on {num_saved} ranks and is resumed on {num_ranks}.")
+            seed_rank(self._config.seed, rank, step)
+            return extra["data"]
+        if states is None:
+            return extra["data"]
+        restore_rng(states[rank]["rng"])
+        return states[rank]["data"]
+
     def save(self, engine: Engine, data: DataStream, progress: Progress, *, epoch_done: bool) -> Path | None:
         """Write a checkpoint; `epoch_done` if `progress` is between two epochs. None if its weights are not finite."""
+        position = _BETWEEN_EPOCHS if epoch_done else data.state()
         extra = {
             "epoch": progress.epoch,
             "values": progress.values,
             "unvalidated": progress.unvalidated,
             "config": dataclasses.asdict(self._config),
-            "data": _BETWEEN_EPOCHS if epoch_done else data.state(),
+            "data": position,
+            "ranks": self._ranks.gather({"rng": rng_state(), "data": position}) if self._ranks.several else None,
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
         step = engine.progress.attempts
         saved = engine.state_dict()
-        self.nonfinite, self.saved_at = list(nonfinite_weights(saved)), step
-        weights, state, meta = checkpoint_parts(saved, extra, allow_nonfinite=True)
+        self.saved_at = step
+        self.nonfinite = self._ranks.on_main(lambda: list(nonfinite_weights(saved)))
         if not self.nonfinite:
-            _, higher = self._rank({})
-            self.latest = self._folder.save(step, weights=weights, state=state, meta=meta, higher_is_better=higher)
+            self.latest = self._ranks.on_main(lambda: self._write(step, saved, extra))
             return self.latest
+        self._ranks.on_main(lambda: self._write_aside(step, saved, extra))
+        return None
+
+    def _write(self, step: int, saved: dict[str, Any], extra: dict[str, Any]) -> Path:
+        weights, state, meta = checkpoint_parts(saved, extra, allow_nonfinite=True)
+        _, higher = self._rank({})
+        return self._folder.save(step, weights=weights, state=state, meta=meta, higher_is_better=higher)
+
+    def _write_aside(self, step: int, saved: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Write the first checkpoint whose weights are not finite."""
+        weights, state, meta = checkpoint_parts(saved, extra, allow_nonfinite=True)
         earlier = next(iter(sorted(self._folder.root.glob(f"{ASIDE}*"))), None)
         aside = self._folder.root / f"{ASIDE}{step:08d}"
         path = earlier or save_checkpoint(aside, weights=weights, state=state, meta=meta)
@@ -129,12 +166,12 @@ class RunCheckpoints:
             )
             + f"; the last healthy checkpoint is {self.latest or 'missing'}."
         )
-        return None
 
     def score(self, values: dict[str, float]) -> None:
         """Rank the latest checkpoint by the validation of its weights."""
-        if self.latest is not None and not self.nonfinite:
-            self._folder.score(self.latest, Score(*self._rank(values), values))
+        latest = self.latest
+        if latest is not None and not self.nonfinite:
+            self._ranks.on_main(lambda: self._folder.score(latest, Score(*self._rank(values), values)))
 
     def _rank(self, values: dict[str, float]) -> tuple[float | None, bool]:
         """The value that ranks a checkpoint, and whether a higher one is better."""

@@ -13,8 +13,9 @@ from halfstep.engine.compiling import SWITCH, check_compile, parse_compile
 from halfstep.engine.recompute import check_recompute, parse_recompute
 from halfstep.errors import SettingError, unknown
 
-__all__ = ["DEFAULT_BATCH", "TrainConfig", "changed_fields", "parse_settings"]
+__all__ = ["BACKENDS", "DEFAULT_BATCH", "TrainConfig", "changed_fields", "parse_settings"]
 
+BACKENDS = ("auto", "single", "ddp", "fsdp")
 DEFAULT_BATCH = 64  # examples in a micro-batch of a job that has no default of its own
 # Settings that determine the trajectory: a resumed run must have the same values.
 FIXED = ("batch", "seed", "accumulate", "max_norm", "ema", "deterministic")
@@ -24,7 +25,7 @@ FIXED = ("batch", "seed", "accumulate", "max_norm", "ema", "deterministic")
 class TrainConfig:
     """How long and how to train; None means off, or for epochs and steps, no limit."""
 
-    batch: int | None = None  # examples in a micro-batch; None: the job's own, else DEFAULT_BATCH
+    batch: int | None = None  # examples in a micro-batch of all ranks together; None: the job's own, else DEFAULT_BATCH
     epochs: int | None = None
     steps: int | None = None  # optimizer steps; the first limit reached ends the run
     seed: int = 0
@@ -42,6 +43,8 @@ class TrainConfig:
     keep_best: int = 1
     higher_is_better: bool = True  # of the job's metric; without a metric, the lowest validation loss is best
     device: str = "auto"
+    backend: str = "auto"  # single, ddp or fsdp; auto: ddp on several ranks
+    timeout: int = 600  # seconds that a rank waits for another one
     watch: int | None = 100  # steps between samples of gradients and weights; None: neither samples nor autopsies
     watch_activations: bool = False  # also of the outputs of modules
 
@@ -52,6 +55,9 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         _at_least("keep_best", self.keep_best, 0)
+        _at_least("timeout", self.timeout, 1)
+        if self.backend not in BACKENDS:
+            raise unknown("backend", self.backend, BACKENDS)
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise SettingError(f"seed={self.seed} is too large for torch's generators; use a number below 2^63.")

@@ -4,63 +4,52 @@ Each epoch trains, saves and validates, in this order, so that a validation that
 checkpoint gets its score afterwards. After a signal the current step is finished, a checkpoint is written and the run
 ends; a validation ends at once, and is repeated when the run resumes. A resumed run continues bit for bit as if it had not been stopped: weights, masters, moments, loss scale, schedules,
 EMA, random-number state and the position in the data are all in the checkpoint.
+
+On several ranks every rank runs this loop, and all of them take the same turns: they agree on the signal that ends the
+run (`ranks.AgreedStop`), save together and average over the same batches. Rank 0 alone writes files.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import seed_everything
 from halfstep.checkpoint.runlog import RunLog
-from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
-from halfstep.errors import HalfstepError, SettingError
-from halfstep.events import log_info, log_warning
+from halfstep.errors import HalfstepError, OverflowStop, SettingError
+from halfstep.events import log_info, log_warning, quiet
 from halfstep.hardware.environment import environment
 from halfstep.jobs.failures import JobError, user_line
 from halfstep.jobs.job import Job
 from halfstep.train.batches import WindowBatches
+from halfstep.train.build import build_engine, run_context, seed_rank
 from halfstep.train.checkpoints import Progress, RunCheckpoints
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
+from halfstep.train.equality import check_equal, code_facts
 from halfstep.train.health import describe_problem
+from halfstep.train.heartbeat import Heartbeat, watch_ranks
 from halfstep.train.memory import PeakCounter, compare_memory
 from halfstep.train.numerics import summary_of, watch_of
-from halfstep.train.recorder import Observer, Recorder, SilentObserver
+from halfstep.train.outcome import TrainOutcome
+from halfstep.train.ranks import AgreedStop, Ranks, describe_ranks
+from halfstep.train.recorder import Observer, Recorder, SilentLog, SilentObserver
 from halfstep.train.resume import RUN_FILE, Source
 from halfstep.train.schedule import check_validation, reject_metric_schedulers, step_on_metric
 from halfstep.train.stop import StopRequest
-from halfstep.train.stream import DataStream, batch_size_of, to_device
+from halfstep.train.stream import DataStream, to_device
 from halfstep.train.validation import ValidationStopped, validate
 from halfstep.watching.events import Event
 
 __all__ = ["TrainOutcome", "train"]
 
 TENSORBOARD = "tensorboard"  # in the directory of a run
-
-
-@dataclass(frozen=True)
-class TrainOutcome:
-    """How a run ended."""
-
-    out: Path
-    precision: str
-    steps: int
-    epochs: int
-    skips: int
-    loss: float | None  # of the last training step
-    validation: dict[str, float]
-    checkpoint: Path | None
-    stopped_by: str | None  # the name of the signal that stopped the run
-    problem: str | None = None  # why the run did not train although it reached its end
-    numerics: tuple[str, ...] = ()  # what the Watch reports, a line each
 
 
 def train(
@@ -73,21 +62,36 @@ def train(
     command: Sequence[str] = (),
     source: Source | None = None,
     observer: Observer | None = None,
+    ranks: RunContext | None = None,
+    launch_id: str | None = None,
 ) -> TrainOutcome:
-    """Train `job` and write run file, checkpoints and TensorBoard logs under `out`; `source` loads the job on a resume."""
+    """Train `job` and write run file, checkpoints and TensorBoard logs under `out`; `source` loads the job on a resume.
+
+    `ranks` is the context of this process from `backends.group.open_group`; every rank makes the same call.
+    `launch_id` is recorded, so that a restart of the same launch recognises its run.
+    """
     if config.steps is None and config.epochs is None:
         raise SettingError("The run has no end: set steps or epochs.")
     if config.batch is None:
         config = dataclasses.replace(config, batch=job.default_batch_size() or DEFAULT_BATCH)
     header: dict[str, Any] = {"command": list(command)}
+    if launch_id is not None:
+        header["launch"] = launch_id
     if source is not None:
         header["source"] = dataclasses.asdict(source)
-    run = _Run(job, config, precision, out, resume=resume, header=header, observer=observer or SilentObserver())
-    with StopRequest(saves=True) as stop:
+    context = run_context(config, ranks)
+    shown = observer or SilentObserver()
+    with watch_ranks(context, config.timeout) as heartbeat, quiet(unless=context.rank == 0):
+        run = _Run(job, config, precision, out, context, heartbeat, resume=resume, header=header, observer=shown)
+        return _train(run)
+
+
+def _train(run: _Run) -> TrainOutcome:
+    with StopRequest(saves=True) as request:
         try:
-            return run.train(stop)
+            return run.train(AgreedStop(request, run.ranks))
         except KeyboardInterrupt as error:
-            if stop:
+            if request:
                 raise
             raise JobError(
                 f"The job raised KeyboardInterrupt{user_line(error)}, which is reserved for Ctrl-C; raise another exception."
@@ -105,35 +109,44 @@ class _Run:
         config: TrainConfig,
         precision: str,
         out: Path,
+        context: RunContext,
+        heartbeat: Heartbeat,
         *,
         resume: bool,
         header: dict[str, Any],
         observer: Observer,
     ) -> None:
         self.job, self.config, self.out, self.resumed = job, config, out, resume
-        self.checkpoints = RunCheckpoints(out, config, resume=resume, has_metric=job.metric is not None)
+        self.context, self.heartbeat = context, heartbeat
+        self.ranks = Ranks(context, timeout_seconds=config.timeout)
+        if self.ranks.several:
+            check_equal(self.ranks, code_facts(job, config, precision))
+        self.checkpoints = RunCheckpoints(out, config, self.ranks, resume=resume, has_metric=job.metric is not None)
         seed_everything(config.seed)
-        self.context = RunContext.single(config.device, seed=config.seed, batch_size=config.batch or DEFAULT_BATCH)
         self.memory = PeakCounter(self.context.device)
         self.watch = watch_of(config, self._record_event)
-        self.model, self.engine = _build(job, self.context, config, precision, self.watch)
+        self.model, self.engine = build_engine(job, context, config, precision, self.watch, self.ranks)
+        seed_rank(config.seed, context.rank)
         check_validation(job, self.engine)
         self.data = DataStream(job, self.context, split="train")
         self.validation_data = DataStream(job, self.context, split="val")
         log, compute = self._open_log(header), self.engine.policy.compute
-        self.recorder = Recorder(log, observer, out / TENSORBOARD, self.watch, compute)
+        board = out / TENSORBOARD if self.ranks.is_main else None
+        self.recorder = Recorder(log, observer, board, self.watch, compute)
         self.progress = self.checkpoints.restore(self.engine, self.data, self.watch)
         self.recorder.start_from(skips=self.engine.progress.attempts - self.engine.progress.applied)
         self._before = (self.engine.progress.attempts, self.engine.progress.applied)
         self._data_failed, self._recorded = False, self.engine.progress.attempts
         self._loss_sum: Tensor | None = None
-        self._num_losses = self._samples = 0
+        self._num_losses = self._samples = self._all_samples = 0  # of all ranks
         self._window = WindowBatches(active=self.watch is not None)
 
     def _record_event(self, event: Event) -> None:
         self.recorder.event(event)  # built after the Watch
 
     def _open_log(self, header: dict[str, Any]) -> RunLog:
+        if not self.ranks.is_main:
+            return SilentLog()
         path = self.out / RUN_FILE
         if path.exists() and (self.checkpoints.latest is not None or path.stat().st_size):
             return RunLog(path)
@@ -147,10 +160,11 @@ class _Run:
             truth=self.engine.truth().as_dict(),
             environment=environment(),
             config=dataclasses.asdict(self.config),
+            ranks=describe_ranks(self.context, self.engine.backend.name),
             **header,
         )
 
-    def train(self, stop: StopRequest) -> TrainOutcome:
+    def train(self, stop: AgreedStop) -> TrainOutcome:
         engine, config, log = self.engine, self.config, self.recorder.log
         if self.resumed:
             log.resume(
@@ -166,9 +180,9 @@ class _Run:
             self._step_schedulers_on_metric(epoch)
             try:
                 ended_by = self._train_epoch(epoch, stop)
-            except HalfstepError:  # such as OverflowStop, or a scheduler at its end
+            except HalfstepError as error:  # such as OverflowStop, or a scheduler at its end
                 if engine.progress.attempts > self._recorded:  # the step itself is complete
-                    self._save_before_failing()
+                    self._save_before_failing(everywhere=isinstance(error, OverflowStop))
                 raise
             self.recorder.flush(wait=True)
             if ended_by == "stop":
@@ -183,24 +197,28 @@ class _Run:
                 self._validate(stop, epoch_done=epoch_done)
             if last:
                 break
+        stop.settle()
         if stop and self.checkpoints.saved_at != engine.progress.attempts:
             self._save(epoch_done=False)
         if (peak := self.memory.peak()) is not None and not stop:
-            log.event("memory", **compare_memory(self.job, engine.policy, config, peak))
+            planned = config if not self.ranks.several else None  # the plan is of one process
+            log.event("memory", **compare_memory(self.job, engine.policy, planned, peak))
         outcome = self._outcome(stop)
         log.event("ended", stopped_by=outcome.stopped_by, problem=outcome.problem)
         return outcome
 
-    def _train_epoch(self, epoch: int, stop: StopRequest) -> str:
+    def _train_epoch(self, epoch: int, stop: AgreedStop) -> str:
         """Train one epoch; returns what ended it: its data ("epoch"), the step limit ("steps"), or a signal ("stop")."""
         config = self.config
         self.model.train()
         self.recorder.restart_clock()
         for batch in self._batches(epoch, stop):
+            self.heartbeat.tick(f"the forward of step {self.engine.progress.attempts + 1}")
             self._window.add(self.data, batch)
             self._micro_batch(to_device(batch, self.context.device), epoch)
             if self.engine.in_window:
                 continue
+            stop.poll()
             if self._steps_done():
                 return "steps"
             if stop:
@@ -213,7 +231,7 @@ class _Run:
             self._record(self.engine.step(last=True), epoch)
         return "epoch"
 
-    def _batches(self, epoch: int, stop: StopRequest) -> Iterator[Any]:
+    def _batches(self, epoch: int, stop: AgreedStop) -> Iterator[Any]:
         """The training batches; data that fails after a signal ends them, as Ctrl-C also reaches its worker processes."""
         self._data_failed = False
         batches = self.data.batches(epoch)
@@ -230,9 +248,11 @@ class _Run:
                 return
             yield batch
 
-    def _save_before_failing(self) -> None:
-        """Save the steps since the last checkpoint, if the error came between two windows."""
+    def _save_before_failing(self, *, everywhere: bool = False) -> None:
+        """Save the steps since the last checkpoint, if the error came between two windows, and `everywhere` or on the only rank."""
         step = self.engine.progress.attempts
+        if self.ranks.several and not everywhere:
+            return  # the other ranks are in the next step
         if step and step != self.checkpoints.saved_at and not self.engine.in_window:
             self._save(epoch_done=False)
             log_warning(f"The run fails after step {step}, which is saved in {self.out}.")
@@ -243,11 +263,13 @@ class _Run:
 
         with self.engine.forward():
             loss = compute()
-        self.engine.backward(loss)
+        self.heartbeat.tick(f"the backward of step {self.engine.progress.attempts + 1}")
+        self.engine.backward(loss, weight=self.data.share.weight)
         loss = loss.detach().to(torch.float32, copy=True)  # a CUDA graph overwrites it on replay
         self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._num_losses += 1
-        self._samples += batch_size_of(batch, self.context.batch_size)
+        self._samples += self.data.share.num_examples
+        self._all_samples += self.data.share.total
         # A replay keeps the batch until the outcome has arrived.
         result = self.engine.step(replay=None if self.watch is None else compute)
         if result.boundary:
@@ -258,29 +280,33 @@ class _Run:
         self._recorded = result.step
         self.recorder.push(
             result,
-            self._loss_sum / self._num_losses,
+            self.ranks.mean_loss(self._loss_sum / self._num_losses, self._samples),
             epoch=epoch,
             micro_batch=self.engine.progress.micro_batches,
-            samples=self._samples,
+            samples=self._all_samples,
             batches=self._window.end_window(),
         )
         self.recorder.record_truth(self.engine)
-        self._loss_sum, self._num_losses, self._samples = None, 0, 0
+        self._loss_sum = None
+        self._num_losses = self._samples = self._all_samples = 0
 
-    def _validate(self, stop: StopRequest, *, epoch_done: bool) -> None:
+    def _validate(self, stop: AgreedStop, *, epoch_done: bool) -> None:
         """Validate the epoch that is due; whatever ends the validation early, the trained weights are saved."""
         epoch = self.progress.unvalidated
         assert epoch is not None
         limit = self.config.eval_batches
+        self.heartbeat.tick(f"the validation of epoch {epoch + 1}")
         arguments = (self.job, self.context, self.model, self.engine, self.validation_data, epoch)
         try:
-            values = validate(*arguments, limit=limit, stopped=lambda: bool(stop))
+            values = validate(*arguments, limit=limit, stopped=lambda: stop.requested, ranks=self.ranks)
             if not values:
                 reject_metric_schedulers(self.engine, f"{self.job.describe('data')} returned None for split='val'")
         except BaseException as error:
-            if self.checkpoints.saved_at != self.engine.progress.attempts:
+            stopped = isinstance(error, ValidationStopped)  # on all ranks
+            if self.checkpoints.saved_at != self.engine.progress.attempts and (stopped or not self.ranks.several):
                 self._save(epoch_done=epoch_done)
-            if isinstance(error, ValidationStopped):
+            if stopped:
+                stop.settle()
                 return
             log_warning(
                 f"Validation failed. The training up to step {self.engine.progress.attempts} is saved in {self.out}; "
@@ -306,6 +332,7 @@ class _Run:
 
     def _save(self, *, epoch_done: bool) -> None:
         self.recorder.flush(wait=True)
+        self.heartbeat.tick(f"the checkpoint of step {self.engine.progress.attempts}")
         path = self.checkpoints.save(self.engine, self.data, self.progress, epoch_done=epoch_done)
         if path is None:
             self.recorder.log.event("nonfinite", parameters=self.checkpoints.nonfinite)
@@ -331,7 +358,7 @@ class _Run:
         total = config.epochs * -(-batches // config.accumulate)
         return total if config.steps is None else min(total, config.steps)
 
-    def _outcome(self, stop: StopRequest) -> TrainOutcome:
+    def _outcome(self, stop: AgreedStop) -> TrainOutcome:
         engine, last, checkpoint = self.engine, self.recorder.last, self.checkpoints.latest
         if stop.signal is not None:
             log_info(
@@ -365,24 +392,3 @@ class _Run:
             self.engine.close()  # the Watch delivers its last events
         finally:
             self.recorder.close()
-
-
-def _build(job: Job, run: RunContext, config: TrainConfig, precision: str, watch: Any) -> tuple[nn.Module, Engine]:
-    """The job's model on the run's device, and the engine over it."""
-    model = job.call("model", run).to(run.device)
-    optimizer = job.call("optimizer", run, model=model)
-    engine = Engine(
-        model,
-        optimizer,
-        precision,
-        max_norm=config.max_norm,
-        accumulate=config.accumulate,
-        scheduler=job.call("scheduler", run, optimizer=optimizer, model=model),
-        ema=config.ema,
-        compile=config.compile,
-        deterministic=config.deterministic,
-        gradient_release=config.gradient_release,
-        recompute=config.recompute,
-        watch=watch,
-    )
-    return model, engine

@@ -32,10 +32,10 @@ class PeakCounter:
         return torch.cuda.max_memory_allocated(self._device) - self._already
 
 
-def compare_memory(job: Job, policy: Policy, config: TrainConfig, measured: int) -> dict[str, Any]:
-    """The measured peak and the one `halfstep plan` predicts; no prediction for settings that it does not cover."""
+def compare_memory(job: Job, policy: Policy, config: TrainConfig | None, measured: int) -> dict[str, Any]:
+    """The measured peak and the one `halfstep plan` predicts; no prediction for settings that it does not cover, or without any."""
     memory: dict[str, Any] = {"measured_bytes": measured, "predicted_bytes": None}
-    if config.compile or config.gradient_release:
+    if config is None or config.compile or config.gradient_release:
         return memory
     random_numbers = rng_state()
     estimate = predict_peak(

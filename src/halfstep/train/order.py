@@ -22,12 +22,13 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from halfstep.checkpoint.rng import restore_rng, rng_state
 
 __all__ = ["SampleOrder"]
 
-_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
 class SampleOrder:
@@ -47,21 +48,33 @@ class SampleOrder:
             return None if indices is None else tuple(map(int, indices))
         if not _is_repeatable(self._loader) or self._rng is None:
             return None
+        epoch: int | None = None
         now, states = rng_state(), [each.get_state() for each, _ in self._generators]
         try:
             restore_rng(self._rng)
             for each, state in self._generators:
                 each.set_state(state)
             sampler, generator = self._loader.batch_sampler, self._loader.generator
+            epoch = _set_epoch(sampler.sampler, self._epoch)
             # DataLoader's iterator draws a seed for its workers before the sampler draws the order; so does this one.
             again: DataLoader[Any] = DataLoader(_Indices(), batch_sampler=sampler, collate_fn=list, generator=generator)
             order = sampler if self._is_reused else again
             indices = next(itertools.islice(order, batch, None), None)
         finally:
             restore_rng(now)
+            _set_epoch(self._loader.batch_sampler.sampler, epoch)
             for (each, _), state in zip(self._generators, states, strict=True):
                 each.set_state(state)
         return None if indices is None else tuple(map(int, indices))
+
+
+def _set_epoch(sampler: Any, epoch: int | None) -> int | None:
+    """Set the epoch of a DistributedSampler, on which its order depends, and return the one before."""
+    if epoch is None or not isinstance(sampler, DistributedSampler):
+        return None
+    before: int = sampler.epoch
+    sampler.set_epoch(epoch)
+    return before
 
 
 class _Indices(Dataset[int]):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.engine import Engine
 from halfstep.engine.result import StepResult
+from halfstep.events import log_warning
 from halfstep.precision.formats import Format, get_format
 from halfstep.scaling.readback import Readback
 from halfstep.train.batches import StepBatches
@@ -24,7 +25,7 @@ from halfstep.train.numerics import record_event, record_sample
 from halfstep.watching.events import Event
 from halfstep.watching.watch import Watch
 
-__all__ = ["Observer", "Recorder", "SilentObserver", "StepLine"]
+__all__ = ["Observer", "Recorder", "SilentLog", "SilentObserver", "StepLine"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,25 @@ class SilentObserver:
         """Ignore it."""
 
 
+class SilentLog(RunLog):
+    """The run file of the ranks that write none."""
+
+    def __init__(self) -> None:
+        self.run_id = ""
+
+    def step(self, *, micro_batch: int, attempted: int, applied: int, **values: Any) -> None:
+        """Ignore it."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Ignore it."""
+
+    def resume(self, *, attempted: int, applied: int, micro_batch: int | None = None, **fields: Any) -> None:
+        """Ignore it."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 class Recorder:
     """Collects losses and results, and writes one line per optimizer step."""
 
@@ -111,16 +131,19 @@ class Recorder:
         samples: int,
         batches: StepBatches | None = None,
     ) -> None:
-        """Queue a step; it is written when its values have arrived. `batches` identifies what it was computed from."""
+        """Queue a step; it is written when its values have arrived. `batches` identifies what it was computed from.
+
+        `loss` has the loss of all ranks, and the rank whose own is not finite (-1 if there is none); or only the first.
+        """
         now = time.perf_counter()
         rate = samples / max(now - self._started, 1e-9)
         self._started = now
-        self._losses.push(loss.detach().float().reshape(1), (result, epoch, micro_batch, rate, samples, batches))
+        self._losses.push(loss.detach().float().reshape(-1), (result, epoch, micro_batch, rate, samples, batches))
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
         """Write the steps whose values have arrived, or with `wait`, all of them."""
-        for (result, epoch, micro_batch, rate, samples, batches), (loss,) in self._losses.deliver(wait=wait):
+        for (result, epoch, micro_batch, rate, samples, batches), (loss, *ranks) in self._losses.deliver(wait=wait):
             self._skips += result.skipped
             line = StepLine(
                 result.step, epoch, loss, result.lr, result.skipped, result.grad_norm, result.scale, self._skips, rate
@@ -142,8 +165,13 @@ class Recorder:
             )
             self.last = line
             self.observer.stepped(line)
+            broken = int(ranks[0]) if ranks else -1
+            if broken > 0:  # the batches below are of rank 0
+                log_warning(f"The loss of step {line.step} is not finite on rank {broken}.")
+                self.log.event("loss-of-rank", step=line.step, rank=broken)
             if self._watch is not None:
-                self._watch.observe_loss(line.step, loss, None if batches is None else batches.identify, samples)
+                identify = None if batches is None or broken > 0 else batches.identify
+                self._watch.observe_loss(line.step, loss, identify, samples)
         self._record_samples()
 
     def _record_samples(self) -> None:

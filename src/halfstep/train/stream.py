@@ -5,6 +5,11 @@ on resume the random-number generators are set to their state at the start of th
 it did then, the batches already used are drawn again and dropped, and the generators are set to their state at the
 checkpoint. The first batch drawn again is compared with the original one by its fingerprint, so that data which cannot
 be repeated is detected instead of being trained on twice.
+
+On several ranks each has its own data and its own position. All ranks return the same number of batches (`train.shares`),
+and `share` is what the last one counts. A position saved on another number of ranks is counted in examples of all ranks:
+each drops its part of them. That is exact for Halfstep's loaders, and for data that is dealt out in one global order, as
+DistributedSampler does.
 """
 
 from __future__ import annotations
@@ -19,10 +24,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.backends.context import RunContext
+from halfstep.backends.messages import messages_of
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
+from halfstep.events import log_info
 from halfstep.jobs.job import Job, read_arguments
+from halfstep.train.distinct import check_distinct, check_sampler, samplers_of
 from halfstep.train.order import SampleOrder
+from halfstep.train.shares import Share, share_batches
 
 __all__ = ["DataStream", "batch_size_of", "fingerprint", "to_device"]
 
@@ -74,7 +83,12 @@ class DataStream:
         self._per_epoch = "epoch" in arguments.names
         self._loader: Any = None
         self._made_for = -1  # the epoch of the loader
+        # Validation data may be the same on all ranks, and their numbers of batches may differ.
+        self._messages = messages_of(run) if split == "train" else None
+        self._is_checked = self._messages is None  # that ranks have different data
         self.epoch = self.batch = 0
+        self._examples = 0  # of this epoch, used by all ranks
+        self.share = Share(0, 0)  # of the last batch
         self._rng: Any = None
         self._first: str | None = None
         self._resume: dict[str, Any] | None = None
@@ -82,7 +96,7 @@ class DataStream:
 
     def batches(self, epoch: int) -> Iterator[Any]:
         """The batches of `epoch`, from the restored position if it lies in this epoch."""
-        self.epoch, self.batch = epoch, 0
+        self.epoch, self.batch, self._examples = epoch, 0, 0
         with self._job.guard("data"):
             loader = self._make(epoch)
         resumes = self.resumes_in(epoch)
@@ -94,21 +108,44 @@ class DataStream:
             self.order = SampleOrder(loader, epoch, self._rng)
             with self._job.guard("data"):
                 batches = iter(loader)
-        while True:
-            with self._job.guard("data"):
-                batch = next(batches, _END)
-            if batch is _END:
-                break
-            if self._first is None:
-                self._first = fingerprint(batch)
-            self.batch += 1
+        for batch, share in self._shared(self._drawn(loader, batches), epoch):
+            self.share = share
+            self._examples += share.total
             yield batch
         self._made_for = -1
-        if self.batch == 0:
+        if self._examples == 0 and self.batch == 0:
             raise SettingError(
                 f"{self._job.describe('data')} gave no batches for split={self._split!r}, epoch {epoch}. "
                 "Each split needs at least one; return None for split='val' if there is no validation data."
             )
+
+    def _drawn(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of this rank's loader, counted."""
+        while True:
+            with self._job.guard("data"):
+                batch = next(batches, _END)
+            has_batch = batch is not _END
+            if not self._is_checked and self._messages is not None:
+                self._is_checked = True
+                check_distinct(self._job, loader, fingerprint(batch) if has_batch else None, self._messages)
+            if not has_batch:
+                return
+            if self._first is None:
+                self._first = fingerprint(batch)
+            self.batch += 1
+            yield batch
+
+    def _shared(self, batches: Iterator[Any], epoch: int) -> Iterator[tuple[Any, Share]]:
+        def count(batch: Any) -> int:
+            return batch_size_of(batch, self._run.batch_size)
+
+        if self._messages is not None:
+            length = self.num_batches(epoch)
+            yield from share_batches(batches, self._messages, index=self.batch, length=length, count=count)
+            return
+        for batch in batches:
+            size = count(batch)
+            yield batch, Share(size, size)
 
     def exists(self, epoch: int) -> bool:
         """Whether the job has data for this split; only validation data may be missing."""
@@ -132,28 +169,52 @@ class DataStream:
         if self._made_for == epoch:
             return self._loader
         self._made_for = epoch
-        set_epoch = getattr(self._loader, "set_epoch", None)
-        if callable(set_epoch):  # reuses its worker processes
-            set_epoch(epoch)
-        elif self._loader is None or self._per_epoch or isinstance(self._loader, Iterator):  # an iterator is exhausted
+        is_reused = self._loader is not None and hasattr(self._loader, "set_epoch")  # with its worker processes
+        is_spent = self._per_epoch or self._loader is None or isinstance(self._loader, Iterator)
+        if is_spent and not is_reused:
             self._loader = self._job.call("data", self._run, split=self._split, epoch=epoch)
+            check_sampler(self._job, self._loader, self._run)
+        # A DistributedSampler whose epoch is not set has the same order in every epoch.
+        for part in (self._loader, *samplers_of(self._loader), getattr(self._loader, "dataset", None)):
+            set_epoch = getattr(part, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
         return self._loader
 
     def state(self) -> dict[str, Any]:
-        """The position, as plain values and tensors."""
+        """The position of this rank, as plain values and tensors."""
         own = self._loader.state_dict() if _has_position(self._loader) else None
-        return {"epoch": self.epoch, "batch": self.batch, "rng": self._rng, "first": self._first, "loader": own}
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "rng": self._rng,
+            "first": self._first,
+            "loader": own,
+            "examples": self._examples,
+            "rank": self._run.rank,
+            "world_size": self._run.world_size,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position; call it after the random-number state of the checkpoint was restored."""
+        """Continue from a saved position; call it after the random-number state of the checkpoint was restored.
+
+        On as many ranks as saved it, each needs its own; on another number of ranks, all take that of rank 0.
+        """
         self._resume = state
 
     def _replay(self, loader: Any, saved: dict[str, Any]) -> Iterator[Any]:
         now = rng_state()
         batches: Iterator[Any]
-        self._rng, self._first, self.batch = saved["rng"], saved["first"], saved["batch"]
+        self._rng, self._examples = saved["rng"], saved.get("examples", 0)
         self.order = SampleOrder(loader, self.epoch, self._rng)
-        if saved["loader"] is not None:
+        num_ranks, rank = saved.get("world_size", 1), saved.get("rank", 0)
+        is_moved = num_ranks != self._run.world_size
+        if not is_moved and rank != self._run.rank and not getattr(loader, "shares_position", False):
+            raise SettingError(
+                f"This is the data position of rank {rank}, and this process is rank {self._run.rank}, which has other data; restore each rank's own."
+            )
+        # The position of other loaders is one of a single rank, and says nothing about another division of the data.
+        if saved["loader"] is not None and (hasattr(loader, "shares_position") or not is_moved):
             if not _has_position(loader):
                 raise SettingError(
                     "The checkpoint was written with a data loader that has state_dict(), and this one has not; use the same loader."
@@ -161,14 +222,43 @@ class DataStream:
             with self._job.guard("data"):
                 loader.load_state_dict(saved["loader"])
                 batches = iter(loader)
+            self._first, self.batch = saved["first"], saved["batch"]
+            if is_moved:
+                self._first, self.batch = None, getattr(loader, "batch", self.batch)
         else:
             if self._rng is not None:
                 restore_rng(self._rng)
             with self._job.guard("data"):
                 batches = iter(loader)
-                self._drop(batches, saved)
+                if is_moved:
+                    self._drop_examples(batches, num_ranks)
+                else:
+                    self._first, self.batch = saved["first"], saved["batch"]
+                    self._drop(batches, saved)
         restore_rng(now)
         return batches
+
+    def _drop_examples(self, batches: Iterator[Any], num_ranks: int) -> None:
+        """Drop this rank's part of the examples that another number of ranks has used."""
+        part, rest = divmod(self._examples, self._run.world_size)
+        dropped = 0
+        while dropped < part:
+            batch = next(batches, _END)
+            if batch is _END:
+                break
+            self._first = self._first or fingerprint(batch)
+            dropped += batch_size_of(batch, self._run.batch_size)
+            self.batch += 1
+        if rest or dropped != part:
+            raise SettingError(
+                f"The checkpoint was written by {num_ranks} rank(s) after {self._examples} examples of the epoch, and the batches of "
+                f"{self._run.world_size} rank(s) do not end there: each would have to skip {self._examples / self._run.world_size:g} examples. Resume with the same "
+                "global batch (ranks times batch), with the same number of ranks, or from a checkpoint at the end of an epoch."
+            )
+        log_info(
+            f"The data position was saved on {num_ranks} rank(s): each of {self._run.world_size} skips {part} examples. No example is repeated or "
+            "lost if the data is dealt out to ranks in one order, as DistributedSampler does."
+        )
 
     def _drop(self, batches: Iterator[Any], saved: dict[str, Any]) -> None:
         for index in range(saved["batch"]):

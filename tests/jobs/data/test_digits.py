@@ -150,7 +150,7 @@ def test_abandoning_an_epoch_restarts_it():
 def test_set_epoch_moves_but_keeps_a_loaded_position():
     """Setting the current epoch after a resume keeps the position; setting another goes to its start."""
     loader = DigitsLoader("train", 64)
-    loader.load_state_dict({**loader.state_dict(), "epoch": 4, "batch": 20})
+    loader.load_state_dict({**loader.state_dict(), "epoch": 4, "examples": 20 * 64})
     loader.set_epoch(4)
     assert len(collect(loader)) == 2
     loader.set_epoch(7)
@@ -162,13 +162,12 @@ def test_set_epoch_moves_but_keeps_a_loaded_position():
     ("change", "message"),
     [
         ({"version": 9}, "version 9"),
-        ({"batch_size": 32}, "batch_size=32, but batch_size is now 64"),
         ({"seed": 5}, "seed=5, but seed is now 0"),
-        ({"world_size": 2}, "world_size=2"),
+        ({"num_examples": 9}, "num_examples=9, but num_examples is now 1437"),
         ({"loader": "Other"}, "loader='Other'"),
-        ({"batch": 23}, "batch=23 is outside"),
+        ({"examples": 1438}, "examples=1438 is outside"),
         ({"epoch": -1}, "epoch=-1"),
-        ({"batch": "x"}, "batch='x'"),
+        ({"examples": "x"}, "examples='x'"),
     ],
 )
 def test_a_position_of_other_data_is_rejected(change, message):

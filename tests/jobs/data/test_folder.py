@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep.errors import MissingError, SettingError
-from halfstep.jobs.data import FolderImages, folder, scan_folder
+from halfstep.jobs.data import FolderImages, folder, pictures, scan_folder
 
 Image = pytest.importorskip("PIL.Image", reason="Requires: [pillow]")
 
@@ -72,7 +72,7 @@ def test_val_covers_every_image_once_in_order(root):
     labels = torch.cat([y for _, y in batches])
     assert images.shape == (15, 3, 16, 16)
     for label, colour in enumerate(COLOURS.values()):
-        expected = (torch.tensor(colour) / 255 - torch.tensor(folder.MEAN)) / torch.tensor(folder.DEVIATION)
+        expected = (torch.tensor(colour) / 255 - torch.tensor(pictures.MEAN)) / torch.tensor(pictures.DEVIATION)
         mean = images[labels == label].mean((0, 2, 3))
         torch.testing.assert_close(mean, expected, atol=0.05, rtol=0.05)
 
@@ -131,7 +131,7 @@ def test_random_crops_stay_within_their_limits():
     """A crop box is inside the image, and its area and aspect are within the stated limits."""
     draw = random.Random(1)
     for _ in range(300):
-        left, top, right, bottom = folder._random_crop(100, 60, draw)
+        left, top, right, bottom = pictures.random_crop(100, 60, draw)
         assert 0 <= left < right <= 100
         assert 0 <= top < bottom <= 60
         area, aspect = (right - left) * (bottom - top) / 6000, (right - left) / (bottom - top)
@@ -141,12 +141,12 @@ def test_random_crops_stay_within_their_limits():
 
 def test_a_very_long_image_is_cropped_at_its_centre():
     """If no allowed aspect ratio fits, the crop is the largest square in the middle."""
-    assert folder._random_crop(1000, 2, random.Random(0)) == (499, 0, 501, 2)
+    assert pictures.random_crop(1000, 2, random.Random(0)) == (499, 0, 501, 2)
 
 
 def test_val_crops_the_centre():
     """The box is the centre 87.5 % of the shorter side."""
-    assert folder._centre(80, 40) == (22.5, 2.5, 57.5, 37.5)
+    assert pictures.centre(80, 40) == (22.5, 2.5, 57.5, 37.5)
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "LA"])
@@ -175,7 +175,7 @@ def test_an_image_that_cannot_be_decoded_raises_its_name(tmp_path, num_workers):
             list(loader)
         assert f"The image {bad} cannot be decoded: " in str(caught.value)
         assert "Traceback" not in str(caught.value)
-        assert loader.state_dict()["batch"] == 1
+        assert loader.state_dict()["examples"] == 1
         bad.unlink()
         if num_workers:
             break
@@ -238,7 +238,7 @@ def test_invalid_settings_are_rejected(root):
 
 def test_workers_follow_the_cores(root):
     """The default number of workers is the number of cores per process, from 1 to 8."""
-    assert [folder._default_workers(*case) for case in [(64, 1), (8, 2), (1, 2)]] == [8, 4, 1]
+    assert [pictures.default_workers(*case) for case in [(64, 1), (8, 2), (1, 2)]] == [8, 4, 1]
     assert make(root, num_workers=None)._workers.num_workers >= 1
 
 

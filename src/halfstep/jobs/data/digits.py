@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import HalfstepError, unknown
-from halfstep.jobs.data.loader import Batch, Loader, Order, mix, order_identity
+from halfstep.jobs.data.loader import Batch, Order, OrderedLoader, mix
 from halfstep.jobs.job import SPLITS
 
 __all__ = ["Digits", "DigitsLoader", "load_digits"]
@@ -75,7 +75,7 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
     return table[:, :-1], table[:, -1]
 
 
-class DigitsLoader(Loader):
+class DigitsLoader(OrderedLoader):
     """Batches (images, labels) of the digits on `device`."""
 
     def __init__(
@@ -87,12 +87,13 @@ class DigitsLoader(Loader):
         epoch: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        drop_last: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
         digits = load_digits(split)
-        self._order = Order(len(digits.labels), batch_size, split, seed, rank, world_size)
+        order = Order(len(digits.labels), batch_size, split, seed, rank, world_size, drop_last)
         self._images, self._labels = digits.images.to(device), digits.labels.to(device)
-        super().__init__(order_identity(self._order), self._order.num_batches, epoch)
+        super().__init__(order, {}, epoch)
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         images = self._images
@@ -101,11 +102,6 @@ class DigitsLoader(Loader):
             generator = torch.Generator().manual_seed(mix("noise", self._order.seed, epoch))
             noise = torch.randn(images.shape, generator=generator)
             images = torch.add(images, noise.to(images.device), alpha=TRAIN_NOISE)
-        for rows in self._order.batches(epoch)[first:]:
+        for rows in self._rows(epoch)[first:]:
             chosen = rows.to(images.device)
             yield images[chosen], self._labels[chosen]
-
-    def sample_indices(self, epoch: int, batch: int) -> list[int]:
-        """The digits that a batch consists of, by their index in the split."""
-        indices: list[int] = self._order.batches(epoch)[batch].tolist()
-        return indices

@@ -1,12 +1,8 @@
 """ImageNet-style folders: DIR/train/CLASS/*.jpeg and DIR/val/CLASS/*.jpeg, decoded by Pillow in worker processes.
 
 How it works. The file list is read once; the label of a class is its index in the sorted list of folders, and both
-splits must have the same folders. Workers receive (epoch, example indices) and return 8-bit pixels, a quarter of the
-fp32 traffic between processes and to the device; the images are normalized on the device.
-
-Training images get a random resized crop (8 to 100 % of the area, aspect ratio 3/4 to 4/3) and a random horizontal flip
-(Szegedy et al. 2015); validation images are the centre 87.5 % of the shorter side. The crop is a function of (seed,
-epoch, example index), so it depends neither on the number of workers nor on earlier reads.
+splits must have the same folders. Workers receive (epoch, example indices) and decode (`pictures`). The crop is a function of
+(seed, epoch, example index), so it depends neither on the number of workers nor on earlier reads.
 
 A file that cannot be decoded stops the run with its name. Substituting another image would silently train on other
 data than requested.
@@ -14,9 +10,6 @@ data than requested.
 
 from __future__ import annotations
 
-import importlib
-import io
-import math
 import os
 import random
 from collections.abc import Iterator
@@ -29,19 +22,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from halfstep.errors import MissingError, SettingError
+from halfstep.errors import SettingError
 from halfstep.events import log_warning
-from halfstep.jobs.data.loader import Batch, Loader, Order, mix, order_identity
+from halfstep.jobs.data.loader import Batch, Order, OrderedLoader, mix
+from halfstep.jobs.data.pictures import Normalizer, decode, default_workers, num_cores, require_pillow
 from halfstep.jobs.job import SPLITS
 
 __all__ = ["FolderImages", "ImageFolder", "scan_folder"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".gif", ".tif", ".tiff")
-# Mean and standard deviation of ImageNet's training pixels, the values that published weights are trained with.
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CROP_AREA, CROP_ASPECT, CROP_TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
-VAL_SHARE = 0.875  # 224 of 256
-MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,7 @@ def _list_files(split: Path, classes: list[str]) -> tuple[tuple[str, int], ...]:
     return tuple(files)
 
 
-class FolderImages(Loader):
+class FolderImages(OrderedLoader):
     """Batches (images, labels) from an ImageNet-style folder, normalized, on `device`.
 
     Args:
@@ -113,6 +102,7 @@ class FolderImages(Loader):
         epoch: the first epoch.
         rank: rank of this process.
         world_size: number of processes.
+        drop_last: whether training leaves out a short last global batch.
         device: device of the batches.
     """
 
@@ -128,18 +118,17 @@ class FolderImages(Loader):
         epoch: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        drop_last: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
-        _pillow()  # fail here, not in a worker
+        require_pillow()  # fail here, not in a worker
         if image_size < 1:
             raise SettingError(f"image_size={image_size} must be at least 1.")
         num_examples = len(folder.files[split]) if split in SPLITS else 0
-        self._order = Order(num_examples, batch_size, split, seed, rank, world_size)
-        self._device = torch.device(device)
-        self._mean = torch.tensor(MEAN, device=self._device).mul_(255).view(1, 3, 1, 1)
-        self._deviation = torch.tensor(DEVIATION, device=self._device).mul_(255).view(1, 3, 1, 1)
+        order = Order(num_examples, batch_size, split, seed, rank, world_size, drop_last)
+        self._normalize = Normalizer(device)
         if num_workers is None:
-            num_workers = _default_workers(_num_cores(), world_size)
+            num_workers = default_workers(num_cores(), world_size)
         self._queue: list[tuple[int, list[int]]] = []
         self._workers: DataLoader[Any] = DataLoader(
             _Decoder(folder.files[split], image_size, seed, train=split == "train"),
@@ -147,28 +136,21 @@ class FolderImages(Loader):
             sampler=_Queue(self._queue),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            pin_memory=self._device.type == "cuda",
+            pin_memory=self._normalize.device.type == "cuda",
             # DataLoader draws a number per epoch; from the global generator that would change the run's dropout.
             generator=torch.Generator(),
         )
-        super().__init__({**order_identity(self._order), "image_size": image_size}, self._order.num_batches, epoch)
+        super().__init__(order, {"image_size": image_size}, epoch)
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
-        self._queue[:] = [(epoch, rows.tolist()) for rows in self._order.batches(epoch)[first:]]
+        self._queue[:] = [(epoch, rows.tolist()) for rows in self._rows(epoch)[first:]]
         for decoded in self._workers:
             if isinstance(decoded, _Unreadable):
                 raise SettingError(
                     f"The image {decoded.path} cannot be decoded: {decoded.reason}. Repair, replace or remove the file and resume; "
                     "Halfstep does not substitute another image."
                 )
-            pixels, labels = decoded
-            images = pixels.to(self._device, non_blocking=True).permute(0, 3, 1, 2).float()
-            yield images.sub_(self._mean).div_(self._deviation).contiguous(), labels.to(self._device, non_blocking=True)
-
-    def sample_indices(self, epoch: int, batch: int) -> list[int]:
-        """The files that a batch consists of, by their index in the split."""
-        indices: list[int] = self._order.batches(epoch)[batch].tolist()
-        return indices
+            yield self._normalize(*decoded)
 
 
 class _Queue:
@@ -214,55 +196,5 @@ class _Decoder(Dataset[Any]):
         return torch.from_numpy(pixels), torch.from_numpy(self._labels[rows])
 
     def _decode(self, path: str, epoch: int, row: int) -> np.ndarray:
-        pillow = _pillow()
-        with pillow.open(io.BytesIO(Path(path).read_bytes())) as image:
-            # A palette with transparency must be converted to RGBA first, or Pillow guesses and warns.
-            image = image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")  # noqa: PLW2901
-        draw = random.Random(mix("crop", self._seed, epoch, row))  # noqa: S311 - not for secrets
-        width, height = image.size
-        box = _random_crop(width, height, draw) if self._train else _centre(width, height)
-        size = (self._image_size, self._image_size)
-        pixels = np.asarray(image.resize(size, pillow.Resampling.BILINEAR, box=box))
-        return pixels[:, ::-1] if self._train and draw.random() < 0.5 else pixels
-
-
-def _random_crop(width: int, height: int, draw: random.Random) -> tuple[float, float, float, float]:
-    """A random part of the image, as (left, top, right, bottom); the centre if no crop fits a very long image."""
-    for _ in range(CROP_TRIES):
-        area = width * height * draw.uniform(*CROP_AREA)
-        aspect = math.exp(draw.uniform(math.log(CROP_ASPECT[0]), math.log(CROP_ASPECT[1])))
-        wide, high = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < wide <= width and 0 < high <= height:
-            left, top = draw.randint(0, width - wide), draw.randint(0, height - high)
-            return left, top, left + wide, top + high
-    side = min(width, height)
-    return _box(width, height, side)
-
-
-def _centre(width: int, height: int) -> tuple[float, float, float, float]:
-    """The centre of the image; resizing this box equals resizing the image and cropping its centre, in one step."""
-    return _box(width, height, VAL_SHARE * min(width, height))
-
-
-def _box(width: int, height: int, side: float) -> tuple[float, float, float, float]:
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
-def _default_workers(cores: int, world_size: int) -> int:
-    """A fair share of the cores, from 1 to 8: a decoding process that waits for a core only costs memory."""
-    return max(1, min(MAX_WORKERS, cores // world_size))
-
-
-def _num_cores() -> int:
-    """The cores that this process may run on, or all of them if the system does not report that."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _pillow() -> Any:
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise MissingError(
-            'Reading image folders needs Pillow; install it with: pip install "halfstep[vision]"'
-        ) from error
+        draw = random.Random(mix("crop", self._seed, epoch, row)) if self._train else None  # noqa: S311 - not for secrets
+        return decode(Path(path).read_bytes(), self._image_size, draw)

@@ -1,0 +1,96 @@
+"""From the bytes of an image file to a batch: decoding, cropping and normalizing, the same for folders and shards.
+
+Training images get a random resized crop (8 to 100 % of the area, aspect ratio 3/4 to 4/3) and a random horizontal flip
+(Szegedy et al. 2015); validation images are the centre 87.5 % of the shorter side. Workers return 8-bit pixels, a quarter of
+the fp32 traffic between processes and to the device; the images are normalized on the device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import math
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.errors import MissingError
+
+__all__ = ["Normalizer", "centre", "decode", "default_workers", "num_cores", "random_crop", "require_pillow"]
+
+# Mean and standard deviation of ImageNet's training pixels, the values that published weights are trained with.
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CROP_AREA, CROP_ASPECT, CROP_TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
+VAL_SHARE = 0.875  # 224 of 256
+MAX_WORKERS = 8
+
+
+def decode(content: bytes, image_size: int, draw: random.Random | None) -> np.ndarray:
+    """The pixels (image_size, image_size, 3) of an image file; randomly cropped and flipped by `draw`, else its centre."""
+    pillow = require_pillow()
+    with pillow.open(io.BytesIO(content)) as image:
+        # A palette with transparency must be converted to RGBA first, or Pillow guesses and warns.
+        image = image.convert("RGBA").convert("RGB") if image.mode == "P" else image.convert("RGB")  # noqa: PLW2901
+    width, height = image.size
+    box = centre(width, height) if draw is None else random_crop(width, height, draw)
+    pixels = np.asarray(image.resize((image_size, image_size), pillow.Resampling.BILINEAR, box=box))
+    return pixels[:, ::-1] if draw is not None and draw.random() < 0.5 else pixels
+
+
+class Normalizer:
+    """Turns 8-bit pixels (n, height, width, 3) into normalized fp32 images (n, 3, height, width) on a device."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._mean = torch.tensor(MEAN, device=self.device).mul_(255).view(1, 3, 1, 1)
+        self._deviation = torch.tensor(DEVIATION, device=self.device).mul_(255).view(1, 3, 1, 1)
+
+    def __call__(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The images and labels on the device."""
+        images = pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).float()
+        return images.sub_(self._mean).div_(self._deviation).contiguous(), labels.to(self.device, non_blocking=True)
+
+
+def random_crop(width: int, height: int, draw: random.Random) -> tuple[float, float, float, float]:
+    """A random part of the image, as (left, top, right, bottom); the centre if no crop fits a very long image."""
+    for _ in range(CROP_TRIES):
+        area = width * height * draw.uniform(*CROP_AREA)
+        aspect = math.exp(draw.uniform(math.log(CROP_ASPECT[0]), math.log(CROP_ASPECT[1])))
+        wide, high = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < wide <= width and 0 < high <= height:
+            left, top = draw.randint(0, width - wide), draw.randint(0, height - high)
+            return left, top, left + wide, top + high
+    side = min(width, height)
+    return _box(width, height, side)
+
+
+def centre(width: int, height: int) -> tuple[float, float, float, float]:
+    """The centre of the image; resizing this box equals resizing the image and cropping its centre, in one step."""
+    return _box(width, height, VAL_SHARE * min(width, height))
+
+
+def _box(width: int, height: int, side: float) -> tuple[float, float, float, float]:
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def default_workers(cores: int, world_size: int) -> int:
+    """A fair share of the cores, from 1 to 8: a decoding process that waits for a core only costs memory."""
+    return max(1, min(MAX_WORKERS, cores // world_size))
+
+
+def num_cores() -> int:
+    """The cores that this process may run on, or all of them if the system does not report that."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def require_pillow() -> Any:
+    """Pillow's Image module."""
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise MissingError('Reading images needs Pillow; install it with: pip install "halfstep[vision]"') from error

@@ -1,0 +1,85 @@
+"""The context, the model and the Engine of a run.
+
+All ranks build the model from the same seed; afterwards every rank except rank 0 continues with random numbers of its
+own, so that dropout and augmentation differ between ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from halfstep.backends.consistency import describe_model
+from halfstep.backends.context import RunContext
+from halfstep.checkpoint.rng import seed_everything
+from halfstep.engine.engine import Engine
+from halfstep.errors import SettingError
+from halfstep.jobs.data.loader import mix
+from halfstep.jobs.job import Job
+from halfstep.precision.choice import resolve
+from halfstep.train.config import DEFAULT_BATCH, TrainConfig
+from halfstep.train.equality import check_equal
+from halfstep.train.ranks import Ranks
+
+__all__ = ["build_engine", "resolve_backend", "run_context", "seed_rank"]
+
+
+def resolve_backend(name: str, world_size: int) -> str:
+    """The backend that "auto" chooses; raises for ranks that would each do the whole run."""
+    if name == "auto":
+        return "single" if world_size == 1 else "ddp"
+    if name == "single" and world_size > 1:
+        raise SettingError(
+            f"backend=single, but a launcher started {world_size} processes, and each of them would do the whole run. Use "
+            "--backend ddp or fsdp, or start it without the launcher."
+        )
+    return name
+
+
+def run_context(config: TrainConfig, ranks: RunContext | None) -> RunContext:
+    """The context of this process, with the seed and its part of the batch; `ranks` is that of its process group."""
+    batch = config.batch or DEFAULT_BATCH
+    if ranks is None:
+        return RunContext.single(config.device, seed=config.seed, batch_size=batch)
+    if batch % ranks.world_size:
+        lower = batch - batch % ranks.world_size
+        nearest = f"{lower} or {lower + ranks.world_size}" if lower else str(ranks.world_size)
+        raise SettingError(
+            f"batch={batch} is the micro-batch of all ranks together and cannot be divided among {ranks.world_size} of them; use "
+            f"--batch {nearest}."
+        )
+    return replace(ranks, seed=config.seed, batch_size=batch // ranks.world_size)
+
+
+def seed_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Give every rank except rank 0 random numbers of its own."""
+    if rank:
+        seed_everything(mix("rank", seed, rank, step))
+
+
+def build_engine(
+    job: Job, run: RunContext, config: TrainConfig, precision: str, watch: Any, ranks: Ranks
+) -> tuple[nn.Module, Engine]:
+    """The job's model on the run's device, and the engine over it; compared with those of the other ranks."""
+    model = job.call("model", run).to(run.device)
+    if ranks.several:
+        check_equal(ranks, describe_model(model) | {"policy": str(resolve(precision)[0])})
+    optimizer = job.call("optimizer", run, model=model)
+    engine = Engine(
+        model,
+        optimizer,
+        precision,
+        max_norm=config.max_norm,
+        accumulate=config.accumulate,
+        scheduler=job.call("scheduler", run, optimizer=optimizer, model=model),
+        ema=config.ema,
+        compile=config.compile,
+        deterministic=config.deterministic,
+        gradient_release=config.gradient_release,
+        recompute=config.recompute,
+        watch=watch,
+        backend=resolve_backend(config.backend, run.world_size),
+    )
+    return model, engine
