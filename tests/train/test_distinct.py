@@ -28,6 +28,13 @@ class Channel:
         return [value, value if self.other is None else self.other]
 
 
+class Endless(IterableDataset):
+    """Data without a length."""
+
+    def __iter__(self):
+        return iter(EXAMPLES)
+
+
 def job(data):
     return Job(model=lambda: torch.nn.Linear(1, 1), data=data, loss=lambda model: None, optimizer=lambda params: None)
 
@@ -63,7 +70,7 @@ def test_a_loader_over_the_whole_dataset_is_an_error_however_it_is_shuffled():
     check_distinct(AWARE, DataLoader(Subset(EXAMPLES, range(4)), 2), "abc", Channel(("def", 4)))
     sampler = DistributedSampler(EXAMPLES, 2, 0)
     check_distinct(UNAWARE, DataLoader(EXAMPLES, 2, sampler=sampler), "abc", Channel(("def", None)))
-    check_distinct(UNAWARE, DataLoader(IterableDataset(), 2), "abc", Channel(("def", None)))
+    check_distinct(UNAWARE, DataLoader(Endless(), 2), "abc", Channel(("def", None)))
 
 
 def test_a_sampler_of_another_rank_is_an_error():
