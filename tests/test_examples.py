@@ -16,6 +16,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = (
     "README.md",
     "docs/converting.md",
+    "docs/data.md",
     "docs/engine.md",
     "docs/policies.md",
     "docs/watch.md",

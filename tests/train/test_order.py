@@ -15,6 +15,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from halfstep.checkpoint.rng import rng_state
 from halfstep.jobs.data.digits import DigitsLoader, load_digits
@@ -41,6 +42,7 @@ SAMPLERS = {
     "sampler with a generator": lambda: {"sampler": RandomSampler(range(NUM), generator=torch.Generator())},
     "replacement": lambda: {"sampler": RandomSampler(range(NUM), replacement=True, num_samples=30)},
     "subset": lambda: {"sampler": SubsetRandomSampler([3, 1, 4, 15, 9, 2, 6])},
+    "distributed": lambda: {"sampler": DistributedSampler(range(NUM), 2, 1, seed=3)},
     "weighted": lambda: {"sampler": WeightedRandomSampler(torch.arange(1.0, NUM + 1), 30)},
 }
 
@@ -53,6 +55,8 @@ def loader(kind, batch_size=4, **options):
 def epochs(data, count):
     """The batches of some epochs, each with the order that was created before it."""
     for epoch in range(count):
+        if isinstance(data.sampler, DistributedSampler):
+            data.sampler.set_epoch(epoch)
         order = SampleOrder(data, epoch, rng_state())
         yield order, [tuple(batch[0].tolist()) for batch in data]
 
