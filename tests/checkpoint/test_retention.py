@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_crashes import held
-from halfstep.checkpoint.directory import folder_lock, load_checkpoint, save_checkpoint
+from halfstep.checkpoint.atomic import folder_lock
+from halfstep.checkpoint.directory import load_checkpoint, save_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.errors import HalfstepError, SettingError
 

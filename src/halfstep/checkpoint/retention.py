@@ -28,7 +28,8 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.checkpoint.directory import TEMPORARY, folder_lock, read_meta, save_checkpoint
+from halfstep.checkpoint.atomic import TEMPORARY, folder_lock
+from halfstep.checkpoint.directory import read_meta, save_checkpoint
 from halfstep.checkpoint.score import Score, read_score, write_score
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
