@@ -63,8 +63,8 @@ class RankFiles:
     def of(cls, rank: int, num_ranks: int) -> RankFiles:
         """The names for a rank."""
         number = f"{rank:05d}-of-{num_ranks:05d}"
-        tensors = (f"{part}-{number}.safetensors" for part in ("model", "state", "rank"))
-        return cls(*tensors, f"rank-{number}.json")
+        model, state, own = (f"{part}-{number}.safetensors" for part in ("model", "state", "rank"))
+        return cls(model, state, own, f"rank-{number}.json")
 
 
 def is_checkpoint_file(name: str) -> bool:

@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.checkpoint.directory import load_checkpoint, save_checkpoint
+from halfstep.checkpoint.directory import open_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.score import Score, read_score
 from halfstep.engine.engine import Engine
@@ -65,6 +65,8 @@ class RunCheckpoints:
         self.saved_at = -1  # the step of the last checkpoint that this process wrote, healthy or not
         self.nonfinite: list[str] = []  # parameters that were not finite at that save
         self._watch: Watch | None = None
+        self._pending: Path | None = None  # a checkpoint that is being written in the background
+        self._leads = True  # whether this rank writes what all ranks have in common
 
     def _find(self, *, resume: bool) -> Path | None:
         latest = self._folder.latest() if self._folder.root.exists() else None
@@ -79,17 +81,16 @@ class RunCheckpoints:
 
     def restore(self, engine: Engine, data: DataStream, watch: Watch | None = None) -> Progress:
         """Load the latest checkpoint; without one the run starts from the beginning."""
-        self._watch = watch
+        self._watch, self._leads = watch, engine.saver.ranks.rank == 0
         if self.latest is None:
             return Progress()
-        checkpoint = load_checkpoint(self.latest)
-        extra = checkpoint.state["extra"]
-        changed = changed_fields(extra["config"], self._config)
-        if changed:
-            raise SettingError(
-                f"The run in {self._out} was started with other settings ({'; '.join(changed)}); resume with the same ones."
-            )
-        engine.load(checkpoint)
+        with open_checkpoint(self.latest, engine.saver.ranks) as checkpoint:
+            changed = changed_fields(checkpoint.state["extra"]["config"], self._config)
+            if changed:
+                raise SettingError(
+                    f"The run in {self._out} was started with other settings ({'; '.join(changed)}); resume with the same ones."
+                )
+            extra = engine.load(checkpoint)
         data.restore(extra["data"])
         if watch is not None and extra.get("watch") is not None:
             watch.load_state_dict(extra["watch"])
@@ -100,7 +101,11 @@ class RunCheckpoints:
         return Progress(extra["epoch"], extra["values"], extra.get("unvalidated"))
 
     def save(self, engine: Engine, data: DataStream, progress: Progress, *, epoch_done: bool) -> Path | None:
-        """Write a checkpoint; `epoch_done` if `progress` is between two epochs. None if its weights are not finite."""
+        """Write a checkpoint; `epoch_done` if `progress` is between two epochs. None if its weights are not finite.
+
+        With `async_save` it is the latest only after `finish`.
+        """
+        self.finish(engine)
         extra = {
             "epoch": progress.epoch,
             "values": progress.values,
@@ -109,17 +114,19 @@ class RunCheckpoints:
             "data": _BETWEEN_EPOCHS if epoch_done else data.state(),
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
-        step = engine.progress.attempts
+        step, saver = engine.progress.attempts, engine.saver
         saved = engine.state_dict()
-        self.nonfinite, self.saved_at = list(nonfinite_weights(saved)), step
-        weights, state, meta = checkpoint_parts(saved, extra, allow_nonfinite=True)
+        self.nonfinite, self.saved_at = list(nonfinite_weights(saved, saver.ranks)), step
+        parts = checkpoint_parts(saved, extra, {})
         if not self.nonfinite:
             _, higher = self._rank({})
-            self.latest = self._folder.save(step, weights=weights, state=state, meta=meta, higher_is_better=higher)
-            return self.latest
+            wait = not self._config.async_save
+            path = self._folder.save(step, **parts, higher_is_better=higher, saver=saver, wait=wait)
+            self.latest, self._pending = (path, None) if wait else (self.latest, path)
+            return path
         earlier = next(iter(sorted(self._folder.root.glob(f"{ASIDE}*"))), None)
         aside = self._folder.root / f"{ASIDE}{step:08d}"
-        path = earlier or save_checkpoint(aside, weights=weights, state=state, meta=meta)
+        path = earlier or saver.save(aside, **parts)
         log_warning(
             f"After step {step} the weights are not finite (in {few(self.nonfinite)}). "
             + (
@@ -131,9 +138,16 @@ class RunCheckpoints:
         )
         return None
 
+    def finish(self, engine: Engine) -> Path | None:
+        """Wait for a save in the background, if there is one, and return its checkpoint, which is the latest now."""
+        path, self._pending = self._pending, None
+        engine.finish_save()
+        self.latest = path or self.latest
+        return path
+
     def score(self, values: dict[str, float]) -> None:
         """Rank the latest checkpoint by the validation of its weights."""
-        if self.latest is not None and not self.nonfinite:
+        if self.latest is not None and not self.nonfinite and self._leads:
             self._folder.score(self.latest, Score(*self._rank(values), values))
 
     def _rank(self, values: dict[str, float]) -> tuple[float | None, bool]:

@@ -185,6 +185,7 @@ class _Run:
                 break
         if stop and self.checkpoints.saved_at != engine.progress.attempts:
             self._save(epoch_done=False)
+        self._finish_save()
         if (peak := self.memory.peak()) is not None and not stop:
             log.event("memory", **compare_memory(self.job, engine.policy, config, peak))
         outcome = self._outcome(stop)
@@ -291,6 +292,7 @@ class _Run:
         if not values:
             return
         self.recorder.validated(epoch, self.engine.progress.attempts, values)
+        self._finish_save()
         if self.checkpoints.saved_at == self.engine.progress.attempts:
             self.checkpoints.score(values)
 
@@ -306,12 +308,18 @@ class _Run:
 
     def _save(self, *, epoch_done: bool) -> None:
         self.recorder.flush(wait=True)
+        self._finish_save()
         path = self.checkpoints.save(self.engine, self.data, self.progress, epoch_done=epoch_done)
         if path is None:
             self.recorder.log.event("nonfinite", parameters=self.checkpoints.nonfinite)
-        else:
+        elif not self.config.async_save:
             self.recorder.saved(path)
         self.recorder.restart_clock()
+
+    def _finish_save(self) -> None:
+        path = self.checkpoints.finish(self.engine)
+        if path is not None:
+            self.recorder.saved(path)
 
     def _steps_done(self) -> bool:
         return self.config.steps is not None and self.engine.progress.attempts >= self.config.steps
