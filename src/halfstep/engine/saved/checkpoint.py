@@ -41,11 +41,12 @@ def checkpoint_parts(state: dict[str, Any], extra: dict[str, Any], nonfinite: Ma
     }
 
 
-def nonfinite_weights(state: dict[str, Any], ranks: Ranks) -> dict[str, str]:
+def nonfinite_weights(state: dict[str, Any], ranks: Ranks | None = None) -> dict[str, str]:
     """The parameters and masters that are not finite on any rank, by name, with how many of their numbers are not.
 
     Buffers may contain any number.
     """
+    ranks = ranks or Ranks()
     weights: dict[str, Tensor] = {name: state["model"][name] for name in state["params"]}
     for names, saved in zip(state["names"], state["optimizers"], strict=True):
         numbers = [i for group in saved.get("param_groups", []) for i in group["params"]]
