@@ -323,8 +323,29 @@ def nonfinite_values_of_one_rank_are_seen_by_all():
     return {"bad": nonfinite_weights(state, RANKS)}
 
 
+def a_rank_that_dies_while_it_writes():
+    """The last rank ends without a word; the others get an error, and the checkpoint before stays. Ends the program."""
+    model, optimizer = trained("AdamW", LAYOUTS[1])
+    SAVER.save(FOLDER / "died", **parts_of(model, optimizer))
+    before = load_checkpoint(FOLDER / "died").weights["0.weight"]
+    dist.barrier()
+    gradients(model, 5)
+    optimizer.step()
+    if RANKS.rank == RANKS.size - 1:
+        os.fsync = lambda _: os._exit(0)
+    parts = parts_of(model, optimizer)
+    SAVER.save(FOLDER / "died", **parts, overwrite=True, wait=False)
+    error = error_of(SAVER.finish)
+    unchanged = before.equal(load_checkpoint(FOLDER / "died").weights["0.weight"])
+    names = sorted(p.name for p in FOLDER.iterdir())
+    print(json.dumps({"error": error, "unchanged": unchanged, "names": names}), flush=True)
+    os._exit(0)
+
+
 def main():
     """Run every case."""
+    if CHOSEN == ["a_rank_that_dies_while_it_writes"]:
+        a_rank_that_dies_while_it_writes()
     for name, function in CASES.items():
         if CHOSEN and name not in CHOSEN:
             continue

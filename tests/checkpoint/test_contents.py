@@ -212,3 +212,13 @@ def test_four_ranks_read_what_two_have_saved_and_the_other_way_round(folder, ran
         assert set(map(tuple, rank[2]["sizes"].values())) == {(331, 331, 0)}
     two = cases_of_ranks(PROGRAM, folder, "files_of_other_ranks_are_read")
     assert [(rank[0]["wrong"], rank[0]["read"]) for rank in two] == [([], 9)] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_leaves_the_checkpoint_before(tmp_path):
+    """The other rank gets an error and does not wait for ever."""
+    (alive,), dead = cases_of_ranks(PROGRAM, tmp_path, "a_rank_that_dies_while_it_writes")
+    assert dead == []
+    assert "lost contact with the other ranks" in alive["error"]
+    assert alive["unchanged"]
+    assert alive["names"] == ["died"]

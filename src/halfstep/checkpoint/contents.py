@@ -160,19 +160,22 @@ def _finish(contents: Contents, aside: Path, path: Path, written: list[dict[str,
 
 def _index(kind: str, parts: Mapping[str, Part], written: list[dict[str, Any]]) -> dict[str, Any]:
     """For every tensor its shape, dtype and slices; raises where the ranks together do not have all of it."""
-    boxes: dict[str, dict[Box, str]] = {name: {} for name in parts}
+    boxes: dict[str, dict[Box, int]] = {name: {} for name in parts}
     for rank, one in enumerate(written):
-        file = getattr(RankFiles.of(rank, len(written)), kind)
         for name, (offset, shape) in one["boxes"][kind].items():
             if name not in boxes:
                 raise _different(f"rank {rank} has {name}, and rank 0 has not")
-            boxes[name].setdefault(Box(tuple(offset), tuple(shape)), file)  # of equal copies the first
+            boxes[name].setdefault(Box(tuple(offset), tuple(shape)), rank)  # of equal copies the first
+    files = [getattr(RankFiles.of(rank, len(written)), kind) for rank in range(len(written))]
     entries = {}
     for name, part in parts.items():
         num_elements = sum(box.numel for box in boxes[name])
         if num_elements != math.prod(part.shape):
             raise _different(f"of {name} they have {num_elements} of {math.prod(part.shape)} elements")
-        slices = [{"file": file, "offset": box.offset, "shape": box.shape} for box, file in boxes[name].items()]
+        slices = [
+            {"rank": rank, "file": files[rank], "offset": box.offset, "shape": box.shape}
+            for box, rank in boxes[name].items()
+        ]
         entries[name] = {"shape": part.shape, "dtype": part.dtype, "slices": slices}
     return entries
 
