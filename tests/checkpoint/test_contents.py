@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from halfstep.backends.ranks import ProcessRanks
 from halfstep.checkpoint.directory import load_checkpoint, open_checkpoint, read_meta
 from halfstep.checkpoint.export import export_weights
-from halfstep.checkpoint.files import read_manifest, render_manifest
+from halfstep.checkpoint.files import FILES, read_manifest, render_manifest
 from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.checkpoint.saver import Saver
 from halfstep.errors import SettingError
 from rank_processes import cases_of_ranks
 
@@ -200,6 +202,29 @@ def test_a_folder_scans_sharded_checkpoints(folder, ranks):
     """In a process without ranks, as a resumed run does."""
     saved = CheckpointFolder(folder / "folder").checkpoints()
     assert [(entry.step, entry.metric) for entry in saved] == [(1, 0.0), (3, -2.0)]
+
+
+def test_one_rank_alone_writes_whole_tensors(tmp_path):
+    """Sharded over one rank, a tensor is whole, and the checkpoint is that of one process."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        placed = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+        saver = Saver(ProcessRanks())
+        path = saver.save(
+            tmp_path / "a", weights={"w": placed}, state={"t": placed * 2}, own={"n": 1}, meta={}, wait=False
+        )
+        saver.finish()
+    finally:
+        dist.destroy_process_group()
+    loaded = load_checkpoint(path)
+    assert loaded.num_ranks == 1
+    assert set(read_manifest(path)) == set(FILES)
+    assert loaded.weights["w"].tolist() == list(range(6))
+    assert loaded.state["t"].tolist() == list(range(0, 12, 2))
+    assert loaded.state["n"] == 1
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ ranks open a checkpoint, each verifies a share of the files, and damage that one
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ class Checkpoint:
     num_ranks: int = 1  # that wrote it together
 
     def __str__(self) -> str:
-        num_params = sum(w.numel() for w in self.weights.values())
+        num_params = sum(math.prod(w.shape) for w in self.weights.values())
         return f"checkpoint {self.path} ({len(self.weights)} tensors, {num_params} values)"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ from halfstep.checkpoint.snapshot import Snapshot
 from halfstep.events import log_warning
 
 __all__ = ["Saver"]
+
+_T = TypeVar("_T")
 
 
 class Saver:
@@ -52,22 +54,18 @@ class Saver:
         """
         self.finish()
         path = Path(path)
-        built: list[Contents] = []
-        self.ranks.together(
-            lambda: built.append(
-                checkpoint_contents(weights=weights, state=state, own=own, meta=meta, ranks=self.ranks)
-            )
+        contents = self._on_all(
+            lambda: checkpoint_contents(weights=weights, state=state, own=own, meta=meta, ranks=self.ranks)
         )
-        contents = built[0]
         self.ranks.lead(lambda: check_target(path, overwrite=overwrite))
         if wait:
             self._write(contents, path, overwrite, then)
             return path
-        copies, ready = self._snapshot.copy(contents)
+        copies, ready = self._on_all(lambda: self._snapshot.copy(contents))
 
         def work() -> None:
             try:
-                ready()
+                self._on_all(ready)
                 self._write(copies, path, overwrite, then)
             except BaseException as error:  # it is raised in the thread that saves next
                 self._error = error
@@ -76,6 +74,12 @@ class Saver:
         self._thread = threading.Thread(target=work, name=f"halfstep-save-{path.name}")
         self._thread.start()
         return path
+
+    def _on_all(self, work: Callable[[], _T]) -> _T:
+        """Do work of this rank; if it fails on any rank, all raise, so that none waits for the others."""
+        results: list[_T] = []
+        self.ranks.together(lambda: results.append(work()))
+        return results[0]
 
     @property
     def busy(self) -> bool:

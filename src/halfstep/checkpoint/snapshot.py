@@ -70,16 +70,15 @@ class Snapshot:
         return places
 
     def _copy_from(self, device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        places, tensors = [_as_copyable(place) for place, _ in pairs], [_as_copyable(t.detach()) for _, t in pairs]
         if device.type != "cuda":
-            torch._foreach_copy_(places, tensors)
+            _copy(pairs)
             return lambda: None
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream, current = self._streams[device], torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            torch._foreach_copy_(places, tensors, non_blocking=True)
+            _copy(pairs, non_blocking=True)
             done = stream.record_event()
         current.wait_event(done)  # also keeps the allocator from reusing what was freed meanwhile
 
@@ -87,6 +86,11 @@ class Snapshot:
             done.synchronize()
 
         return ready
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]], *, non_blocking: bool = False) -> None:
+    for place, tensor in pairs:
+        _as_copyable(place).copy_(_as_copyable(tensor.detach()), non_blocking=non_blocking)
 
 
 def _is_pinnable(device: torch.device) -> bool:

@@ -115,7 +115,7 @@ class RunCheckpoints:
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
         step, saver = engine.progress.attempts, engine.saver
-        saved = engine.state_dict()
+        saved = engine.state_to_save()
         self.nonfinite, self.saved_at = list(nonfinite_weights(saved, saver.ranks)), step
         parts = checkpoint_parts(saved, extra, {})
         if not self.nonfinite:

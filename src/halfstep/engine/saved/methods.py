@@ -89,11 +89,17 @@ class SavedEngine(ABC):
         With `wait=False`, return as soon as the state is copied and write in the background; see `finish_save`. Where the
         backend shards tensors, every rank calls it, and each writes its own part.
         """
-        self.finish_save()
-        state = self.state_dict()
+        state = self.state_to_save()
         bad = {} if allow_nonfinite else nonfinite_weights(state, self.saver.ranks)
         parts = checkpoint_parts(state, extra, bad)
         return self.saver.save(path, **parts, overwrite=overwrite, wait=wait)
+
+    def state_to_save(self) -> dict[str, Any]:
+        """`state_dict()` after the save before is finished; a rank that has none is an error on every rank."""
+        self.finish_save()
+        state: dict[str, Any] = {}
+        self.saver.ranks.together(lambda: state.update(self.state_dict()))
+        return state
 
     def finish_save(self) -> None:
         """Wait until the checkpoint of `save(wait=False)` is on disk; raises an error if it could not be written.
