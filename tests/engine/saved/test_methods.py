@@ -12,17 +12,17 @@ from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.errors import HalfstepError, SettingError
 
 
-def build(precision, **options):
+def build(precision, width=6, device="cpu", **options):
     """A small model with buffers, and an engine over it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1)).to(device)
     return model, Engine(model, torch.optim.AdamW(model.parameters(), lr=0.1), precision, **options)
 
 
 def step(model, engine):
     """One step on random data."""
     with engine.forward():
-        loss = model(torch.randn(5, 4)).float().square().mean()
+        loss = model(torch.randn(5, 4, device=engine.device)).float().square().mean()
     engine.backward(loss)
     engine.step()
 
@@ -66,6 +66,24 @@ def test_steps_after_the_call_change_nothing_that_is_saved(precision, tmp_path, 
         assert not trees_equal(one.weights, {name: tensor.detach() for name, tensor in model.state_dict().items()})
         assert engine.load(tmp_path / "background") == {"epoch": 1}
         assert trees_equal(other.weights, {name: tensor.detach() for name, tensor in model.state_dict().items()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean,states=8bit"])
+def test_steps_on_a_gpu_after_the_call_change_nothing_that_is_saved(precision, tmp_path):
+    """The device copies before it changes anything, also when its buffers are used again."""
+    model, engine = build(precision, width=2**20, device="cuda", ema=0.9)
+    with engine:
+        for number in range(3):
+            step(model, engine)
+            engine.save(tmp_path / f"waits-{number}")
+            engine.save(tmp_path / f"background-{number}", wait=False)
+            for _ in range(3):
+                step(model, engine)
+    for number in range(3):
+        one, other = (load_checkpoint(tmp_path / f"{kind}-{number}") for kind in ("waits", "background"))
+        assert trees_equal(one.weights, other.weights)
+        assert trees_equal(one.state, other.state)
 
 
 def test_close_and_load_wait_for_the_save(tmp_path):
