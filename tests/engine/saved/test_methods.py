@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from halfstep import Engine
+from halfstep.backends.base import Backend
+from halfstep.backends.context import RunContext
 from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.errors import HalfstepError, SettingError
 
@@ -137,3 +139,18 @@ def test_non_finite_weights_are_rejected_at_once(tmp_path):
         assert bool(load_checkpoint(tmp_path / "here").weights["2.weight"].isfinite().all())
         engine.save(tmp_path / "odd", wait=False, allow_nonfinite=True)
     assert bool(load_checkpoint(tmp_path / "odd").weights["2.weight"].isnan().any())
+
+
+def test_of_ranks_with_the_same_state_the_first_writes(tmp_path):
+    """The others check their state and write nothing."""
+    for rank in (1, 0):
+        model = nn.Linear(2, 1)
+        backend = Backend(RunContext(rank=rank, world_size=2))
+        with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", backend=backend) as engine:
+            assert engine.save(tmp_path / "here", wait=False) == tmp_path / "here"
+            engine.finish_save()
+            assert (tmp_path / "here").exists() == (rank == 0)
+            with torch.no_grad():
+                model.weight.fill_(float("inf"))
+            with pytest.raises(SettingError, match="not finite"):
+                engine.save(tmp_path / "other")

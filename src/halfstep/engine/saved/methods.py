@@ -87,11 +87,14 @@ class SavedEngine(ABC):
         """Write a checkpoint directory: weights under the model's own names, state, random-number state.
 
         With `wait=False`, return as soon as the state is copied and write in the background; see `finish_save`. Where the
-        backend shards tensors, every rank calls it, and each writes its own part.
+        backend shards tensors, every rank calls it, and each writes its own part; of ranks that have the same state the first
+        writes, and the others do not wait for it.
         """
         state = self.state_to_save()
         bad = {} if allow_nonfinite else nonfinite_weights(state, self.saver.ranks)
         parts = checkpoint_parts(state, extra, bad)
+        if self.saver.ranks.size == 1 and self.backend.context().rank > 0:
+            return Path(path)  # rank 0 has the same state and writes it alone
         return self.saver.save(path, **parts, overwrite=overwrite, wait=wait)
 
     def state_to_save(self) -> dict[str, Any]:
