@@ -1,12 +1,13 @@
 """Programs that save checkpoints and die: `loop ROOT` saves until it is killed, `points ROOT` dies at every call.
 
-`points` forks a child for each call that touches the disk; the child dies right before that call. The parent prints,
+`background ROOT` is `points` for a save in the background, which ends with SIGKILL. `points` forks a child for each call that touches the disk; the child dies right before that call. The parent prints,
 for each death, what is left in the folder.
 """
 
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -14,15 +15,21 @@ import torch
 
 from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.checkpoint.saver import Saver
 
 WATCHED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
-def save(folder, step, size=16):
+def save(folder, step, size=16, **options):
     """Save a checkpoint whose contents identify its step."""
     state = {"m": torch.full((size,), float(step)), "step": step}
     folder.save(
-        step, weights={"w": torch.full((size,), float(step))}, state=state, meta={"step": step}, metric=-abs(step - 2)
+        step,
+        weights={"w": torch.full((size,), float(step))},
+        state=state,
+        meta={"step": step},
+        metric=-abs(step - 2),
+        **options,
     )
 
 
@@ -54,7 +61,7 @@ def loop(root):
         os.write(out, b"saved\n")
 
 
-def die_at(number, folder, step):
+def die_at(number, folder, step, *, background):
     """In a child: save, and die before the call of that number that touches the disk."""
     calls = 0
 
@@ -63,18 +70,25 @@ def die_at(number, folder, step):
         if (event in WATCHED and str(folder.root) in str(args[0])) or event == "fsync":
             calls += 1
             if calls == number:
-                os._exit(9)
+                os.kill(os.getpid(), signal.SIGKILL) if background else os._exit(9)
 
     real = os.fsync
     os.fsync = lambda handle: (count("fsync", ()), real(handle))[1]
     shutil.rmtree.avoids_symlink_attacks = False
     shutil._use_fd_functions = False  # so that every removal passes the hook with its path
     sys.addaudithook(count)
-    save(folder, step)
+    saver = Saver()
+    save(folder, step, saver=saver, wait=not background)
+    saver.finish()
     os._exit(0)
 
 
-def points(root):
+def background(root):
+    """As `points`, with a thread that writes while the process is killed."""
+    points(root, background=True)
+
+
+def points(root, *, background=False):
     """Die at every point of the fifth save, which also removes an old checkpoint, each time from the same start."""
     start, here = root / "start", root / "here"
     for step in (1, 2, 3, 4):
@@ -85,7 +99,7 @@ def points(root):
         shutil.copytree(start, here)
         child = os.fork()
         if not child:
-            die_at(number, CheckpointFolder(here, keep_last=2, keep_best=1), 5)
+            die_at(number, CheckpointFolder(here, keep_last=2, keep_best=1), 5, background=background)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         steps = held(here)
         latest = CheckpointFolder(here).latest()
@@ -98,4 +112,4 @@ def points(root):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"loop": loop, "points": points}[sys.argv[1]](Path(sys.argv[2]))
+    {"loop": loop, "points": points, "background": background}[sys.argv[1]](Path(sys.argv[2]))

@@ -15,7 +15,7 @@ from halfstep.precision.policy import Policy
 
 HOOKS = (
     "check", "compare", "prepare", "context", "forward_context", "agree_reference", "backward", "reduce_gradients", "reduce_weight", "total_norm", "agree",
-    "step", "share_buffers", "reset", "local", "gather", "scatter", "truth_rows", "close",
+    "step", "share_buffers", "reset", "local", "gather", "scatter", "ranks", "truth_rows", "close",
 )  # fmt: skip
 
 
@@ -62,6 +62,7 @@ def test_every_hook_is_right_for_one_process():
         assert hook(tensor) is tensor
     assert backend.agree_reference(tensor, weighted=True, closing=True) is tensor
     assert backend.gather(state) is backend.scatter(state) is state
+    assert backend.ranks().size == 1
     assert backend.step(None, None) is False
     assert backend.truth_rows() == {}
     with backend.forward_context(last=False):

@@ -10,8 +10,9 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from halfstep.checkpoint import directory
-from halfstep.checkpoint.directory import check_weights, folder_lock, load_checkpoint, save_checkpoint
+from halfstep.checkpoint import atomic
+from halfstep.checkpoint.atomic import folder_lock
+from halfstep.checkpoint.directory import check_weights, load_checkpoint, save_checkpoint
 from halfstep.checkpoint.exchange import exchange
 from halfstep.checkpoint.files import FILES
 from halfstep.errors import HalfstepError, SettingError
@@ -288,14 +289,14 @@ def test_overwriting_replaces_a_checkpoint_and_leaves_nothing_behind(tmp_path):
 def test_an_overwritten_checkpoint_is_intact_until_the_new_one_is_complete(tmp_path, monkeypatch, moment):
     """A disk that fails before or after the rename leaves the old checkpoint under its name, and nothing else."""
     save(tmp_path / "ckpt", {"w": torch.zeros(2)})
-    sync = directory._sync
+    sync = atomic._sync
 
     def fail(folder):
         if (folder == tmp_path) == (moment == "parent"):
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(folder)
 
-    monkeypatch.setattr(directory, "_sync", fail)
+    monkeypatch.setattr(atomic, "_sync", fail)
     with pytest.raises(HalfstepError, match="No space left"):
         save(tmp_path / "ckpt", {"w": torch.ones(2)}, overwrite=True)
     assert not load_checkpoint(tmp_path / "ckpt").weights["w"].any()

@@ -143,7 +143,7 @@ def test_a_newer_version_says_to_upgrade(damaged, monkeypatch):
     monkeypatch.setattr("halfstep.checkpoint.files.VERSION", 7)
     forge(path, lambda _: None)
     monkeypatch.undo()
-    with pytest.raises(SettingError, match="format version 7, but this Halfstep reads at most 1; upgrade"):
+    with pytest.raises(SettingError, match="format version 7, but this Halfstep reads at most 2; upgrade"):
         load_checkpoint(path)
 
 

@@ -4,6 +4,7 @@ import logging
 import math
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_crashes import held
-from halfstep.checkpoint.directory import folder_lock, load_checkpoint, save_checkpoint
+from halfstep.checkpoint.atomic import folder_lock
+from halfstep.checkpoint.directory import load_checkpoint, save_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.errors import HalfstepError, SettingError
 
@@ -176,12 +178,13 @@ def test_invalid_settings_are_rejected(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Requires: [fork]")
-def test_death_at_any_call_leaves_the_old_set_or_the_old_set_and_the_new(tmp_path):
-    """A process that dies before any one of its calls to the disk never leaves half a checkpoint that counts."""
-    run = subprocess.run([sys.executable, PROGRAM, "points", tmp_path], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize(("program", "status"), [("points", 9), ("background", -signal.SIGKILL)])
+def test_death_at_any_call_leaves_the_old_set_or_the_old_set_and_the_new(tmp_path, program, status):
+    """A process that dies before any one of its calls to the disk, of a thread too, never leaves half a checkpoint that counts."""
+    run = subprocess.run([sys.executable, PROGRAM, program, tmp_path], capture_output=True, text=True, check=True)
     outcomes = json.loads(run.stdout)
     assert len(outcomes) > 20
-    assert [f["status"] for f in outcomes] == [9] * (len(outcomes) - 1) + [0]
+    assert [f["status"] for f in outcomes] == [status] * (len(outcomes) - 1) + [0]
     step_sets = {tuple(f["steps"]) for f in outcomes}
     assert step_sets == {(2, 3, 4), (2, 3, 4, 5), (2, 4, 5)}  # before, with the new one, after the old one was removed
     for f in outcomes:

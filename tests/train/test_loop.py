@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -155,8 +156,9 @@ def test_a_run_ended_by_its_steps_goes_on_in_mid_epoch(first, more, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_checkpoints_keep_the_last_and_the_best(tmp_path):
-    """keep_last newest and keep_best best by metric survive."""
+@pytest.mark.parametrize("async_save", [False, True])
+def test_checkpoints_keep_the_last_and_the_best(tmp_path, async_save):
+    """keep_last newest and keep_best best by metric survive, however they are written."""
     scores = iter([0.1, 0.9, 0.2, 0.3, 0.4])
     current = {}
 
@@ -165,11 +167,47 @@ def test_checkpoints_keep_the_last_and_the_best(tmp_path):
             current[epoch] = next(scores)
         return current[epoch]
 
-    config = TrainConfig(batch=32, epochs=5, keep_last=2, keep_best=1)
+    config = TrainConfig(batch=32, epochs=5, keep_last=2, keep_best=1, async_save=async_save)
     train(tiny_job(metric=metric), config, precision="fp32", out=tmp_path / "run")
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
     assert [c.step for c in folder.checkpoints()] == [4, 8, 10]
     assert folder.best().name == "step-00000004"
+
+
+def test_saving_in_the_background_changes_neither_run_nor_records(tmp_path):
+    """Weights, losses, checkpoints and the events in the run file are those of a run that waits, after a resume too."""
+    runs = []
+    for async_save in (False, True):
+        out = tmp_path / str(async_save)
+        config = TrainConfig(batch=16, steps=5, save_every=2, async_save=async_save)
+        first = train(tiny_job(), config, precision="bf16", out=out)
+        assert first.checkpoint.name == "step-00000005"
+        outcome = train(tiny_job(), replace(config, steps=9), precision="bf16", out=out, resume=True)
+        log = read_runlog(out / "run.jsonl")
+        saved = [record["path"] for record in log.events if record["event"] == "saved"]
+        names = [entry.path.name for entry in CheckpointFolder(out / "checkpoints").checkpoints()]
+        runs.append((weights_of(outcome), [r["loss"] for r in log.records], saved, names, outcome.checkpoint.name))
+    assert runs[0][1:] == runs[1][1:]
+    assert len(runs[1][2]) == 6
+    assert all(torch.equal(runs[0][0][name], runs[1][0][name]) for name in runs[0][0])
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path, monkeypatch):
+    """With the reason, at the next save; what was saved before is there."""
+    real, saves = os.fsync, []
+
+    def full(handle):
+        if threading.current_thread() is not threading.main_thread():
+            saves.append(handle)
+            if len(saves) > 12:  # the first checkpoint has 5 files, a directory and its parent
+                raise OSError(28, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    config = TrainConfig(batch=16, steps=12, save_every=2, async_save=True)
+    with pytest.raises(HalfstepError, match="No space left on device"):
+        train(tiny_job(), config, precision="fp32", out=tmp_path / "run")
+    assert [c.step for c in CheckpointFolder(tmp_path / "run" / "checkpoints").checkpoints()] == [2]
 
 
 def test_a_job_without_metric_keeps_the_lowest_validation_loss(tmp_path):
@@ -466,7 +504,7 @@ HANG_SECONDS = 600  # only a process that hangs takes as long
 
 
 @contextlib.contextmanager
-def start(out, precision, *, resume, epochs, kill_at=0):
+def start(out, precision, *, resume, epochs, kill_at=0, settings=()):
     """A real `halfstep train`, which does not outlive the block."""
     job = out.parent / "job.py"
     job.write_text(JOB_FILE)
@@ -483,6 +521,7 @@ def start(out, precision, *, resume, epochs, kill_at=0):
         "--json",
     ]
     command += ["--batch", "16", "--set", "save_every=2", "--precision", precision, *["--resume"] * resume]
+    command += [part for setting in settings for part in ("--set", setting)]
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "KILL_AT": str(kill_at), "RUN": str(out), "PYTHONPATH": path}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
@@ -497,7 +536,7 @@ def num_lines(out):
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def kill_and_resume(tmp_path, precision, kills, seed, epochs):
+def kill_and_resume(tmp_path, precision, kills, seed, epochs, settings=()):
     """Train with SIGKILLs at random points of training and saving, and once without; the number of kills."""
     rng = random.Random(seed)
     out = tmp_path / "killed"
@@ -505,7 +544,9 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs):
     while True:
         resume = (out / "checkpoints").exists()
         kill_at = rng.randint(20, 90) if killed < kills else 0
-        with start(out, precision, resume=resume, epochs=epochs, kill_at=kill_at) as process:
+        with start(
+            out, precision, resume=resume, epochs=epochs, kill_at=kill_at, settings=() if resume else settings
+        ) as process:
             stdout, stderr = process.communicate(timeout=HANG_SECONDS)
         assert "Traceback" not in stderr, stderr
         if process.returncode == 0:
@@ -527,9 +568,10 @@ def kill_and_resume(tmp_path, precision, kills, seed, epochs):
 
 
 @pytest.mark.slow
-def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path):
+@pytest.mark.parametrize("settings", [(), ("async_save=true",)])
+def test_sigkill_and_resume_equal_an_uninterrupted_run(tmp_path, settings):
     """Two kills of a real process: weights and losses equal the run that was never killed."""
-    assert kill_and_resume(tmp_path, "fp16-lean", kills=2, seed=0, epochs=6) == 2
+    assert kill_and_resume(tmp_path, "fp16-lean", kills=2, seed=0, epochs=6, settings=settings) == 2
 
 
 @pytest.mark.slow

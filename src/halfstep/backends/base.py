@@ -7,7 +7,7 @@ right for one process, so a backend overrides only what differs:
     each micro-batch  forward_context(last) around the forward, agree_reference -> backward(loss)
     each update       agree_reference -> reduce_gradients -> total_norm -> reduce_weight -> agree -> step -> share_buffers
     each window       reset
-    state             gather before saving, scatter before loading
+    state             gather before saving, scatter before loading, ranks for who does it together
     always            local, truth_rows, close
 
 `check` runs before anything is changed and raises for what the backend cannot do. `prepare` may replace the model's
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backends.context import RunContext
+from halfstep.backends.ranks import Ranks
 from halfstep.precision.policy import Policy
 
 __all__ = ["Backend", "unwrap"]
@@ -125,6 +126,14 @@ class Backend:
     def scatter(self, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a checkpoint's state that this rank loads."""
         return state
+
+    def ranks(self) -> Ranks:
+        """The ranks that save and load a checkpoint together; this process alone where one rank has everything.
+
+        A backend with sharded tensors returns one `ProcessRanks`, always the same object; then `Engine.save` and `Engine.load`
+        are called on every rank.
+        """
+        return Ranks()
 
     def truth_rows(self) -> Mapping[str, str]:
         """Rows of the truth table that this backend knows better, by their name."""

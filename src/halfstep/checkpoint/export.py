@@ -1,7 +1,8 @@
 """Export the weights of a checkpoint as plain safetensors: the fp32 masters, or the masters rounded to bf16.
 
 A lean run's checkpoint stores 16-bit weights and, in the optimizer's state, the bits that were rounded off. Export
-joins the two, so the file has the values that the optimizer updates. Any safetensors reader can read it.
+joins the two, so the file has the values that the optimizer updates. Any safetensors reader can read it. Slices of a sharded
+checkpoint are put together by this process alone.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.checkpoint.directory import Checkpoint, load_checkpoint, replaced
+from halfstep.checkpoint.directory import Checkpoint, open_checkpoint, replaced
 from halfstep.checkpoint.names import match_names
 from halfstep.checkpoint.retention import CheckpointFolder
+from halfstep.checkpoint.stored import StoredTensor, read_all
 from halfstep.errors import SettingError, unknown
-from halfstep.kernels.layout import master_in
+from halfstep.kernels.layout import MASTER_ENTRIES, master_in
 from halfstep.precision.formats import torch_dtype
 
 __all__ = ["DTYPES", "export_weights", "find_checkpoint", "masters_of"]
@@ -39,8 +41,11 @@ def find_checkpoint(run: Path, *, best: bool = False) -> Path:
 
 
 def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor]:
-    """Every weight and buffer in full precision; with `ema`, the EMA weights instead of the trained ones."""
-    weights, masters = checkpoint.weights, dict[str, Tensor]()
+    """Every weight and buffer in full precision; with `ema`, the EMA weights instead of the trained ones.
+
+    Of an open checkpoint, only what that needs is read.
+    """
+    weights, masters = read_all(checkpoint.weights, StoredTensor.read), dict[str, Tensor]()
     engine = checkpoint.state.get("engine") if isinstance(checkpoint.state, dict) else None
     if engine is None:
         raise SettingError(
@@ -49,7 +54,8 @@ def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor
     for names, optimizer in zip(engine["names"], engine["optimizers"], strict=True):
         own = match_names(names, weights)
         for name, state in _by_name([own.get(name, name) for name in names], optimizer).items():
-            master = master_in(state, weights[name])
+            entries = {entry: state[entry] for entry in MASTER_ENTRIES if entry in state}
+            master = master_in(read_all(entries, StoredTensor.read), weights[name])
             masters |= {} if master is None else {name: master}
     weights = replaced(weights, masters)
     if ema:
@@ -57,7 +63,7 @@ def masters_of(checkpoint: Checkpoint, *, ema: bool = False) -> dict[str, Tensor
             raise SettingError(
                 f"{checkpoint.path} has no EMA weights; the run was trained without ema=. Export without ema."
             )
-        weights = replaced(weights, engine["ema"]["averages"])
+        weights = replaced(weights, read_all(engine["ema"]["averages"], StoredTensor.read))
     return weights
 
 
@@ -80,9 +86,10 @@ def export_weights(
         raise SettingError(f"{out} is not a regular file; choose another --out.")
     if out.exists() and not force:
         raise SettingError(f"{out} exists already; choose another --out, or overwrite it with --force.")
-    checkpoint = load_checkpoint(find_checkpoint(run, best=best))
+    with open_checkpoint(find_checkpoint(run, best=best)) as checkpoint:
+        masters = masters_of(checkpoint, ema=ema)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in masters_of(checkpoint, ema=ema).items():
+    for name, tensor in masters.items():
         cast = tensor.to(torch_dtype(dtype)) if tensor.is_floating_point() else tensor
         tensors[name] = (
             cast.clone() if any(cast.data_ptr() == t.data_ptr() for t in tensors.values() if t.numel()) else cast

@@ -4,24 +4,45 @@ The manifest contains the size and SHA-256 of the other files and a checksum of 
 SHA-256 of the manifest's own bytes with the 64 digits of that field written as zeros. The rule does not depend on
 the rest of the format, so a newer version can be distinguished from a damaged file. This module does not need torch:
 a command can inspect a checkpoint without loading it.
+
+A checkpoint of one process has the files of `FILES` and version 1. One that several ranks wrote together (`sharded.py`) has
+version 2, an index, and three files of each rank.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfstep.errors import SettingError
 
-__all__ = ["FILES", "FORMAT", "VERSION", "read_manifest", "render_manifest", "require_intact", "require_present"]
+__all__ = [
+    "FILES",
+    "FORMAT",
+    "SHARDED_VERSION",
+    "VERSION",
+    "RankFiles",
+    "is_checkpoint_file",
+    "num_ranks_of",
+    "read_manifest",
+    "render_manifest",
+    "require_intact",
+    "require_present",
+]
 
 FORMAT = "halfstep-checkpoint"
 VERSION = 1
+SHARDED_VERSION = 2
 FILES = ("model.safetensors", "state.safetensors", "state.json", "meta.json")
+_SHARED_FILES = ("index.json", "state.json", "meta.json")  # of a sharded checkpoint: those that rank 0 writes
+_OF_RANK = re.compile(r"(?:(?:model|state|rank)-(\d{5,})-of-(\d{5,})\.safetensors|rank-(\d{5,})-of-(\d{5,})\.json)")
 _SELF = re.compile(rb'("manifest_sha256": ")([0-9a-f]{64})(")')
 _ZEROS = b"0" * 64
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".distcp", ".tar"}
@@ -29,9 +50,39 @@ _BLOCK = 8 * 2**20
 _AGAIN = "Copy the checkpoint again from an intact source, or load an earlier one."
 
 
+@dataclass(frozen=True)
+class RankFiles:
+    """The names of the files that one rank of a sharded checkpoint writes."""
+
+    model: str  # its slices of the weights
+    state: str  # its slices of the state
+    own: str  # tensors of its own, such as the states of its random generators
+    tree: str  # the tree that contains those
+
+    @classmethod
+    def of(cls, rank: int, num_ranks: int) -> RankFiles:
+        """The names for a rank."""
+        number = f"{rank:05d}-of-{num_ranks:05d}"
+        model, state, own = (f"{part}-{number}.safetensors" for part in ("model", "state", "rank"))
+        return cls(model, state, own, f"rank-{number}.json")
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a checkpoint directory may have a file of this name, apart from its score."""
+    return name in {*FILES, *_SHARED_FILES, "manifest.json"} or _OF_RANK.fullmatch(name) is not None
+
+
+def num_ranks_of(files: Iterable[str]) -> int | None:
+    """The number of ranks that wrote these files; None if they are those of one process."""
+    names = set(files)
+    trees = [name for name in names if name.startswith("rank-") and name.endswith(".json")]
+    return len(trees) if "index.json" in names else None
+
+
 def render_manifest(files: Mapping[str, Mapping[str, Any]]) -> bytes:
     """The bytes of a manifest for those files (name to `bytes` and `sha256`), its own checksum included."""
-    document = {"format": FORMAT, "version": VERSION, "files": files, "manifest_sha256": _ZEROS.decode()}
+    version = VERSION if num_ranks_of(files) is None else SHARDED_VERSION
+    document = {"format": FORMAT, "version": version, "files": files, "manifest_sha256": _ZEROS.decode()}
     blank = json.dumps(document, indent=1).encode() + b"\n"
     return blank.replace(_ZEROS, hashlib.sha256(blank).hexdigest().encode())
 
@@ -52,7 +103,7 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
         len(checksums) != 1
         or hashlib.sha256(_SELF.sub(rb"\g<1>" + _ZEROS + rb"\g<3>", raw)).hexdigest().encode() != checksums[0][1]
     ):
-        if FORMAT.encode() not in raw and not any((path / name).exists() for name in FILES):
+        if FORMAT.encode() not in raw and not any((path / name).exists() for name in (*FILES, "index.json")):
             raise SettingError(f"{path} is not a Halfstep checkpoint: its manifest.json was written by something else.")
         raise SettingError(
             f"{file} was altered or truncated: its {len(raw)} bytes do not match the checksum in it. {_AGAIN}"
@@ -61,16 +112,26 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     name, version = document.get("format"), document.get("version")
     if name != FORMAT or not isinstance(version, int):
         raise SettingError(f"{path} is not a Halfstep checkpoint: its manifest.json has the format {name!r}.")
-    if version > VERSION:
+    if version > SHARDED_VERSION:
         raise SettingError(
-            f"{path} has format version {version}, but this Halfstep reads at most {VERSION}; upgrade halfstep."
+            f"{path} has format version {version}, but this Halfstep reads at most {SHARDED_VERSION}; upgrade halfstep."
         )
     files: dict[str, dict[str, Any]] = document["files"]
-    if set(files) != set(FILES):
+    expected = _expected_files(files)
+    if set(files) != expected:
         raise SettingError(
-            f"{file} lists the files {sorted(files)} instead of {sorted(FILES)}; save the checkpoint again."
+            f"{file} lists the files {sorted(files)} instead of {sorted(expected)}; save the checkpoint again."
         )
     return files
+
+
+def _expected_files(files: Iterable[str]) -> set[str]:
+    """What a manifest must list, judging by how many ranks wrote it."""
+    num_ranks = num_ranks_of(files)
+    if num_ranks is None:
+        return set(FILES)
+    of_ranks = (dataclasses.astuple(RankFiles.of(rank, num_ranks)) for rank in range(num_ranks))
+    return {*_SHARED_FILES, *itertools.chain(*of_ranks)}
 
 
 def require_present(path: Path, manifest: Mapping[str, Mapping[str, Any]]) -> None:
@@ -116,7 +177,7 @@ def _not_a_folder(path: Path) -> SettingError:
     if head.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in _PICKLES:
         return _pickled(path, path.name)
     advice = "a checkpoint is a directory with a manifest.json in it"
-    if path.name in {*FILES, "manifest.json"}:
+    if is_checkpoint_file(path.name):
         advice = f"pass its directory, {path.parent}"
     elif path.suffix == ".safetensors":
         advice = "load a single file of weights with safetensors.torch.load_file"
@@ -125,7 +186,7 @@ def _not_a_folder(path: Path) -> SettingError:
 
 def _no_manifest(path: Path) -> SettingError:
     names = sorted(entry.name for entry in path.iterdir())
-    if any(name in FILES for name in names):
+    if any(is_checkpoint_file(name) for name in names):
         return SettingError(f"{path / 'manifest.json'} is missing: the checkpoint is incomplete. {_AGAIN}")
     pickled = [name for name in names if Path(name).suffix in _PICKLES or name == ".metadata"]
     if pickled:

@@ -24,11 +24,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from halfstep.checkpoint.directory import TEMPORARY, folder_lock, read_meta, save_checkpoint
+from halfstep.checkpoint.atomic import TEMPORARY, folder_lock
+from halfstep.checkpoint.directory import read_meta
+from halfstep.checkpoint.saver import Saver
 from halfstep.checkpoint.score import Score, read_score, write_score
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
@@ -73,8 +76,31 @@ class CheckpointFolder:
         meta: Mapping[str, Any],
         metric: float | None = None,
         higher_is_better: bool = True,
+        own: Mapping[str, Any] = MappingProxyType({}),
+        saver: Saver | None = None,
+        wait: bool = True,
     ) -> Path:
-        """Write the checkpoint of `step`, then remove those that are neither among the last nor among the best."""
+        """Write the checkpoint of `step`, then remove those that are neither among the last nor among the best.
+
+        With `saver`, its ranks write together, each with what it has for itself in `own`, and without `wait` in the background:
+        old checkpoints are removed once the new one is in place.
+        """
+        saver = saver or Saver()
+        saver.finish()
+        planned: dict[str, Any] = saver.ranks.lead(lambda: self._plan(step, meta, metric, higher_is_better))
+        path = self.root / planned["name"]
+        return saver.save(
+            path,
+            weights=weights,
+            state=state,
+            own=own,
+            meta={**meta, _KEY: planned["entry"]},
+            wait=wait,
+            then=self._rotate,
+        )
+
+    def _plan(self, step: int, meta: Mapping[str, Any], metric: float | None, higher_is_better: bool) -> dict[str, Any]:
+        """The name of a new checkpoint and its entry in `meta.json`."""
         if step < 0:
             raise SettingError(f"step={step} must be at least 0; pass the number of applied steps.")
         if _KEY in meta:
@@ -89,9 +115,7 @@ class CheckpointFolder:
             "metric": None if metric is None else float(metric),
             "higher_is_better": higher_is_better,
         }
-        path = save_checkpoint(self._free_path(step), weights=weights, state=state, meta={**meta, _KEY: entry})
-        self._rotate()
-        return path
+        return {"name": self._free_path(step).name, "entry": entry}
 
     def score(self, path: Path, score: Score) -> None:
         """Rank a saved checkpoint by a validation that came after it, then remove those that are no longer needed."""

@@ -17,7 +17,7 @@ the stored form. Bytes are copied and never computed with, so NaN payloads are p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from halfstep.errors import SettingError
+from halfstep.optim.shards import is_sharded, local
 
 __all__ = ["BLOCK_BYTES", "TensorReader", "file_bytes", "require_storable", "tensor_blocks", "view_key"]
 
@@ -64,7 +65,8 @@ _UNNAMED = {str(dtype).removeprefix("torch."): dtype for dtype in _STORED_AS}
 
 
 def require_storable(tensor: Tensor, name: str) -> None:
-    """Raise a SettingError that names the tensor if its values are not plain bytes in memory."""
+    """Raise a SettingError that names the tensor if its values, or those of this rank, are not plain bytes in memory."""
+    tensor = local(tensor)
     if type(tensor) not in {Tensor, torch.nn.Parameter}:
         kind, advice = f"a {type(tensor).__name__}", "gather or convert it to a plain tensor first"
     elif tensor.layout is not torch.strided:
@@ -80,6 +82,11 @@ def require_storable(tensor: Tensor, name: str) -> None:
 
 def view_key(tensor: Tensor) -> tuple[object, ...]:
     """A key that is equal for two tensors exactly if they are the same view of the same memory."""
+    if is_sharded(tensor):
+        part = local(tensor)
+        # By storage and not by address: a rank that stores nothing of two tied tensors must find them tied as the others do.
+        storage, kind = part.untyped_storage()._cdata, "sharded"  # noqa: SLF001
+        return (kind, storage, part.storage_offset(), tuple(tensor.shape), part.stride(), part.dtype)
     if tensor.numel() == 0:
         return (id(tensor),)  # empty tensors have no memory to share
     storage = tensor.untyped_storage().data_ptr()
@@ -132,19 +139,32 @@ class TensorReader:
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
-    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Copy the tensor called `name` to `device`; the result does not depend on the file."""
-        if name not in self._names:
-            raise self._invalid(f"has no tensor {name!r}")
-        stored_dtype = self._file.get_slice(name).get_dtype()
-        if stored_dtype not in _NAMES.values():  # newer versions of the library accept more than Halfstep writes
-            raise self._invalid(f"has the tensor {name!r} in the dtype {stored_dtype}, which Halfstep never writes")
+    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of the tensor called `name`."""
+        stored = self._slice_of(name)
+        shape, names = tuple(stored.get_shape()), {text: dtype for dtype, text in _NAMES.items()}
+        dtype = _UNNAMED.get(str(self._dtypes.get(name))) or names[stored.get_dtype()]
+        return (shape[:-1] if dtype.is_complex else shape), dtype
+
+    def read(self, name: str, device: torch.device | str = "cpu", part: Sequence[slice] | None = None) -> Tensor:
+        """Copy the tensor called `name`, or a part of it, to `device`; the result does not depend on the file."""
+        stored = self._slice_of(name)
         num_bytes = self.path.stat().st_size
         if num_bytes < self._num_bytes:  # touching the missing part of a memory map would kill the process
             raise self._invalid(f"shrank from {self._num_bytes} to {num_bytes} bytes while it was read")
         # The library returns a view of its memory map, which would change or fault along with the file.
-        tensor: Tensor = self._file.get_tensor(name).to(device, copy=True)
+        data: Tensor = stored[tuple(part)] if part else self._file.get_tensor(name)
+        tensor = data.to(device, copy=True)
         return self._restore_dtype(name, tensor) if name in self._dtypes else tensor
+
+    def _slice_of(self, name: str) -> Any:
+        if name not in self._names:
+            raise self._invalid(f"has no tensor {name!r}")
+        stored = self._file.get_slice(name)
+        stored_dtype = stored.get_dtype()
+        if stored_dtype not in _NAMES.values():  # newer versions of the library accept more than Halfstep writes
+            raise self._invalid(f"has the tensor {name!r} in the dtype {stored_dtype}, which Halfstep never writes")
+        return stored
 
     def _restore_dtype(self, name: str, stored: Tensor) -> Tensor:
         dtype = _UNNAMED.get(str(self._dtypes[name]))

@@ -57,11 +57,14 @@ def tree_to_json(tree: Any, root: str = "state") -> tuple[Any, dict[str, Tensor]
     return node, writer.tensors
 
 
-def tree_from_json(node: Any, tensor: Callable[[str, str], Tensor]) -> Any:
-    """The tree of that JSON form; `tensor(name, device_type)` is called once per tensor."""
-    loaded: dict[str, Tensor] = {}
+def tree_from_json(node: Any, tensor: Callable[[str, str], Any]) -> Any:
+    """The tree of that JSON form; `tensor(name, kind)` is called once per tensor.
 
-    def load(name: str, kind: str = "cpu") -> Tensor:
+    `kind` is the type of the device that the tensor was on; for "array" the result is the memory of a NumPy array.
+    """
+    loaded: dict[str, Any] = {}
+
+    def load(name: str, kind: str = "cpu") -> Any:
         if name not in loaded:
             loaded[name] = tensor(name, kind)
         return loaded[name]
@@ -89,7 +92,7 @@ def tree_from_json(node: Any, tensor: Callable[[str, str], Tensor]) -> Any:
     return build(node)
 
 
-def _leaf(tag: str, content: Any, load: Callable[[str], Tensor]) -> Any:
+def _leaf(tag: str, content: Any, load: Callable[[str, str], Any]) -> Any:
     if tag == "$bytes":
         return bytes.fromhex(content)
     if tag == "$int":
@@ -99,7 +102,7 @@ def _leaf(tag: str, content: Any, load: Callable[[str], Tensor]) -> Any:
     if tag == "$float":
         return struct.unpack(">d", bytes.fromhex(content))[0]
     if tag == "$array":
-        return load(content).numpy()
+        return load(content, "array").numpy()
     if tag == "$scalar":
         name, data = content
         return np.frombuffer(bytes.fromhex(data), dtype=np.dtype(name).newbyteorder("<"))[0].astype(name)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfstep.kernels.layout import restore
 
-__all__ = ["gradient_of", "is_sharded", "local", "own_state", "placed_as", "share_of", "whole_state"]
+__all__ = ["gradient_of", "in_files", "is_sharded", "local", "own_state", "placed_as", "share_of", "whole_state"]
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Any]:
@@ -91,6 +91,24 @@ def own_state(saved: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     if isinstance(low, Tensor) and low.dtype is torch.uint8:
         entries["low"] = low.contiguous().view(torch.int16).squeeze(-1)
     return entries
+
+
+def in_files(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved optimizer state as a file stores it, where the low halves of split masters can be what they are, int16."""
+    entries = {}
+    for key, entry in saved["state"].items():
+        low = entry.get("low") if isinstance(entry, Mapping) else None
+        is_bytes = is_sharded(low) and low.dtype is torch.uint8
+        entries[key] = {**entry, "low": _narrow(low)} if is_bytes else entry
+    return {**saved, "state": entries}
+
+
+def _narrow(low: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    part, shape = local(low).view(torch.int16).squeeze(-1), torch.Size(low.shape[:-1])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, low.device_mesh, low.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _bytes(low: Tensor) -> Tensor:

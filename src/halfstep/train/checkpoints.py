@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from halfstep.checkpoint.directory import load_checkpoint, save_checkpoint
+from halfstep.checkpoint.directory import open_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.rng import restore_rng, rng_state
+from halfstep.checkpoint.saver import Saver
 from halfstep.checkpoint.score import Score, read_score
 from halfstep.engine.engine import Engine
 from halfstep.engine.saved.checkpoint import checkpoint_parts, nonfinite_weights
@@ -35,6 +37,7 @@ __all__ = ["Progress", "RunCheckpoints", "check_out"]
 
 CHECKPOINTS = "checkpoints"  # in the directory of a run
 ASIDE = "nonfinite-"  # start of the names of checkpoints with non-finite weights
+T = TypeVar("T")
 # The data position between two epochs: no epoch has this number.
 _BETWEEN_EPOCHS = {"epoch": -1, "batch": 0, "rng": None, "first": None, "loader": None}
 
@@ -76,6 +79,7 @@ class RunCheckpoints:
         self.saved_at = -1  # the step of the last checkpoint that this process wrote, healthy or not
         self.nonfinite: list[str] = []  # parameters that were not finite at that save
         self._watch: Watch | None = None
+        self._pending: Path | None = None  # a checkpoint that is being written in the background
 
     def _find(self, *, resume: bool) -> Path | None:
         check_out(self._out)
@@ -94,14 +98,13 @@ class RunCheckpoints:
         self._watch = watch
         if self.latest is None:
             return Progress()
-        checkpoint = load_checkpoint(self.latest)
-        extra = checkpoint.state["extra"]
-        changed = changed_fields(extra["config"], self._config)
-        if changed:
-            raise SettingError(
-                f"The run in {self._out} was started with other settings ({'; '.join(changed)}); resume with the same ones."
-            )
-        engine.load(checkpoint)
+        with open_checkpoint(self.latest, engine.saver.ranks) as checkpoint:
+            changed = changed_fields(checkpoint.state["extra"]["config"], self._config)
+            if changed:
+                raise SettingError(
+                    f"The run in {self._out} was started with other settings ({'; '.join(changed)}); resume with the same ones."
+                )
+            extra = engine.load(checkpoint)
         data.restore(self._own_state(extra, engine.progress.attempts))
         if watch is not None and extra.get("watch") is not None:
             watch.load_state_dict(extra["watch"])
@@ -125,7 +128,11 @@ class RunCheckpoints:
         return states[rank]["data"]
 
     def save(self, engine: Engine, data: DataStream, progress: Progress, *, epoch_done: bool) -> Path | None:
-        """Write a checkpoint; `epoch_done` if `progress` is between two epochs. None if its weights are not finite."""
+        """Write a checkpoint; `epoch_done` if `progress` is between two epochs. None if its weights are not finite.
+
+        With `async_save` it is the latest only after `finish`.
+        """
+        self.finish(engine)
         position = _BETWEEN_EPOCHS if epoch_done else data.state()
         extra = {
             "epoch": progress.epoch,
@@ -136,27 +143,31 @@ class RunCheckpoints:
             "ranks": self._ranks.gather({"rng": rng_state(), "data": position}) if self._ranks.several else None,
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
-        step = engine.progress.attempts
-        saved = engine.state_dict()
+        step, saver = engine.progress.attempts, engine.saver
+        saved = engine.state_to_save()
+        self.nonfinite = self._together(engine, lambda: list(nonfinite_weights(saved, saver.ranks)))
         self.saved_at = step
-        self.nonfinite = self._ranks.on_main(lambda: list(nonfinite_weights(saved)))
-        if not self.nonfinite:
-            self.latest = self._ranks.on_main(lambda: self._write(step, saved, extra))
-            return self.latest
-        self._ranks.on_main(lambda: self._write_aside(step, saved, extra))
-        return None
-
-    def _write(self, step: int, saved: dict[str, Any], extra: dict[str, Any]) -> Path:
-        weights, state, meta = checkpoint_parts(saved, extra, allow_nonfinite=True)
+        parts = checkpoint_parts(saved, extra, {})
+        if self.nonfinite:
+            self._together(engine, lambda: self._write_aside(step, saver, parts))
+            return None
         _, higher = self._rank({})
-        return self._folder.save(step, weights=weights, state=state, meta=meta, higher_is_better=higher)
+        wait = not self._config.async_save
+        path = self._together(
+            engine, lambda: self._folder.save(step, **parts, higher_is_better=higher, saver=saver, wait=wait)
+        )
+        self.latest, self._pending = (path, None) if wait else (self.latest, path)
+        return path
 
-    def _write_aside(self, step: int, saved: dict[str, Any], extra: dict[str, Any]) -> None:
+    def _together(self, engine: Engine, work: Callable[[], T]) -> T:
+        """Do what saves on all ranks where each writes its own part, else on rank 0."""
+        return work() if engine.saver.ranks.size > 1 else self._ranks.on_main(work)
+
+    def _write_aside(self, step: int, saver: Saver, parts: dict[str, Any]) -> None:
         """Write the first checkpoint whose weights are not finite."""
-        weights, state, meta = checkpoint_parts(saved, extra, allow_nonfinite=True)
-        earlier = next(iter(sorted(self._folder.root.glob(f"{ASIDE}*"))), None)
-        aside = self._folder.root / f"{ASIDE}{step:08d}"
-        path = earlier or save_checkpoint(aside, weights=weights, state=state, meta=meta)
+        names = saver.ranks.lead(lambda: sorted(path.name for path in self._folder.root.glob(f"{ASIDE}*")))
+        earlier = self._folder.root / names[0] if names else None
+        path = earlier or saver.save(self._folder.root / f"{ASIDE}{step:08d}", **parts)
         log_warning(
             f"After step {step} the weights are not finite (in {few(self.nonfinite)}). "
             + (
@@ -166,6 +177,14 @@ class RunCheckpoints:
             )
             + f"; the last healthy checkpoint is {self.latest or 'missing'}."
         )
+
+    def finish(self, engine: Engine) -> Path | None:
+        """Wait for a save in the background, if there is one, and return its checkpoint, which is the latest now."""
+        path, self._pending = self._pending, None
+        if path is not None:
+            self._together(engine, engine.finish_save)
+        self.latest = path or self.latest
+        return path
 
     def score(self, values: dict[str, float]) -> None:
         """Rank the latest checkpoint by the validation of its weights."""

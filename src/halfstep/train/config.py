@@ -39,6 +39,7 @@ class TrainConfig:
     eval_every: int = 1  # epochs between validations; the end of the run is always validated
     eval_batches: int | None = None  # at most; None: all, or MAX_UNSIZED_BATCHES of data that has no length
     save_every: int | None = None  # steps between checkpoints; None: at the end of each epoch
+    async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     keep_last: int = 2
     keep_best: int = 1
     higher_is_better: bool = True  # of the job's metric; without a metric, the lowest validation loss is best

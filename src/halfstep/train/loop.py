@@ -200,6 +200,7 @@ class _Run:
         stop.settle()
         if stop and self.checkpoints.saved_at != engine.progress.attempts:
             self._save(epoch_done=False)
+        self._finish_save()
         if (peak := self.memory.peak()) is not None and not stop:
             planned = config if not self.ranks.several else None  # the plan is of one process
             log.event("memory", **compare_memory(self.job, engine.policy, planned, peak))
@@ -317,6 +318,7 @@ class _Run:
         if not values:
             return
         self.recorder.validated(epoch, self.engine.progress.attempts, values)
+        self._finish_save()
         if self.checkpoints.saved_at == self.engine.progress.attempts:
             self.checkpoints.score(values)
 
@@ -333,12 +335,18 @@ class _Run:
     def _save(self, *, epoch_done: bool) -> None:
         self.recorder.flush(wait=True)
         self.heartbeat.tick(f"the checkpoint of step {self.engine.progress.attempts}")
+        self._finish_save()
         path = self.checkpoints.save(self.engine, self.data, self.progress, epoch_done=epoch_done)
         if path is None:
             self.recorder.log.event("nonfinite", parameters=self.checkpoints.nonfinite)
-        else:
+        elif not self.config.async_save:
             self.recorder.saved(path)
         self.recorder.restart_clock()
+
+    def _finish_save(self) -> None:
+        path = self.checkpoints.finish(self.engine)
+        if path is not None:
+            self.recorder.saved(path)
 
     def _steps_done(self) -> bool:
         return self.config.steps is not None and self.engine.progress.attempts >= self.config.steps

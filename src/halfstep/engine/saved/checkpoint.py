@@ -5,56 +5,68 @@ A checkpoint is what a run returns to, so weights that are not finite are not wr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.backends.ranks import Ranks
+from halfstep.checkpoint.boxes import is_first_copy
 from halfstep.checkpoint.directory import Checkpoint
 from halfstep.checkpoint.rng import restore_rng, rng_state
+from halfstep.checkpoint.stored import StoredTensor, read_all
 from halfstep.errors import SettingError
+from halfstep.events import log_info
 from halfstep.hardware.units import few
+from halfstep.optim.shards import local
 
 __all__ = ["checkpoint_parts", "engine_state", "nonfinite_weights", "restore_extra"]
 
 
-def checkpoint_parts(
-    state: dict[str, Any], extra: dict[str, Any], *, allow_nonfinite: bool = False
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Weights, state tree and meta values of a checkpoint, from `state_of` and what the caller adds.
-
-    Raises where a parameter or a master is not finite, unless that is allowed; buffers may contain any number.
-    """
-    if not allow_nonfinite:
-        _check_finite(state)
+def checkpoint_parts(state: dict[str, Any], extra: dict[str, Any], nonfinite: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of `Saver.save`, from `state_of` and what the caller adds; raises if there are `nonfinite_weights`."""
+    if nonfinite:
+        bad = [f"{name} ({count})" for name, count in nonfinite.items()]
+        raise SettingError(
+            f"The checkpoint was not written: {len(bad)} weights and masters have values that are not finite: {few(bad)}. Continue "
+            "from an earlier checkpoint; save(..., allow_nonfinite=True) writes it all the same, to examine it."
+        )
     state = dict(state)
-    weights = state.pop("model")
-    meta = {"policy": state["policy"], "truth": state["truth"], "counters": state["counters"]}
-    return weights, {"engine": state, "rng": rng_state(), "extra": extra}, meta
+    return {
+        "weights": state.pop("model"),
+        "meta": {"policy": state["policy"], "truth": state["truth"], "counters": state["counters"]},
+        "state": {"engine": state},
+        "own": {"rng": rng_state(), "extra": extra},
+    }
 
 
-def nonfinite_weights(state: dict[str, Any]) -> dict[str, str]:
-    """The parameters and masters of a state that are not finite, by name, with how many of their numbers are not."""
+def nonfinite_weights(state: dict[str, Any], ranks: Ranks | None = None) -> dict[str, str]:
+    """The parameters and masters that are not finite on any rank, by name, with how many of their numbers are not.
+
+    Buffers may contain any number.
+    """
+    ranks = ranks or Ranks()
     weights: dict[str, Tensor] = {name: state["model"][name] for name in state["params"]}
     for names, saved in zip(state["names"], state["optimizers"], strict=True):
         numbers = [i for group in saved.get("param_groups", []) for i in group["params"]]
         entries = zip(names, numbers, strict=True) if len(numbers) == len(names) else ()
         masters = {name: saved["state"].get(i, {}).get("master") for name, i in entries}
         weights |= {f"{name} (its master)": master for name, master in masters.items() if master is not None}
-    floating = {name: w for name, w in weights.items() if w.is_floating_point() or w.is_complex()}
+    floating = {
+        name: w
+        for name, w in weights.items()
+        if (w.is_floating_point() or w.is_complex()) and is_first_copy(w, ranks.rank)
+    }
     # One number per tensor, read together: a network has hundreds of tensors, and each read waits for the device.
-    sums = [torch.isfinite(w).logical_not().sum() for w in floating.values()]
+    sums = [torch.isfinite(local(w)).logical_not().sum() for w in floating.values()]
     counts = torch.stack([count.to(sums[0].device) for count in sums]).tolist() if sums else []
-    return {name: f"{n} of {floating[name].numel()}" for name, n in zip(floating, counts, strict=True) if n}
-
-
-def _check_finite(state: dict[str, Any]) -> None:
-    bad = [f"{name} ({count})" for name, count in nonfinite_weights(state).items()]
-    if bad:
-        raise SettingError(
-            f"The checkpoint was not written: {len(bad)} weights and masters have values that are not finite: {few(bad)}. Continue "
-            "from an earlier checkpoint; save(..., allow_nonfinite=True) writes it all the same, to examine it."
-        )
+    own = {name: count for name, count in zip(floating, counts, strict=True) if count}
+    totals: dict[str, int] = {}
+    for theirs in ranks.gather(own):
+        for name, count in theirs.items():
+            totals[name] = totals.get(name, 0) + count
+    return {name: f"{totals[name]} of {w.numel()}" for name, w in weights.items() if name in totals}
 
 
 def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -65,8 +77,14 @@ def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
     return state
 
 
-def restore_extra(checkpoint: Checkpoint) -> dict[str, Any]:
+def restore_extra(checkpoint: Checkpoint, num_ranks: int = 1) -> dict[str, Any]:
     """Restore the random-number state of a checkpoint; returns the extra values that were saved with it."""
-    restore_rng(checkpoint.state["rng"])
-    extra: dict[str, Any] = checkpoint.state["extra"]
+    if checkpoint.num_ranks == num_ranks:
+        restore_rng(read_all(checkpoint.state["rng"], StoredTensor.read))
+    else:
+        log_info(
+            f"Checkpoint has RNG state for {checkpoint.num_ranks} ranks but {num_ranks} are running; RNG state was not restored, and "
+            "the extra values are those of rank 0."
+        )
+    extra: dict[str, Any] = read_all(checkpoint.state["extra"], StoredTensor.read)
     return extra

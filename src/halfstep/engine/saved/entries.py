@@ -19,6 +19,7 @@ from halfstep.kernels.moments8 import num_blocks
 from halfstep.optim.adopt import ADOPTS, users_optimizer
 from halfstep.optim.convert import without_steps
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.shards import in_files
 
 __all__ = ["check_entries", "load_entries", "optimizer_state"]
 
@@ -42,7 +43,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             ) from error
         finally:
             before.restore()
-    return saved
+    return in_files(saved) if isinstance(optimizer, LeanOptimizer) else saved
 
 
 def check_entries(

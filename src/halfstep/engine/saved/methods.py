@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from halfstep.backends import Backend
-from halfstep.checkpoint.directory import Checkpoint, load_checkpoint, save_checkpoint
+from halfstep.checkpoint.directory import Checkpoint, open_checkpoint
+from halfstep.checkpoint.saver import Saver
 from halfstep.engine.delivery import Delivery, Progress
 from halfstep.engine.ema import Ema
-from halfstep.engine.saved.checkpoint import checkpoint_parts, engine_state, restore_extra
+from halfstep.engine.saved.checkpoint import checkpoint_parts, engine_state, nonfinite_weights, restore_extra
 from halfstep.engine.saved.state import RunParts, load_state, state_of
 from halfstep.engine.setup import PreparedRun
 from halfstep.engine.truth import Truth
@@ -65,18 +68,57 @@ class SavedEngine(ABC):
         self._delivery.discard()  # outcomes of the run that this state replaces
         self.reset_window()
 
-    def save(self, path: str | Path, *, overwrite: bool = False, allow_nonfinite: bool = False, **extra: Any) -> Path:
+    @cached_property
+    def saver(self) -> Saver:
+        """What writes this engine's checkpoints; `close` waits for it."""
+        saver = Saver(self.backend.ranks())
+        self._run.undo.callback(saver.finish)
+        return saver
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        overwrite: bool = False,
+        allow_nonfinite: bool = False,
+        wait: bool = True,
+        **extra: Any,
+    ) -> Path:
         """Write a checkpoint directory: weights under the model's own names, state, random-number state.
 
-        Of several ranks the first writes; the others check their state, which is the same, and do not wait for it.
+        With `wait=False`, return as soon as the state is copied and write in the background; see `finish_save`. Where the
+        backend shards tensors, every rank calls it, and each writes its own part; of ranks that have the same state the first
+        writes, and the others do not wait for it.
         """
-        weights, state, meta = checkpoint_parts(self.state_dict(), extra, allow_nonfinite=allow_nonfinite)
-        if self.backend.context().rank > 0:
-            return Path(path)
-        return save_checkpoint(path, weights=weights, state=state, meta=meta, overwrite=overwrite)
+        state = self.state_to_save()
+        bad = {} if allow_nonfinite else nonfinite_weights(state, self.saver.ranks)
+        parts = checkpoint_parts(state, extra, bad)
+        if self.saver.ranks.size == 1 and self.backend.context().rank > 0:
+            return Path(path)  # rank 0 has the same state and writes it alone
+        return self.saver.save(path, **parts, overwrite=overwrite, wait=wait)
+
+    def state_to_save(self) -> dict[str, Any]:
+        """`state_dict()` after the save before is finished; a rank that has none is an error on every rank."""
+        self.finish_save()
+        state: dict[str, Any] = {}
+        self.saver.ranks.together(lambda: state.update(self.state_dict()))
+        return state
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint of `save(wait=False)` is on disk; raises an error if it could not be written.
+
+        The next `save` and `close` do the same.
+        """
+        self.saver.finish()
 
     def load(self, path: str | Path | Checkpoint) -> dict[str, Any]:
-        """Continue from a checkpoint directory; returns what `save` was given as extra."""
-        checkpoint = path if isinstance(path, Checkpoint) else load_checkpoint(path)
-        self.load_state_dict(engine_state(checkpoint))
-        return restore_extra(checkpoint)
+        """Continue from a checkpoint directory; returns what `save` was given as extra.
+
+        Any number of ranks may have saved it. Where the backend shards tensors, every rank calls it and reads its own part.
+        """
+        self.finish_save()
+        ranks = self.saver.ranks
+        opened = contextlib.nullcontext(path) if isinstance(path, Checkpoint) else open_checkpoint(path, ranks)
+        with opened as checkpoint:
+            ranks.together(lambda: self.load_state_dict(engine_state(checkpoint)))
+            return restore_extra(checkpoint, ranks.size)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.shards import local
 
 __all__ = ["ObjectCopy", "loads_itself", "restored_on_error"]
 
@@ -52,7 +53,8 @@ def restored_on_error(
 
 def _module_copy(module: nn.Module) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[nn.Module, Any]]]:
     own = {id(t): t for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"}
-    weights = [(t.detach(), t.detach().to("cpu", copy=True)) for t in own.values()]
+    parts = [local(t.detach()) for t in own.values()]
+    weights = [(part, part.to("cpu", copy=True)) for part in parts]
     extra = [
         (m, copy.deepcopy(m.get_extra_state()))
         for m in module.modules()

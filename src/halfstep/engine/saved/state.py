@@ -34,6 +34,7 @@ from halfstep.engine.saved.matching import (
     group_names,
     match_optimizers,
 )
+from halfstep.engine.saved.placing import master_part, read_state
 from halfstep.engine.saved.rollback import restored_on_error
 from halfstep.engine.saved.schedulers import match_schedulers, optimizer_of, scheduler_states
 from halfstep.engine.setup import PreparedRun
@@ -43,9 +44,10 @@ from halfstep.events import log_info
 from halfstep.hardware.units import few
 from halfstep.kernels.split import split
 from halfstep.optim.adopt import users_optimizer
-from halfstep.optim.convert import master_in, plain
+from halfstep.optim.convert import plain
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.masters import WithMasters
+from halfstep.optim.shards import local
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
@@ -165,7 +167,7 @@ class _Fit:
 
 def load_state(parts: RunParts, state: dict[str, Any]) -> None:
     """Restore a state; everything is checked before the first change, and a failure after that is reverted."""
-    state = parts.backend.scatter(state)
+    state = read_state(parts.backend.scatter(state), parts.run.module)
     fit = _fit(parts, state)
     others = [*parts.schedulers, parts.scaler, parts.progress, parts.window]
     optimizers = [*parts.optimizers, *map(users_optimizer, parts.optimizers)]
@@ -240,7 +242,7 @@ def _load_converted(parts: RunParts, fit: _Fit) -> None:
         for number, name in by_number(matched).items():
             entry = entries.get(number)
             if entry is not None:
-                master = master_in(entry, fit.weights[name])
+                master = master_part(entry, fit.weights[name])
                 separate |= {} if master is None else {name: master}
                 entries[number] = plain(entry, moments)
         saved = {**matched.saved, "state": entries}
@@ -262,7 +264,7 @@ def _check_ranges(parts: RunParts, masters: dict[str, Tensor]) -> None:
     names = ModelNames.of(parts.run.module)
     for param in (p for p in parts.run.params.values() if p.dtype in DTYPES_16_BIT):
         name = names.own[id(param)]
-        master = masters[name].float()
+        master = local(masters[name]).float()
         check_range(name, split(master, param.dtype)[0], master, parts.policy)
 
 
