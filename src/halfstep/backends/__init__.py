@@ -4,7 +4,8 @@ from halfstep.backends.base import Backend, unwrap
 from halfstep.backends.choose import make_backend
 from halfstep.backends.context import RunContext
 from halfstep.backends.ddp import WrappedDDP
+from halfstep.backends.fsdp import FSDP
 from halfstep.backends.launch import reject_distributed_launch
 from halfstep.backends.single import SingleDevice
 
-__all__ = ["Backend", "RunContext", "SingleDevice", "WrappedDDP", "make_backend", "reject_distributed_launch", "unwrap"]
+__all__ = ["FSDP", "Backend", "RunContext", "SingleDevice", "WrappedDDP", "make_backend", "reject_distributed_launch", "unwrap"]

@@ -35,6 +35,7 @@ class Agreement:
         self._weighted = False  # whether this rank passed weights in this window
         self._broken: Tensor | None = None  # whether this rank's norm is not finite; None once it was sent
         self._skip: Tensor | None = None  # the same of all ranks
+        self.sums: tuple[Tensor, ...] = ()  # of the last message, over ranks
 
     def reference(self, reference: float | Tensor, *, weighted: bool) -> float | Tensor:
         """The reference of all ranks, from that of this one."""
@@ -50,10 +51,11 @@ class Agreement:
         self._broken, self._skip = (~norm.isfinite()).to(torch.float32), None
         return norm
 
-    def weight(self, weight: float | Tensor) -> Tensor:
-        """The mean of the windows' weights over ranks; the flag travels with it."""
+    def weight(self, weight: float | Tensor, *numbers: Tensor) -> Tensor:
+        """The mean of the windows' weights over ranks; the flag travels with it, and `numbers`, whose sums are in `sums`."""
         broken = 0.0 if self._broken is None else self._broken
-        message = self._reduced([weight, broken, float(self._weighted)], dist.ReduceOp.SUM)
+        message = self._reduced([weight, broken, float(self._weighted), *numbers], dist.ReduceOp.SUM)
+        self.sums = message[3:].unbind()
         self._skip, self._broken, self._weighted = (message[1] > 0).to(torch.float32), None, False
         self._readback.push(torch.stack((message[2], self._tensor(self._common))))
         return message[0] / self._num_ranks

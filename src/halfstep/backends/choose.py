@@ -6,6 +6,7 @@ from torch import nn
 
 from halfstep.backends.base import Backend
 from halfstep.backends.ddp import WrappedDDP, find_ddp
+from halfstep.backends.fsdp import FSDP, is_sharded_model
 from halfstep.backends.single import SingleDevice
 from halfstep.errors import SettingError, unknown
 
@@ -13,7 +14,7 @@ __all__ = ["BACKENDS", "make_backend"]
 
 # What `Engine(backend=...)` accepts by name, in addition to "auto". WrappedDDP is not among them: it needs a model that the
 # user has wrapped, which "auto" recognises.
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (SingleDevice,)}
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (SingleDevice, FSDP)}
 
 
 _WRAP = "Wrap the model in torch.nn.parallel.DistributedDataParallel and pass that to the Engine"
@@ -38,7 +39,8 @@ def make_backend(backend: Backend | str, model: nn.Module) -> Backend:
             "into one module and wrap that, or build one Engine per wrapped part."
         )
     if backend == "auto":
-        return SingleDevice() if wrapper is None else WrappedDDP()
+        unwrapped = FSDP() if is_sharded_model(model) else SingleDevice()
+        return unwrapped if wrapper is None else WrappedDDP()
     if wrapper is not None:
         raise SettingError(
             f'backend="{backend}", but the model is in DistributedDataParallel. Use backend="auto", or pass model.module.'

@@ -225,7 +225,7 @@ def truth_of(
     known = hardware.kind == run.device.type
     return build_truth(
         policy=run.policy,
-        params=list(run.params.values()),
+        params=[backend.local(p) for p in run.params.values()],
         grads=census(grads),
         grad_bytes=sum(g.numel() * g.element_size() for g in grads),
         states={p: s for o in run.optimizers for p, s in o.state.items()},

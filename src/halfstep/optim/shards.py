@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfstep.kernels.layout import restore
 
-__all__ = ["gradient_of", "is_sharded", "local", "own_state", "placed_as", "share_of", "whole_state"]
+__all__ = ["gradient_of", "is_sharded", "local", "own_state", "placed_as", "set_data", "share_of", "whole_state"]
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Any]:
@@ -49,6 +49,16 @@ def placed_as(param: Any, part: Tensor) -> Tensor:
     shape = torch.Size((*param.shape, *part.shape[param.dim() :]))
     stride = param.stride() if len(shape) == param.dim() else torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+
+
+def set_data(param: Any, data: Tensor) -> None:
+    """`param.data = data`, of any dtype, for a DTensor too: there the assignment would not reach the local tensor."""
+    if not is_sharded(param):
+        param.data = data
+        return
+    new = torch.nn.Parameter(placed_as(param, local(data)), requires_grad=param.requires_grad)
+    vars(new).update(vars(param))  # swap_tensors exchanges attributes as well
+    torch.utils.swap_tensors(param, new)
 
 
 def share_of(param: Any, value: Any) -> Any:

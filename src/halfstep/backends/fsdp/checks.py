@@ -1,0 +1,75 @@
+"""What the FSDP2 backend rejects before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.backends.fsdp.groups import Groups, Unit
+from halfstep.errors import SettingError
+from halfstep.hardware.units import few
+from halfstep.precision.formats import COMPUTE_DTYPES, format_name
+from halfstep.precision.policy import Policy
+
+__all__ = ["check_groups", "check_launched"]
+
+
+def check_launched() -> None:
+    """Raise unless this process is one of a torch.distributed run."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise SettingError(
+            'backend="fsdp" needs a process group. Start the script with torchrun and call torch.distributed.init_process_group() '
+            "before the Engine is built."
+        )
+
+
+def check_groups(groups: Groups, policy: Policy, fp32: Iterable[Tensor]) -> None:
+    """Raise for settings of `fully_shard` that contradict the policy; `fp32` are the parameters that it does not round."""
+    kept = set(map(id, fp32))
+    for unit in groups.units:
+        where = f"fully_shard of {unit.name or 'the model'}"
+        _check_precision(unit, policy, where)
+        if type(unit.group.offload_policy).__name__ == "CPUOffloadPolicy":
+            raise SettingError(
+                f"{where} has CPUOffloadPolicy, which the Engine does not support: parameters would be on the CPU while the model computes "
+                "on another device. Omit offload_policy; lean presets and states=8bit make shards smaller."
+            )
+        if unit.group.gradient_divide_factor is not None:
+            raise SettingError(
+                f"{where} has set_gradient_divide_factor({unit.group.gradient_divide_factor}), but the Engine averages gradients over ranks and "
+                "divides them by the window's weight. Remove it; backward(loss, weight=...) weighs micro-batches."
+            )
+        if policy.params != "fp32":
+            _check_uniform(unit, policy, kept, where)
+
+
+def _check_precision(unit: Unit, policy: Policy, where: str) -> None:
+    settings = unit.group.mp_policy
+    weights, reduce = COMPUTE_DTYPES.get(policy.params), COMPUTE_DTYPES.get(policy.reduce)
+    expected = {"param_dtype": weights, "reduce_dtype": reduce, "output_dtype": None}
+    for name, wanted in expected.items():
+        own = getattr(settings, name)
+        is_fp32 = own is not None and wanted is None and name != "output_dtype" and format_name(own) == "fp32"
+        if own is not None and own is not wanted and not is_fp32:
+            shown = "None" if wanted is None else format_name(wanted)
+            raise SettingError(
+                f"{where} has MixedPrecisionPolicy({name}={format_name(own)}), but the precision {policy} needs {shown}. Omit mp_policy: the "
+                "Engine's precision= decides what is stored, computed and reduced in which format."
+            )
+
+
+def _check_uniform(unit: Unit, policy: Policy, kept: set[int], where: str) -> None:
+    """Raise for a unit with 16-bit and fp32 weights, which FSDP2 cannot reduce together."""
+    fp32 = [p for p in unit.trained if id(p) in kept]
+    if not fp32 or len(fp32) == len(unit.trained):
+        return
+    names = [f"shape {tuple(p.shape)}" for p in fp32]
+    if unit.group.fsdp_params[0].sharded_param is not None:
+        names = [p._module_info.param_name for p in unit.group.fsdp_params if id(p.sharded_param) in kept]  # noqa: SLF001
+    raise SettingError(
+        f"{where} has {len(fp32)} weights that stay fp32 under {policy} ({few(names)}) among 16-bit ones, and FSDP2 reduces weights of one "
+        "dtype together. Call fully_shard on their modules (batch norms, those of keep_fp32) before the modules around them, or let the "
+        'Engine shard the model (backend="fsdp").'
+    )
