@@ -16,9 +16,10 @@ parameters (FSDP2 does) and must then rebind the optimizers' groups.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,6 +136,10 @@ class Backend:
     def scatter(self, state: dict[str, Any]) -> dict[str, Any]:
         """The part of a checkpoint's state that this rank loads."""
         return state
+
+    def write(self, path: str | Path, function: Callable[[], Path]) -> Path:
+        """Call what writes a checkpoint to `path`, on one rank; the others wait, and raise where it did."""
+        return function()
 
     def truth_rows(self) -> Mapping[str, str]:
         """Rows of the truth table that this backend knows better, by their name."""

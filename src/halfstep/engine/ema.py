@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SettingError
-from halfstep.optim.shards import local
+from halfstep.optim.shards import local, placed
 
 __all__ = ["UPDATE_COPIES", "Ema"]
 
@@ -103,4 +103,4 @@ class Ema:
         assert isinstance(saved, dict)
         self.check_state(saved)
         for name, value in saved.items():
-            self.averages[name].copy_(value)
+            self.averages[name].copy_(placed(value, self.averages[name]))

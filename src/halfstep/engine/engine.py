@@ -134,7 +134,7 @@ class Engine(SavedEngine):
         self._buffers = BufferGuard(module)
         hide, in_graphs = self.policy.widens_grads(accumulate), records_graphs(compile, self.device)
         self._gradients = GradientGuard(run.params, self.optimizers, in_graphs=in_graphs, hide=hide)
-        self._model_guard = ModelGuard(module, run.params)
+        self._model_guard = ModelGuard(module, run.params, self.backend.drop_copies)
         self._release = GradientRelease(self.optimizers, run.params, run.undo) if gradient_release else None
         self._truths = TruthObserver(
             run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release

@@ -300,8 +300,23 @@ def _step_on_host(paths: Sequence[StepPath], decision: Decision, *, divides: boo
             continue
         if divides and divisor != 1:
             unscale_in_place([local(p.grad) for p in params if p.grad is not None], decision.divisor)
-        with _unfused(path), _own_step(path.optimizer):
+        with _unfused(path), _own_step(path.optimizer), _explained(path.optimizer, params):
             path.optimizer.step()
+
+
+@contextlib.contextmanager
+def _explained(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
+    """An optimizer that works on whole tensors fails inside torch on sharded ones; name it and the way out."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if not any(map(is_sharded, params)):
+            raise
+        text = str(error).strip().splitlines()
+        raise SettingError(
+            f"{type(optimizer).__name__}.step() cannot update sharded parameters: {text[0] if text else type(error).__name__} "
+            "Use an optimizer of halfstep.optim, or one of torch's that it adopts, such as AdamW or SGD."
+        ) from error
 
 
 def _has_sparse(path: StepPath) -> bool:

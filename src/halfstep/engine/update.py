@@ -60,8 +60,9 @@ class Update:
 
     def unscale(self, window: Window) -> None:
         """Divide the gradients in place, and remember in the window whether all were finite."""
+        self.gradients(window)
         widen(self.run.params.values())
-        gradients = self.gradients(window)
+        gradients = gradients_of(self.run.params)
         norm, grads = self._norm_over_ranks(window, gradients), list(gradients.values())
         divisor, _ = self._divisor(window)
         window.found_inf = decide(grads, divisor, None, self.backend, norm=norm).found_inf

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfstep.kernels.layout import restore
 
-__all__ = ["gradient_of", "is_sharded", "local", "own_state", "placed_as", "set_data", "share_of", "whole_state"]
+__all__ = ["gradient_of", "is_sharded", "local", "own_state", "placed", "placed_as", "set_data", "share_of", "whole_state", "wholes"]
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Any]:
@@ -58,6 +58,8 @@ def set_data(param: Any, data: Tensor) -> None:
         return
     new = torch.nn.Parameter(placed_as(param, local(data)), requires_grad=param.requires_grad)
     vars(new).update(vars(param))  # swap_tensors exchanges attributes as well
+    if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
+        new.grad_dtype = param.grad_dtype
     torch.utils.swap_tensors(param, new)
 
 
@@ -79,6 +81,12 @@ def share_of(param: Any, value: Any) -> Any:
     return local(distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None))
 
 
+def placed(value: Any, like: Any) -> Any:
+    """A whole tensor with the placements of the DTensor `like`; anything else as it is."""
+    fits = isinstance(value, Tensor) and is_sharded(like) and value.shape == like.shape and not is_sharded(value)
+    return placed_as(like, share_of(like, value)) if fits else value
+
+
 def whole_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """The state of a sharded parameter as it is saved."""
     scaled = {name for name in state if f"{name}_scale" in state}
@@ -92,6 +100,19 @@ def whole_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
             is_part = isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
             entries[name] = placed_as(param, value) if is_part else value
     return entries
+
+
+def wholes(state: Any) -> Any:
+    """A tree in which every DTensor is the whole tensor, gathered: every rank must call it. Split masters are int16 again."""
+    if isinstance(state, dict):
+        entries = {key: wholes(value) for key, value in state.items()}
+        low = state.get("low")
+        if is_sharded(low) and low.dtype is torch.uint8:
+            entries["low"] = entries["low"].view(torch.int16).squeeze(-1)
+        return entries
+    if isinstance(state, list | tuple):
+        return type(state)(wholes(value) for value in state)
+    return state.full_tensor() if is_sharded(state) else state
 
 
 def own_state(saved: Mapping[str, Any], param: Tensor) -> dict[str, Any]:

@@ -17,8 +17,9 @@ nothing. Optimizers step the local shards (`optim.shards`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from halfstep.backends.fsdp.norms import counts_here, partial_norms
 from halfstep.backends.fsdp.sharding import check_rebindable, named_units, rebind, shard_model
 from halfstep.errors import SettingError
 from halfstep.events import log_once
-from halfstep.optim.shards import is_sharded, local
+from halfstep.optim.shards import is_sharded, local, wholes
 from halfstep.precision.formats import COMPUTE_DTYPES
 from halfstep.precision.policy import Policy
 
@@ -223,6 +224,27 @@ class FSDP(Backend):
     def local(self, tensor: Tensor) -> Tensor:
         """The shard of this rank."""
         return local(tensor)
+
+    def gather(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Whole tensors, on every rank."""
+        whole: dict[str, Any] = wholes(state)
+        return whole
+
+    def write(self, path: str | Path, function: Callable[[], Path]) -> Path:
+        """The first rank writes while the others wait; if it fails, all raise."""
+        error: Exception | None = None
+        if self._context.rank == 0:
+            try:
+                path = function()
+            except Exception as caught:  # noqa: BLE001 - raised below, once the others know
+                error = caught
+        failed = torch.full((), float(error is not None), device=self._context.device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._context.process_group)
+        if error is not None:
+            raise error
+        if failed.item():
+            raise SettingError(f"Rank 0 could not write the checkpoint {path}; its own error has the reason.")
+        return Path(path)
 
     def truth_rows(self) -> Mapping[str, str]:
         """What is summed over ranks in which format."""

@@ -68,7 +68,9 @@ class SavedEngine(ABC):
     def save(self, path: str | Path, *, overwrite: bool = False, allow_nonfinite: bool = False, **extra: Any) -> Path:
         """Write a checkpoint directory: weights under the model's own names, state, random-number state."""
         weights, state, meta = checkpoint_parts(self.state_dict(), extra, allow_nonfinite=allow_nonfinite)
-        return save_checkpoint(path, weights=weights, state=state, meta=meta, overwrite=overwrite)
+        return self.backend.write(
+            path, lambda: save_checkpoint(path, weights=weights, state=state, meta=meta, overwrite=overwrite)
+        )
 
     def load(self, path: str | Path | Checkpoint) -> dict[str, Any]:
         """Continue from a checkpoint directory; returns what `save` was given as extra."""
