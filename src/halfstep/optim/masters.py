@@ -85,9 +85,9 @@ class Fp32Masters(torch.optim.Optimizer):
     def _on_masters(self, divisor: Tensor | None = None) -> Iterator[None]:
         """Inside this block parameters are their masters and gradients are fp32; afterwards weights are rounded again."""
         params = [p for p in self._params() if p.requires_grad]
-        stored = [(p, p.data, p.grad) for p in params]
+        stored = [(p, p.data, p.grad, getattr(p, "grad_dtype", None)) for p in params]
         try:
-            for param, weight, grad in stored:
+            for param, weight, grad, _ in stored:
                 param.grad = None  # away while the dtype changes: a gradient has that of its parameter
                 if weight.dtype in DTYPES_16_BIT:
                     self.start_master(param, None)
@@ -96,14 +96,14 @@ class Fp32Masters(torch.optim.Optimizer):
                 param.grad = None if grad is None else _unscaled(grad, divisor)
             yield
         finally:
-            for param, weight, grad in stored:
+            for param, weight, grad, grad_dtype in stored:
                 if param.dtype is not weight.dtype:
                     master = param.data  # the optimizer may have replaced it
                     param.grad = None
                     set_data(param, weight)
                     self.set_master(param, master)
-                    if grad is not None and is_sharded(param) and grad.dtype is not param.dtype:
-                        param.grad_dtype = grad.dtype  # type: ignore[attr-defined]  # a new DTensor has that of its weight
+                    if grad_dtype is not None:
+                        param.grad_dtype = grad_dtype  # a new DTensor has that of its weight
                 param.grad = grad
 
     def _params(self) -> list[Tensor]:

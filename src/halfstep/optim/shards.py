@@ -117,11 +117,20 @@ def wholes(state: Any) -> Any:
 
 def own_state(saved: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """What this rank stores of a saved state of `param`."""
-    entries = {name: share_of(param, value) for name, value in saved.items()}
+    entries = {name: share_of(param, value) for name, value in _unpacked(saved, param).items()}
     low = entries.get("low")
     if isinstance(low, Tensor) and low.dtype is torch.uint8:
         entries["low"] = low.contiguous().view(torch.int16).squeeze(-1)
     return entries
+
+
+def _unpacked(saved: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
+    """A state with the whole 8-bit moments of a sharded parameter in fp32: their blocks are not those of its parts."""
+    scaled = [name for name in saved if f"{name}_scale" in saved]
+    if not is_sharded(param) or not all(saved[name].numel() == param.numel() for name in scaled):
+        return saved
+    wide = {name: restore(saved, name).view(param.shape) for name in scaled}
+    return {name: wide.get(name, value) for name, value in saved.items() if name.removesuffix("_scale") not in scaled or name in wide}
 
 
 def _bytes(low: Tensor) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.backends.fsdp.groups import Groups, Unit
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
-from halfstep.precision.formats import COMPUTE_DTYPES, format_name
+from halfstep.precision.formats import format_name
 from halfstep.precision.policy import Policy
 
 __all__ = ["check_groups", "check_launched"]
@@ -43,21 +44,33 @@ def check_groups(groups: Groups, policy: Policy, fp32: Iterable[Tensor]) -> None
             )
         if policy.params != "fp32":
             _check_uniform(unit, policy, kept, where)
+            _check_not_run(unit, policy, kept, where)
 
 
 def _check_precision(unit: Unit, policy: Policy, where: str) -> None:
     settings = unit.group.mp_policy
-    weights, reduce = COMPUTE_DTYPES.get(policy.params), COMPUTE_DTYPES.get(policy.reduce)
-    expected = {"param_dtype": weights, "reduce_dtype": reduce, "output_dtype": None}
-    for name, wanted in expected.items():
+    meant = {
+        "param_dtype": (policy.params, f"gathers weights as it stores them, in {policy.params}"),
+        "reduce_dtype": (policy.reduce, f"reduces gradients in {policy.reduce}"),
+        "output_dtype": (None, "leaves the outputs of modules as they are"),
+    }
+    for name, (wanted, text) in meant.items():
         own = getattr(settings, name)
-        is_fp32 = own is not None and wanted is None and name != "output_dtype" and format_name(own) == "fp32"
-        if own is not None and own is not wanted and not is_fp32:
-            shown = "None" if wanted is None else format_name(wanted)
+        if own is not None and format_name(own) != wanted:
             raise SettingError(
-                f"{where} has MixedPrecisionPolicy({name}={format_name(own)}), but the precision {policy} needs {shown}. Omit mp_policy: the "
-                "Engine's precision= decides what is stored, computed and reduced in which format."
+                f"{where} has MixedPrecisionPolicy({name}={format_name(own)}), but the precision {policy} {text}. Omit mp_policy: the Engine's "
+                "precision= decides what is stored, computed and reduced in which format."
             )
+
+
+def _check_not_run(unit: Unit, policy: Policy, kept: set[int], where: str) -> None:
+    """Raise for fp32 weights that a forward has gathered: their buffers have that dtype."""
+    has_run = any(hasattr(p, "_unsharded_param") for p in unit.group.fsdp_params)
+    if has_run and any(p.dtype is torch.float32 and id(p) not in kept for p in unit.params):
+        raise SettingError(
+            f"{where}: the model has run before the Engine was built, and FSDP2 has buffers for its fp32 weights, which {policy} rounds to "
+            f"{policy.params}. Build the Engine before the first forward."
+        )
 
 
 def _check_uniform(unit: Unit, policy: Policy, kept: set[int], where: str) -> None:

@@ -92,6 +92,8 @@ class Groups:
             native = stored == {dtype} and not widens
             wide = None if native else torch.float32
             unit.group.mp_policy = replace(unit.group.mp_policy, reduce_dtype=wide)
+            if hasattr(unit.group, "_orig_dtype"):  # an Engine before this one has trained it
+                unit.group._init_mp_dtypes()  # noqa: SLF001
             if dtype is not torch.float32 and not native:
                 unit.group._reduce_scatter_comm = narrow_reduce_scatter(dtype)  # noqa: SLF001 - as its public setter does
             if widens and stored != {torch.float32}:
@@ -156,11 +158,12 @@ def narrow_reduce_scatter(dtype: torch.dtype) -> Any:
             return torch.empty(tuple(size), dtype=dtype, device=device)
 
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+            reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
             # Divided before it is rounded: the sum of fp16 values could overflow where their mean does not.
             factor = dist.get_world_size(group) if op == dist.ReduceOp.AVG else 1
             parts = (input_tensor / factor).to(dtype)
             mean = torch.empty_like(output_tensor, dtype=dtype)
-            dist.reduce_scatter_tensor(mean, parts, op=dist.ReduceOp.SUM, group=group)
+            reduce(output=mean, input=parts, op=dist.ReduceOp.SUM, group=group)
             output_tensor.copy_(mean)
 
     return _NarrowReduceScatter()

@@ -34,7 +34,9 @@ def named_units(model: nn.Module, shard: Sequence[nn.Module | type | str]) -> li
         elif isinstance(item, type):
             matches = [module for module in modules.values() if isinstance(module, item)]
         else:
-            matches = [module for name, module in modules.items() if fnmatchcase(name, item)]
+            names = [name for name in modules if fnmatchcase(name, item)]
+            # "blocks.*" also matches the parts of each block, which are not meant.
+            matches = [modules[n] for n in names if not any(n.startswith(f"{other}.") for other in names)]
         if not matches:
             shown = type(item).__name__ if isinstance(item, nn.Module) else repr(item)
             raise SettingError(
