@@ -175,7 +175,11 @@ def gradients_are_those_of_one_process():
     """With both betas 0 the first moment is the gradient that reached the optimizer."""
     far = {}
     weights = [[3.0, 1.0], [0.0, 7.0], [2.0, 5.0]]
-    for precision, accumulate, weighted in [*((p, 3, True) for p in PRESETS), ("fp32", 1, False), ("bf16-lean", 1, False)]:
+    for precision, accumulate, weighted in [
+        *((p, 3, True) for p in PRESETS),
+        ("fp32", 1, False),
+        ("bf16-lean", 1, False),
+    ]:
         scale = ",loss_scale=1024" if precision.startswith("fp16") else ""
         settings = {"precision": precision + scale, "optimizer": "moments", "accumulate": accumulate}
         reference = single(**settings)
@@ -220,7 +224,9 @@ def overflows_are_those_of_one_process():
     outcomes = {}
     for how, precision in itertools.product(("single", "engine"), ("fp16", "fp16-lean")):
         settings = {"scaler": halfstep.LossScaler(**scaler), "max_norm": 1.0}
-        run = (single if how == "single" else lambda *a, h=how, **k: Run(h, *a, **k))(precision, accumulate=2, **settings)
+        run = (single if how == "single" else lambda *a, h=how, **k: Run(h, *a, **k))(
+            precision, accumulate=2, **settings
+        )
         results = [run.window(2, broken=trace.get(step, ()))[1] for step in range(12)]
         outcomes.setdefault(precision, {})[how] = [(r.skipped, r.scale) for r in results]
     return {"outcomes": outcomes}
@@ -457,6 +463,18 @@ def norms_count_every_value_once():
     return {"wrong": wrong, "backend": engine.backend.name}
 
 
+def poisoned(reduce, param, value, *, there):
+    """A reduction of gradients after which one number is `value`, if that is to happen on this rank."""
+
+    def function():
+        reduce()
+        grad = local(param.grad)
+        if there and grad.numel():
+            grad.view(-1)[-1] = value
+
+    return function
+
+
 @case
 def one_bad_number_skips_everywhere():
     """On a random rank and parameter, after the reduction, 50 times; the ranks' decisions and scales, and what changed."""
@@ -472,13 +490,9 @@ def one_bad_number_skips_everywhere():
             name, rank = generator.choice(list(engine.params)), generator.randrange(WORLD)
             value = generator.choice([math.inf, -math.inf, math.nan])
 
-            def poisoned(name=name, rank=rank, value=value, attempt=attempt):
-                reduce()
-                grad = local(engine.params[name].grad)
-                if attempt and rank == RANK and grad.numel():
-                    grad.view(-1)[-1] = value
-
-            engine.backend.reduce_gradients = poisoned
+            engine.backend.reduce_gradients = poisoned(
+                reduce, engine.params[name], value, there=attempt and rank == RANK
+            )
             before = digest(engine) if attempt else None
             with engine.forward():
                 loss = model(0.01)
@@ -573,7 +587,10 @@ def tensor_parallel_and_sharded():
     far, norms = {}, {}
     for precision in ("fp32", "bf16-lean"):
         torch.manual_seed(0)
-        runs = [Run("single", precision, accumulate=ranks, max_norm=1.0), Run("user", precision, model=make, max_norm=1.0)]
+        runs = [
+            Run("single", precision, accumulate=ranks, max_norm=1.0),
+            Run("user", precision, model=make, max_norm=1.0),
+        ]
         results = []
         for run in runs:
             for step in range(3):
@@ -602,7 +619,9 @@ def modules_in_fp32():
         run.window(2)
     kinds = {n: (str(p.dtype), is_sharded(p)) for n, p in run.engine.params.items()}
     sums = [None] * WORLD
-    dist.all_gather_object(sums, [float(local(run.engine.params[n]).detach().sum()) for n in ("norm.weight", "norm.bias")])
+    dist.all_gather_object(
+        sums, [float(local(run.engine.params[n]).detach().sum()) for n in ("norm.weight", "norm.bias")]
+    )
     return {"kinds": kinds, "sums": sums, "head": run.engine.params["head.weight"].dtype is torch.float32}
 
 
@@ -610,7 +629,12 @@ def modules_in_fp32():
 def sixteen_bit_reductions():
     """`reduce=bf16` and `reduce=fp16`: the message has 16 bits, the sums over micro-batches 32."""
     far, sent = {}, {}
-    for precision in ("bf16,reduce=bf16", "bf16-lean,reduce=bf16", "fp16,reduce=fp16,loss_scale=256", "fp16-lean,reduce=fp16,loss_scale=256"):
+    for precision in (
+        "bf16,reduce=bf16",
+        "bf16-lean,reduce=bf16",
+        "fp16,reduce=fp16,loss_scale=256",
+        "fp16-lean,reduce=fp16,loss_scale=256",
+    ):
         for accumulate in (1, 2):
             reference = single(precision, "moments", accumulate=accumulate)
             ours = Run("engine", precision, "moments", accumulate=accumulate)
@@ -634,17 +658,20 @@ def units_and_optimizers():
     """Which modules are units, that groups and schedulers are rebound, and several parameter groups."""
     torch.manual_seed(0)
     model = Net()
-    groups = [{"params": list(model.blocks.parameters()), "lr": 0.2}, {"params": [*model.entry.parameters(), *model.head.parameters()]}]
+    groups = [
+        {"params": list(model.blocks.parameters()), "lr": 0.2},
+        {"params": [*model.entry.parameters(), *model.head.parameters()]},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     engine = halfstep.Engine(model, optimizer, "bf16-lean", backend=FSDP(shard=["blocks.*"]), scheduler=scheduler)
-    units = [unit.name for unit in engine.backend._groups.units]  # noqa: SLF001
+    units = [unit.name for unit in engine.backend._groups.units]
     for _ in range(2):
         with engine.forward():
             loss = model(torch.ones(2, 4)).sum()
         engine.backward(loss)
         engine.step()
-    by_class = Run("engine", backend=FSDP(shard=Block)).engine.backend._groups.units  # noqa: SLF001
+    by_class = Run("engine", backend=FSDP(shard=Block)).engine.backend._groups.units
     return {
         "units": units,
         "by_class": [unit.name for unit in by_class],
@@ -663,7 +690,13 @@ def several_modules():
         members = {"one": Net(), "two": Net(), "shift": nn.Parameter(torch.zeros(()))}
         params = [*members["one"].parameters(), *members["two"].parameters(), members["shift"]]
         backend = "single" if how == "single" else "fsdp"
-        engine = halfstep.Engine(members, torch.optim.SGD(params, lr=0.1), "bf16", accumulate=WORLD if how == "single" else 1, backend=backend)
+        engine = halfstep.Engine(
+            members,
+            torch.optim.SGD(params, lr=0.1),
+            "bf16",
+            accumulate=WORLD if how == "single" else 1,
+            backend=backend,
+        )
         for step in range(3):
             for rank in range(WORLD) if how == "single" else (RANK,):
                 x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -769,21 +802,39 @@ def rejections():
 def checkpoints_move_between_one_process_and_shards():
     """Saved by one, continued by the other: the state is the same, and so is the next window."""
     far, equal = {}, {}
-    layouts = ("fp32", "bf16", "fp16,loss_scale=dynamic(init_scale=64)", "bf16-lean", "fp16-lean,master=fp32", "bf16-lean,states=8bit")
-    for number, (precision, optimizer) in enumerate([*((p, "AdamW") for p in layouts), ("bf16-lean", "Custom"), ("fp32", "Custom")]):
+    layouts = (
+        "fp32",
+        "bf16",
+        "fp16,loss_scale=dynamic(init_scale=64)",
+        "bf16-lean",
+        "fp16-lean,master=fp32",
+        "bf16-lean,states=8bit",
+    )
+    for number, (precision, optimizer) in enumerate(
+        [*((p, "AdamW") for p in layouts), ("bf16-lean", "Custom"), ("fp32", "Custom")]
+    ):
         settings = {"ema": 0.5, "accumulate": 2}
-        runs = {"single": single(precision, optimizer, **settings), "engine": Run("engine", precision, optimizer, **settings)}
+        runs = {
+            "single": single(precision, optimizer, **settings),
+            "engine": Run("engine", precision, optimizer, **settings),
+        }
         for how, run in runs.items():
             for _ in range(2):
                 run.window(2)
             path = FOLDER / f"{number}-{how}-{RANK if how == 'single' else 'all'}"
             run.engine.save(path, note=how)
-            other = Run("engine", precision, optimizer, **settings) if how == "single" else single(precision, optimizer, **settings)
+            other = (
+                Run("engine", precision, optimizer, **settings)
+                if how == "single"
+                else single(precision, optimizer, **settings)
+            )
             note = other.engine.load(path)["note"]
             same = all(torch.equal(a, b) for a, b in zip(run.masters().values(), other.masters().values(), strict=True))
             averages = zip(run.engine.ema.averages.values(), other.engine.ema.averages.values(), strict=True)
             same = same and all(torch.equal(whole(a), whole(b)) for a, b in averages)
-            equal[f"{precision} {optimizer} {how}"] = same and note == how and other.engine.progress == run.engine.progress
+            equal[f"{precision} {optimizer} {how}"] = (
+                same and note == how and other.engine.progress == run.engine.progress
+            )
             run.window(2)
             other.num_windows = 2
             other.window(2)
@@ -820,7 +871,7 @@ def a_save_that_fails_raises_on_every_rank():
     (FOLDER / "file").write_text("not a folder")
     try:
         run.engine.save(FOLDER / "file" / "checkpoint")
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": None}
 

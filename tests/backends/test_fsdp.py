@@ -157,8 +157,9 @@ def test_stock_scaler_desynchronises(ranks):
 
 
 def check_meshes(rank):
-    """Weights and norms on every mesh."""
-    assert max(rank["far"].values()) < 1e-4
+    """Weights and norms on every mesh; tensor parallelism rounds 16-bit partial sums."""
+    assert rank["far"].get("fp32", 0) < 1e-6
+    assert max(rank["far"].values()) < 1e-3
     assert max(rank["norms"].values()) < 1e-3
 
 
@@ -218,7 +219,8 @@ def test_reductions_in_16_bits(slow_ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "bound"), [("several_modules", 1e-5), ("shared_weights", 1e-5), ("recomputed_blocks", 0), ("compiled_models", 1e-3)]
+    ("case", "bound"),
+    [("several_modules", 1e-5), ("shared_weights", 1e-5), ("recomputed_blocks", 0), ("compiled_models", 1e-3)],
 )
 def test_models_and_options(slow_ranks, case, bound):
     """Several modules, shared weights, recomputation and compilation train as one process does, or as without them."""

@@ -8,4 +8,13 @@ from halfstep.backends.fsdp import FSDP
 from halfstep.backends.launch import reject_distributed_launch
 from halfstep.backends.single import SingleDevice
 
-__all__ = ["FSDP", "Backend", "RunContext", "SingleDevice", "WrappedDDP", "make_backend", "reject_distributed_launch", "unwrap"]
+__all__ = [
+    "FSDP",
+    "Backend",
+    "RunContext",
+    "SingleDevice",
+    "WrappedDDP",
+    "make_backend",
+    "reject_distributed_launch",
+    "unwrap",
+]

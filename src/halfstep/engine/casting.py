@@ -73,7 +73,9 @@ def _is_to_be_rounded(name: str, param: Tensor, policy: Policy, fp32: set[Tensor
     """Whether a lean preset stores this parameter in 16 bits and it is not yet; raises where it should and cannot."""
     dtype = COMPUTE_DTYPES[policy.params]
     frozen = not param.requires_grad
-    if unsupported_kind(local(param)) is not None or not param.is_floating_point():  # frozen, or set-up would have raised
+    if (
+        unsupported_kind(local(param)) is not None or not param.is_floating_point()
+    ):  # frozen, or set-up would have raised
         return False
     if param in fp32:
         if param.dtype in DTYPES_16_BIT:
@@ -165,7 +167,7 @@ def fp32_units(model: nn.Module, policy: Policy) -> tuple[list[nn.Module], set[T
         if policy.keeps_fp32(name) and not (covered and name.startswith(covered)):
             kept[module] = None
             covered += (f"{name}.",)
-    norms = {p for m in model.modules() if isinstance(m, _BATCH_NORMS) for p in m.parameters()}
+    norms: set[Tensor] = {p for m in model.modules() if isinstance(m, _BATCH_NORMS) for p in m.parameters()}
     return [module for module in kept if any(True for _ in module.parameters())], norms
 
 

@@ -25,7 +25,16 @@ from halfstep.engine.rerun.caches import find_cache_classes, has_cache, without_
 from halfstep.errors import SettingError
 from halfstep.events import log_once
 
-__all__ = ["BLOCKS", "GRAPH_MODES", "MODES", "SWITCH", "check_compile", "compile_model", "parse_compile", "records_graphs"]
+__all__ = [
+    "BLOCKS",
+    "GRAPH_MODES",
+    "MODES",
+    "SWITCH",
+    "check_compile",
+    "compile_model",
+    "parse_compile",
+    "records_graphs",
+]
 
 BLOCKS = "blocks"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's

@@ -19,7 +19,18 @@ from torch import Tensor
 
 from halfstep.kernels.layout import restore
 
-__all__ = ["gradient_of", "is_sharded", "local", "own_state", "placed", "placed_as", "set_data", "share_of", "whole_state", "wholes"]
+__all__ = [
+    "gradient_of",
+    "is_sharded",
+    "local",
+    "own_state",
+    "placed",
+    "placed_as",
+    "set_data",
+    "share_of",
+    "whole_state",
+    "wholes",
+]
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Any]:
@@ -60,7 +71,7 @@ def set_data(param: Any, data: Tensor) -> None:
     vars(new).update(vars(param))  # swap_tensors exchanges attributes as well
     if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
         new.grad_dtype = param.grad_dtype
-    torch.utils.swap_tensors(param, new)
+    torch.utils.swap_tensors(param, new)  # type: ignore[no-untyped-call]
 
 
 def share_of(param: Any, value: Any) -> Any:
@@ -130,7 +141,11 @@ def _unpacked(saved: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
     if not is_sharded(param) or not all(saved[name].numel() == param.numel() for name in scaled):
         return saved
     wide = {name: restore(saved, name).view(param.shape) for name in scaled}
-    return {name: wide.get(name, value) for name, value in saved.items() if name.removesuffix("_scale") not in scaled or name in wide}
+    return {
+        name: wide.get(name, value)
+        for name, value in saved.items()
+        if name.removesuffix("_scale") not in scaled or name in wide
+    }
 
 
 def _bytes(low: Tensor) -> Tensor:

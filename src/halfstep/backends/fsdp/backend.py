@@ -53,13 +53,19 @@ class FSDP(Backend):
     shards = True
 
     def __init__(
-        self, shard: Sequence[nn.Module | type | str] | nn.Module | type | str = (), *, mesh: Any = None, **settings: Any
+        self,
+        shard: Sequence[nn.Module | type | str] | nn.Module | type | str = (),
+        *,
+        mesh: Any = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
         self._shard = [shard] if isinstance(shard, nn.Module | type | str) else list(shard)
         self._mesh, self._settings = mesh, settings
         for name in settings.keys() & {"mp_policy", "offload_policy"}:
-            raise SettingError(f"FSDP({name}=...) is not an option: the Engine's precision= decides what is cast, and CPU offload is not supported.")
+            raise SettingError(
+                f"FSDP({name}=...) is not an option: the Engine's precision= decides what is cast, and CPU offload is not supported."
+            )
         self._blocks: list[nn.Module] = []
         self._fp32: list[nn.Module] = []
         self._replicated: set[Tensor] = set()
@@ -184,7 +190,7 @@ class FSDP(Backend):
             same = [(p, g) for p, g in zip(params, grads, strict=True) if g.dtype is dtype]
             flat = torch.cat([g.reshape(-1).float() for _, g in same]) / self._context.world_size
             dist.all_reduce(flat, group=self._context.process_group)
-            for (param, grad), mean in zip(same, flat.split([g.numel() for _, g in same]), strict=True):
+            for (param, grad), mean in zip(same, torch.split(flat, [g.numel() for _, g in same]), strict=True):
                 grad.copy_(mean.view_as(grad))
                 param.grad = grad
 
@@ -236,7 +242,7 @@ class FSDP(Backend):
         if self._context.rank == 0:
             try:
                 path = function()
-            except Exception as caught:  # noqa: BLE001 - raised below, once the others know
+            except Exception as caught:
                 error = caught
         failed = torch.full((), float(error is not None), device=self._context.device)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._context.process_group)
@@ -259,7 +265,11 @@ class FSDP(Backend):
 
 def _roots(module: nn.Module) -> list[nn.Module]:
     """The modules that are called: the model, or each of several."""
-    return [module] if type(module).forward is not nn.Module.forward else [m for m in module.children() if any(True for _ in m.parameters())]
+    return (
+        [module]
+        if type(module).forward is not nn.Module.forward
+        else [m for m in module.children() if any(True for _ in m.parameters())]
+    )
 
 
 def _local_rank(device: torch.device) -> int:

@@ -14,7 +14,7 @@ for some of its state, and they are used where there are. Three things have none
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,9 +77,7 @@ class Groups:
     def __init__(self, model: nn.Module) -> None:
         names = {id(module): name for name, module in model.named_modules()}
         self._states = list(_states(model))
-        self.units = [
-            Unit(names[id(group.modules[0])], group) for state in self._states for group in _groups(state)
-        ]
+        self.units = [Unit(names[id(group.modules[0])], group) for state in self._states for group in _groups(state)]
         self._grad_dtypes: dict[int, torch.dtype] = {}
 
     def set_reduction(self, dtype: torch.dtype, *, widens: bool) -> None:
@@ -151,14 +149,18 @@ def _retained(param: Any) -> Tensor | None:
 
 def narrow_reduce_scatter(dtype: torch.dtype) -> Any:
     """A reduce-scatter that sends 16 bits where a group sums in fp32."""
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # noqa: PLC2701 - the type of a public setter
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-    class _NarrowReduceScatter(ReduceScatter):  # type: ignore[misc]
-        def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    class _NarrowReduceScatter(ReduceScatter):
+        def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
             return torch.empty(tuple(size), dtype=dtype, device=device)
 
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-            reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        ) -> Any:
+            reduce = (
+                getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            )  # its name before torch 2.13
             # Divided before it is rounded: the sum of fp16 values could overflow where their mean does not.
             factor = dist.get_world_size(group) if op == dist.ReduceOp.AVG else 1
             parts = (input_tensor / factor).to(dtype)

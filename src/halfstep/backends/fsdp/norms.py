@@ -24,14 +24,14 @@ __all__ = ["counts_here", "partial_norms"]
 
 
 def counts_here(param: Any, rank: int) -> bool:
-    """Whether the values of `param` that this rank stores are counted on it."""
+    """Whether the values of `param` that `rank` stores are counted on it."""
     if not is_sharded(param):
         return rank == 0
-    mesh = param.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None or not bool((mesh.mesh == 0).any()):
+    ranks = param.device_mesh.mesh
+    position = (ranks == rank).nonzero().flatten().tolist()
+    if not position or not bool((ranks == 0).any()):
         return False
-    return all(not place.is_replicate() or at == 0 for place, at in zip(param.placements, coordinate, strict=True))
+    return all(not place.is_replicate() or at == 0 for place, at in zip(param.placements, position, strict=True))
 
 
 def partial_norms(

@@ -27,12 +27,12 @@ __all__ = ["check_rebindable", "named_units", "rebind", "shard_model"]
 def named_units(model: nn.Module, shard: Sequence[nn.Module | type | str]) -> list[nn.Module]:
     """The modules that `shard` names: themselves, by class, or by a pattern of their names; raises for one that names none."""
     units: dict[nn.Module, None] = {}
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     for item in shard:
         if isinstance(item, nn.Module):
-            matches = [module for module in modules.values() if module is item]
+            matches: list[nn.Module] = [m for m in modules.values() if m is item]
         elif isinstance(item, type):
-            matches = [module for module in modules.values() if isinstance(module, item)]
+            matches = [m for m in modules.values() if isinstance(m, item)]
         else:
             names = [name for name in modules if fnmatchcase(name, item)]
             # "blocks.*" also matches the parts of each block, which are not meant.
@@ -72,7 +72,9 @@ def rebind(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]
         optimizer.state.clear()
 
 
-def shard_model(roots: Sequence[nn.Module], units: Sequence[nn.Module], replicated: set[Tensor], **settings: Any) -> None:
+def shard_model(
+    roots: Sequence[nn.Module], units: Sequence[nn.Module], replicated: set[Tensor], **settings: Any
+) -> None:
     """Shard `units`, the inner ones first, then `roots`; `replicated` parameters stay as they are."""
     from torch.distributed.fsdp import fully_shard
 
