@@ -13,8 +13,9 @@ from halfstep.engine.engine import Engine
 from halfstep.errors import SettingError
 
 HOOKS = (
-    "check", "prepare", "context", "forward_context", "agree_reference", "backward", "reduce_gradients", "reduce_weight", "total_norm", "agree",
-    "step", "reset", "local", "gather", "scatter", "truth_rows", "close",
+    "suggest_units", "check", "prepare", "context", "settle", "forward_context", "agree_reference", "backward", "retained_gradients",
+    "reduce_gradients", "norm_of", "reduce_weight", "total_norm", "agree", "step", "reset", "drop_copies", "local", "gather", "scatter",
+    "write", "truth_rows", "close",
 )  # fmt: skip
 
 
@@ -72,11 +73,11 @@ def test_the_engine_calls_the_hooks_in_their_order(tmp_path):
     """Check comes before any change, prepare once, and each step decides over all ranks before it updates."""
     backend, model = Recording(), nn.Linear(3, 2)
     with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", max_norm=1.0, backend=backend) as engine:
-        assert backend.calls[:2] == ["check", "prepare"]
+        assert backend.calls[:3] == ["suggest_units", "check", "prepare"]
         backend.calls.clear()
         step(engine, model)
-        order = [name for name in dict.fromkeys(backend.calls) if name not in {"context", "truth_rows"}]
-        update = ["reduce_gradients", "total_norm", "reduce_weight", "agree", "step", "reset"]
+        order = [name for name in dict.fromkeys(backend.calls) if name not in {"context", "truth_rows", "drop_copies"}]
+        update = ["reduce_gradients", "norm_of", "total_norm", "reduce_weight", "agree", "step", "reset"]
         assert order == ["forward_context", "agree_reference", "backward", *update]
         once = ("reduce_gradients", "total_norm", "reduce_weight", "agree", "step")  # each may be a collective
         assert [backend.calls.count(name) for name in once] == [1] * len(once)

@@ -12,7 +12,7 @@ from halfstep.backends.fsdp.norms import counts_here, partial_norms
 local_tensor = pytest.importorskip("torch.distributed._local_tensor", reason="this torch simulates no ranks")
 
 
-@pytest.fixture(params=[8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.fixture(params=[8, 64])
 def num_ranks(request):
     """A process group of simulated ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,6 +27,10 @@ def placements(num_ranks):
     from torch.distributed.tensor import Replicate, Shard
 
     kinds = (Replicate(), Shard(0), Shard(1))
+    if num_ranks > 8:  # each takes seconds
+        yield (num_ranks // 4, 2, 2), kinds
+        yield (2, num_ranks // 2), kinds[:2]
+        return
     yield from (((num_ranks,), (kind,)) for kind in kinds)
     yield from (((2, num_ranks // 2), pair) for pair in itertools.permutations(kinds, 2))
     yield from (((num_ranks // 4, 2, 2), triple) for triple in itertools.permutations(kinds))
@@ -40,6 +44,7 @@ def parts_of(tensor, num_ranks):
     return [tensor._local_tensor if parts is None else parts[rank] for rank in range(num_ranks)]
 
 
+@pytest.mark.slow
 def test_every_value_counts_on_one_rank(num_ranks):
     """Whatever the mesh and placements, uneven and empty parts included: the squares add up to those of the whole."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -60,7 +65,7 @@ def test_every_value_counts_on_one_rank(num_ranks):
             assert float(copies) == 0 or not names
         assert math.sqrt(total) == pytest.approx(float(whole.norm()), rel=1e-6), (shape, places)
         checked += 1
-    assert checked == 3 + 6 + 6
+    assert checked == (15 if num_ranks == 8 else 2)
 
 
 def test_meshes_that_are_parts_of_the_run_count_once(num_ranks):

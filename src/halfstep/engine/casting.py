@@ -161,14 +161,14 @@ def fp32_units(model: nn.Module, policy: Policy) -> tuple[list[nn.Module], set[T
     """The modules that `keep_fp32` names among 16-bit ones, the outermost, and the parameters of batch norms; a sharding backend asks."""
     if policy.params == "fp32":
         return [], set()
-    kept: dict[nn.Module, None] = {}
+    named: dict[nn.Module, None] = {}
     covered: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if policy.keeps_fp32(name) and not (covered and name.startswith(covered)):
-            kept[module] = None
+            named[module] = None
             covered += (f"{name}.",)
     norms: set[Tensor] = {p for m in model.modules() if isinstance(m, _BATCH_NORMS) for p in m.parameters()}
-    return [module for module in kept if any(True for _ in module.parameters())], norms
+    return [module for module in named if any(True for _ in module.parameters())], norms
 
 
 def check_patterns(model: nn.Module, policy: Policy) -> None:

@@ -157,8 +157,8 @@ def prepare_module(
     """Check that the backend can train a model, then let it take the model over; returns the module with the parameters."""
     module = unwrap(root)
     check_patterns(module, policy)
-    kept, replicated = fp32_units(module, policy)
-    backend.suggest_units([block for stack in repeated_blocks(module) for block in stack.modules], kept, replicated)
+    wide, replicated = fp32_units(module, policy)
+    backend.suggest_units([block for stack in repeated_blocks(module) for block in stack.modules], wide, replicated)
     backend.check(root, policy)
     if backend.shards and compile in GRAPH_MODES:
         raise SettingError(

@@ -85,7 +85,7 @@ class Fp32Masters(torch.optim.Optimizer):
     def _on_masters(self, divisor: Tensor | None = None) -> Iterator[None]:
         """Inside this block parameters are their masters and gradients are fp32; afterwards weights are rounded again."""
         params = [p for p in self._params() if p.requires_grad]
-        stored = [(p, p.data, p.grad, getattr(p, "grad_dtype", None)) for p in params]
+        stored = [(p, p.data, p.grad, getattr(p, "grad_dtype", None) if is_sharded(p) else None) for p in params]
         try:
             for param, weight, grad, _ in stored:
                 param.grad = None  # away while the dtype changes: a gradient has that of its parameter

@@ -97,8 +97,8 @@ class FSDP(Backend):
                 "FSDP(shard=..., mesh=...) has no effect on a model that was passed to fully_shard already. Omit them, or pass the "
                 "model as it was before."
             )
-        kept = {*self._replicated, *(p for module in self._fp32 for p in module.parameters())}
-        check_groups(Groups(unwrap(model)), policy, kept)
+        unrounded = {*self._replicated, *(p for module in self._fp32 for p in module.parameters())}
+        check_groups(Groups(unwrap(model)), policy, unrounded)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Shard the model unless it is, and rebind the optimizers' groups."""

@@ -28,7 +28,7 @@ def check_launched() -> None:
 
 def check_groups(groups: Groups, policy: Policy, fp32: Iterable[Tensor]) -> None:
     """Raise for settings of `fully_shard` that contradict the policy; `fp32` are the parameters that it does not round."""
-    kept = set(map(id, fp32))
+    unrounded = set(map(id, fp32))
     for unit in groups.units:
         where = f"fully_shard of {unit.name or 'the model'}"
         _check_precision(unit, policy, where)
@@ -43,8 +43,8 @@ def check_groups(groups: Groups, policy: Policy, fp32: Iterable[Tensor]) -> None
                 "divides them by the window's weight. Remove it; backward(loss, weight=...) weighs micro-batches."
             )
         if policy.params != "fp32":
-            _check_uniform(unit, policy, kept, where)
-            _check_not_run(unit, policy, kept, where)
+            _check_uniform(unit, policy, unrounded, where)
+            _check_not_run(unit, policy, unrounded, where)
 
 
 def _check_precision(unit: Unit, policy: Policy, where: str) -> None:
@@ -63,24 +63,24 @@ def _check_precision(unit: Unit, policy: Policy, where: str) -> None:
             )
 
 
-def _check_not_run(unit: Unit, policy: Policy, kept: set[int], where: str) -> None:
+def _check_not_run(unit: Unit, policy: Policy, unrounded: set[int], where: str) -> None:
     """Raise for fp32 weights that a forward has gathered: their buffers have that dtype."""
     has_run = any(hasattr(p, "_unsharded_param") for p in unit.group.fsdp_params)
-    if has_run and any(p.dtype is torch.float32 and id(p) not in kept for p in unit.params):
+    if has_run and any(p.dtype is torch.float32 and id(p) not in unrounded for p in unit.params):
         raise SettingError(
             f"{where}: the model has run before the Engine was built, and FSDP2 has buffers for its fp32 weights, which {policy} rounds to "
             f"{policy.params}. Build the Engine before the first forward."
         )
 
 
-def _check_uniform(unit: Unit, policy: Policy, kept: set[int], where: str) -> None:
+def _check_uniform(unit: Unit, policy: Policy, unrounded: set[int], where: str) -> None:
     """Raise for a unit with 16-bit and fp32 weights, which FSDP2 cannot reduce together."""
-    fp32 = [p for p in unit.trained if id(p) in kept]
+    fp32 = [p for p in unit.trained if id(p) in unrounded]
     if not fp32 or len(fp32) == len(unit.trained):
         return
     names = [f"shape {tuple(p.shape)}" for p in fp32]
     if unit.group.fsdp_params[0].sharded_param is not None:
-        names = [p._module_info.param_name for p in unit.group.fsdp_params if id(p.sharded_param) in kept]  # noqa: SLF001
+        names = [p._module_info.param_name for p in unit.group.fsdp_params if id(p.sharded_param) in unrounded]  # noqa: SLF001
     raise SettingError(
         f"{where} has {len(fp32)} weights that stay fp32 under {policy} ({few(names)}) among 16-bit ones, and FSDP2 reduces weights of one "
         "dtype together. Call fully_shard on their modules (batch norms, those of keep_fp32) before the modules around them, or let the "
