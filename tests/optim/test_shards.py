@@ -69,3 +69,12 @@ def test_a_gradient_that_is_still_a_sum_over_ranks_is_summed(ranks):
     """1 - 0.1 * (1 + 2)."""
     for rank in ranks["unreduced_gradients_are_reduced"]:
         assert rank["weights"] == pytest.approx([0.7] * 5)
+
+
+@pytest.mark.slow
+def test_accelerate_with_fsdp2_trains_as_one_process():
+    """Accelerate shards the model and rebinds the optimizer's groups; the Engine is not involved."""
+    pytest.importorskip("accelerate")
+    for (line,) in cases_of_ranks(PROGRAM.with_name("hf_fsdp_program.py")):
+        assert line["sharded"]
+        assert line["far"] < 1e-6

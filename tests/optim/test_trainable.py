@@ -54,7 +54,7 @@ class Whole(AdamW):
 
 
 def test_sharded_parameters_are_rejected_where_a_part_is_not_enough(mesh):
-    """By the Engine, which has no backend for them, and by a rule that is not elementwise; the message has the way out."""
+    """By the Engine on a backend that does not shard, and by a rule that is not elementwise; the message has the way out."""
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh))
     with pytest.raises(SettingError, match=r"Whole cannot train parameter weight: it is a DTensor.*whole tensors"):
@@ -81,7 +81,7 @@ def test_sharding_wrappers_are_rejected():
     class FullyShardedDataParallel(nn.Module):
         pass
 
-    with pytest.raises(SettingError, match=r"cannot train 0: it is FullyShardedDataParallel.*DistributedDataParallel"):
+    with pytest.raises(SettingError, match=r'cannot train 0: it is FullyShardedDataParallel.*backend="fsdp"'):
         check_model(nn.Sequential(FullyShardedDataParallel()))
 
 

@@ -3,9 +3,9 @@
 The Engine, the trainer and the planner call these hooks and know nothing else about ranks. Every hook is a no-op that is
 right for one process, so a backend overrides only what differs:
 
-    once              check -> compare -> prepare -> context
+    once              compare -> suggest_units -> check -> prepare -> context -> settle
     each micro-batch  forward_context(last) around the forward, agree_reference -> backward(loss)
-    each update       agree_reference -> reduce_gradients -> total_norm -> reduce_weight -> agree -> step -> share_buffers
+    each update       agree_reference -> reduce_gradients -> norm_of (total_norm) -> reduce_weight -> agree -> step -> share_buffers
     each window       reset
     state             gather before saving, scatter before loading, ranks for who does it together
     always            local, truth_rows, close
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from halfstep.backends.context import RunContext
 from halfstep.backends.ranks import Ranks
+from halfstep.kernels.gradstats import total_norm
 from halfstep.precision.policy import Policy
 
 __all__ = ["Backend", "unwrap"]
@@ -36,11 +37,15 @@ class Backend:
     """The hooks, each a no-op that is right for one process."""
 
     name = "single"
+    shards = False  # whether parameters may be DTensors, of which each rank stores and steps a part
 
     def __init__(self, context: RunContext | None = None) -> None:
         self._context = context or RunContext()
 
     # --- once ---------------------------------------------------------------------------------------------------
+
+    def suggest_units(self, blocks: Sequence[nn.Module], fp32: Sequence[nn.Module], replicated: set[Tensor]) -> None:
+        """The repeated blocks of the model, its modules that stay in fp32, and parameters that are not worth sharding."""
 
     def check(self, model: nn.Module, policy: Policy) -> None:
         """Raise a SettingError if this backend cannot train `model` under `policy`; nothing is changed yet."""
@@ -58,6 +63,9 @@ class Backend:
         if first is not None:
             self._context = replace(self._context, device=first.device)
         return module
+
+    def settle(self, *, widens: bool) -> None:
+        """The weights have the policy's dtypes now; `widens` if 16-bit ones have fp32 gradients."""
 
     def context(self) -> RunContext:
         """Rank, world size, local rank, device and process group of this process."""
@@ -81,6 +89,10 @@ class Backend:
         """
         return reference
 
+    def retained_gradients(self) -> list[Tensor]:
+        """Gradients of this window that are not `param.grad` yet, as plain tensors that may be multiplied in place."""
+        return []
+
     # --- each update --------------------------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
@@ -89,6 +101,13 @@ class Backend:
     def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
         """The weight of a window, agreed over ranks; gradients are divided by it."""
         return weight
+
+    def norm_of(self, gradients: Mapping[str, Tensor], weight: float | Tensor, tables: dict[Any, Any]) -> Tensor:
+        """The 2-norm of all gradients of all ranks, from those that this rank stores.
+
+        `weight` is the window's, before `reduce_weight`: a backend may send both in one message. `tables` are of the kernel.
+        """
+        return self.total_norm(total_norm(list(gradients.values()), self.context().device, tables))
 
     def total_norm(self, partial: Tensor) -> Tensor:
         """The 2-norm of all gradients, from the norm of those that this rank stores."""
@@ -112,6 +131,9 @@ class Backend:
 
     def reset(self) -> None:
         """The window ended and its gradients were dropped, after an update or without one."""
+
+    def drop_copies(self) -> None:
+        """The weights were changed, or are about to be, other than by an update: forget copies of them."""
 
     # --- state --------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The backend of a run: an object, a name, or what the model and the process group show.
 
 a model in DistributedDataParallel    its own reducer where it can carry the policy (`wrapped`), else ours (`ddp`)
+a model that is sharded               `fsdp`
 several ranks, a plain model          `ddp`: replicas that nobody synchronises would drift apart without an error
 one process                           `single`
 """
@@ -14,6 +15,7 @@ from torch import nn
 
 from halfstep.backends.base import Backend
 from halfstep.backends.ddp import DataParallel
+from halfstep.backends.fsdp import FSDP, is_sharded_model
 from halfstep.backends.single import SingleDevice
 from halfstep.backends.wrapped import WrappedDDP, find_ddp, reduces_by_itself
 from halfstep.errors import SettingError, unknown
@@ -24,7 +26,7 @@ __all__ = ["BACKENDS", "make_backend"]
 
 # What `Engine(backend=...)` accepts by name, in addition to "auto". WrappedDDP is not among them: it needs a model that the
 # user has wrapped, which "auto" and "ddp" recognise.
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (SingleDevice, DataParallel)}
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (SingleDevice, DataParallel, FSDP)}
 
 
 def make_backend(backend: Backend | str, model: nn.Module, policy: Policy | None = None) -> Backend:
@@ -48,11 +50,13 @@ def make_backend(backend: Backend | str, model: nn.Module, policy: Policy | None
                 'backend="single", but the model is in DistributedDataParallel. Use backend="auto", or pass model.module.'
             )
         return WrappedDDP() if reduces_by_itself(policy or Policy()) else DataParallel()
-    return BACKENDS[_recognise() if backend == "auto" else backend]()
+    return BACKENDS[_recognise(model) if backend == "auto" else backend]()
 
 
-def _recognise() -> str:
+def _recognise(model: nn.Module) -> str:
     """The name of the backend for a model without a wrapper."""
+    if is_sharded_model(model):
+        return FSDP.name
     if dist.is_available() and dist.is_initialized():
         num_ranks = dist.get_world_size()
         if num_ranks == 1:

@@ -56,10 +56,12 @@ class Blocks:
         training = [m for m in self._run.module.modules() if m.training]
         swap = contextlib.nullcontext if self._ema is None else self._ema.swapped if ema else self._ema.swapped_back
         self._run.module.eval()
+        self._backend.drop_copies()
         try:
             with swap(), self._gradients.set_aside(), torch.no_grad(), self._region():
                 yield
         finally:
+            self._backend.drop_copies()
             for module in training:
                 module.training = True
 

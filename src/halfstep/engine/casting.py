@@ -28,6 +28,7 @@ from halfstep.errors import SettingError
 from halfstep.events import log_info
 from halfstep.hardware.units import few
 from halfstep.kernels.split import split
+from halfstep.optim.shards import local, set_data
 from halfstep.optim.trainable import unsupported_kind
 from halfstep.precision.formats import COMPUTE_DTYPES, DTYPES_16_BIT
 from halfstep.precision.policy import Policy
@@ -38,6 +39,7 @@ __all__ = [
     "check_patterns",
     "check_range",
     "fp32_buffers",
+    "fp32_units",
     "sum_gradients_in_fp32",
     "unbind_forward",
     "uncast_forwards",
@@ -62,7 +64,7 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
         if param not in wide and _is_to_be_rounded(name, param, policy, fp32):
             new[param] = _rounded(name, param, policy)
     for target, (weight, _) in new.items():
-        target.data = weight
+        set_data(target, weight)
     _upcast_in_place(model, wide, policy)
     return {param: master for param, (_, master) in new.items()}
 
@@ -71,7 +73,9 @@ def _is_to_be_rounded(name: str, param: Tensor, policy: Policy, fp32: set[Tensor
     """Whether a lean preset stores this parameter in 16 bits and it is not yet; raises where it should and cannot."""
     dtype = COMPUTE_DTYPES[policy.params]
     frozen = not param.requires_grad
-    if unsupported_kind(param) is not None or not param.is_floating_point():  # frozen, or set-up would have raised
+    if (
+        unsupported_kind(local(param)) is not None or not param.is_floating_point()
+    ):  # frozen, or set-up would have raised
         return False
     if param in fp32:
         if param.dtype in DTYPES_16_BIT:
@@ -93,8 +97,8 @@ def _is_to_be_rounded(name: str, param: Tensor, policy: Policy, fp32: set[Tensor
 def _rounded(name: str, param: Tensor, policy: Policy) -> tuple[Tensor, Tensor]:
     """The 16-bit weight of a parameter and its fp32 value; raises for a value that would become inf."""
     master = param.detach().clone()
-    weight, _ = split(master, COMPUTE_DTYPES[policy.params])
-    check_range(name, weight, master, policy)
+    weight, _ = split(local(master), COMPUTE_DTYPES[policy.params])
+    check_range(name, weight, local(master), policy)
     return weight, master
 
 
@@ -119,7 +123,7 @@ def _frozen_to_upcast(model: nn.Module, policy: Policy, fp32: set[Tensor]) -> di
         for name, param in model.named_parameters()
         if param.dtype in DTYPES_16_BIT
         and not param.requires_grad
-        and unsupported_kind(param) is None
+        and unsupported_kind(local(param)) is None
         and (
             param in fp32
             or policy.compute not in COMPUTE_DTYPES
@@ -130,7 +134,7 @@ def _frozen_to_upcast(model: nn.Module, policy: Policy, fp32: set[Tensor]) -> di
 
 def _upcast_in_place(model: nn.Module, params: dict[Tensor, str], policy: Policy) -> None:
     for param in params:
-        param.data = param.data.float()
+        set_data(param, local(param.detach()).float())
     for module in model.modules():
         if policy.compute not in COMPUTE_DTYPES or isinstance(module, _BATCH_NORMS):
             for name, buffer in module.named_buffers(recurse=False):
@@ -151,6 +155,20 @@ def fp32_buffers(model: nn.Module, policy: Policy) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.dtype is torch.float32 and buffer.dim() > 0
     }
+
+
+def fp32_units(model: nn.Module, policy: Policy) -> tuple[list[nn.Module], set[Tensor]]:
+    """The modules that `keep_fp32` names among 16-bit ones, the outermost, and the parameters of batch norms; a sharding backend asks."""
+    if policy.params == "fp32":
+        return [], set()
+    named: dict[nn.Module, None] = {}
+    covered: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if policy.keeps_fp32(name) and not (covered and name.startswith(covered)):
+            named[module] = None
+            covered += (f"{name}.",)
+    norms: set[Tensor] = {p for m in model.modules() if isinstance(m, _BATCH_NORMS) for p in m.parameters()}
+    return [module for module in named if any(True for _ in module.parameters())], norms
 
 
 def check_patterns(model: nn.Module, policy: Policy) -> None:

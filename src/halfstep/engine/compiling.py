@@ -25,11 +25,20 @@ from halfstep.engine.rerun.caches import find_cache_classes, has_cache, without_
 from halfstep.errors import SettingError
 from halfstep.events import log_once
 
-__all__ = ["BLOCKS", "MODES", "SWITCH", "check_compile", "compile_model", "parse_compile", "records_graphs"]
+__all__ = [
+    "BLOCKS",
+    "GRAPH_MODES",
+    "MODES",
+    "SWITCH",
+    "check_compile",
+    "compile_model",
+    "parse_compile",
+    "records_graphs",
+]
 
 BLOCKS = "blocks"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's
-_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 SWITCH = {
     "on": True,
     "true": True,
@@ -63,7 +72,7 @@ def parse_compile(text: str) -> bool | str:
 
 def records_graphs(compile: bool | str, device: torch.device) -> bool:  # noqa: A002
     """Whether this setting records CUDA graphs on this device."""
-    return device.type == "cuda" and compile in _GRAPH_MODES
+    return device.type == "cuda" and compile in GRAPH_MODES
 
 
 def compile_model(

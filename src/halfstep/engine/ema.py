@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import SettingError
+from halfstep.optim.shards import local, placed
 
 __all__ = ["UPDATE_COPIES", "Ema"]
 
@@ -36,7 +37,7 @@ class Ema:
     def update(self, found_inf: Tensor) -> None:
         """Follow the masters, unless the flag is set."""
         for name, param in self._params.items():
-            average, master = self.averages[name], self._master_of(param)
+            average, master = local(self.averages[name]), local(self._master_of(param))
             keep = found_inf.to(master.device, non_blocking=True) != 0
             average.copy_(torch.where(keep, average, average + (master - average) * (1 - self.decay)))
 
@@ -102,4 +103,4 @@ class Ema:
         assert isinstance(saved, dict)
         self.check_state(saved)
         for name, value in saved.items():
-            self.averages[name].copy_(value)
+            self.averages[name].copy_(placed(value, self.averages[name]))

@@ -53,7 +53,7 @@ from halfstep.engine.replay.record import Replays
 from halfstep.engine.result import StepResult
 from halfstep.engine.saved.methods import SavedEngine
 from halfstep.engine.schedules import Schedules
-from halfstep.engine.setup import as_list, prepare_run
+from halfstep.engine.setup import as_list, prepare_module, prepare_run
 from halfstep.engine.steps import reject_foreign_steps
 from halfstep.engine.truth import Truth, TruthObserver
 from halfstep.engine.update import Update
@@ -109,15 +109,14 @@ class Engine(SavedEngine):
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
         self.backend = make_backend(backend, root, self.policy)
-        self.backend.check(root, self.policy)
         self.backend.compare({"precision": self.policy, "accumulate": accumulate, "max_norm": max_norm, "ema": ema})
         self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile), backend=self.backend.name)
+        module = prepare_module(self.backend, root, optimizers, self.policy, compile)
         for note in self.notes:
             log_once(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
-        module = self.backend.prepare(root, optimizers)
         run = self._run = prepare_run(
             module,
             optimizers,
@@ -126,6 +125,7 @@ class Engine(SavedEngine):
             gradient_release=gradient_release,
             recompute=recompute,
             compiled=bool(compile),
+            backend=self.backend,
         )
         self.device, self.optimizers, self.schedulers = run.device, run.optimizers, schedulers
         reject_foreign_steps(self.optimizers, run.undo)
@@ -134,7 +134,7 @@ class Engine(SavedEngine):
         self._buffers = BufferGuard(module)
         hide, in_graphs = self.policy.widens_grads(accumulate), records_graphs(compile, self.device)
         self._gradients = GradientGuard(run.params, self.optimizers, in_graphs=in_graphs, hide=hide)
-        self._model_guard = ModelGuard(module, run.params)
+        self._model_guard = ModelGuard(module, run.params, self.backend.drop_copies)
         self._release = GradientRelease(self.optimizers, run.params, run.undo) if gradient_release else None
         self._truths = TruthObserver(
             run, self.hardware, self.backend, self.scaler, ema=ema is not None, released=gradient_release

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from weakref import WeakSet
 
 import torch
@@ -185,9 +185,11 @@ class GradientGuard:
 class ModelGuard:
     """Detects a model whose parameters were cast, moved or replaced after the Engine was built; never waits for the device."""
 
-    def __init__(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
-        """`params` are those that the optimizers own, by the module's names."""
-        self._module = module
+    def __init__(
+        self, module: nn.Module, params: Mapping[str, Tensor], drop_copies: Callable[[], None] = lambda: None
+    ) -> None:
+        """`params` are those that the optimizers own, by the module's names; `drop_copies` registers them where copies are."""
+        self._module, self._drop_copies = module, drop_copies
         self._placed = [(name, p, p.dtype, p.device) for name, p in params.items()]
         self._owned = {id(p) for p in params.values()}
         # Weak: a part of the model that is dropped later must not stay in memory.
@@ -230,6 +232,7 @@ class ModelGuard:
         if self._registered == num_registrations() and self._num_checks % _EVERY:
             return False
         self._registered = num_registrations()
+        self._drop_copies()
         return any(list(map(id, table.values())) != ids for table, ids, _ in self._structure)
 
     def check_reached(self, gradients: Mapping[str, Tensor]) -> None:

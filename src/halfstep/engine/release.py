@@ -59,6 +59,8 @@ def check_release(
         reason = f"accumulate={accumulate} adds gradients up before the update; use accumulate=1 and a larger batch"
     elif backend == "ddp":
         reason = "gradients are averaged over ranks after they would have been used, and the ranks would drift apart"
+    elif backend == "fsdp":
+        reason = "FSDP2 reduces the gradients of a whole unit after its backward, and agrees on them over ranks when the window closes"
     elif compiled:
         reason = "compile=True returns all gradients of the compiled backward at once, so none would be released early"
     if reason is not None:

@@ -23,28 +23,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.backends.base import Backend, unwrap
 from halfstep.engine.casting import (
     cast_model,
     check_patterns,
     fp32_buffers,
+    fp32_units,
     sum_gradients_in_fp32,
     uncast_forwards,
     wrap_forwards,
 )
 from halfstep.engine.checks import check_optimizers, named_trainables
+from halfstep.engine.compiling import GRAPH_MODES
 from halfstep.engine.ownership import check_ownable, own_optimizers
 from halfstep.engine.recompute import check_recomputable, check_recompute, recompute_blocks, recompute_row
 from halfstep.engine.region.residual import check_residual, residual_row, widen_residual
 from halfstep.engine.region.tables import recognise_tables
+from halfstep.engine.repeats import repeated_blocks
 from halfstep.engine.steps import StepPath, choose_path
 from halfstep.errors import SettingError
 from halfstep.hardware.onednn import ignore_fallback_warnings
 from halfstep.hardware.tf32 import set_tf32
+from halfstep.optim.adopt import adopt, adopts
 from halfstep.optim.masters import WithMasters, add_masters, check_masters
+from halfstep.optim.shards import is_sharded
 from halfstep.optim.trainable import check_model
 from halfstep.precision.policy import Policy
 
-__all__ = ["PreparedRun", "as_list", "prepare_run"]
+__all__ = ["PreparedRun", "as_list", "prepare_module", "prepare_run"]
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,13 @@ def prepare_run(
     gradient_release: bool = False,
     recompute: str | float | None = None,
     compiled: bool = False,
+    backend: Backend | None = None,
 ) -> PreparedRun:
     """Cast, wrap and adopt so that `module` trains under `policy`; raises before it changes anything."""
     if policy.compute == "fp8":
         raise SettingError("precision fp8 is not implemented yet. Use bf16-lean, which stores weights the same way.")
     check_optimizers(optimizers)
-    check_model(module)
+    check_model(module, shards=backend is not None and backend.shards)
     params = named_trainables(module, optimizers)
     check_patterns(module, policy)
     check_residual(module, policy)
@@ -115,17 +122,50 @@ def prepare_run(
         widen_residual(module, policy, undo)
         undo.enter_context(recognise_tables(fp32_buffers(module, policy).values()))
     recompute_blocks(module, recompute, undo, compiled=compiled)
-    stepped = [o if layout is None else add_masters(o, **layout) for o in optimizers]
+    stepped = [_stepped(o, layout) for o in optimizers]
     for optimizer in stepped:
         if isinstance(optimizer, WithMasters):
             for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
                 optimizer.start_master(param, masters.get(param))
     if policy.widens_grads(accumulate):
         sum_gradients_in_fp32(params.values(), policy)
+    if backend is not None:
+        backend.settle(widens=policy.widens_grads(accumulate))
     paths = tuple(choose_path(o, module) for o in stepped)
     own_optimizers(stepped, undo)
     rows = recompute_row(module, recompute, compiled=compiled) | residual_row(module, policy)
     return PreparedRun(module, policy, accumulate, params, paths, undo, rows)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, layout: dict[str, str] | None) -> torch.optim.Optimizer:
+    """The optimizer that is stepped instead of the user's: one with masters, or one that knows sharded parameters."""
+    if layout is not None:
+        return add_masters(optimizer, **layout)
+    # torch has a fused AdamW for DTensors, but not for several meshes and not for other rules.
+    if adopts(optimizer) and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        return adopt(optimizer, master="none", states="fp32")
+    return optimizer
+
+
+def prepare_module(
+    backend: Backend,
+    root: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    policy: Policy,
+    compile: bool | str = False,  # noqa: A002 - the option's name
+) -> nn.Module:
+    """Check that the backend can train a model, then let it take the model over; returns the module with the parameters."""
+    module = unwrap(root)
+    check_patterns(module, policy)
+    wide, replicated = fp32_units(module, policy)
+    backend.suggest_units([block for stack in repeated_blocks(module) for block in stack.modules], wide, replicated)
+    backend.check(root, policy)
+    if backend.shards and compile in GRAPH_MODES:
+        raise SettingError(
+            f"compile={compile!r} records CUDA graphs, whose addresses FSDP2 changes whenever it gathers and frees parameters. Use compile=True "
+            'or compile="blocks".'
+        )
+    return backend.prepare(root, optimizers)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -31,6 +31,7 @@ from halfstep.events import log_once
 from halfstep.kernels.gradstats import dense_values, known_sums, total_norm
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.masters import Fp32Masters
+from halfstep.optim.shards import gradient_of, is_sharded, local
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = [
@@ -106,6 +107,8 @@ def _why_not_fused(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | 
     devices = {p.device.type for p in params}
     if not devices <= _FUSED_DEVICES:
         return f"fused kernels do not take a loss scale on {', '.join(sorted(devices - _FUSED_DEVICES))}"
+    if any(map(is_sharded, params)):
+        return "sharded parameters"
     if not all(p.is_floating_point() for p in params):
         return "complex parameters"
     if isinstance(optimizer, torch.optim.SGD) and any(p.device.type == "cpu" and p.element_size() == 2 for p in params):
@@ -167,8 +170,11 @@ def _own_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @torch.no_grad()
 def gradients_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients that there are, by name; duplicate rows of sparse ones are summed, so that an overflow is detected."""
-    gradients = {name: grad for name, param in params.items() if (grad := param.grad) is not None}
+    """The gradients that there are, by name; duplicate rows of sparse ones are summed, so that an overflow is detected.
+
+    Of a sharded parameter it is this rank's part.
+    """
+    gradients = {name: gradient_of(param) for name, param in params.items() if param.grad is not None}
     for name, grad in gradients.items():
         if grad.is_sparse and not grad.is_coalesced():
             gradients[name] = params[name].grad = grad.coalesce()
@@ -293,9 +299,24 @@ def _step_on_host(paths: Sequence[StepPath], decision: Decision, *, divides: boo
             _step_on_device(path, decision, divides=divides)
             continue
         if divides and divisor != 1:
-            unscale_in_place([p.grad for p in params if p.grad is not None], decision.divisor)
-        with _unfused(path), _own_step(path.optimizer):
+            unscale_in_place([local(p.grad) for p in params if p.grad is not None], decision.divisor)
+        with _unfused(path), _own_step(path.optimizer), _explained(path.optimizer, params):
             path.optimizer.step()
+
+
+@contextlib.contextmanager
+def _explained(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> Iterator[None]:
+    """An optimizer that works on whole tensors fails inside torch on sharded ones; name it and the way out."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if not any(map(is_sharded, params)):
+            raise
+        text = str(error).strip().splitlines()
+        raise SettingError(
+            f"{type(optimizer).__name__}.step() cannot update sharded parameters: {text[0] if text else type(error).__name__} "
+            "Use an optimizer of halfstep.optim, or one of torch's that it adopts, such as AdamW or SGD."
+        ) from error
 
 
 def _has_sparse(path: StepPath) -> bool:

@@ -21,7 +21,8 @@ from halfstep.engine.setup import PreparedRun
 from halfstep.engine.steps import Decision, decide, gradients_of, take_step, unscale_in_place, widen
 from halfstep.engine.watch import hook_of
 from halfstep.engine.window import Window
-from halfstep.kernels.gradstats import dense_values, total_norm
+from halfstep.kernels.gradstats import dense_values
+from halfstep.optim.shards import local
 from halfstep.scaling.scaler import Scaler
 
 __all__ = ["Update"]
@@ -59,9 +60,10 @@ class Update:
 
     def unscale(self, window: Window) -> None:
         """Divide the gradients in place, and remember in the window whether all were finite."""
+        self.gradients(window)
         widen(self.run.params.values())
-        grads = list(self.gradients(window).values())
-        norm = self._norm_over_ranks(grads)
+        gradients = gradients_of(self.run.params)
+        norm, grads = self._norm_over_ranks(window, gradients), list(gradients.values())
         divisor, _ = self._divisor(window)
         window.found_inf = decide(grads, divisor, None, self.backend, norm=norm).found_inf
         unscale_in_place(grads, torch.where(divisor == 0, 1.0, divisor))  # of a window whose weights are all 0
@@ -82,7 +84,7 @@ class Update:
 
     def _decide_and_step(self, window: Window, gradients: Mapping[str, Tensor]) -> Decision:
         device, unscaled, grads = self.run.device, window.found_inf, list(gradients.values())
-        norm = self._norm_over_ranks(grads) if self.release is None else None
+        norm = self._norm_over_ranks(window, gradients) if self.release is None else None
         # After unscale() nothing is left to divide by.
         divisor, is_one = self._divisor(window) if unscaled is None else (torch.ones((), device=device), True)
         hook_of(self.watch, "before_step")(gradients, divisor)
@@ -95,11 +97,11 @@ class Update:
         take_step(self.run.paths, decision, self.backend, divides=self.max_norm is not None or not is_one)
         return decision
 
-    def _norm_over_ranks(self, grads: list[Tensor]) -> Tensor | None:
+    def _norm_over_ranks(self, window: Window, gradients: Mapping[str, Tensor]) -> Tensor | None:
         """The norm of the gradients as they are, before the weight is reduced: ranks can then agree on both at once."""
         if self.backend.context().world_size == 1:
             return None
-        return self.backend.total_norm(total_norm(grads, self.run.device, self._tables))
+        return self.backend.norm_of(gradients, window.weight, self._tables)
 
     def _divisor(self, window: Window) -> tuple[Tensor, bool]:
         """What the gradients were multiplied with, and whether that is known to be 1 without reading the device."""
@@ -115,7 +117,8 @@ class Update:
         if not window.has_gradients or (isinstance(correction, float) and correction == 1.0):
             return
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for grad in (p.grad for p in self.run.params.values() if p.grad is not None):
+        own = [local(p.grad) for p in self.run.params.values() if p.grad is not None]
+        for grad in (*own, *self.backend.retained_gradients()):
             values = dense_values(grad)
             groups.setdefault((values.device, values.dtype), []).append(values)
         for (device, dtype), group in groups.items():

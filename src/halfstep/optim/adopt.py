@@ -17,6 +17,7 @@ from halfstep.errors import SettingError
 from halfstep.events import log_once
 from halfstep.optim.convert import convert
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.shards import is_sharded
 
 __all__ = ["ADOPTS", "adopt", "adopts", "check_adoptable", "users_optimizer"]
 
@@ -66,6 +67,7 @@ def adopt(optimizer: torch.optim.Optimizer, *, master: str, states: str) -> Lean
     lean.take_over(optimizer)
     _disable_step(optimizer, lean)
     _forward_loading(optimizer, lean)
+    _forward_saving(optimizer, lean)
     _forward_hooks(optimizer, lean)
     log_once(
         f"{type(optimizer).__name__} was adopted as halfstep.optim.{type(lean).__name__} (master={master}, states={states})."
@@ -115,6 +117,20 @@ def _forward_loading(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> N
             post_hook(stock)
 
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _forward_saving(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None:
+    """Make `state_dict` of the stock optimizer return whole tensors of sharded parameters: the shared state has their parts."""
+    if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        return
+    stock_ref, lean_ref = weakref.ref(optimizer), weakref.ref(lean)
+
+    def state_dict() -> dict[str, Any]:
+        stock, source = stock_ref(), lean_ref()
+        assert stock is not None
+        return type(stock).state_dict(stock) if source is None else source.state_dict()
+
+    optimizer.state_dict = state_dict  # type: ignore[method-assign]
 
 
 def _forward_hooks(optimizer: torch.optim.Optimizer, lean: LeanOptimizer) -> None:

@@ -26,6 +26,7 @@ from halfstep.events import log_info
 from halfstep.kernels.lean import read_master, write_master
 from halfstep.optim.adopt import adopt, adopts, check_adoptable
 from halfstep.optim.lean import LeanOptimizer
+from halfstep.optim.shards import is_sharded, local, placed_as, set_data, share_of
 from halfstep.precision.formats import DTYPES_16_BIT
 
 __all__ = ["Fp32Masters", "WithMasters", "add_masters", "check_masters"]
@@ -84,22 +85,25 @@ class Fp32Masters(torch.optim.Optimizer):
     def _on_masters(self, divisor: Tensor | None = None) -> Iterator[None]:
         """Inside this block parameters are their masters and gradients are fp32; afterwards weights are rounded again."""
         params = [p for p in self._params() if p.requires_grad]
-        stored = [(p, p.data, p.grad) for p in params]
+        stored = [(p, p.data, p.grad, getattr(p, "grad_dtype", None) if is_sharded(p) else None) for p in params]
         try:
-            for param, weight, grad in stored:
+            for param, weight, grad, _ in stored:
                 param.grad = None  # away while the dtype changes: a gradient has that of its parameter
                 if weight.dtype in DTYPES_16_BIT:
                     self.start_master(param, None)
                     self._masters[param].copy_(self.master_of(param))
-                    param.data = self._masters[param]
+                    set_data(param, self._masters[param])
                 param.grad = None if grad is None else _unscaled(grad, divisor)
             yield
         finally:
-            for param, weight, grad in stored:
+            for param, weight, grad, grad_dtype in stored:
                 if param.dtype is not weight.dtype:
                     master = param.data  # the optimizer may have replaced it
-                    param.grad, param.data = None, weight
+                    param.grad = None
+                    set_data(param, weight)
                     self.set_master(param, master)
+                    if grad_dtype is not None:
+                        param.grad_dtype = grad_dtype  # a new DTensor has that of its weight
                 param.grad = grad
 
     def _params(self) -> list[Tensor]:
@@ -121,15 +125,16 @@ class Fp32Masters(torch.optim.Optimizer):
         """Set a parameter to this fp32 value: its master, and its weight to the rounding of that."""
         if param.dtype in DTYPES_16_BIT and param not in self._masters:
             self._masters[param] = torch.empty_like(param, dtype=torch.float32)
-        write_master(param, self._stored(param), master)
+        write_master(local(param), self._stored(param), share_of(param, master))
 
     def master_of(self, param: Tensor) -> Tensor:
         """The fp32 value that the optimizer works on for `param`: the master, or the weight where that was changed."""
-        return read_master(param, self._stored(param))
+        master = read_master(local(param), self._stored(param))
+        return placed_as(param, master) if is_sharded(param) else master
 
     def _stored(self, param: Tensor) -> dict[str, Tensor]:
         """The master as an entry of a lean state."""
-        return {"master": self._masters[param]} if param in self._masters else {}
+        return {"master": local(self._masters[param])} if param in self._masters else {}
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 

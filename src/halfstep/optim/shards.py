@@ -19,7 +19,18 @@ from torch import Tensor
 
 from halfstep.kernels.layout import restore
 
-__all__ = ["gradient_of", "in_files", "is_sharded", "local", "own_state", "placed_as", "share_of", "whole_state"]
+__all__ = [
+    "gradient_of",
+    "in_files",
+    "is_sharded",
+    "local",
+    "own_state",
+    "placed",
+    "placed_as",
+    "set_data",
+    "share_of",
+    "whole_state",
+]
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Any]:
@@ -51,6 +62,18 @@ def placed_as(param: Any, part: Tensor) -> Tensor:
     return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
 
 
+def set_data(param: Any, data: Tensor) -> None:
+    """`param.data = data`, of any dtype, for a DTensor too: there the assignment would not reach the local tensor."""
+    if not is_sharded(param):
+        param.data = data
+        return
+    new = torch.nn.Parameter(placed_as(param, local(data)), requires_grad=param.requires_grad)
+    vars(new).update(vars(param))  # swap_tensors exchanges attributes as well
+    if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
+        new.grad_dtype = param.grad_dtype
+    torch.utils.swap_tensors(param, new)  # type: ignore[no-untyped-call]
+
+
 def share_of(param: Any, value: Any) -> Any:
     """This rank's part of a value of `param`: of a DTensor, however it is placed, or of the whole tensor."""
     if not isinstance(value, Tensor):
@@ -67,6 +90,12 @@ def share_of(param: Any, value: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor
 
     return local(distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None))
+
+
+def placed(value: Any, like: Any) -> Any:
+    """A whole tensor with the placements of the DTensor `like`; anything else as it is."""
+    fits = isinstance(value, Tensor) and is_sharded(like) and value.shape == like.shape and not is_sharded(value)
+    return placed_as(like, share_of(like, value)) if fits else value
 
 
 def whole_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
@@ -86,7 +115,7 @@ def whole_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 def own_state(saved: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     """What this rank stores of a saved state of `param`."""
-    entries = {name: share_of(param, value) for name, value in saved.items()}
+    entries = {name: share_of(param, value) for name, value in _unpacked(saved, param).items()}
     low = entries.get("low")
     if isinstance(low, Tensor) and low.dtype is torch.uint8:
         entries["low"] = low.contiguous().view(torch.int16).squeeze(-1)
@@ -109,6 +138,19 @@ def _narrow(low: Any) -> Tensor:
     part, shape = local(low).view(torch.int16).squeeze(-1), torch.Size(low.shape[:-1])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, low.device_mesh, low.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _unpacked(saved: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
+    """A state with the whole 8-bit moments of a sharded parameter in fp32: their blocks are not those of its parts."""
+    scaled = [name for name in saved if f"{name}_scale" in saved]
+    if not is_sharded(param) or not all(saved[name].numel() == param.numel() for name in scaled):
+        return saved
+    wide = {name: restore(saved, name).view(param.shape) for name in scaled}
+    return {
+        name: wide.get(name, value)
+        for name, value in saved.items()
+        if name.removesuffix("_scale") not in scaled or name in wide
+    }
 
 
 def _bytes(low: Tensor) -> Tensor:

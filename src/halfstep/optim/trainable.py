@@ -26,8 +26,8 @@ _SHARDED = "a parameter sharded by FSDP2 or tensor parallelism"
 _WAY_OUT = {
     "lazy": "Run one batch through the model first, then build the optimizer and the Engine.",
     "sharded": (
-        "The Engine does not train sharded models yet: on several GPUs use DistributedDataParallel with a preset that has fp32 "
-        "weights (bf16, fp16), or FSDP2 in a loop of your own, with halfstep.optim or torch.optim."
+        'Use Engine(backend="fsdp") with a model that fully_shard has sharded or that is not sharded yet, or halfstep.optim in a loop of '
+        "your own."
     ),
     "whole": "Its rule needs whole tensors; use AdamW, SGD or Lion, or leave this parameter out of fully_shard.",
     "other": (
@@ -73,12 +73,12 @@ def check_trainable(named: Iterable[tuple[str, Tensor]], trainer: str, *, shards
             raise SettingError(f"{trainer} cannot train parameter {name}: it is {description}. {way_out}")
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise for a model that the Engine cannot train."""
+def check_model(model: nn.Module, *, shards: bool = False) -> None:
+    """Raise for a model that the Engine cannot train; `shards`: its backend knows sharded parameters."""
     for name, module in model.named_modules():
         # Its parameters may be views of the shards, which look like plain tensors.
         if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
             raise SettingError(
                 f"The Engine cannot train {name or 'the model'}: it is FullyShardedDataParallel. {_WAY_OUT['sharded']}"
             )
-    check_trainable(model.named_parameters(), "The Engine")
+    check_trainable(model.named_parameters(), "The Engine", shards=shards or None)

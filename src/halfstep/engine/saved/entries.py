@@ -19,7 +19,7 @@ from halfstep.kernels.moments8 import num_blocks
 from halfstep.optim.adopt import ADOPTS, users_optimizer
 from halfstep.optim.convert import without_steps
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.shards import in_files
+from halfstep.optim.shards import in_files, is_sharded, placed
 
 __all__ = ["check_entries", "load_entries", "optimizer_state"]
 
@@ -82,8 +82,15 @@ def load_entries(
     adopter = ADOPTS.get(type(facing))
     if not isinstance(optimizer, LeanOptimizer) and adopter is not None and not adopter.counts_steps:
         matched = replace(matched, saved={**matched.saved, "state": without_steps(matched.saved["state"])})
-    facing.load_state_dict(matched.saved if groups is None else {**matched.saved, "param_groups": list(groups)})
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not isinstance(optimizer, LeanOptimizer) and any(map(is_sharded, params)):
+        owners = dict(zip(by_number(matched), params, strict=True))
+        entries = {
+            number: {key: placed(value, owners[number]) for key, value in entry.items()} if number in owners else entry
+            for number, entry in matched.saved["state"].items()
+        }
+        matched = replace(matched, saved={**matched.saved, "state": entries})
+    facing.load_state_dict(matched.saved if groups is None else {**matched.saved, "param_groups": list(groups)})
     if exact and isinstance(optimizer, LeanOptimizer):
         for number, param in zip(by_number(matched), params, strict=True):
             has_master = optimizer.layout.master_entry(param.dtype) is not None and param.requires_grad

@@ -47,7 +47,7 @@ from halfstep.optim.adopt import users_optimizer
 from halfstep.optim.convert import plain
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.masters import WithMasters
-from halfstep.optim.shards import local
+from halfstep.optim.shards import local, placed
 from halfstep.precision.formats import DTYPES_16_BIT
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
@@ -172,8 +172,10 @@ def load_state(parts: RunParts, state: dict[str, Any]) -> None:
     others = [*parts.schedulers, parts.scaler, parts.progress, parts.window]
     optimizers = [*parts.optimizers, *map(users_optimizer, parts.optimizers)]
     trained = contextlib.nullcontext() if parts.ema is None else parts.ema.swapped_back()
+    parts.backend.drop_copies()
     with trained, restored_on_error(parts.run.module, optimizers, others):
         _load(parts, fit, state)
+    parts.backend.drop_copies()
 
 
 def _load(parts: RunParts, fit: _Fit, state: dict[str, Any]) -> None:
@@ -216,7 +218,9 @@ def _reported(part: str) -> Iterator[None]:
 
 def _load_module(parts: RunParts, fit: _Fit, weights: dict[str, Tensor]) -> None:
     with _reported("the model"):
-        parts.run.module.load_state_dict({fit.full[n]: t for n, t in weights.items()} | fit.extra)
+        module = parts.run.module
+        own, _ = _divided(module.state_dict())
+        module.load_state_dict({fit.full[n]: placed(t, own[fit.full[n]]) for n, t in weights.items()} | fit.extra)
 
 
 def _same_layout(saved: Policy, own: Policy) -> bool:
