@@ -61,7 +61,9 @@ def build(policy):
 def sharded(policy, mesh=None):
     """The same by FSDP2, with gradients reduced in the policy's dtype."""
     model = build(policy)
-    reduce_in = MixedPrecisionPolicy(reduce_dtype=getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[policy.reduce]))
+    reduce_in = MixedPrecisionPolicy(
+        reduce_dtype=getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[policy.reduce])
+    )
     for module in [m for m in model.modules() if isinstance(m, SHARD)] + [model]:
         fully_shard(module, mesh=mesh, mp_policy=reduce_in)
     return model
@@ -189,7 +191,11 @@ def main():
         cases |= {f"hsdp {name}": lambda name=name: fsdp(name, mesh=mesh) for name in LAYOUTS}
     for name in ("fp32", "bf16-lean", "bf16-lean,reduce=bf16"):
         cases[f"accumulated {name}"] = lambda name=name: accumulated(name)
-    cases |= {f"ddp {name} {views}": lambda n=name, v=views: ddp(n, views=v) for name in ("fp32", "bf16-lean") for views in (False, True)}
+    cases |= {
+        f"ddp {name} {views}": lambda n=name, v=views: ddp(n, views=v)
+        for name in ("fp32", "bf16-lean")
+        for views in (False, True)
+    }
     for name, function in cases.items():
         print(json.dumps({"case": name, "rank": dist.get_rank(), **function()}), flush=True)
     dist.barrier()

@@ -151,5 +151,7 @@ def table_bytes(sizes: Sequence[int], moment_dtype: torch.dtype | None) -> int:
     chunk = chunk_size(moment_dtype)
     num_chunks = sum(-(-size // chunk) for size in sizes)
     pointers = 8 * len(Pointer) * len(sizes)
-    chunks = CHUNK_BYTES * num_chunks + 8 * len(sizes) + 2 * 8 * (len(sizes) + 1)  # rows, numels and bounds of a ChunkTable
+    chunks = (
+        CHUNK_BYTES * num_chunks + 8 * len(sizes) + 2 * 8 * (len(sizes) + 1)
+    )  # rows, numels and bounds of a ChunkTable
     return pointers + chunks + (4 + 4) * len(sizes)  # step counts and group numbers

@@ -77,13 +77,12 @@ def _lean(optimizer: LeanOptimizer) -> list[StoredState]:
 
 
 def _moment(layout: Layout, param: Tensor) -> list[StoredState]:
-    """The entries of one moment: its values, and the scales of 8-bit ones."""
-    values, *scales = layout.moment_bytes(1)
-    states = [_like("states", param, values)]
-    for block_bytes, size in zip(scales, layout.moment_bytes(param.numel())[1:], strict=True):
-        part = Part("states", tuple(param.shape), block_bytes, BLOCK)
-        states.append(StoredState("states", size, parts=(part,)))
-    return states
+    """The entries of one moment: its values, or 8-bit codes and the scales of their blocks."""
+    block = BLOCK if layout.states == "8bit" else 1
+    return [
+        StoredState("states", size, parts=(Part("states", tuple(param.shape), block_bytes, block),))
+        for size, block_bytes in zip(layout.moment_bytes(param.numel()), layout.moment_bytes(1), strict=True)
+    ]
 
 
 def _like(category: str, param: Tensor, element_bytes: int, *, by_step: bool = True) -> StoredState:

@@ -3,7 +3,8 @@
 How it works. Model state is weights, gradients, master and optimizer states. Data parallelism copies it to every GPU; the
 sharded strategies give each of N GPUs a shard, at the price of buffers for what is gathered temporarily:
 
-    ddp      nothing is sharded; gradient buckets are as large as the gradients
+    ddp      nothing is sharded; gradients are sent in buckets of the reduce dtype, which replace them. (A model that you
+             wrap in DistributedDataParallel has a second copy of all gradients, unless gradient_as_bucket_view=True.)
     zero1    states and master / N; one bucket of gradients
     zero2    gradients / N as well; one bucket
     zero3    weights / N as well; gathered for one unit of the model at a time, and for the next one ahead
@@ -65,6 +66,7 @@ STRATEGIES = {
 }
 _FSDP = frozenset({"fsdp", "hsdp"})
 GROUP = 8  # GPUs in a group of hsdp: those of one node, usually
+_DDP_BUCKET = 25 << 20  # bytes of gradients, as in DistributedDataParallel
 _BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size
 # DeepSpeed's stage3_max_live_parameters and prefetch bucket: elements that may be gathered at once.
 _LIVE, _PREFETCH = 1_000_000_000, 50_000_000
@@ -179,12 +181,11 @@ def per_gpu(peak: Peak, layout: Layout, strategy: str, num_gpus: int, group: int
         at_peak["gradients"] = _gradients(at_peak["gradients"], layout, strategy, whole, local)
     if strategy == "zero3":
         at_peak.pop("cast cache", None)  # weights are gathered in the compute dtype, so autocast makes no copies
-    buffers = _buffers(layout, strategy)
-    at_peak["communication"] = buffers
+    at_peak["communication"] = _buffers(layout, strategy, at_peak.get("gradients", 0))
     persistent = ("weights", "buffers", "master", "states", "average", "batch", "workspaces")
     update = {name: at_peak[name] for name in persistent if name in at_peak}
     update["gradients"] = local.get("gradients", 0)
-    update["communication"] = 0 if "weights" in sharded else buffers
+    update["communication"] = 0 if "weights" in sharded else _buffers(layout, strategy, update["gradients"])
     return max(at_peak, update, key=lambda sizes: sum(sizes.values()))
 
 
@@ -200,10 +201,13 @@ def retained_bytes(layout: Layout) -> int:
     return layout.num_params * layout.reduce_bytes
 
 
-def _buffers(layout: Layout, strategy: str) -> int:
+def _buffers(layout: Layout, strategy: str, gradients: int) -> int:
+    """Memory for communication while this many bytes of gradients are allocated."""
     num_params, units = layout.num_params, layout.units
     if strategy == "ddp":
-        return layout.grad_bytes
+        # Buckets in the reduce dtype replace the gradients while they are sent; one is filled at a time.
+        wider = max(0, num_params * layout.reduce_bytes - layout.grad_bytes)
+        return wider * gradients // max(1, layout.grad_bytes) + _bucket_bytes(layout)
     if strategy in {"zero1", "zero2"}:
         return min(_BUCKET, num_params) * layout.reduce_bytes
     largest = max(units.largest, units.root)
@@ -213,6 +217,14 @@ def _buffers(layout: Layout, strategy: str) -> int:
     # FSDP2: the root, which stays gathered from its forward to its backward, this unit and the next one, and the whole
     # gradient of one unit before and in the reduce-scatter.
     return (units.root + 2 * units.largest) * layout.param_bytes + 2 * largest * layout.reduce_bytes
+
+
+def _bucket_bytes(layout: Layout) -> int:
+    """The largest bucket of the Engine's reducer: a limit of gradients, but at least one parameter, in the reduce dtype."""
+    sizes = [(math.prod(p.shape), p.block_bytes) for p, _ in layout.parts if p.category == "gradients"]
+    return (
+        max((min(layout.num_params, max(_DDP_BUCKET // size, n)) for n, size in sizes), default=0) * layout.reduce_bytes
+    )
 
 
 def zero_paper_bytes(num_params: float, num_gpus: int, stage: int) -> float:

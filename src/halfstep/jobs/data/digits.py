@@ -94,6 +94,11 @@ class DigitsLoader(Loader):
         self._images, self._labels = digits.images.to(device), digits.labels.to(device)
         super().__init__(order_identity(self._order), self._order.num_batches, epoch)
 
+    @property
+    def num_examples(self) -> int:
+        """Examples in an epoch, over all processes."""
+        return self._order.num_examples
+
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         images = self._images
         if self._order.split == "train":

@@ -153,6 +153,11 @@ class FolderImages(Loader):
         )
         super().__init__({**order_identity(self._order), "image_size": image_size}, self._order.num_batches, epoch)
 
+    @property
+    def num_examples(self) -> int:
+        """Examples in an epoch, over all processes."""
+        return self._order.num_examples
+
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         self._queue[:] = [(epoch, rows.tolist()) for rows in self._order.batches(epoch)[first:]]
         for decoded in self._workers:
