@@ -179,6 +179,26 @@ def ddp(name, *, views):
     }  # fmt: skip
 
 
+def autocast():
+    """Bytes of 16-bit copies of weights that backward keeps, with FSDP2 under torch's autocast."""
+    policy = Policy.parse("bf16")
+    model = sharded(policy)
+    weights = {tuple(p.shape): p.numel() for p in model.parameters() if p.dim() == 2}
+    copies = {}
+
+    def pack(tensor):
+        shape = tuple(tensor.shape) if tuple(tensor.shape) in weights else tuple(tensor.shape[::-1])
+        if tensor.dtype is torch.bfloat16 and shape in weights:
+            copies[shape] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.ones(4, 8, requires_grad=True)).float().square().mean()
+    allocated = sum(storage.nbytes() for storage in copies.values())  # after every unit has been resharded
+    del loss
+    return {"copies": allocated, "planned": 2 * sum(weights.values())}
+
+
 def main():
     """Run every case."""
     warnings.filterwarnings("ignore")
@@ -189,6 +209,7 @@ def main():
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         cases |= {f"hsdp {name}": lambda name=name: fsdp(name, mesh=mesh) for name in LAYOUTS}
+    cases["autocast"] = autocast
     for name in ("fp32", "bf16-lean", "bf16-lean,reduce=bf16"):
         cases[f"accumulated {name}"] = lambda name=name: accumulated(name)
     cases |= {

@@ -181,11 +181,11 @@ def per_gpu(peak: Peak, layout: Layout, strategy: str, num_gpus: int, group: int
         at_peak["gradients"] = _gradients(at_peak["gradients"], layout, strategy, whole, local)
     if strategy == "zero3":
         at_peak.pop("cast cache", None)  # weights are gathered in the compute dtype, so autocast makes no copies
-    at_peak["communication"] = _buffers(layout, strategy, at_peak.get("gradients", 0))
+    at_peak["communication"] = _buffers(layout, strategy, shards, at_peak.get("gradients", 0))
     persistent = ("weights", "buffers", "master", "states", "average", "batch", "workspaces")
     update = {name: at_peak[name] for name in persistent if name in at_peak}
     update["gradients"] = local.get("gradients", 0)
-    update["communication"] = 0 if "weights" in sharded else _buffers(layout, strategy, update["gradients"])
+    update["communication"] = 0 if "weights" in sharded else _buffers(layout, strategy, shards, update["gradients"])
     return max(at_peak, update, key=lambda sizes: sum(sizes.values()))
 
 
@@ -201,7 +201,7 @@ def retained_bytes(layout: Layout) -> int:
     return layout.num_params * layout.reduce_bytes
 
 
-def _buffers(layout: Layout, strategy: str, gradients: int) -> int:
+def _buffers(layout: Layout, strategy: str, shards: int, gradients: int) -> int:
     """Memory for communication while this many bytes of gradients are allocated."""
     num_params, units = layout.num_params, layout.units
     if strategy == "ddp":
@@ -215,8 +215,12 @@ def _buffers(layout: Layout, strategy: str, gradients: int) -> int:
         gathered = min(_LIVE, num_params, 2 * largest + _PREFETCH)
         return gathered * layout.compute_bytes + min(_BUCKET, num_params) * layout.reduce_bytes
     # FSDP2: the root, which stays gathered from its forward to its backward, this unit and the next one, and the whole
-    # gradient of one unit before and in the reduce-scatter.
-    return (units.root + 2 * units.largest) * layout.param_bytes + 2 * largest * layout.reduce_bytes
+    # gradient of one unit before and in the reduce-scatter. What is gathered or scattered is padded to equal shards: a
+    # position table of shape (1, 257, 6144) becomes N of them.
+    root = tuple((part, count) for part, count in layout.parts if part.category == "weights" and part.at_root)
+    gathered = shards * sum(fsdp_bytes(root, shards).values())
+    scattered = max(2 * units.largest, units.root + gathered // layout.param_bytes)
+    return gathered + 2 * units.largest * layout.param_bytes + scattered * layout.reduce_bytes
 
 
 def _bucket_bytes(layout: Layout) -> int:
