@@ -1,7 +1,7 @@
 """The tables of docs/many-gpus.md, computed by `halfstep.plan`: no GPU is needed.
 
-    python benchmarks/plan_gpus.py           write the tables into docs/many-gpus.md (several minutes)
-    python benchmarks/plan_gpus.py --check   exit with 1 if they would change
+    python benchmarks/plan_gpus.py [TABLE ...]           write the tables, or those named, into docs/many-gpus.md (minutes each)
+    python benchmarks/plan_gpus.py [TABLE ...] --check   exit with 1 if they would change
 
 The first question is that of ViT-Large on ImageNet: can mixed precision halve 8 GPUs? The rates of the GPU-hours are those of
 the recorded comparison on an H200. The last table is a plan on paper: nobody has run it.
@@ -27,10 +27,8 @@ from halfstep.planning.ranks.hours import Budget, read_record
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "many-gpus.md"
 RECORD = ROOT / "benchmarks" / "results" / "compare_vit_l_16_h200_2026-11-15.json"
-PRECISIONS = ("fp32", "bf16", "bf16-lean", "bf16-lean,states=8bit")
+PRECISIONS = ("fp32", "bf16", "bf16-lean")
 IMAGENET, EPOCHS = 1_281_167, 300
-BATCHES = (896, 1024)
-FLEETS = ((64, 1024), (1024, 16_384))  # GPUs, global batch
 BUS_BANDWIDTH = 50e9  # bytes per second, assumed
 
 
@@ -64,22 +62,18 @@ def sent(answer: Answer) -> str:
     return "-" if answer.traffic is None else f"{answer.traffic.total / 1e9:.2f}"
 
 
-def vit_large() -> str:
-    """The smallest number of A100 GPUs by precision and strategy, at two global batches."""
-    job = load_target("vit_l_16").job
-    parts = []
-    for batch in BATCHES:
-        result = plan(job, batch, precision=PRECISIONS, gpu="A100 40GB", name="vit_l_16")
-        strategies = [answer.strategy for answer in result.entries[0].answers]
-        rows = [[e.precision, *map(count, e.answers)] for e in result.entries]
-        traffic = [[e.precision, *map(sent, e.answers)] for e in result.entries]
-        parts += [
+def vit_large(batch: int) -> str:
+    """The smallest number of A100 GPUs by precision and strategy, and what they send."""
+    result = plan(load_target("vit_l_16").job, batch, precision=PRECISIONS, gpu="A100 40GB", name="vit_l_16")
+    head = ["precision", *(answer.strategy for answer in result.entries[0].answers)]
+    return "\n\n".join(
+        [
             f"Global batch {batch}, minimum number of GPUs x images on each:",
-            markdown(["precision", *strategies], rows),
+            markdown(head, [[e.precision, *map(count, e.answers)] for e in result.entries]),
             "GB that each of them sends per update:",
-            markdown(["precision", *strategies], traffic),
+            markdown(head, [[e.precision, *map(sent, e.answers)] for e in result.entries]),
         ]
-    return "\n\n".join(parts)
+    )
 
 
 def hours() -> str:
@@ -93,10 +87,10 @@ def hours() -> str:
     return markdown(["precision", "images/s, recorded", f"H200 hours, {EPOCHS} epochs"], rows)
 
 
-def fleet(job: Job, num_gpus: int, batch: int) -> str:
+def fleet(num_gpus: int, batch: int) -> str:
     """One row per precision and strategy on an exact number of GPUs."""
     result: Plan = plan(
-        job, batch, precision=("bf16", "bf16-lean", "bf16-lean,states=8bit"), gpu="H100 SXM", gpus=num_gpus,
+        large_job(), batch, precision=("bf16", "bf16-lean,states=8bit"), gpu="H100 SXM", gpus=num_gpus,
         strategies=("ddp", "fsdp", "hsdp"), bandwidth=BUS_BANDWIDTH,
     )  # fmt: skip
     rows = [[entry.precision, *_fleet_cells(answer)] for entry in result.entries for answer in entry.exact]
@@ -121,17 +115,13 @@ def _fleet_cells(answer: Answer) -> list[str]:
     return [answer.strategy, memory, *sizes, f"{traffic.seconds(BUS_BANDWIDTH):.2f}"]
 
 
-def generate(page: str) -> str:
-    """The page with new tables between its markers."""
-    large = large_job()
-    tables = {
-        "vit-large": vit_large(),
-        "hours": hours(),
-        "fleet": "\n\n".join(fleet(large, *item) for item in FLEETS),
-    }
-    for name, text in tables.items():
-        page = put(page, name, text)
-    return page
+TABLES = {
+    "vit-large-896": lambda: vit_large(896),
+    "vit-large-1024": lambda: vit_large(1024),
+    "hours": hours,
+    "fleet-64": lambda: fleet(64, 1024),
+    "fleet-1024": lambda: fleet(1024, 16_384),
+}
 
 
 def put(page: str, name: str, text: str) -> str:
@@ -144,13 +134,17 @@ def put(page: str, name: str, text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or compare."""
-    page = PAGE.read_text(encoding="utf-8")
-    new = generate(page)
-    if "--check" in arguments:
-        return int(new != page)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    """Write the tables, or compare them with the page."""
+    names = [name for name in arguments if name != "--check"] or list(TABLES)
+    changed = False
+    for name in names:
+        text = TABLES[name]()
+        page = PAGE.read_text(encoding="utf-8")
+        new = put(page, name, text)
+        changed |= new != page
+        if "--check" not in arguments:
+            PAGE.write_text(new, encoding="utf-8")
+    return int(changed and "--check" in arguments)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ PSI = 1_024_000
 MODEL = Model(count_parts([Part("weights", (1024, 1000), 2)]), count_parts([Part("gradients", (1024, 1000), 2)]))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "volume"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("fsdp", 3)]
-)
+@pytest.mark.parametrize(("strategy", "volume"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("fsdp", 3)])
 def test_volumes_are_those_of_the_zero_paper(strategy, volume):
     """Data parallelism and ZeRO 1 and 2 send 2 psi elements, ZeRO 3 and FSDP 3 psi (section 7), up to (N - 1) / N."""
     assert traffic(MODEL, strategy, 1024).total / 2 == pytest.approx(volume * PSI * 1023 / 1024)
