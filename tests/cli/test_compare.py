@@ -54,6 +54,22 @@ def test_a_report_is_rebuilt_from_run_files(tmp_path):
     assert (tmp_path / "other" / "report.html").exists()
 
 
+def test_hours_at_the_measured_speed(tmp_path):
+    """--epochs prints the hours and the cost of every row; without the number of examples it is an error."""
+    folder = write_case(tmp_path / "c")
+    words = ("--from", folder, "--force", "--epochs", 2, "--price", 3)
+    result = run(*words, "--examples", 3600)
+    assert result.exit_code == 0, result.output
+    assert "for 2 epochs of 3,600 examples" in result.stdout
+    assert "cost" in result.stdout
+    values = json.loads(run(*words, "--examples", 3600, "--json").stdout)["hours"]
+    for row in values["rows"].values():
+        assert row["gpu_hours"] == pytest.approx(2 / row["examples_per_second"])
+        assert row["cost"] == pytest.approx(3 * row["gpu_hours"])
+    assert values["rows"].keys() >= {"fp32", "bf16"}
+    assert "--examples" in str(run(*words).exception)
+
+
 def test_a_report_never_replaces_the_runs_it_is_made_of(tmp_path):
     """--out may be the one directory that is read, where --force replaces only the report; one of several is rejected."""
     one, two = (write_case(tmp_path / name, machine=name) for name in ("a", "b"))

@@ -43,14 +43,15 @@ def test_flags_are_few_and_listed():
             "--stdin-filename", "--transformers", "--unsafe-fixes", "--with", "--write-baseline",
         ],
         "compare": [
-            "--batch", "--data", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision", "--repeats", "--resume",
-            "--set", "--steps", "-p",
+            "--batch", "--data", "--epochs", "--examples", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision",
+            "--price", "--repeats", "--resume", "--set", "--steps", "-p",
         ],
         "explain": ["--json"],
         "export": ["--best", "--dtype", "--ema", "--force", "--json", "--out"],
         "plan": [
-            "--accumulate", "--batch", "--data", "--ema", "--find", "--gpu", "--gpus", "--html", "--json", "--memory",
-            "--precision", "--recompute", "--verify", "-p",
+            "--accumulate", "--bandwidth", "--batch", "--data", "--ema", "--epochs", "--examples", "--find", "--gpu", "--gpus",
+            "--html", "--json", "--memory", "--precision", "--price", "--rate", "--recompute", "--record", "--strategy",
+            "--verify", "-p",
         ],
         "probe": ["--gpu", "--json", "--measure"],
         "train": [

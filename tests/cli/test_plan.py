@@ -62,6 +62,15 @@ def test_find_with_a_memory_size():
         (("--html", "."), "existing directory"),
         (("--find", "--batch", "8"), "--find determines the batch size itself"),
         (("--find", "--gpu", "A100"), "remove --gpu"),
+        (("--find", "--epochs", "3", "--bandwidth", "5"), "remove --epochs, --bandwidth"),
+        (("--find", "--gpus", "8"), "one --strategy and --gpus N"),
+        (("--find", "--strategy", "fsdp", "--strategy", "ddp", "--gpus", "8"), "one --strategy"),
+        (("--rate", "5"), "without --epochs"),
+        (("--record", "x.json"), "without --epochs"),
+        (("--price", "5"), "without --epochs"),
+        (("--epochs", "5"), "never guessed"),
+        (("--epochs", "5", "--rate", "5", "--record", "x.json"), "either"),
+        (("--strategy", "fsd", "--memory", "8GiB"), "fsdp"),
         (("--memory", "lots"), "lots"),
         (("--gpu", "A1000000"), "A1000000"),
     ],
@@ -84,3 +93,36 @@ def test_find_skips_a_default_precision_that_does_not_apply(tmp_path):
     assert result.exit_code == 0, result.output
     assert "Largest micro-batch in bf16:" in result.output
     assert "bf16-lean:" not in result.output
+
+
+def test_gpu_hours_of_given_rates():
+    """--epochs with --rate prints hours and cost of the planned precisions, and marks those without a rate."""
+    words = ("--memory", "8GiB", "-p", "fp32", "-p", "bf16", "--epochs", "90", "--rate", "bf16=2", "--price", "3")
+    result = run(*words, "--examples", "7200")
+    assert result.exit_code == 0, result.output
+    assert "GPU-hours for 90 epochs of 7,200 examples" in result.output
+    (line,) = [line for line in result.output.splitlines() if "--rate" in line]
+    assert line.split()[:3] == ["bf16", "2.0", "90.0"]
+    assert "270.00" in line
+    assert "no rate" in result.output
+    data = json.loads(run(*words, "--json").stdout)["hours"]  # with the digits' own number of examples
+    assert data["precisions"]["bf16"]["gpu_hours"] == pytest.approx(90 * data["examples"] / 2 / 3600)
+    assert data["precisions"].keys() == {"bf16"}
+
+
+def test_find_on_several_gpus():
+    """--find with a strategy and a number of GPUs predicts the micro-batch of each."""
+    result = run("--find", "--memory", "2GiB", "-p", "fp32", "--strategy", "fsdp", "--gpus", "4")
+    assert result.exit_code == 0, result.output
+    assert "on each of 4 GPUs with fsdp" in result.output
+
+
+def test_html_page_has_the_tables_of_several_gpus(tmp_path):
+    """Communication and hours are on the page as well."""
+    page = tmp_path / "plan.html"
+    words = ("--memory", "8GiB", "-p", "fp32", "--gpus", "4", "--epochs", "1", "--rate", "5", "--html", str(page))
+    assert run(*words).exit_code == 0
+    text = page.read_text()
+    assert "Communication, predicted" in text
+    assert "On all 4 GPUs" in text
+    assert "GPU-hours" in text

@@ -32,11 +32,11 @@ def test_bytes_per_parameter(optimizer, each):
 
 
 def test_8_bit_states_are_a_byte_each_and_scales():
-    """8-bit moments are a byte per parameter and four per block of 256, with the kernels' tables."""
-    scales = 2 * 4 * sum(-(-n // 256) for n in (16 * 64, 64, 64 * 4, 4))
+    """8-bit moments are a byte per parameter in whole blocks of 256 and four per block, with the kernels' tables."""
+    moments = 2 * (256 + 4) * sum(-(-n // 256) for n in (16 * 64, 64, 64 * 4, 4))
     predicted = states(torch.optim.AdamW, "bf16-lean,states=8bit")
     tables = table_bytes([16 * 64, 64, 64 * 4, 4], torch.int8)
-    assert predicted == 2 * NUM + scales + tables
+    assert predicted == moments + tables
 
 
 def test_foreach_step_allocates_temporaries():

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from halfstep.comparison.result import Comparison
     from halfstep.comparison.runner import Observer
+    from halfstep.planning.ranks.hours import Budget
 
 __all__ = ["command"]
 
@@ -78,6 +79,9 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     metavar="EXPR",
     help='Exit with 3 if this is true, e.g. "bf16.loss_gap > 0.02"; may be repeated.',
 )
+@click.option("--epochs", type=float, metavar="N", help="Print GPU-hours for this many epochs at the measured speed.")
+@click.option("--examples", type=int, metavar="N", help="Training examples in an epoch (default: the job's).")
+@click.option("--price", type=float, metavar="X", help="Price of a GPU-hour; also print the cost.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, without progress.")
 def command(
     targets: tuple[str, ...],
@@ -93,6 +97,9 @@ def command(
     folders: tuple[Path, ...],
     resume: Path | None,
     gates: tuple[str, ...],
+    epochs: float | None,
+    examples: int | None,
+    price: float | None,
     as_json: bool,
 ) -> None:
     """Train TARGET in several precisions and compare speed, memory and learning.
@@ -108,11 +115,13 @@ def command(
     halfstep compare --fail-if "bf16.loss_gap > 0.02 or bf16.speedup < 1.5"
     halfstep compare --from runs/on-a100 --from runs/on-h200
     halfstep compare --resume runs/compare-digits-20261115-101500
+    halfstep compare job.py --epochs 90 --price 2.5
     """
     require_packages("halfstep compare", "numpy", "safetensors", *(() if folders else ("jinja2", "plotly")))
     from halfstep.backends.launch import reject_distributed_launch
 
     reject_distributed_launch("halfstep compare")
+    budget = _budget(epochs, examples, price, targets, data_dir, rerun=bool(folders) or resume is not None)
     options = {
         "--precision": precision, "--peer": peer, "--steps": steps, "--repeats": repeats, "--batch": batch, "--set": settings,
         "--data": data_dir,
@@ -139,7 +148,27 @@ def command(
             force=force, quiet=as_json,
         )  # fmt: skip
         where = comparison.out
-    _report(comparison, where, gates, as_json=as_json)
+    _report(comparison, where, gates, budget, as_json=as_json)
+
+
+def _budget(
+    epochs: float | None,
+    examples: int | None,
+    price: float | None,
+    targets: tuple[str, ...],
+    data_dir: Path | None,
+    *,
+    rerun: bool,
+) -> Budget | None:
+    """What GPU-hours are for; the job's number of examples is read before anything runs."""
+    if epochs is None and examples is None and price is None:
+        return None
+    from halfstep.jobs.targets import load_target
+    from halfstep.planning.ranks.hours import make_budget
+
+    reads_job = epochs is not None and examples is None and not rerun and len(targets) < 2
+    job = load_target(targets[0] if targets else None, data_dir=data_dir).job if reads_job else None
+    return make_budget(epochs, examples, price, job)
 
 
 def _settings(pairs: tuple[str, ...], steps: int | None, repeats: int | None, batch: int | None) -> dict[str, Any]:
@@ -242,11 +271,14 @@ def _rebuild(folders: tuple[Path, ...], out: Path | None, *, force: bool) -> tup
     return comparison, where
 
 
-def _report(comparison: Comparison, where: Path, gates: tuple[str, ...], *, as_json: bool) -> None:
+def _report(
+    comparison: Comparison, where: Path, gates: tuple[str, ...], budget: Budget | None, *, as_json: bool
+) -> None:
     from halfstep.comparison.compare import PAGE, RESULT
     from halfstep.errors import MissingError
     from halfstep.report.compare import WIDTH, as_text
     from halfstep.report.page import render_page
+    from halfstep.report.ranks.compare import hours_text, row_hours
 
     files = [("data", where / RESULT)]
     missing = ""
@@ -261,12 +293,15 @@ def _report(comparison: Comparison, where: Path, gates: tuple[str, ...], *, as_j
         values = comparison.as_dict() | {
             "gates": [{"text": r.text, "failed": r.failed, "seen": r.values} for r in results]
         }
+        if budget is not None:
+            values["hours"] = row_hours(comparison, budget)
         click.echo(json.dumps(values, indent=1))
     else:
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if terminal else WIDTH
         colour = terminal and not os.environ.get("NO_COLOR")
-        click.echo(as_text(comparison, files, results, colour=colour, width=width))
+        text = as_text(comparison, files, results, colour=colour, width=width)
+        click.echo(text if budget is None else f"{text}\n\n{hours_text(comparison, budget)}")
     if missing:
         click.echo(missing, err=True)
     if comparison.stopped_by:

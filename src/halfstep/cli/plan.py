@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,8 @@ from halfstep.cli.requirements import require_packages
 
 if TYPE_CHECKING:
     from halfstep.jobs.targets import Target
+    from halfstep.planning import Plan
+    from halfstep.planning.ranks.hours import Budget
     from halfstep.planning.trace import StepOptions
 
 __all__ = ["command"]
@@ -51,6 +53,37 @@ __all__ = ["command"]
     metavar="DIR|SHARDS",
     help="ImageNet-style folder or WebDataset shards for the ViT targets.",
 )
+@click.option(
+    "--strategy",
+    "strategies",
+    multiple=True,
+    metavar="S",
+    help="ddp, zero1, zero2, fsdp, hsdp[:GROUP] or zero3; may be repeated (default: all).",
+)
+@click.option(
+    "--bandwidth",
+    type=float,
+    metavar="GB/S",
+    help="Bus bandwidth between GPUs, as nccl-tests reports it: predicts the time of communication.",
+)
+@click.option(
+    "--epochs", type=float, metavar="N", help="Print GPU-hours for this many epochs; needs --rate or --record."
+)
+@click.option("--examples", type=int, metavar="N", help="Training examples in an epoch (default: the job's).")
+@click.option(
+    "--rate",
+    "rates",
+    multiple=True,
+    metavar="[P=]N",
+    help="Measured examples per second and GPU in precision P; may be repeated.",
+)
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Take rates from a comparison.json of `halfstep compare` on the same GPU.",
+)
+@click.option("--price", type=float, metavar="X", help="Price of a GPU-hour; also print the cost.")
 @click.option("--find", is_flag=True, help="Find the largest micro-batch that fits; on a GPU, confirm it by running.")
 @click.option(
     "--verify", is_flag=True, help="Also run the step on this machine's GPU and compare predicted with measured memory."
@@ -68,6 +101,13 @@ def command(
     ema: bool,
     recompute: str | None,
     data_dir: Path | None,
+    strategies: tuple[str, ...],
+    bandwidth: float | None,
+    epochs: float | None,
+    examples: int | None,
+    rates: tuple[str, ...],
+    record: Path | None,
+    price: float | None,
     find: bool,
     verify: bool,
     html: Path | None,
@@ -81,6 +121,8 @@ def command(
     halfstep plan vit_l_16 --batch 1024 --gpu A100
     halfstep plan job.py --batch 64 --memory 24GiB --precision bf16-lean
     halfstep plan job.py --find --memory 80GiB
+    halfstep plan job.py --gpu H200 --gpus 64 --strategy fsdp --bandwidth 45
+    halfstep plan job.py --gpu H200 --epochs 90 --record runs/compare-job/comparison.json --price 2.5
     """
     from halfstep.errors import SettingError
 
@@ -88,10 +130,23 @@ def command(
     count = None if gpus == "auto" else int(gpus) if gpus.isdecimal() else 0
     if count == 0:
         raise SettingError(f"--gpus {gpus!r} must be auto or an integer of at least 1.")
-    if find and (verify or html is not None or batch is not None or count is not None):
-        raise SettingError("--find determines the batch size itself; remove --batch, --gpus, --verify and --html.")
+    if find and (verify or html is not None or batch is not None):
+        raise SettingError("--find determines the batch size itself; remove --batch, --verify and --html.")
+    hours = {"--epochs": epochs, "--examples": examples, "--rate": rates, "--record": record, "--price": price}
+    if find:
+        unused = [name for name, value in {**hours, "--bandwidth": bandwidth}.items() if value]
+        if unused:
+            raise SettingError(f"--find prints only the largest micro-batch; remove {', '.join(unused)}.")
+        if len(strategies) > 1 or bool(strategies) != (count is not None):
+            raise SettingError("--find on several GPUs needs one --strategy and --gpus N; on one GPU, remove both.")
     if find and gpu is not None:
         raise SettingError("--find uses this machine's GPU or --memory SIZE; remove --gpu.")
+    if epochs is None and (rates or record is not None):
+        raise SettingError("--rate and --record have no effect without --epochs N, the length of the training; add it.")
+    if epochs is not None and bool(rates) == (record is not None):
+        raise SettingError(
+            "--epochs needs measured speed, which is never guessed: pass either --record FILE or --rate."
+        )
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
         raise SettingError(f"--html {html} cannot be written: pass a file name in an existing directory.")
     from halfstep.engine.recompute import parse_recompute
@@ -101,13 +156,29 @@ def command(
     loaded = load_target(target, data_dir=data_dir)
     options = StepOptions(accumulate, ema, None if recompute is None else parse_recompute(recompute))
     if find:
-        _find(loaded, precision, memory, options, as_json=as_json)
+        _find(loaded, precision, memory, options, strategies, count, as_json=as_json)
         return
-    _plan(loaded, batch, precision, gpu, memory, count, options, verify=verify, html=html, as_json=as_json)
+    from halfstep.planning.ranks.hours import make_budget
+
+    budget = make_budget(epochs, examples, price, loaded.job)
+    size = batch if batch is not None else dict(loaded.defaults).get("batch", 32)
+    settings = {
+        "batch": size, "gpu": gpu, "memory": memory, "gpus": count, "strategies": strategies,
+        "bandwidth": None if bandwidth is None else bandwidth * 1e9, "name": loaded.name, **asdict(options),
+    }  # fmt: skip
+    result = _plan(loaded, precision, settings, budget, rates, record, verify=verify)
+    _show(loaded, result, options, verify=verify, html=html, as_json=as_json)
 
 
 def _find(
-    target: Target, precision: tuple[str, ...], memory: str | None, options: StepOptions, *, as_json: bool
+    target: Target,
+    precision: tuple[str, ...],
+    memory: str | None,
+    options: StepOptions,
+    strategies: tuple[str, ...],
+    gpus: int | None,
+    *,
+    as_json: bool,
 ) -> None:
     from halfstep.errors import SettingError
     from halfstep.events import log_info
@@ -116,10 +187,12 @@ def _find(
 
     # What this machine would choose is irrelevant for another GPU.
     usual = ("auto",) if memory is None else ("bf16", "bf16-lean")
+    strategy = strategies[0] if strategies else None
     results = []
     for each in precision or usual:
         try:
-            results.append(find_batch_size(target.job, each, memory=memory, **asdict(options)))
+            settings = {"memory": memory, "strategy": strategy, "gpus": gpus, **asdict(options)}
+            results.append(find_batch_size(target.job, each, **settings))
         except SettingError as error:
             if precision or not results:
                 raise
@@ -133,36 +206,42 @@ def _find(
 
 def _plan(
     target: Target,
-    batch: int | None,
     precision: tuple[str, ...],
-    gpu: str | None,
-    memory: str | None,
-    gpus: int | None,
-    options: StepOptions,
+    settings: dict[str, Any],
+    budget: Budget | None,
+    rates: tuple[str, ...],
+    record: Path | None,
     *,
     verify: bool,
-    html: Path | None,
-    as_json: bool,
-) -> None:
-    from halfstep.planning import measure_step, plan
+) -> Plan:
+    """The plan, with rates where GPU-hours were requested."""
+    from halfstep.planning import plan
     from halfstep.planning.answers import DEFAULT_PRECISIONS
     from halfstep.planning.measured import require_gpu
+    from halfstep.planning.ranks.hours import parse_rates, read_record
     from halfstep.precision.policy import Policy
-    from halfstep.report.plan import as_data, as_text, verified_data, verified_text
 
     if verify:
         require_gpu("--verify")
-    size = batch if batch is not None else dict(target.defaults).get("batch", 32)
-    result = plan(
-        target.job,
-        size,
-        precision=precision or DEFAULT_PRECISIONS,
-        gpu=gpu,
-        memory=memory,
-        gpus=gpus,
-        **asdict(options),
-        name=target.name,
-    )
+    precisions = precision or DEFAULT_PRECISIONS
+    by_precision = parse_rates(rates, [str(Policy.parse(text)) for text in precisions])
+    result = plan(target.job, precision=precisions, **settings)
+    if record is not None:
+        # A size of memory alone can be any GPU's: the table shows which one the rates were measured on.
+        named = result.capacity is not None and (settings["gpu"] is not None or settings["memory"] is None)
+        gpu = result.capacity.name if result.capacity is not None and named else None
+        recorded = read_record(record, gpu, result.entries[0].estimate.num_params).rates
+        by_precision = {e.precision: recorded[e.precision] for e in result.entries if e.precision in recorded}
+    return result if budget is None else replace(result, budget=budget, rates=by_precision)
+
+
+def _show(
+    target: Target, result: Plan, options: StepOptions, *, verify: bool, html: Path | None, as_json: bool
+) -> None:
+    from halfstep.planning import measure_step
+    from halfstep.precision.policy import Policy
+    from halfstep.report.plan import as_data, as_text, verified_data, verified_text
+
     measured = []
     if verify:
         measured = [

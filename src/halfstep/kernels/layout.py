@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.moments8 import decode, encode_signed, encode_unsigned, num_blocks
+from halfstep.kernels.moments8 import BLOCK, decode, encode_signed, encode_unsigned, num_blocks
 from halfstep.kernels.split import is_rounding, join, split
 from halfstep.precision.formats import DTYPES_16_BIT, torch_dtype
 
@@ -102,9 +102,9 @@ class Layout:
         return {name: codes, f"{name}_scale": scales}
 
     def moment_bytes(self, numel: int) -> tuple[int, ...]:
-        """Bytes of each entry that `pack` makes of a moment of `numel` elements."""
+        """Bytes of each entry that `pack` makes of a moment of `numel` elements; 8-bit codes are stored in whole blocks."""
         if self.states == "8bit":
-            return (numel, 4 * num_blocks(numel))
+            return (BLOCK * num_blocks(numel), 4 * num_blocks(numel))
         return (numel * (2 if self.states == "bf16" else 4),)
 
     def master_entry(self, dtype: torch.dtype) -> str | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 __all__ = [
     "BIN_OF_1",
+    "CHUNK_BYTES",
     "INF",
     "LARGEST",
     "LAUNCH_SHAPES",
@@ -37,6 +38,7 @@ __all__ = [
     "Extent",
     "Pointer",
     "PointerTable",
+    "chunk_size",
     "table_bytes",
     "to_device",
 ]
@@ -57,6 +59,7 @@ class Pointer(IntEnum):
 NUM_SETTINGS = 7  # columns of the float64 table of a group's settings; a rule may use fewer
 NUM_FACTORS = 10  # columns of the fp32 table of a tensor's factors in one step; a rule may use fewer
 NUM_MOMENTS = 2  # moments per tensor that the fused kernel can update
+CHUNK_BYTES = 2 * 4  # of a row of the chunk table: the tensor, and the position in it
 # Elements and warps of a program, by the moments' dtype. On an H200 with ViT-L/16 and bf16 weights the pass takes 1.19 ms
 # with 8-bit moments (1.23 at 256 elements and one warp, 1.26 at 1024 and two) and 1.90 with fp32 ones, as at 512/1 and 1024/2.
 LAUNCH_SHAPES: dict[torch.dtype | None, tuple[int, int]] = {
@@ -149,10 +152,17 @@ class PointerTable:
         return tuple((self._host % 16 == 0).all(axis=1).tolist())
 
 
+def chunk_size(moment_dtype: torch.dtype | None) -> int:
+    """Elements of a tensor that one program of the fused step updates."""
+    return LAUNCH_SHAPES[moment_dtype][0]
+
+
 def table_bytes(sizes: Sequence[int], moment_dtype: torch.dtype | None) -> int:
     """Device bytes of the tables that the fused step keeps for tensors of these sizes, the groups' settings aside."""
-    chunk, _ = LAUNCH_SHAPES[moment_dtype]
+    chunk = chunk_size(moment_dtype)
     num_chunks = sum(-(-size // chunk) for size in sizes)
     pointers = 8 * len(Pointer) * len(sizes)
-    chunks = 2 * 4 * num_chunks + 8 * len(sizes) + 2 * 8 * (len(sizes) + 1)  # rows, numels and bounds of a ChunkTable
+    chunks = (
+        CHUNK_BYTES * num_chunks + 8 * len(sizes) + 2 * 8 * (len(sizes) + 1)
+    )  # rows, numels and bounds of a ChunkTable
     return pointers + chunks + (4 + 4) * len(sizes)  # step counts and group numbers

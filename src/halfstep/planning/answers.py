@@ -9,8 +9,8 @@ compute, smaller micro-batches and checkpointing, while model state shrinks only
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from halfstep.backends.context import RunContext
 from halfstep.engine.recompute import CHEAP
@@ -20,26 +20,15 @@ from halfstep.jobs.job import Job
 from halfstep.planning.batches import look_at_data
 from halfstep.planning.capacity import Capacity, capacity_of
 from halfstep.planning.estimator import Estimate, Estimator
-from halfstep.planning.sharding import STRATEGIES, Layout, layout_of, per_gpu
+from halfstep.planning.ranks.counts import STATE_CATEGORIES, Answer, Fleet, fewest, on_exactly, parse_strategies
+from halfstep.planning.ranks.hours import Budget, Rate
+from halfstep.planning.sharding import layout_of
 from halfstep.planning.trace import StepOptions
 from halfstep.precision.policy import Policy
 
 __all__ = ["DEFAULT_PRECISIONS", "STATE_CATEGORIES", "Answer", "Entry", "Plan", "plan"]
 
 DEFAULT_PRECISIONS = ("fp32", "bf16", "fp16", "bf16-lean", "bf16-lean,states=8bit")
-STATE_CATEGORIES = ("weights", "master", "states", "average")  # with the gradients: model state
-MAX_GPUS = 4096
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The smallest number of GPUs for one strategy."""
-
-    strategy: str
-    num_gpus: int | None  # None: it fits on no number of GPUs
-    micro_batch: int
-    need_bytes: int  # of tensors, on each GPU
-    decides: str  # the largest category on one GPU fewer, where it does not fit
 
 
 @dataclass(frozen=True)
@@ -52,6 +41,7 @@ class Entry:
     state_bytes: int  # weights, master, states and all gradients
     fits: bool | None  # on one GPU; None if no memory size is known
     answers: tuple[Answer, ...] = ()
+    exact: tuple[Answer, ...] = ()  # on exactly the requested number of GPUs
     largest: Estimate | None = None  # micro-batch that fits on one GPU
     recomputed: Estimate | None = None  # the same step with recompute="cheap", if it fits on one GPU only with that
 
@@ -84,6 +74,9 @@ class Plan:
     seconds: float
     accumulate: int = 1  # micro-batches per update
     recompute: str | float | None = None
+    bandwidth: float | None = None  # bus bandwidth between the GPUs, in bytes per second
+    budget: Budget | None = None  # what GPU-hours are for
+    rates: Mapping[str, Rate] = field(default_factory=dict)  # measured ones, by precision
 
 
 def plan(
@@ -97,16 +90,22 @@ def plan(
     accumulate: int = 1,
     ema: bool = False,
     recompute: str | float | None = None,
+    strategies: Sequence[str] = (),
+    bandwidth: float | None = None,
     name: str = "",
 ) -> Plan:
     """Predict the memory of one training step of `job` in each precision, and where it fits.
 
     `batch` is the global batch, in `accumulate` micro-batches. `gpu` names a GPU, and `memory` gives its size instead;
     without both it is this machine's GPU, if there is one. `gpus` is the largest number of GPUs to consider. `recompute` is
-    the Engine's; without it, a step that does not fit on one GPU is also tried with recompute="cheap".
+    the Engine's; without it, a step that does not fit on one GPU is also tried with recompute="cheap". `strategies` are
+    those to answer for, by default all; "hsdp:16" shards over groups of 16 GPUs. `bandwidth` is in bytes per second.
     """
     start = time.perf_counter()
     _check(batch, gpus, accumulate)
+    fleet = Fleet(gpus, *parse_strategies(strategies))
+    if bandwidth is not None and not bandwidth > 0:
+        raise SettingError(f"bandwidth={bandwidth!r} must be above 0, in bytes per second.")
     capacity = capacity_of(gpu, memory)
     policies = [Policy.parse(p) if isinstance(p, str) else p for p in precision]
     batches = look_at_data(job, RunContext())
@@ -121,7 +120,7 @@ def plan(
         options = StepOptions(accumulate, ema, recompute)
         estimator = Estimator(job, policy, options=options, batches=batches, usable_bytes=usable)
         try:
-            entries.append(_entry(estimator, batch, capacity, gpus))
+            entries.append(_entry(estimator, batch, capacity, fleet))
         except SettingError as error:
             if precision is not DEFAULT_PRECISIONS or policy.params == "fp32":
                 raise
@@ -136,6 +135,7 @@ def plan(
         )
     notes += _mixed_precision_notes(entries)
     notes += [_recompute_note(entry) for entry in entries if entry.recomputed is not None]
+    notes += _rejected_notes(entries)
     return Plan(
         name or job.name or "the job",
         batch,
@@ -146,7 +146,24 @@ def plan(
         time.perf_counter() - start,
         accumulate,
         recompute,
+        bandwidth,
     )
+
+
+def _rejected_notes(entries: Sequence[Entry]) -> list[str]:
+    """The combinations of precision and strategy that cannot be trained, by reason."""
+    rejected: dict[str, dict[str, list[str]]] = {}  # reason -> precision -> strategies
+    for entry in entries:
+        for answer in (*entry.answers, *entry.exact):
+            if answer.rejected:
+                names = rejected.setdefault(answer.rejected, {}).setdefault(entry.precision, [])
+                if answer.strategy not in names:
+                    names.append(answer.strategy)
+    return [
+        f"Rejected: {', '.join(strategies)} with {precision}: {reason}."
+        for reason, by_precision in rejected.items()
+        for precision, strategies in by_precision.items()
+    ]
 
 
 def _check(batch: int, gpus: int | None, accumulate: int) -> None:
@@ -159,13 +176,13 @@ def _check(batch: int, gpus: int | None, accumulate: int) -> None:
         )
 
 
-def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, gpus: int | None) -> Entry:
+def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, fleet: Fleet) -> Entry:
     micro = -(-batch // estimator.options.accumulate)
     estimate = estimator.at(micro)
     traced = estimator.trace(micro)
-    layout = layout_of(estimator.policy, traced.num_trainable, traced.unit_params, estimator.options.accumulate)
+    layout = layout_of(estimator.policy, traced.parts, traced.units, estimator.options.accumulate)
     state = sum(estimate.peak.breakdown.get(category, 0) for category in STATE_CATEGORIES)
-    state += layout.num_params * layout.grad_bytes
+    state += layout.grad_bytes
     if capacity is None:
         return Entry(estimate.precision, batch, estimate, state, None)
     usable = capacity.usable_bytes
@@ -174,8 +191,12 @@ def _entry(estimator: Estimator, batch: int, capacity: Capacity | None, gpus: in
     if estimator.batches.fixed:
         return Entry(estimate.precision, batch, estimate, state, fits, recomputed=recomputed)
     largest = _largest(estimator, usable, micro)
-    answers = tuple(_answer(estimator, layout, strategy, micro, usable, gpus) for strategy in STRATEGIES)
-    return Entry(estimate.precision, batch, estimate, state, fits, answers, largest, recomputed)
+    settings = (micro, usable, fleet)
+    answers = tuple(fewest(estimator, layout, strategy, *settings) for strategy in fleet.strategies)
+    exact: tuple[Answer, ...] = ()
+    if fleet.gpus is not None and fleet.gpus > 1:
+        exact = tuple(on_exactly(estimator, layout, strategy, *settings) for strategy in fleet.strategies)
+    return Entry(estimate.precision, batch, estimate, state, fits, answers, exact, largest, recomputed)
 
 
 def _fits(estimate: Estimate, usable: int) -> bool:
@@ -211,40 +232,6 @@ def _largest(estimator: Estimator, usable: int, micro: int) -> Estimate | None:
         estimator.job, policy, options=replace(options, accumulate=2), batches=estimator.batches, usable_bytes=usable
     )
     return accumulating.largest(usable, largest.batch)
-
-
-def _answer(estimator: Estimator, layout: Layout, strategy: str, batch: int, usable: int, gpus: int | None) -> Answer:
-    def need(num: int, *, checked: bool = False) -> dict[str, int]:
-        micro = -(-batch // num)
-        estimate = estimator.checked(micro) if checked else estimator.at(micro, trace=False)
-        return per_gpu(estimate.least, layout, strategy, num)
-
-    def fits(num: int, *, checked: bool = False) -> bool:
-        return sum(need(num, checked=checked).values()) <= usable
-
-    most = min(batch, MAX_GPUS) if gpus is None else gpus
-    low, high = 0, 1
-    while not fits(high):
-        if high >= most:
-            sizes = need(high)
-            return Answer(strategy, None, -(-batch // high), sum(sizes.values()), _decides(sizes))
-        low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    while not fits(high, checked=True) and high < most:  # the line was slightly too low here
-        high += 1
-    sizes = need(high)
-    decides = _decides(need(high - 1) if high > 1 else sizes)
-    return Answer(strategy, high, -(-batch // high), sum(sizes.values()), decides)
-
-
-def _decides(sizes: dict[str, int]) -> str:
-    """The largest part: model state, communication buffers, or one category of the step itself."""
-    state = sum(sizes.get(category, 0) for category in (*STATE_CATEGORIES, "gradients"))
-    others = {category: size for category, size in sizes.items() if category not in {*STATE_CATEGORIES, "gradients"}}
-    top = max(others, key=lambda category: others[category], default="")
-    return "model state" if not top or state >= others[top] else top
 
 
 def _mixed_precision_notes(entries: Sequence[Entry]) -> list[str]:

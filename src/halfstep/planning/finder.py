@@ -22,6 +22,7 @@ from halfstep.jobs.job import Job
 from halfstep.planning.capacity import FRAGMENTATION, Capacity, parse_memory
 from halfstep.planning.estimator import Estimate, Estimator
 from halfstep.planning.measured import measure_step, quiet_gpu
+from halfstep.planning.ranks.counts import largest_on_each
 from halfstep.planning.trace import StepOptions
 from halfstep.precision.choice import resolve
 from halfstep.precision.policy import Policy
@@ -50,6 +51,8 @@ class FoundBatch:
     confirmed: bool  # by a trial on this machine; otherwise only predicted
     trials: tuple[Trial, ...] = ()
     recomputed: Estimate | None = None  # the largest with recompute="cheap", predicted, if that is larger
+    strategy: str = ""  # on each of `gpus` GPUs; otherwise on one
+    gpus: int = 1
 
 
 def find_batch_size(
@@ -60,11 +63,15 @@ def find_batch_size(
     accumulate: int = 1,
     ema: bool = False,
     recompute: str | float | None = None,
+    strategy: str | None = None,
+    gpus: int | None = None,
 ) -> FoundBatch:
     """The largest micro-batch of `job` that fits: on this machine's GPU by trial, or in `memory` by prediction only.
 
-    Without `recompute`, the result also has the prediction with recompute="cheap".
+    With `strategy` and `gpus` it is that of each of several GPUs, by prediction. Without them and without `recompute`, the
+    result also has the prediction with recompute="cheap".
     """
+    _check_strategy(strategy, gpus, memory)
     policy, notes = resolve(precision, probe())
     if memory is None or precision == "auto":  # otherwise the notes are about a machine that the answer is not for
         for note in notes:
@@ -87,6 +94,9 @@ def find_batch_size(
             f"{job.describe('data')} ignores batch_size and always yields the same batches, so there is no largest batch to find. "
             "Give it an argument named batch_size, and yield batches of that many examples."
         )
+    if strategy is not None and gpus is not None:
+        estimate = largest_on_each(estimator, strategy, gpus, limit)
+        return FoundBatch(estimate.batch, str(policy), estimate, confirmed=False, strategy=strategy, gpus=gpus)
     predicted = estimator.largest(limit, _START)
     recomputed = _recomputed(estimator, limit, predicted)
     if predicted is None:
@@ -107,6 +117,18 @@ def find_batch_size(
         recomputed = None
     estimate = estimator.at(batch, trace=False)
     return FoundBatch(batch, str(policy), estimate, confirmed=True, trials=trials, recomputed=recomputed)
+
+
+def _check_strategy(strategy: str | None, gpus: int | None, memory: str | int | None) -> None:
+    if (strategy is None) != (gpus is None):
+        missing = "the number of GPUs (gpus=N, --gpus N)" if gpus is None else "how they train (strategy=, --strategy)"
+        raise SettingError(f"The largest micro-batch on several GPUs also needs {missing}.")
+    if gpus is not None and gpus < 1:
+        raise SettingError(f"gpus={gpus} must be 1 or more.")
+    if strategy is not None and memory is None:
+        raise SettingError(
+            f"strategy={strategy!r} is planned, not tried: one process cannot run it. Pass memory='80GiB' (--memory 80GiB)."
+        )
 
 
 def _recomputed(estimator: Estimator, limit: int, without: Estimate | None) -> Estimate | None:

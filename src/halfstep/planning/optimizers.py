@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.table import table_bytes
+from halfstep.kernels.layout import Layout
+from halfstep.kernels.moments8 import BLOCK
+from halfstep.kernels.table import CHUNK_BYTES, chunk_size, table_bytes
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.masters import Fp32Masters
+from halfstep.planning.ranks.shards import Part
 
 __all__ = ["StoredState", "plain_states", "run_plain", "states_after_step", "states_of", "step_scratch"]
 
@@ -28,11 +31,15 @@ _REFERENCE_COPIES = 6  # fp32 tensors of one parameter's size that the reference
 
 @dataclass(frozen=True)
 class StoredState:
-    """One tensor that stays allocated: its category, its size, and whether the first update allocates it or the Engine."""
+    """One tensor that stays allocated: its category, its size, and whether the first update allocates it or the Engine.
+
+    `parts` are what sharding divides of it; the rest, such as step counts, every rank has.
+    """
 
     category: str
     num_bytes: int
     by_step: bool = True
+    parts: tuple[Part, ...] = ()
 
 
 def states_after_step(optimizer: Any, kind: str) -> list[StoredState]:
@@ -52,28 +59,46 @@ def _lean(optimizer: LeanOptimizer) -> list[StoredState]:
     by_kernels = all(optimizer.has_kernels(group) for group in optimizer.param_groups)
     for group in optimizer.param_groups:
         for param in _trainable(group):
-            master = layout.master_bytes(param.numel(), param.dtype)
+            master = layout.master_bytes(1, param.dtype)
             if master:
-                states.append(StoredState("master", master, by_step=False))
+                states.append(_like("master", param, master, by_step=False))
             if not by_kernels:
                 states.append(StoredState("states", 4))  # the step count; the kernels have them in one table
             states += [StoredState("states", 4) for _ in optimizer.scalars]
             for _ in optimizer.moments_of(group):
-                states += [StoredState("states", size) for size in layout.moment_bytes(param.numel())]
+                states += _moment(layout, param)
     if by_kernels:
-        sizes = [p.numel() for group in optimizer.param_groups for p in _trainable(group)]
-        states.append(StoredState("states", table_bytes(sizes, layout.moment_dtype)))
+        params = [p for group in optimizer.param_groups for p in _trainable(group)]
+        chunk = chunk_size(layout.moment_dtype)
+        chunks = tuple(Part("states", tuple(p.shape), CHUNK_BYTES, chunk) for p in params)
+        size = table_bytes([p.numel() for p in params], layout.moment_dtype)
+        states.append(StoredState("states", size, parts=chunks))
     return states
+
+
+def _moment(layout: Layout, param: Tensor) -> list[StoredState]:
+    """The entries of one moment: its values, or 8-bit codes and the scales of their blocks."""
+    block = BLOCK if layout.states == "8bit" else 1
+    return [
+        StoredState("states", size, parts=(Part("states", tuple(param.shape), block_bytes, block),))
+        for size, block_bytes in zip(layout.moment_bytes(param.numel()), layout.moment_bytes(1), strict=True)
+    ]
+
+
+def _like(category: str, param: Tensor, element_bytes: int, *, by_step: bool = True) -> StoredState:
+    """A state with an entry of this size for each element of a parameter."""
+    part = Part(category, tuple(param.shape), element_bytes)
+    return StoredState(category, param.numel() * element_bytes, by_step, (part,))
 
 
 def _fused_states(group: dict[str, Any], param: Tensor) -> list[StoredState]:
     """The states of torch's fused optimizers, recognised by the settings of their groups."""
-    size = param.numel() * param.element_size()
+    size = param.element_size()
     if "betas" in group:
-        return [StoredState("states", 4), *[StoredState("states", size)] * (3 if group.get("amsgrad") else 2)]
+        return [StoredState("states", 4), *[_like("states", param, size)] * (3 if group.get("amsgrad") else 2)]
     if "momentum" in group:
-        return [StoredState("states", size)] if group["momentum"] else []
-    return [StoredState("states", 4, by_step=False), StoredState("states", size, by_step=False)]
+        return [_like("states", param, size)] if group["momentum"] else []
+    return [StoredState("states", 4, by_step=False), _like("states", param, size, by_step=False)]
 
 
 def _trainable(group: dict[str, Any]) -> list[Tensor]:
@@ -102,14 +127,18 @@ def run_plain(optimizer: torch.optim.Optimizer, run: Callable[[], None]) -> str:
 
 def plain_states(optimizer: torch.optim.Optimizer) -> list[StoredState]:
     """What an optimizer that was stepped has in its state, and the masters that the Engine made before."""
-    entries = [item for state in optimizer.state.values() for item in state.items() if isinstance(item[1], Tensor)]
     masters = isinstance(optimizer, Fp32Masters)
-    return [
-        StoredState("master", tensor.nbytes, by_step=False)
-        if masters and name == "master"
-        else StoredState("states", tensor.nbytes)
-        for name, tensor in entries
-    ]
+    states = []
+    for param, entries in optimizer.state.items():
+        for name, tensor in entries.items():
+            if not isinstance(tensor, Tensor):
+                continue
+            category = "master" if masters and name == "master" else "states"
+            # Entries of another shape, such as step counts and factored moments, are not sharded with the parameter.
+            whole = tensor.shape == getattr(param, "shape", None)
+            parts = (Part(category, tuple(tensor.shape), tensor.element_size()),) if whole else ()
+            states.append(StoredState(category, tensor.nbytes, category == "states", parts))
+    return states
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -3,11 +3,13 @@
 How it works. Model state is weights, gradients, master and optimizer states. Data parallelism copies it to every GPU; the
 sharded strategies give each of N GPUs a shard, at the price of buffers for what is gathered temporarily:
 
-    ddp      nothing is sharded; gradient buckets are as large as the gradients
+    ddp      nothing is sharded; gradients are sent in buckets of the reduce dtype, which replace them. (A model that you
+             wrap in DistributedDataParallel has a second copy of all gradients, unless gradient_as_bucket_view=True.)
     zero1    states and master / N; one bucket of gradients
     zero2    gradients / N as well; one bucket
     zero3    weights / N as well; gathered for one unit of the model at a time, and for the next one ahead
-    fsdp     FSDP2: as zero3, with the units that the job's `shard` names
+    fsdp     FSDP2: as zero3, with the units that the job's `shard` names; weights are gathered as they are stored
+    hsdp     fsdp within groups of GPUs, a copy in each group
 
 The tests compare with published numbers: the ZeRO paper's 7.5 billion parameters on 64 GPUs (Rajbhandari et al. 2020,
 figure 1), Megatron's distributed optimizer and DeepSpeed's own estimators. These differ because they count different
@@ -16,14 +18,19 @@ things: ZeRO's table has 16-bit gradients (2+2+12), Megatron fp32 ones (2+4+12),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from halfstep.errors import SettingError, unknown
+from halfstep.planning.ranks.communication import Model
+from halfstep.planning.ranks.parts import Units
+from halfstep.planning.ranks.shards import Counted, fsdp_bytes, whole_bytes
 from halfstep.planning.replay import Peak
 from halfstep.precision.formats import FORMATS
 from halfstep.precision.policy import Policy
 
 __all__ = [
+    "GROUP",
     "STRATEGIES",
     "Layout",
     "StateBytes",
@@ -32,7 +39,10 @@ __all__ = [
     "layout_of",
     "megatron_bytes",
     "per_gpu",
+    "rejection",
+    "retained_bytes",
     "state_bytes",
+    "valid_counts",
     "zero_paper_bytes",
 ]
 
@@ -51,8 +61,12 @@ STRATEGIES = {
     "zero1": Strategy("optimizer states and masters sharded (DeepSpeed ZeRO 1)", _STATES),
     "zero2": Strategy("gradients as well (ZeRO 2)", _STATES | {"gradients"}),
     "fsdp": Strategy("weights as well (FSDP2)", _STATES | {"gradients", "weights"}),
+    "hsdp": Strategy("FSDP2 within groups of GPUs, a copy in each group (HSDP)", _STATES | {"gradients", "weights"}),
     "zero3": Strategy("weights as well (DeepSpeed ZeRO 3)", _STATES | {"gradients", "weights"}),
 }
+_FSDP = frozenset({"fsdp", "hsdp"})
+GROUP = 8  # GPUs in a group of hsdp: those of one node, usually
+_DDP_BUCKET = 25 << 20  # bytes of gradients, as in DistributedDataParallel
 _BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size
 # DeepSpeed's stage3_max_live_parameters and prefetch bucket: elements that may be gathered at once.
 _LIVE, _PREFETCH = 1_000_000_000, 50_000_000
@@ -88,51 +102,133 @@ def state_bytes(policy: Policy, accumulate: int = 1, moments: int = 2) -> StateB
 class Layout:
     """The facts about a model and its policy that the formulas need."""
 
-    num_params: int
-    unit_params: int  # of the largest unit gathered at once
-    compute_bytes: int  # of a gathered weight
-    grad_bytes: int
+    parts: Counted
+    units: Units
+    param_bytes: int  # of a stored weight
+    compute_bytes: int  # of a weight that ZeRO 3 gathers
     reduce_bytes: int
+    accumulate: int = 1
+
+    @property
+    def num_params(self) -> int:
+        """Trainable parameters."""
+        return sum(count * math.prod(part.shape) for part, count in self.parts if part.category == "gradients")
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return whole_bytes(self.parts).get("gradients", 0)
+
+    @property
+    def communicated(self) -> Model:
+        """What the ranks exchange: the weights as they are stored, and the gradients in the reduce dtype."""
+        weights = tuple(item for item in self.parts if item[0].category == "weights")
+        gradients = tuple(
+            (replace(part, block_bytes=self.reduce_bytes), count)
+            for part, count in self.parts
+            if part.category == "gradients"
+        )
+        return Model(weights, gradients)
 
 
-def layout_of(policy: Policy, num_params: int, unit_params: int, accumulate: int) -> Layout:
+def layout_of(policy: Policy, parts: Counted, units: Units, accumulate: int) -> Layout:
     """The layout of a model under a policy."""
-    compute = _bytes(policy.compute) if policy.params == "fp32" else _bytes(policy.params)
-    return Layout(num_params, unit_params, compute, _bytes(policy.grads_format(accumulate)), _bytes(policy.reduce))
+    params = _bytes(policy.params)
+    compute = _bytes(policy.compute) if policy.params == "fp32" else params
+    return Layout(parts, units, params, compute, _bytes(policy.reduce), accumulate)
 
 
-def per_gpu(peak: Peak, layout: Layout, strategy: str, num_gpus: int) -> dict[str, int]:
+def rejection(strategy: str, policy: Policy, *, elementwise: bool = True) -> str:
+    """Why a precision cannot be trained with a strategy; empty where it can."""
+    sharded = STRATEGIES[strategy].sharded
+    if sharded and not elementwise:
+        return "its optimizer needs whole matrices, so it cannot step shards; use ddp"
+    if strategy.startswith("zero") and policy.is_lean and (policy.master, policy.states) != ("fp32", "fp32"):
+        name = str(replace(policy, master="fp32", states="fp32"))
+        return f"DeepSpeed stores fp32 masters and moments of 16-bit weights; plan {name} for ZeRO, or use fsdp"
+    return ""
+
+
+def valid_counts(strategy: str, most: int, group: int) -> list[int] | range:
+    """The numbers of GPUs a strategy can use, up to `most`: hsdp fills one group, or has whole ones."""
+    if strategy != "hsdp":
+        return range(1, most + 1)
+    return [*range(1, min(group, most) + 1), *range(2 * group, most + 1, group)]
+
+
+def per_gpu(peak: Peak, layout: Layout, strategy: str, num_gpus: int, group: int = GROUP) -> dict[str, int]:
     """One GPU's memory by category: at the peak of the step or in the update, whichever is larger, sharded."""
     if strategy not in STRATEGIES:
         raise unknown("strategy", strategy, STRATEGIES)
     if num_gpus < 1:
         raise SettingError(f"num_gpus={num_gpus} must be 1 or more.")
+    if strategy == "hsdp" and num_gpus > group and num_gpus % group:
+        raise SettingError(f"hsdp on {num_gpus} GPUs: not a multiple of its groups of {group}. Use whole groups.")
     if num_gpus == 1:
         return dict(peak.breakdown)
+    shards = min(group, num_gpus) if strategy == "hsdp" else num_gpus
     sharded = STRATEGIES[strategy].sharded
-    buffers = _buffers(layout, strategy)
-    at_peak = {name: size // num_gpus if name in sharded else size for name, size in peak.breakdown.items()}
-    if "weights" in sharded:
+    whole = whole_bytes(layout.parts)
+    if strategy in _FSDP:
+        local = fsdp_bytes(layout.parts, shards)
+    else:
+        local = {name: -(-size // shards) if name in sharded else size for name, size in whole.items()}
+    at_peak = dict(peak.breakdown)
+    for name in sharded - {"gradients"}:
+        if name in at_peak:  # what no part describes, such as step counts, every rank has
+            at_peak[name] += local.get(name, 0) - whole.get(name, 0)
+    if "gradients" in at_peak and "gradients" in sharded:
+        at_peak["gradients"] = _gradients(at_peak["gradients"], layout, strategy, whole, local)
+    if strategy == "zero3":
         at_peak.pop("cast cache", None)  # weights are gathered in the compute dtype, so autocast makes no copies
-    at_peak["communication"] = buffers
+    at_peak["communication"] = _buffers(layout, strategy, shards, at_peak.get("gradients", 0))
     persistent = ("weights", "buffers", "master", "states", "average", "batch", "workspaces")
     update = {name: at_peak[name] for name in persistent if name in at_peak}
-    gradients = layout.num_params * layout.grad_bytes
-    update["gradients"] = gradients // num_gpus if "gradients" in sharded else gradients
-    update["communication"] = 0 if "weights" in sharded else buffers
+    update["gradients"] = local.get("gradients", 0)
+    update["communication"] = 0 if "weights" in sharded else _buffers(layout, strategy, shards, update["gradients"])
     return max(at_peak, update, key=lambda sizes: sum(sizes.values()))
 
 
-def _buffers(layout: Layout, strategy: str) -> int:
+def _gradients(at_peak: int, layout: Layout, strategy: str, whole: dict[str, int], local: dict[str, int]) -> int:
+    """Gradients at the peak: the shards of those that are allocated, or all of them unsharded while FSDP2 accumulates."""
+    if strategy in _FSDP and layout.accumulate > 1:
+        return retained_bytes(layout)
+    return -(-at_peak * local["gradients"] // max(1, whole["gradients"]))
+
+
+def retained_bytes(layout: Layout) -> int:
+    """What FSDP2 accumulates on every rank with `set_requires_gradient_sync(False)`: whole gradients, in the reduce dtype."""
+    return layout.num_params * layout.reduce_bytes
+
+
+def _buffers(layout: Layout, strategy: str, shards: int, gradients: int) -> int:
+    """Memory for communication while this many bytes of gradients are allocated."""
+    num_params, units = layout.num_params, layout.units
     if strategy == "ddp":
-        return layout.num_params * layout.grad_bytes
+        # Buckets in the reduce dtype replace the gradients while they are sent; one is filled at a time.
+        wider = max(0, num_params * layout.reduce_bytes - layout.grad_bytes)
+        return wider * gradients // max(1, layout.grad_bytes) + _bucket_bytes(layout)
     if strategy in {"zero1", "zero2"}:
-        return min(_BUCKET, layout.num_params) * layout.reduce_bytes
+        return min(_BUCKET, num_params) * layout.reduce_bytes
+    largest = max(units.largest, units.root)
     if strategy == "zero3":
-        gathered = min(_LIVE, layout.num_params, 2 * layout.unit_params + _PREFETCH)
-        return gathered * layout.compute_bytes + min(_BUCKET, layout.num_params) * layout.reduce_bytes
-    # FSDP2: this unit and the next one gathered, and the full gradient of one before reduce-scatter.
-    return 2 * layout.unit_params * layout.compute_bytes + 2 * layout.unit_params * layout.reduce_bytes
+        gathered = min(_LIVE, num_params, 2 * largest + _PREFETCH)
+        return gathered * layout.compute_bytes + min(_BUCKET, num_params) * layout.reduce_bytes
+    # FSDP2: the root, which stays gathered from its forward to its backward, this unit and the next one, and the whole
+    # gradient of one unit before and in the reduce-scatter. What is gathered or scattered is padded to equal shards: a
+    # position table of shape (1, 257, 6144) becomes N of them.
+    root = tuple((part, count) for part, count in layout.parts if part.category == "weights" and part.at_root)
+    gathered = shards * sum(fsdp_bytes(root, shards).values())
+    scattered = max(2 * units.largest, units.root + gathered // layout.param_bytes)
+    return gathered + 2 * units.largest * layout.param_bytes + scattered * layout.reduce_bytes
+
+
+def _bucket_bytes(layout: Layout) -> int:
+    """The largest bucket of the Engine's reducer: a limit of gradients, but at least one parameter, in the reduce dtype."""
+    sizes = [(math.prod(p.shape), p.block_bytes) for p, _ in layout.parts if p.category == "gradients"]
+    return (
+        max((min(layout.num_params, max(_DDP_BUCKET // size, n)) for n, size in sizes), default=0) * layout.reduce_bytes
+    )
 
 
 def zero_paper_bytes(num_params: float, num_gpus: int, stage: int) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -38,6 +37,8 @@ from halfstep.planning.optimizers import (
     step_scratch,
 )
 from halfstep.planning.quiet import quietly
+from halfstep.planning.ranks.parts import Units, find_units, model_parts
+from halfstep.planning.ranks.shards import Counted, Part, count_parts
 from halfstep.planning.tracer import Tracer
 from halfstep.planning.workspaces import scratch_by_category
 from halfstep.precision.policy import Policy
@@ -64,7 +65,9 @@ class Traced:
     num_params: int
     num_trainable: int
     largest_param: int  # elements
-    unit_params: int  # elements of the largest group of parameters that FSDP would gather at once
+    units: Units  # that FSDP would gather
+    parts: Counted  # what sharding would divide
+    elementwise: bool  # whether the optimizers update each element by itself, so that they can step shards
     build_bytes: int  # peak of setting up the Engine, before any step
     notes: tuple[str, ...] = field(default=())
 
@@ -113,8 +116,12 @@ def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: S
         tracer.stop()
     notes += tracer.integers.notes()
     if ema is not None:
-        states += [StoredState("average", average.nbytes, by_step=False) for average in ema.averages.values()]
-    return _traced(model, job, inputs, states, events, tuple(notes))
+        for average in ema.averages.values():
+            part = Part("average", tuple(average.shape), average.element_size())
+            states.append(StoredState("average", average.nbytes, by_step=False, parts=(part,)))
+    parts = model_parts(model, job.shard, policy, options.accumulate)
+    elementwise = all(getattr(path.optimizer, "elementwise", True) for path in run.paths)
+    return _traced(model, job, inputs, states, events, tuple(notes), parts, elementwise=elementwise)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -176,6 +183,9 @@ def _traced(
     states: list[StoredState],
     events: tuple[Event, ...],
     notes: tuple[str, ...],
+    parts: list[Part],
+    *,
+    elementwise: bool,
 ) -> Traced:
     params = list(model.parameters())
     tensors = [("weights", p) for p in params] + [("buffers", b) for b in model.buffers()]
@@ -190,20 +200,9 @@ def _traced(
         num_params=sum(p.numel() for p in params),
         num_trainable=sum(p.numel() for p in params if p.requires_grad),
         largest_param=max((p.numel() for p in params), default=0),
-        unit_params=_largest_unit(model, job),
+        units=find_units(model, job.shard),
+        parts=count_parts([*parts, *(part for state in states for part in state.parts)]),
+        elementwise=elementwise,
         build_bytes=_num_bytes(params) + 8 * rounded,
         notes=notes,
     )
-
-
-def _largest_unit(model: nn.Module, job: Job) -> int:
-    """Elements of the largest unit that FSDP gathers at once: a module that `Job.shard` names, or the rest at the root."""
-    units = [
-        module
-        for name, module in model.named_modules()
-        if any(fnmatchcase(name, item) if isinstance(item, str) else isinstance(module, item) for item in job.shard)
-    ]
-    inside = {p for unit in units for p in unit.parameters()}
-    rest = sum(p.numel() for p in model.parameters() if p not in inside)
-    sizes: list[int] = [rest, *(sum(p.numel() for p in unit.parameters()) for unit in units)]
-    return max(sizes)

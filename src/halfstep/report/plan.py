@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.hardware.units import gib_text
 from halfstep.report.memory_parts import in_order
+from halfstep.report.ranks.plan import answer_data, hours_data, hours_table, rank_tables
 
 if TYPE_CHECKING:
-    from halfstep.planning import Entry, FoundBatch, MeasuredStep, Plan
+    from halfstep.planning import Answer, Entry, FoundBatch, MeasuredStep, Plan
 
 __all__ = [
     "as_data",
     "as_text",
     "batch_data",
     "batch_text",
+    "captioned",
+    "count_text",
     "grouped",
     "in_micro_batches",
     "largest_text",
@@ -32,7 +35,9 @@ def as_text(plan: Plan, width: int = 100) -> str:
     """The whole plan for a terminal."""
     parts = [_title(plan), _summary(plan)]
     if any(entry.answers for entry in plan.entries):
-        parts.append(_gpus(plan))
+        parts += [_gpus(plan), *(captioned(*item) for item in rank_tables(plan))]
+    if plan.budget is not None:
+        parts.append(captioned(*hours_table(plan)))
     parts += [_categories(plan), _modules(plan.entries[0]), _uncertainty(plan)]
     notes = [textwrap.fill(note, width, initial_indent="- ", subsequent_indent="  ") for note in plan.notes]
     parts.append("\n".join(notes))
@@ -98,16 +103,24 @@ def largest_text(entry: Entry) -> str:
 
 def _gpus(plan: Plan) -> str:
     strategies = [a.strategy for a in plan.entries[0].answers]
-    rows = []
-    for entry in plan.entries:
-        cells = [
-            f"none ({a.decides})" if a.num_gpus is None else f"{a.num_gpus} x {a.micro_batch} ({a.decides})"
-            for a in entry.answers
-        ]
-        rows.append([entry.precision, *cells])
+    rows = [[entry.precision, *map(count_text, entry.answers)] for entry in plan.entries]
     limit = f" (at most {plan.gpus})" if plan.gpus else ""
     title = f"By strategy: minimum GPUs{limit} x examples per GPU{in_micro_batches(plan)} (limiting category)"
     return f"{title}\n" + table(["precision", *strategies], rows)
+
+
+def count_text(answer: Answer) -> str:
+    """The smallest number of GPUs of a strategy, and what decides it."""
+    if answer.rejected:
+        return "-"
+    if answer.num_gpus is None:
+        return f"none ({answer.decides})"
+    return f"{answer.num_gpus} x {answer.micro_batch} ({answer.decides})"
+
+
+def captioned(title: str, head: list[str], rows: list[list[str]]) -> str:
+    """A table under its title."""
+    return f"{title}\n" + table(head, rows)
 
 
 def in_micro_batches(plan: Plan) -> str:
@@ -201,6 +214,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "source": capacity.source,
         },
         "gpus": plan.gpus,
+        "bandwidth": plan.bandwidth,
+        **hours_data(plan),
         "entries": [_entry_data(entry) for entry in plan.entries],
         "notes": list(plan.notes),
         "seconds": round(plan.seconds, 3),
@@ -226,16 +241,8 @@ def _entry_data(entry: Entry) -> dict[str, Any]:
         "num_params": entry.estimate.num_params,
         "fits": entry.fits,
         "min_gpus": entry.min_gpus,
-        "strategies": [
-            {
-                "strategy": a.strategy,
-                "gpus": a.num_gpus,
-                "micro_batch": a.micro_batch,
-                "bytes_per_gpu": a.need_bytes,
-                "decides": a.decides,
-            }
-            for a in entry.answers
-        ],
+        "strategies": [answer_data(answer) for answer in entry.answers],
+        "on_all_gpus": [answer_data(answer) for answer in entry.exact],
         "largest_micro_batch": None if entry.largest is None else entry.largest.batch,
         "accumulate": entry.accumulate,
         "peak_bytes_with_recompute": None if entry.recomputed is None else entry.recomputed.peak_bytes,
@@ -281,7 +288,8 @@ def batch_text(result: FoundBatch) -> str:
     how = f"confirmed by {len(result.trials)} trials: {trials}" if result.confirmed else "predicted only, not tried"
     more = " or more (end of the search)" if result.predicted.at_end else ""
     peak = gib_text(result.predicted.peak_bytes)
-    text = f"Largest micro-batch in {result.precision}: {result.batch}{more} (predicted peak {peak} GiB; {how})"
+    where = f" on each of {result.gpus} GPUs with {result.strategy}" if result.strategy else ""
+    text = f"Largest micro-batch in {result.precision}{where}: {result.batch}{more} (predicted peak {peak} GiB; {how})"
     if result.recomputed is not None:
         text += f"; with recompute=cheap: {result.recomputed.batch} (predicted only)"
     return text
@@ -291,6 +299,8 @@ def batch_data(result: FoundBatch) -> dict[str, Any]:
     """The largest batch that fits, as plain values."""
     return {
         "precision": result.precision,
+        "strategy": result.strategy or None,
+        "gpus": result.gpus,
         "batch": result.batch,
         "peak_bytes": result.predicted.peak_bytes,
         "confirmed": result.confirmed,

@@ -9,6 +9,7 @@ from halfstep.report.html_page import render_html
 from halfstep.report.html_table import Table, data_table
 from halfstep.report.memory_parts import MEMORY_COLOURS, OTHER_COLOUR, in_order
 from halfstep.report.plan import grouped, in_micro_batches, largest_text
+from halfstep.report.ranks.plan import hours_table, rank_tables
 
 if TYPE_CHECKING:
     from halfstep.planning import Plan
@@ -24,7 +25,9 @@ def render_plan_page(plan: Plan) -> str:
 def plan_values(plan: Plan) -> dict[str, Any]:
     """Everything the page shows."""
     parts = in_order(name for entry in plan.entries for name in entry.estimate.peak.breakdown)
-    tables = [_summary(plan, parts), _strategies(plan), _modules(plan)]
+    several = [data_table(*item) for item in rank_tables(plan)] if plan.entries[0].answers else []
+    hours = [] if plan.budget is None else [data_table(*hours_table(plan))]
+    tables = [_summary(plan, parts), _strategies(plan), *several, *hours, _modules(plan)]
     return {
         "title": f"Memory of {plan.job}",
         "about": _about(plan),
@@ -88,7 +91,13 @@ def _strategies(plan: Plan) -> Table | None:
         return None
     heads = ["precision", *(answer.strategy for answer in plan.entries[0].answers)]
     rows = [
-        [entry.precision, *(f"{a.num_gpus or 'none'} x {a.micro_batch}, {a.decides}" for a in entry.answers)]
+        [
+            entry.precision,
+            *(
+                f"{a.num_gpus or 'none'} x {a.micro_batch}, {a.decides}" if not a.rejected else "-"
+                for a in entry.answers
+            ),
+        ]
         for entry in plan.entries
     ]
     return data_table(

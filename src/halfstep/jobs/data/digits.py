@@ -95,6 +95,11 @@ class DigitsLoader(OrderedLoader):
         self._images, self._labels = digits.images.to(device), digits.labels.to(device)
         super().__init__(order, {}, epoch)
 
+    @property
+    def num_examples(self) -> int:
+        """Examples in an epoch, over all processes."""
+        return self._order.num_examples
+
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         images = self._images
         if self._order.split == "train":

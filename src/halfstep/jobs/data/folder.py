@@ -142,6 +142,11 @@ class FolderImages(OrderedLoader):
         )
         super().__init__(order, {"image_size": image_size}, epoch)
 
+    @property
+    def num_examples(self) -> int:
+        """Examples in an epoch, over all processes."""
+        return self._order.num_examples
+
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         self._queue[:] = [(epoch, rows.tolist()) for rows in self._rows(epoch)[first:]]
         for decoded in self._workers:

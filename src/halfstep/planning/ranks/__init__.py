@@ -1,0 +1,1 @@
+"""Several GPUs: the bytes of one rank's shards, and the bytes that ranks exchange."""

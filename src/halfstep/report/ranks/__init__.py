@@ -1,0 +1,1 @@
+"""Several GPUs and the hours of a run, as tables and plain data."""
