@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.fixes.checkpoint import scaler_state_fix
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
+from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser

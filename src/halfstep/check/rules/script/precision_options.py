@@ -44,6 +44,7 @@ class BooleanOption(ScriptRule):
     bad = (
         f"{_HEAD}parser.add_argument('--fp16', type=bool, default=False)\n",
         f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n",
+        f"USE_BF16 = True\n{_HEAD}parser.add_argument('--bf16', action='store_true', default=USE_BF16)\n",
     )
     good = (
         f"{_HEAD}parser.add_argument('--fp16', action='store_true')\n",
@@ -58,7 +59,7 @@ class BooleanOption(ScriptRule):
     )
     references = (f"{_ARGPARSE}#type", "https://github.com/python/cpython/issues/65407")
     words = ("--half", "--amp", '_amp"', "_amp'", "-amp", "mixed-precision", "--mixed_precision", "_tf32", "--tf32")
-    lines = ("type=bool", "default=True")
+    lines = ("type=bool", "default=True", "store_true")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Options named after a precision whose type is bool, or which store their default."""
@@ -67,7 +68,7 @@ class BooleanOption(ScriptRule):
             if not _PRECISION.search(name.lower()):
                 continue
             kind, action = argument(call, None, "type"), constant(argument(call, None, "action"))
-            default = constant(argument(call, None, "default"))
+            default = _default(script, call)
             if kind is not None and _BOOL.fullmatch(text_of(kind)):
                 yield self.finding(
                     script.where(call),
@@ -86,6 +87,15 @@ class BooleanOption(ScriptRule):
                     instead="action=argparse.BooleanOptionalAction, or no default",
                     severity=None if serious else "advice",
                 )
+
+
+def _default(script: Script, call: ast.Call) -> object:
+    """The default of an option, also written as a constant of the file: `default=USE_BF16`."""
+    value = argument(call, None, "default")
+    bound = script.outline.bindings.get(value.id, ()) if isinstance(value, ast.Name) else ()
+    if len(bound) == 1 and bound[0].index is None and bound[0].function is script.outline.module:
+        value = bound[0].value
+    return constant(value)
 
 
 def _stored(call: ast.Call, action: object) -> object:

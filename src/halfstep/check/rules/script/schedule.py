@@ -8,7 +8,7 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
+from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace

@@ -388,7 +388,9 @@ class Recogniser:
             return None
         key = key_of(receiver)
         owned = _OWNERS.search(key) or key in {"self", ""} or self.kind_of(key, function) == "optimizer"
-        return Action("owned_clip" if owned else "clip", subject="clip_grad_norm_")
+        return Action("owned_clip" if owned else "clip", subject=_last(key_of(call.func)))
+
+    _on_clip_grad_value_ = _on_clip_grad_norm_
 
     def _on_clip_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return None if self.outline.names.full(call.func) else Action("owned_clip")
