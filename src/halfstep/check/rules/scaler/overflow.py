@@ -10,7 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
 from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
-from halfstep.check.script.flow.order import TraceRule, earlier, switched_off, without_amp
+from halfstep.check.script.flow.order import TraceRule, earlier, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -89,8 +89,14 @@ class OverflowRaises(TraceRule):
             script.where(place),
             f"this ends the run when a float16 gradient overflows; `{name}.step` skips such a step and `{name}.update()` lowers the scale",
             instead="remove the test, or count the skipped steps and raise only after many in a row",
-            severity=None if _is_float16(script) else "warning",
+            severity=None if _is_float16(script) and _is_default(script, event) else "warning",
         )
+
+
+def _is_default(script: Script, event: Event) -> bool:
+    """Whether the scaler is created in this file and starts at 65536."""
+    scalers = scalers_at(script, event)
+    return bool(scalers) and all(argument(s.node, None, "init_scale") is None for s in scalers)
 
 
 def _is_float16(script: Script) -> bool:
