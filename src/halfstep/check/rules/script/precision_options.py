@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.objects.command_line import Options, stays_here
+from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes, all_statements
@@ -105,6 +105,21 @@ def _stored(call: ast.Call, action: object) -> object:
     return {"store_true": True, "store_false": False}.get(str(action), ...)
 
 
+_DATACLASS = """\
+from dataclasses import dataclass
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+@dataclass
+class Options:
+    name: str = "gpt2"
+    torch_dtype: str = "bfloat16"
+
+options, training = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained(options.name{dtype})
+Trainer(model, args=training, train_dataset=data).train()
+"""
+
+
 class UnusedPrecisionOption(ScriptRule):
     """A precision option of the command line is declared and never read."""
 
@@ -115,16 +130,19 @@ class UnusedPrecisionOption(ScriptRule):
         "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
         "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too."
     )
-    bad = (_TRAINED.format(flag=""),)
+    bad = (_TRAINED.format(flag=""), _DATACLASS.format(dtype=""))
     good = (
+        _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
         _TRAINED.format(flag=", enabled=args.amp"),
         _TRAINED.format(flag="") + "evaluate(model, args)\n",
         _TRAINED.format(flag="") + "options = vars(args)\nuse(options['amp'])\n",
     )
     references = (f"{_ARGPARSE}#the-namespace-object",)
+    words = ("HfArgumentParser",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Options of a script that has autocast or a scaler, if its namespace goes to no other file."""
+        """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
+        yield from self._fields(script)
         if not (script.autocasts or script.scalers or "apex.amp.initialize" in script.outline.library_calls):
             return
         options = Options(script)
@@ -141,6 +159,22 @@ class UnusedPrecisionOption(ScriptRule):
                     script.where(call),
                     f"`{flag}` is never read: the run is the same with and without it",
                     instead=f"pass args.{name} on, or remove the option",
+                )
+
+    def _fields(self, script: Script) -> Iterator[Finding]:
+        """The fields for a dtype of dataclasses that HfArgumentParser fills, which nothing reads."""
+        if "HfArgumentParser" not in script.source.text:
+            return
+        nodes = tuple(all_nodes(script.tree))
+        read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+        read |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        for field in dataclass_fields(nodes):
+            name = field.target.id if isinstance(field.target, ast.Name) else ""
+            if re.fullmatch(r"(torch_|model_|compute_)?dtype", name) and name not in read:
+                yield self.finding(
+                    script.where(field),
+                    f"the option `--{name}` is never read: the run is the same with and without it",
+                    instead=f"pass {name} to from_pretrained, or remove the option",
                 )
 
 
