@@ -213,11 +213,11 @@ class AccumulationIn16Bits(DeepSpeedRule):
         "  zero_stage: 2\n  gradient_accumulation_steps: 64\n  gradient_clipping: 1.0\n",
     )
     good = (
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
-        "  zero_stage: 2\n  gradient_accumulation_steps: 1\n  gradient_clipping: 1.0\n",
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 64,\n'
         ' "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32", "gradient_clipping": 1}',
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 1}',
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
+        "  zero_stage: 2\n  gradient_accumulation_steps: 1\n  gradient_clipping: 1.0\n",
     )
     references = (
         "https://github.com/deepspeedai/DeepSpeed/issues/1800",

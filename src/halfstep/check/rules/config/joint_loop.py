@@ -288,8 +288,14 @@ class MastersNotRefreshed(JointRule):
         if not use.engine or use.initialize is None or deepspeed.weights == "fp32" or not use.calls("step", use.engine):
             return
         text = use.source.text
-        if any(word in text for word in ("refresh_fp32_params", "GatheredParameters", "safe_set_full_fp32_param")):
+        if "refresh_fp32_params" in text or "safe_set_full_fp32_param" in text:
             return
+        gathered = {
+            id(inner)
+            for n in use.nodes
+            if isinstance(n, ast.With) and any("GatheredParameters" in ast.unparse(i.context_expr) for i in n.items)
+            for inner in ast.walk(n)
+        }
         aliases = {
             key_of(t)
             for n in use.nodes
@@ -298,7 +304,7 @@ class MastersNotRefreshed(JointRule):
         }
         for call in use.calls("load_state_dict"):
             owner = key_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            if owner == f"{use.engine}.module" or owner in aliases - {""}:
+            if id(call) not in gathered and (owner == f"{use.engine}.module" or owner in aliases - {""}):
                 mode = "" if deepspeed.weights else "in fp16 and bf16 "
                 yield self.finding(
                     use.where(call),

@@ -106,10 +106,10 @@ def _stored(script: Script) -> Iterator[str]:
 
 
 def _own_setting(script: Script) -> str:
-    """A number of accumulation steps that a script reads and does not count or divide by; "" if there is none."""
+    """A number of accumulation steps that a script has and does not count; "" if there is none."""
     settings: list[str] = []
     for node in ast.walk(script.tree):
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+        if isinstance(node, ast.Name | ast.Attribute):
             last = node.id if isinstance(node, ast.Name) else node.attr
             owner = text_of(node.value) if isinstance(node, ast.Attribute) else ""
             if _STEPS.match(last) and "accelerator" not in owner:

@@ -102,19 +102,19 @@ class ClipBehindFramework(TraceRule):
         "`on_before_optimizer_step`; both torch's call and `self.clip_gradients` come too early in `training_step`."
     )
     bad = (
-        _SHARDED.format(clip=_CLIP.format("model")),
         _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_CLIP.format('model')}\n"),
         _ACCELERATE.format(options="", clip=f"    {_CLIP.format('model')}\n"),
         _FABRIC.format(clip=_CLIP.format("model")),
         _MANUAL.format(clip=f"        {_CLIP.format('self')}\n", hook=""),
         _MANUAL.format(clip="        self.clip_gradients(optimizer, gradient_clip_val=1.0)\n", hook=""),
+        _SHARDED.format(clip=_CLIP.format("model")),
     )
     good = (
-        _SHARDED.format(clip="model.clip_grad_norm_(1.0)"),
         _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_OWN_CLIP}\n"),
         _ACCELERATE.format(options="", clip=f"    {_OWN_CLIP}\n"),
         _FABRIC.format(clip="fabric.clip_gradients(model, optimizer, max_norm=1.0)"),
         _MANUAL.format(clip="", hook=_HOOK),
+        _SHARDED.format(clip="model.clip_grad_norm_(1.0)"),
     )
     references = (
         _DOCS,

@@ -132,10 +132,10 @@ class UnusedPrecisionOption(ScriptRule):
     )
     bad = (_TRAINED.format(flag=""), _DATACLASS.format(dtype=""))
     good = (
-        _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
         _TRAINED.format(flag=", enabled=args.amp"),
         _TRAINED.format(flag="") + "evaluate(model, args)\n",
         _TRAINED.format(flag="") + "options = vars(args)\nuse(options['amp'])\n",
+        _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
     )
     references = (f"{_ARGPARSE}#the-namespace-object",)
     words = ("HfArgumentParser",)

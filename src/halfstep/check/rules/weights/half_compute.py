@@ -102,11 +102,11 @@ class HalfComputeWithoutScale(ScriptRule):
         _QUANTIZED_TRAINER.format(dtype="float16"),
     )
     good = (
-        _QUANTIZED_TRAINER.format(dtype="bfloat16"),
-        _QUANTIZED_TRAINER.format(dtype="float16").replace("output_dir='out'", "output_dir='out', fp16=True"),
         _LOOP.format(dtype="bfloat16"),
         _TRAINER.format(flags=", fp16=True"),
         _TRAINER.format(flags=", bf16=True"),
+        _QUANTIZED_TRAINER.format(dtype="bfloat16"),
+        _QUANTIZED_TRAINER.format(dtype="float16").replace("output_dir='out'", "output_dir='out', fp16=True"),
     )
     references = (
         "https://arxiv.org/abs/1710.03740",

@@ -193,10 +193,10 @@ class EpsUnderflowsHalf(ScriptRule):
         _FOCAL.format(eps="1e-8"),
     )
     good = (
-        _FOCAL.format(eps="1e-6"),
-        _FOCAL.format(eps="1e-8").replace("(logits)", "(logits.float())"),
         "import torch\ny = x / (x.half().abs() + 1e-6)\n",
         "import torch\nz = w.to(torch.float16).float().clamp(min=1e-12)\n",
+        _FOCAL.format(eps="1e-6"),
+        _FOCAL.format(eps="1e-8").replace("(logits)", "(logits.float())"),
     )
     references = ("https://github.com/pytorch/pytorch/issues/147437",)
 
