@@ -25,6 +25,11 @@ def codes(text: str) -> list[str]:
     return [f"{f.code}:{f.line}" for f in findings(text)]
 
 
+def reported(text: str) -> set[str]:
+    """The codes of the rules that report something."""
+    return {f.code for f in findings(text)}
+
+
 def trace_of(text: str, root: str = "<module>"):
     """The events of one root, without the regions' entries."""
     return next((t for t in script(text).traces if t and (t[0].roots or True) and _root(t) == root), ())

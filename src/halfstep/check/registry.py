@@ -20,7 +20,12 @@ Group = Literal["files", "script", "config", "hardware", "advisories"]
 
 GROUPS: dict[Group, tuple[str, ...]] = {
     "files": ("halfstep.check.files.problems",),
-    "script": ("halfstep.check.rules.script", "halfstep.check.rules.weights", "halfstep.check.rules.frameworks"),
+    "script": (
+        "halfstep.check.rules.script",
+        "halfstep.check.rules.scaler",
+        "halfstep.check.rules.weights",
+        "halfstep.check.rules.frameworks",
+    ),
     "config": ("halfstep.check.rules.config",),
     "hardware": ("halfstep.check.rules.hardware",),
     "advisories": ("halfstep.check.rules.advisories",),

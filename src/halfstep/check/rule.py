@@ -5,7 +5,7 @@ How to write a rule
 A rule is one class in a module under `rules/`, one module per family. The class contains everything that is known about
 the rule: the tests run its cases, and docs/rules.md and `halfstep explain HS104` are generated from it.
 
-1. Choose the module, or add one: `rules/script/`, `rules/weights/` and `rules/frameworks/` for Python scripts and notebooks,
+1. Choose the module, or add one: `rules/script/`, `rules/scaler/`, `rules/weights/` and `rules/frameworks/` for Python scripts and notebooks,
    `rules/config/` for configurations. Every module in these packages is loaded; there is no list to extend.
 2. Derive from the base class that provides the facts you need:
 

@@ -192,6 +192,9 @@ class ParameterFormatContradicts(DeepSpeedRule):
             )
 
 
+_ACCELERATE_STEPS = ("deepspeed_config", "gradient_accumulation_steps")
+
+
 class AccumulationIn16Bits(DeepSpeedRule):
     """Gradients are accumulated over micro-batches in 16 bits."""
 
@@ -206,17 +209,35 @@ class AccumulationIn16Bits(DeepSpeedRule):
     )
     bad = (
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 64, "gradient_clipping": 1}',
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
+        "  zero_stage: 2\n  gradient_accumulation_steps: 64\n  gradient_clipping: 1.0\n",
     )
     good = (
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 64,\n'
         ' "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32", "gradient_clipping": 1}',
         '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "gradient_accumulation_steps": 1}',
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
+        "  zero_stage: 2\n  gradient_accumulation_steps: 1\n  gradient_clipping: 1.0\n",
     )
     references = (
         "https://github.com/deepspeedai/DeepSpeed/issues/1800",
         "https://github.com/deepspeedai/DeepSpeed/issues/2352",
         "measured: DeepSpeed 0.19.8, 1024 micro-batches, mean 0.25 instead of 1.0 at stages 0 to 3",
     )
+
+    def check(self, config: Config) -> Iterator[Finding]:
+        """The findings in a DeepSpeed configuration, and in the one that Accelerate's file writes out."""
+        yield from super().check(config)
+        mode, steps = config.value("mixed_precision"), config.number(*_ACCELERATE_STEPS)
+        if config.kind != "accelerate" or mode not in {"bf16", "fp16"} or steps is None or steps < 4:
+            return
+        if config.entry("deepspeed_config", "deepspeed_config_file") is None:
+            yield self.at(
+                config,
+                _ACCELERATE_STEPS,
+                f"DeepSpeed accumulates the gradients of {steps:g} micro-batches in {mode}, which loses small contributions.",
+                instead='Use a `deepspeed_config_file` with `"data_types": {"grad_accum_dtype": "fp32"}`.',
+            )
 
     def inspect(self, deepspeed: DeepSpeed, config: Config) -> Iterator[Finding]:
         """Report 4 or more micro-batches without fp32 accumulation."""

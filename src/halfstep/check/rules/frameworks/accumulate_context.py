@@ -1,8 +1,9 @@
-"""HS178: the counter of Accelerate's `accumulate` context."""
+"""HS177, HS178: the length and the counter of Accelerate's `accumulate` context."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
@@ -25,8 +26,101 @@ for x, y in loader:
         optimizer.step()
         optimizer.zero_grad()
 """
+_SETTING = """\
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16"{steps})
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accum_steps = cfg["accum_steps"]
+print(f"effective batch size {{batch_size * accum_steps}}")
+for x, y in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_fn(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+_STEPS = re.compile(
+    r"^(n_|num_)?(grad(ient)?s?_?)?accum(ulate|ulation)?(_grad(ient)?s?)?_?(steps?|iters?|batches|every|freq)$|"
+    r"^grad(ient)?_acc(um|umulation)?(_steps?)?$",
+    re.IGNORECASE,
+)
+_PLUGINS = {
+    "gradient_accumulation_steps",
+    "gradient_accumulation_plugin",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    None,
+}
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)
+
+
+class AccumulationNotPassed(ScriptRule):
+    """The number of accumulation steps is not passed to the Accelerator whose `accumulate` is used."""
+
+    code = "HS177"
+    name = "accumulation-not-passed"
+    severity = "warning"
+    reason = (
+        "`accelerator.accumulate` counts to the number that `Accelerator(gradient_accumulation_steps=...)` was created with, which is 1. "
+        "A setting of the script that is not passed there has no effect: the optimizer steps on every micro-batch, with a batch smaller "
+        "than the one that the learning rate was chosen for. Only the launcher could still set it."
+    )
+    bad = (_SETTING.format(steps=""),)
+    good = (
+        _SETTING.format(steps=', gradient_accumulation_steps=cfg["accum_steps"]'),
+        _SETTING.format(steps="").replace(
+            "accum_steps = cfg", "accelerator.gradient_accumulation_steps = accum_steps = cfg"
+        ),
+    )
+    references = ("https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation",)
+    words = ("Accelerator",)
+
+    def check(self, script: Script) -> Iterator[Finding]:
+        """An Accelerator without the setting, in a script that reads one and leaves the counting to `accumulate`."""
+        outline = script.outline
+        entered = [(call, f) for call, f in outline.calls.get("accumulate", ()) if isinstance(call.func, ast.Attribute)]
+        engines = [engine_at(script, key_of(call.func.value), f) for call, f in entered]  # type: ignore[attr-defined]
+        created = outline.library_calls.get("accelerate.Accelerator", ())
+        if len(created) != 1 or not any(e is not None and e.is_created for e in engines):
+            return
+        call = created[0].call
+        if call.args or _PLUGINS & {k.arg for k in call.keywords}:
+            return
+        if any(key.endswith(".gradient_accumulation_steps") for key in _stored(script)):
+            return
+        setting = _own_setting(script)
+        if setting:
+            yield self.finding(
+                script.where(call),
+                f"`accumulate` uses the Accelerator's number of steps, 1 unless the launcher sets it: `{setting}` has no effect on it",
+                instead=f"Accelerator(..., gradient_accumulation_steps={setting})",
+            )
+
+
+def _stored(script: Script) -> Iterator[str]:
+    """The attributes that a script assigns: `accelerator.gradient_accumulation_steps`."""
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield text_of(node)
+
+
+def _own_setting(script: Script) -> str:
+    """A number of accumulation steps that a script has and does not count; "" if there is none."""
+    settings: list[str] = []
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            last = node.id if isinstance(node, ast.Name) else node.attr
+            owner = text_of(node.value) if isinstance(node, ast.Attribute) else ""
+            if _STEPS.match(last) and "accelerator" not in owner:
+                settings.append(text_of(node))
+                parent = script.outline.parents.get(node)
+                is_operand = isinstance(parent, ast.BinOp) and parent.right is node
+                if is_operand and isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mod):
+                    return ""  # counted by the script itself
+                if isinstance(parent, ast.keyword) and parent.arg in {"gradient_accumulation_steps", "num_steps"}:
+                    return ""
+    return settings[0] if settings else ""
 
 
 class AccumulateEnteredTwice(ScriptRule):
@@ -93,4 +187,4 @@ def _around(script: Script, call: ast.Call) -> tuple[ast.AST, ...]:
     return ()
 
 
-RULES: tuple[type[Rule], ...] = (AccumulateEnteredTwice,)
+RULES: tuple[type[Rule], ...] = (AccumulationNotPassed, AccumulateEnteredTwice)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from halfstep.check.examples import MANUAL_LOOP
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule
+from halfstep.check.script.flow.event import compatible
 from halfstep.check.script.flow.order import TraceRule, earlier
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.engines import (
@@ -19,6 +20,7 @@ from halfstep.check.script.objects.engines import (
 )
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.names import key_of
 
 __all__ = ["RULES"]
 
@@ -67,6 +69,25 @@ def _backward_engine(script: Script, trace: Trace, index: int) -> Engine | None:
     return engine
 
 
+_NORMS = {"clip_grad_norm_", "clip_grad_norm"}
+_SHARDED = """\
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision
+
+def wrap(model):
+    return FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+model = wrap(Net())
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in loader:
+    loss = loss_fn(model(x).float(), y)
+    loss.backward()
+    {clip}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 class ClipBehindFramework(TraceRule):
     """Gradients that a framework scaled or sharded are clipped before it has unscaled them."""
 
@@ -86,12 +107,14 @@ class ClipBehindFramework(TraceRule):
         _FABRIC.format(clip=_CLIP.format("model")),
         _MANUAL.format(clip=f"        {_CLIP.format('self')}\n", hook=""),
         _MANUAL.format(clip="        self.clip_gradients(optimizer, gradient_clip_val=1.0)\n", hook=""),
+        _SHARDED.format(clip=_CLIP.format("model")),
     )
     good = (
         _ACCELERATE.format(options='mixed_precision="fp16"', clip=f"    {_OWN_CLIP}\n"),
         _ACCELERATE.format(options="", clip=f"    {_OWN_CLIP}\n"),
         _FABRIC.format(clip="fabric.clip_gradients(model, optimizer, max_norm=1.0)"),
         _MANUAL.format(clip="", hook=_HOOK),
+        _SHARDED.format(clip="model.clip_grad_norm_(1.0)"),
     )
     references = (
         _DOCS,
@@ -135,7 +158,7 @@ class ClipBehindFramework(TraceRule):
         )  # Apex unscales those
         engine = _backward_engine(script, trace, index) if is_torch and is_own else None
         if engine is None:
-            return None
+            return self._on_shards(script, trace, index) if is_torch and is_own else None
         plugin = {"fsdp": "sharded by FSDP", "deepspeed": "sharded by DeepSpeed"}.get(engine.plugin, "")
         severity: Severity = "error" if engine.precision == "fp16" else "warning"
         if engine.precision == "fp16":
@@ -157,6 +180,34 @@ class ClipBehindFramework(TraceRule):
             instead=f"{engine.key}.{own}",
             severity=severity,
         )
+
+    def _on_shards(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """The finding for torch's norm of a model that FSDP has sharded, without a framework."""
+        event = trace[index]
+        call = event.node
+        assert isinstance(call, ast.Call)
+        source = argument(call, 0, "parameters")
+        func = source.func if isinstance(source, ast.Call) else None
+        if (
+            not isinstance(func, ast.Attribute)
+            or func.attr != "parameters"
+            or last_name(text_of(call.func)) not in _NORMS
+        ):
+            return None
+        sites = script.outline.calls.get("clip_grad_norm_", ())
+        if any(not script.outline.names.full(site.call.func) for site in sites):
+            return None  # of the wrapped model, in another branch
+        wraps = [e for e in trace[:index] if e.kind == "wrap_fsdp" and compatible(e, event)]
+        makers = {e.function for e in wraps}
+        for value in script.outline.values(key_of(func.value), event.function):
+            target = script.outline.call_target(value, event.function) if isinstance(value, ast.Call) else None
+            if any(e.node is value for e in wraps) or (target is not None and target in makers):
+                return self.finding(
+                    script.where(call),
+                    "these gradients are sharded by FSDP: torch's `clip_grad_norm_` uses the norm of the shard of each rank",
+                    instead=f"{text_of(func.value)}.clip_grad_norm_(...)",
+                )
+        return None
 
     def _in_manual(self, script: Script, trace: Trace, index: int, precision: str, *, is_torch: bool) -> Finding | None:
         event = trace[index]

@@ -72,7 +72,9 @@ def _divides_gradients(script: Script) -> bool:
     calls = script.outline.calls
     if any(_RESCALES.search(name) for name in calls):
         return True
-    by_hand = (c.func for name in ("div_", "mul_") for c, _ in calls.get(name, ()))
+    # By the loss scale they are only unscaled: `p.grad.mul_(1.0 / 2**lg_loss_scale)`.
+    sites = [c for name in ("div_", "mul_") for c, _ in calls.get(name, ())]
+    by_hand = (c.func for c in sites if not any("loss_scale" in text_of(a) for a in c.args))
     if any(isinstance(f, ast.Attribute) and "grad" in text_of(f.value) for f in by_hand):
         return True
     assigned = [n for n in script.outline.parents if isinstance(n, ast.AugAssign)]
@@ -304,6 +306,8 @@ def _is_mean(script: Script, event: Event) -> bool:
     loss = func.value if isinstance(func, ast.Attribute) else None
     if event.scaled == "yes" and isinstance(loss, ast.Call) and loss.args:
         loss = loss.args[0]  # scaler.scale(loss)
+    if isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Mult) and "scale" in text_of(loss.right):
+        loss = loss.left  # (loss * loss_scale).backward()
     values = [b.value for b in _before(script, key_of(loss), event)] if loss is not None and key_of(loss) else [loss]
     return bool(values) and all(
         _MEAN.search(text_of(v.func)) if isinstance(v, ast.Call) else isinstance(v, ast.Attribute) and v.attr == "loss"

@@ -340,10 +340,12 @@ class DataParallelBf16(ScriptRule):
     references = (f"{_DOCS}#dataparallel-in-a-single-process",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """DataParallel in a script where every region is certainly bfloat16."""
+        """DataParallel in a script where every region is bfloat16, or may be."""
         regions = [a for a in script.autocasts if a.enabled != "no"]
-        if not regions or any(a.dtype != "bfloat16" for a in regions):
+        if not regions or any("bfloat16" not in a.dtypes or a.dtype_node is None for a in regions):
             return
+        either = next((text_of(a.dtype_node) for a in regions if a.dtype != "bfloat16"), "")
+        when = f"when `{either}` is bfloat16, " if either else ""
         opened = list(script.events("enter_autocast"))
         reported = set()
         for event in script.events("wrap_dp"):
@@ -351,7 +353,7 @@ class DataParallelBf16(ScriptRule):
                 reported.add(event.node)
                 yield self.finding(
                     script.where(event.node),
-                    "DataParallel does not pass the dtype of the region to its replicas: they compute in float16, not bfloat16",
+                    f"{when}DataParallel does not pass the dtype of the region to its replicas: they compute in float16, not bfloat16",
                     instead="DistributedDataParallel with one process per GPU",
                 )
 

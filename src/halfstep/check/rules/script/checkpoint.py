@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.finding import Finding
 from halfstep.check.fixes.checkpoint import scaler_state_fix
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
+from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
@@ -42,7 +42,9 @@ if resume:
 """
 _SAVES = re.compile(r"save|load|ckpt|checkpoint|resume|state|register|Trainer|Engine|Manager", re.IGNORECASE)
 # Calls whose keywords are the parts of a checkpoint: save(optimizer=...), state.update(...), TrainState(...).
-_HOLDS = re.compile(r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$")
+_HOLDS = re.compile(
+    r"save|update|(State|Checkpoint|Ckpt|Snapshot)s?$|(checkpoint|ckpt|snapshot)_(payload|state|dict|data)$"
+)
 _RESUMES = re.compile(
     r"resum|restart|restore|continue_?(train|from)|load_?(ckpt|checkpoint|check_point|state|model|snapshot)|last_(ckpt|checkpoint)|"
     r"auto_load|(initial|init|start|begin|last|first)_?(global_?)?(epoch|iter|step|it$)",

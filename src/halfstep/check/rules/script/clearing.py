@@ -95,7 +95,7 @@ class ClearedEveryMicroBatch(TraceRule):
         _PREPARED + _INSIDE.format(start="", end="        optimizer.zero_grad()\n"),
     )
     references = (_DOCS, "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation")
-    words = ("Accelerator",)
+    words = ("Accelerator", "accelerator.backward")
     kinds = ("zero_grad",)
 
     def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
@@ -198,7 +198,9 @@ class ClearedEveryMicroBatch(TraceRule):
         if any("%" in guard.text for guard in event.accumulating):
             return None  # at the start of a window
         engine = engine_at(script, key_of(accumulate.func.value), event.function)
-        if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed" or engine.steps is None:
+        if engine is None or engine.library != ACCELERATE or engine.plugin == "deepspeed":
+            return None
+        if engine.is_created and constant(engine.steps) in {1, None}:
             return None
         depth = depth_without_optimizers(script, event)
         inside = [
@@ -213,9 +215,10 @@ class ClearedEveryMicroBatch(TraceRule):
             for i in inside
             if trace[i].kind == "opt_step" and (is_looped or trace[i].optimizer in {event.optimizer, ""})
         ]
-        if constant(engine.steps) in {1, None} or back is None or not steps or steps[0] < back:
+        if back is None or not steps or steps[0] < back:
             return None
-        condition = "" if isinstance(constant(engine.steps), int) else f"if `{text_of(engine.steps)}` is above 1, "
+        number = text_of(engine.steps) or "gradient_accumulation_steps"  # of a file that creates the Accelerator
+        condition = "" if isinstance(constant(engine.steps), int) else f"if `{number}` is above 1, "
         return self.finding(
             script.where(event.node),
             f"{condition}`{_cleared(event)}` before the backward discards what `{text_of(accumulate.func)}` has accumulated: Accelerate "

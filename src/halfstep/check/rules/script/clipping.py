@@ -281,9 +281,10 @@ class ClipEveryMicroBatch(TraceRule):
             return None
         if any(".accumulate(" in text_of(region.node) for region in event.regions):
             steps = constant(engine.steps) if engine.steps is not None else None
-            if steps in {None, 1}:
+            if engine.is_created and steps in {None, 1}:
                 return None  # without accumulation every micro-batch is the last one
-            condition = "" if isinstance(steps, int) else f"if `{text_of(engine.steps)}` is above 1, "
+            number = text_of(engine.steps) or "gradient_accumulation_steps"  # of a file that creates the Accelerator
+            condition = "" if isinstance(steps, int) else f"if `{number}` is above 1, "
             window = f"`{engine.key}.accumulate`"
         else:
             step = next(later(trace, index, "opt_step"), None)
@@ -321,7 +322,9 @@ class ClipEveryMicroBatch(TraceRule):
             return None
         if "%" not in window.ends and not ACCUMULATION.search(f"{window.length} {window.ends}"):
             return None
-        if any(e.loops == event.loops and only_settings(script, e, trace[back]) for e in trace if e.kind == "unscale"):
+        always = {*event.guards, *trace[back].guards}
+        unscales = [e for e in trace if e.kind == "unscale" and e.loops == event.loops and always.issuperset(e.guards)]
+        if any(only_settings(script, e, trace[back]) for e in unscales):
             return None  # HS106 reports the unscale_ that comes with it
         return self.finding(
             script.where(event.node),

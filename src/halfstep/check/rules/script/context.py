@@ -44,9 +44,21 @@ for x, y in loader:
     loss.backward()
     optimizer.step()
 """
+_SCALED = """\
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled=args.dtype in ['float16', 'bfloat16'])
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda"{dtype}):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
 # The name of an option for bfloat16, and a comparison with its name.
 _BF16 = re.compile(r"(^|[._\[]|['\"])(use_|enable_|with_|is_)?(bf16|bfloat16)(_mixed|_amp|['\"\]]|$)", re.IGNORECASE)
 _COMPARED = re.compile(r"^[^=<>]+ (==|in) [^=]*['\"](bf16|bfloat16|bf16-mixed|bf16_mixed)['\"]", re.IGNORECASE)
+_ON_DEVICE = re.compile(r"[\w.]+ == ['\"](cuda|cpu)['\"]$|[\w.]+\.is_cuda$")
 _SETS = {"set_autocast_gpu_dtype", "set_autocast_dtype"}
 
 
@@ -66,10 +78,12 @@ class Bf16OptionRunsFloat16(ScriptRule):
         _TRAIN.format(dtype="")
         .replace("for x", 'use_amp = args.precision in ("fp16", "bf16")\nfor x')
         .replace("args.bf16", "use_amp"),
+        _SCALED.format(dtype=""),
     )
     good = (
         _TRAIN.format(dtype=", dtype=torch.bfloat16"),
         _TRAIN.format(dtype=", dtype=torch.bfloat16 if args.precision == 'bf16' else torch.float32"),
+        _SCALED.format(dtype=", dtype=torch.float16").replace("in ['float16', 'bfloat16']", "== 'float16'"),
     )
     references = ("https://docs.pytorch.org/docs/stable/amp.html#torch.autocast",)
 
@@ -105,6 +119,10 @@ def _bf16_option(script: Script, event: Event, autocast: Autocast) -> str:
     flag = autocast.enabled if autocast.enabled != "yes" else ""
     texts = [flag, *(text_of(v) for v in script.outline.values(flag, event.function))] if flag else []
     texts += [guard.text for guard in event.guards if guard.is_true]
+    if (not flag or _ON_DEVICE.match(flag)) and event.inside(
+        "no_grad"
+    ) is None:  # the scaler is on for bfloat16, and the region for everything
+        texts += [scaler.enabled for scaler in script.scalers if " in " in scaler.enabled]
     for text in texts:
         plain = text.removeprefix("bool(").removesuffix(")")
         if _BF16.search(plain) and re.fullmatch(r"[\w.\[\]'\"]+", plain):

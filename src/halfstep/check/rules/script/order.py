@@ -179,7 +179,8 @@ class UnscaledBackward(TraceRule):
             return None
         if switched_off(script, step) or scales_between(trace, index, following):
             return None
-        if any(trace[i].function is not event.function for i in earlier(trace, index, "scale")):
+        scales = [trace[i] for i in earlier(trace, index, "scale")]
+        if any(e.function is not event.function and not _is_used_up(script, e) for e in scales):
             return None  # scaled by a function that returns the loss
         calling = {e.function for e in script.events("backward")}
         if any(e.function not in calling for e in script.events("scale")):
@@ -196,6 +197,12 @@ class UnscaledBackward(TraceRule):
             instead=f"{step.scaler}.scale({event.subject or 'loss'}).backward()",
             fix=scale_fix(script, event, step),
         )
+
+
+def _is_used_up(script: Script, scale: Event) -> bool:
+    """Whether a scaled loss is only there for its backward: `scaler.scale(loss).backward()`."""
+    parent = script.outline.parents.get(scale.node)
+    return isinstance(parent, ast.Attribute) and parent.attr == "backward"
 
 
 class StepBypassesScaler(TraceRule):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.script.objects.command_line import Options, stays_here
+from halfstep.check.script.objects.command_line import Options, dataclass_fields, stays_here
 from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes, all_statements
@@ -44,6 +44,7 @@ class BooleanOption(ScriptRule):
     bad = (
         f"{_HEAD}parser.add_argument('--fp16', type=bool, default=False)\n",
         f"{_HEAD}parser.add_argument('--bf16', action='store_true', default=True)\n",
+        f"USE_BF16 = True\n{_HEAD}parser.add_argument('--bf16', action='store_true', default=USE_BF16)\n",
     )
     good = (
         f"{_HEAD}parser.add_argument('--fp16', action='store_true')\n",
@@ -58,7 +59,7 @@ class BooleanOption(ScriptRule):
     )
     references = (f"{_ARGPARSE}#type", "https://github.com/python/cpython/issues/65407")
     words = ("--half", "--amp", '_amp"', "_amp'", "-amp", "mixed-precision", "--mixed_precision", "_tf32", "--tf32")
-    lines = ("type=bool", "default=True")
+    lines = ("type=bool", "default=True", "store_true")
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Options named after a precision whose type is bool, or which store their default."""
@@ -67,7 +68,7 @@ class BooleanOption(ScriptRule):
             if not _PRECISION.search(name.lower()):
                 continue
             kind, action = argument(call, None, "type"), constant(argument(call, None, "action"))
-            default = constant(argument(call, None, "default"))
+            default = _default(script, call)
             if kind is not None and _BOOL.fullmatch(text_of(kind)):
                 yield self.finding(
                     script.where(call),
@@ -88,11 +89,35 @@ class BooleanOption(ScriptRule):
                 )
 
 
+def _default(script: Script, call: ast.Call) -> object:
+    """The default of an option, also written as a constant of the file: `default=USE_BF16`."""
+    value = argument(call, None, "default")
+    bound = script.outline.bindings.get(value.id, ()) if isinstance(value, ast.Name) else ()
+    if len(bound) == 1 and bound[0].index is None and bound[0].function is script.outline.module:
+        value = bound[0].value
+    return constant(value)
+
+
 def _stored(call: ast.Call, action: object) -> object:
     """The value that an option without an argument stores, True or False; ... for any other action."""
     if action == "store_const" and isinstance(value := constant(argument(call, None, "const")), bool):
         return value
     return {"store_true": True, "store_false": False}.get(str(action), ...)
+
+
+_DATACLASS = """\
+from dataclasses import dataclass
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+@dataclass
+class Options:
+    name: str = "gpt2"
+    torch_dtype: str = "bfloat16"
+
+options, training = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained(options.name{dtype})
+Trainer(model, args=training, train_dataset=data).train()
+"""
 
 
 class UnusedPrecisionOption(ScriptRule):
@@ -105,16 +130,19 @@ class UnusedPrecisionOption(ScriptRule):
         "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
         "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too."
     )
-    bad = (_TRAINED.format(flag=""),)
+    bad = (_TRAINED.format(flag=""), _DATACLASS.format(dtype=""))
     good = (
         _TRAINED.format(flag=", enabled=args.amp"),
         _TRAINED.format(flag="") + "evaluate(model, args)\n",
         _TRAINED.format(flag="") + "options = vars(args)\nuse(options['amp'])\n",
+        _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
     )
     references = (f"{_ARGPARSE}#the-namespace-object",)
+    words = ("HfArgumentParser",)
 
     def check(self, script: Script) -> Iterator[Finding]:
-        """Options of a script that has autocast or a scaler, if its namespace goes to no other file."""
+        """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
+        yield from self._fields(script)
         if not (script.autocasts or script.scalers or "apex.amp.initialize" in script.outline.library_calls):
             return
         options = Options(script)
@@ -131,6 +159,22 @@ class UnusedPrecisionOption(ScriptRule):
                     script.where(call),
                     f"`{flag}` is never read: the run is the same with and without it",
                     instead=f"pass args.{name} on, or remove the option",
+                )
+
+    def _fields(self, script: Script) -> Iterator[Finding]:
+        """The fields for a dtype of dataclasses that HfArgumentParser fills, which nothing reads."""
+        if "HfArgumentParser" not in script.source.text:
+            return
+        nodes = tuple(all_nodes(script.tree))
+        read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+        read |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        for field in dataclass_fields(nodes):
+            name = field.target.id if isinstance(field.target, ast.Name) else ""
+            if re.fullmatch(r"(torch_|model_|compute_)?dtype", name) and name not in read:
+                yield self.finding(
+                    script.where(field),
+                    f"the option `--{name}` is never read: the run is the same with and without it",
+                    instead=f"pass {name} to from_pretrained, or remove the option",
                 )
 
 

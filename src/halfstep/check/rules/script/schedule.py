@@ -8,7 +8,7 @@ import re
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
-from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
+from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, Guard, Loop, compatible, is_accumulation
 from halfstep.check.script.flow.order import TraceRule, earlier, is_amp, is_setting, later, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
@@ -40,6 +40,9 @@ _MODULO = re.compile(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = re.compile(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
 _FINITE = re.compile(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
 _BACKWARDS = ("backward", "owned_backward")
+_ACTIVE = {"scaler_step", "opt_step", "owned_step", "handed", *_BACKWARDS}
+# Classes of torch or like them, and functions of transformers; one that a project calls otherwise may set the rate to use next.
+_SCHEDULE = re.compile(r"LR$|^get_\w*schedule\w*$|^CosineAnnealingWarmRestarts$")
 _BF16 = """\
 import torch
 for x, y in loader:
@@ -58,7 +61,12 @@ class SchedulerBeforeStep(TraceRule):
     name = "scheduler-before-step"
     severity = "advice"
     reason = "The first learning rate of the schedule is skipped. PyTorch warns: Detected call of `lr_scheduler.step()` before `optimizer.step()`."
-    bad = (_BF16.replace("    optimizer.step()", "    scheduler.step()\n    optimizer.step()"),)
+    bad = (
+        _BF16.replace("    optimizer.step()", "    scheduler.step()\n    optimizer.step()"),
+        _BF16.replace(
+            "import torch\n", "import torch\nscheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, 1000)\n"
+        ).replace("    optimizer.zero_grad()", "    scheduler.step()\n    optimizer.zero_grad()"),
+    )
     good = (_BF16 + "    scheduler.step()\n", _TRAIN)
     references = ("https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate",)
     kinds = ("sched_step",)
@@ -78,6 +86,12 @@ class SchedulerBeforeStep(TraceRule):
                 f"`{event.local.subject}.step()` runs at the start of the epoch, before the optimizer steps: the first learning rate is skipped",
                 instead=f"call {event.local.subject}.step() at the end of the epoch",
             )
+        if self._opens_iteration(script, trace, index):
+            return self.finding(
+                script.where(event.node),
+                f"`{event.local.subject}.step()` runs at the start of the iteration, before the optimizer steps: the first learning rate is skipped",
+                instead=f"call {event.local.subject}.step() after the optimizer step",
+            )
         back = next(earlier(trace, index, *_BACKWARDS, "scaler_step", "opt_step"), None)
         step = next(later(trace, index, "scaler_step", "opt_step", *_BACKWARDS), None)
         if back is None or step is None or trace[back].kind not in _BACKWARDS or trace[step].kind in _BACKWARDS:
@@ -89,6 +103,24 @@ class SchedulerBeforeStep(TraceRule):
             f"`{event.subject}.step()` runs before the optimizer step: the first learning rate is skipped",
             instead=f"call {event.subject}.step() after the optimizer step",
         )
+
+    @staticmethod
+    def _opens_iteration(script: Script, trace: Trace, index: int) -> bool:
+        """Whether a scheduler advances in each iteration before the backward whose step it is for."""
+        event = trace[index]
+        if not event.loops or (isinstance(event.node, ast.Call) and arguments_of(event.node)):
+            return False
+        if any(e.loops == event.loops and e.kind in _ACTIVE for e in trace[:index]):
+            return False
+        back = next(later(trace, index, *_BACKWARDS), None)
+        step = next(later(trace, index, "scaler_step", "opt_step"), None)
+        if back is None or step is None or back > step or not trace[back].loops == event.loops == trace[step].loops:
+            return False
+        values = script.outline.values(event.local.subject, event.function)
+        names = [text_of(v.func).rsplit(".", 1)[-1] if isinstance(v, ast.Call) else "" for v in values]
+        phases = tuple(g for g in event.guards if not _PHASE.match(g.text))
+        always = dataclasses.replace(event, guards=phases)
+        return bool(names) and all(map(_SCHEDULE.search, names)) and only_settings(script, always, trace[step])
 
     @staticmethod
     def _opens_epoch(script: Script, trace: Trace, index: int) -> bool:

@@ -27,7 +27,7 @@ from halfstep.check.script.objects.engines import ACCELERATE, Engine, engine_at,
 from halfstep.check.script.objects.modules import regions_in_forward
 from halfstep.check.script.objects.outputs import in_no_grad
 from halfstep.check.script.objects.scaling import has_scaler, is_elsewhere, is_out_of_reach, is_owned
-from halfstep.check.script.objects.values import DTYPES, UNKNOWN, Autocast, Scaler, constant, text_of
+from halfstep.check.script.objects.values import UNKNOWN, Autocast, Scaler, is_misplaced, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -166,11 +166,11 @@ class Fp16WithoutScaler(TraceRule):
         flag = flags.pop() if len(flags) == 1 else ""
         if flag in {"", "yes", "no", UNKNOWN} or _DEVICE.search(flag) or any(map(is_amp, event.guards)):
             return None
-        if _FLOAT16.search(flag):
-            return None  # `dtype == "float16"`, where the region shows that it is
         opened = region_of_loss(script, trace, index)
         if opened is None or any(map(is_amp, opened.guards)) or not _is_always_float16(opened):
             return None
+        if _FLOAT16.search(flag) and any(a.dtype_node or _is_chosen(script, a) for a in opened.regions[-1].autocasts):
+            return None  # `dtype == "float16"`, where the region shows that it is
         scaler = scalers_at(script, event)[0]
         if any(guard.text == flag for guard in (*event.guards, *opened.guards)) or _creation_guards(script, scaler):
             return None
@@ -254,14 +254,15 @@ class Fp16WithoutScaler(TraceRule):
     def _switched_off(self, script: Script, trace: Trace, index: int) -> Finding | None:
         """The finding for a scaler with enabled=False whose loss is computed under float16 autocast."""
         event = trace[index]
-        before = next(earlier(trace, index, "enter_autocast"), None) if switched_off(script, event) else None
+        scalers = scalers_at(script, event) if switched_off(script, event) else []  # none: it is always None
+        before = next(earlier(trace, index, "enter_autocast"), None) if scalers else None
         opened = trace[before] if before is not None and not without_amp(event) else None
         if opened is None or opened.loops != event.loops or opened.inside("no_grad"):
             return None
         if not all(a.dtype == "float16" and a.enabled == "yes" for a in opened.regions[-1].autocasts):
             return None
         return self.finding(
-            script.where(scalers_at(script, event)[0].node),
+            script.where(scalers[0].node),
             f"the scaler is disabled, so the loss under float16 autocast ({script.at(opened.node)}) is not scaled: "
             "gradients below 6e-8 become zero",
             instead="enabled=True, or autocast with dtype=torch.bfloat16",
@@ -308,7 +309,7 @@ def _may_be_float16(script: Script, opened: Event) -> bool:
     """Whether a region may be enabled and in float16; HS142 and HS143 report misplaced arguments, which raise."""
     autocasts = opened.regions[-1].autocasts
     may_be = any("float16" in a.dtypes and a.enabled != "no" for a in autocasts)
-    return may_be and not any(_is_misplaced(script, a) for a in autocasts)
+    return may_be and not any(is_misplaced(script.outline, a) for a in autocasts)
 
 
 def _is_chosen_elsewhere(script: Script, opened: Event) -> bool:
@@ -318,13 +319,21 @@ def _is_chosen_elsewhere(script: Script, opened: Event) -> bool:
     return bool(key) and len(script.outline.values(key, opened.function)) > 1
 
 
+def _is_chosen(script: Script, region: Autocast) -> bool:
+    """Whether a condition on a number format decides if a region is created."""
+    tests = [text_of(n.test) for n in script.above(region.node) if isinstance(n, ast.If | ast.IfExp)]
+    return any(_FORMAT.search(test) for test in tests)
+
+
 def _is_always_float16(opened: Event) -> bool:
-    return all(a.dtype == "float16" and a.enabled == "yes" for a in opened.regions[-1].autocasts)
+    return all(a.dtype == "float16" and _is_on(a) for a in opened.regions[-1].autocasts)
 
 
 def _is_on(region: Autocast) -> bool:
-    """Whether a region is enabled on a GPU: always, or by a test of the device."""
-    return region.enabled == "yes" or bool(re.fullmatch(r"[\w.]+\.is_cuda|[\w.]+ == ['\"]cuda['\"]", region.enabled))
+    """Whether a region is enabled on a GPU: always, or by a test of the device (`nullcontext() if device == "cpu" else ...`)."""
+    return region.enabled == "yes" or bool(
+        re.fullmatch(r"[\w.]+\.is_cuda|[\w.]+ == ['\"](cuda|cpu)['\"]", region.enabled)
+    )
 
 
 def _is_wider(region: str, scaler: str) -> bool:
@@ -360,15 +369,6 @@ def _is_forgotten(script: Script, trace: Trace, index: int) -> bool:
     # Both always run: another branch of a condition may be the one without mixed precision.
     together = scaled and all(e.guards == event.guards and e.loops == event.loops for e in scaled)
     return bool(together) and bool(served) and "" not in served and mine not in served
-
-
-def _is_misplaced(script: Script, region: Autocast) -> bool:
-    """Whether a dtype or a device type stands where the function does not expect one, so that it raises."""
-    first = region.node.args[0] if region.node.args else None
-    if first is not None and script.outline.names.full(first) in DTYPES:
-        return True
-    device = isinstance(constant(first), str) or any(k.arg == "device_type" for k in region.node.keywords)
-    return region.api == "torch.cuda.amp.autocast" and device
 
 
 def _is_decorator(node: ast.AST, event: Event) -> bool:

@@ -10,6 +10,7 @@ from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import is_exercise, optimizer_names, remedy, subject, when
 from halfstep.check.script.flow.event import Event, Guard, compatible
+from halfstep.check.script.flow.guard import possible
 from halfstep.check.script.flow.order import implied, is_amp, scalers_at, switched_off, without_amp
 from halfstep.check.script.objects.adapters import adapted_casts
 from halfstep.check.script.objects.formats import SIXTEEN_BIT, formats_of
@@ -224,7 +225,12 @@ class DefaultDtypeHalf(ScriptRule):
         for call, function, low in defaults:
             if not low & SIXTEEN_BIT or not _trains_under_default(script, call, function, defaults):
                 continue
-            later = [c.lineno for c, f, formats in defaults if f is function and not formats & SIXTEEN_BIT]
+            here = conditions_of(outline, call)
+            later = [
+                c.lineno
+                for c, f, formats in defaults
+                if f is function and not formats & SIXTEEN_BIT and possible(here, conditions_of(outline, c))
+            ]
             end = min((line for line in later if line > call.lineno), default=None)
             if end and any(call.lineno < t.cast.node.lineno < end for t in script.training.by_optimizers):
                 continue  # the model is cast as well: HS151 or HS161 reports it
@@ -266,7 +272,14 @@ def _trains_under_default(
     training = script.training
     if training.has_masters or training.adapters == "yes":
         return False
-    resets = [c.lineno for c, f, low in defaults if f is function and c.lineno > call.lineno and not low & SIXTEEN_BIT]
+    here = conditions_of(script.outline, call)
+    resets = [
+        c.lineno
+        for c, f, low in defaults
+        if f is function and c.lineno > call.lineno and not low & SIXTEEN_BIT
+        # Not the other branch of the condition that chooses the default.
+        if possible(here, conditions_of(script.outline, c))
+    ]
     if not resets:
         return True
     for optimizer, scope in training.optimizers:

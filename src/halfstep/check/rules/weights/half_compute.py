@@ -10,6 +10,7 @@ from typing import NamedTuple
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.rules.weights.masters import choices_of, is_exercise
+from halfstep.check.rules.weights.quantized import quantizations
 from halfstep.check.script.flow.guard import Guard
 from halfstep.check.script.objects.adapters import adapted_casts, attachments
 from halfstep.check.script.objects.choices import default_of
@@ -59,6 +60,19 @@ class _Base(NamedTuple):
     lineage: Lineage
 
 
+_QUANTIZED_TRAINER = """\
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+bnb = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.{dtype})
+base = AutoModelForCausalLM.from_pretrained(name, quantization_config=bnb)
+model = get_peft_model(prepare_model_for_kbit_training(base), LoraConfig())
+args = TrainingArguments(output_dir='out')
+Trainer(model=model, args=args, train_dataset=data).train()
+"""
+
+
 class _Choice(NamedTuple):
     """A dtype that is float16 where a flag is off."""
 
@@ -85,11 +99,14 @@ class HalfComputeWithoutScale(ScriptRule):
         _TRAINER.format(flags="")
         .replace("model = get_peft_model(model, LoraConfig())\n", "")
         .replace("train_dataset=data", "train_dataset=data, peft_config=LoraConfig()"),
+        _QUANTIZED_TRAINER.format(dtype="float16"),
     )
     good = (
         _LOOP.format(dtype="bfloat16"),
         _TRAINER.format(flags=", fp16=True"),
         _TRAINER.format(flags=", bf16=True"),
+        _QUANTIZED_TRAINER.format(dtype="bfloat16"),
+        _QUANTIZED_TRAINER.format(dtype="float16").replace("output_dir='out'", "output_dir='out', fp16=True"),
     )
     references = (
         "https://arxiv.org/abs/1710.03740",
@@ -101,8 +118,11 @@ class HalfComputeWithoutScale(ScriptRule):
         training = script.training
         if is_exercise(script) or training.adapters != "yes" or training.has_masters or script.scalers:
             return
-        if any(_RAISES.search(name) for name in script.outline.calls) or script.outline.names.uses("unsloth"):
-            return  # Unsloth chooses the dtype of the computation itself
+        if script.outline.names.uses("unsloth"):
+            return  # it chooses the dtype of the computation itself
+        yield from self._quantized(script)
+        if any(_RAISES.search(name) for name in script.outline.calls):
+            return
         bases = list(_bases(script))
         cast_later = {c.node for c in adapted_casts(script.outline, tuple(casts_in(script.outline)))}
         bases = [base for base in bases if base.cast.node not in cast_later]  # HS161 reports those
@@ -121,6 +141,21 @@ class HalfComputeWithoutScale(ScriptRule):
             if back is not None and stepped and _is_optimized(script, base):
                 yield self._report(script, back.node, base, "`backward` has no loss scale")
                 return
+
+    def _quantized(self, script: Script) -> Iterator[Finding]:
+        """The finding for 4-bit layers that compute in float16, whatever the dtype of the others."""
+        compute = _compute_dtype(script)
+        sites = [site for n, calls in script.outline.calls.items() if is_trainer(script.outline, n) for site in calls]
+        if compute is None or not sites or "train" not in script.outline.calls:
+            return
+        arguments = [(arguments_of(script.outline, call, function), function) for call, function in sites]
+        if all(a is not None and _is_unscaled(script, a, function) for a, function in arguments):
+            yield self.finding(
+                script.where(compute),
+                "the 4-bit layers compute in float16, and the Trainer's arguments set neither fp16 nor bf16 (unless the launcher sets mixed "
+                "precision): gradients below 6e-8 become zero on their way to the adapters",
+                instead="bnb_4bit_compute_dtype=torch.bfloat16, or fp16=True in the arguments",
+            )
 
     def _trainers(self, script: Script, bases: list[_Base]) -> Iterator[Finding]:
         outline = script.outline
@@ -192,6 +227,17 @@ def _float16(script: Script, lineage: Lineage) -> Iterator[_Base]:
         if all(is_true and re.search("cuda|gpu", text) for text, is_true in conditions_of(outline, cast.node)):
             yield _Base(cast, lineage)
             return
+
+
+def _compute_dtype(script: Script) -> ast.expr | None:
+    """The compute dtype of the quantized model of a script, if it is certainly float16."""
+    outline = script.outline
+    loads = outline.calls.get("from_pretrained", ())
+    used = [keyword_of(outline, call, function, "quantization_config") for call, function in loads]
+    sites = list(quantizations(script)) if any(used) else []
+    values = [(keyword_of(outline, call, function, "bnb_4bit_compute_dtype"), function) for call, function in sites]
+    is_float16 = [v is not None and formats_of(outline, v, f) == {"float16"} for v, f in values]
+    return values[0][0] if values and all(is_float16) else None
 
 
 def _may_be_off(function: Function, option: ast.expr) -> bool:

@@ -13,7 +13,7 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "quantizations"]
 
 _BNB = "https://huggingface.co/docs/transformers/quantization/bitsandbytes"
 _LOADED = """\
@@ -40,7 +40,7 @@ def _is_of(script: Script, call: ast.Call, packages: frozenset[str]) -> bool:
 
 def _typed_calls(script: Script) -> Iterator[tuple[ast.Call, Function, tuple[str, ...]]]:
     """The calls that look a dtype up by its name, each with the arguments that name one."""
-    for call, function in _quantizations(script):
+    for call, function in quantizations(script):
         yield call, function, ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
     for last in ("from_pretrained", "from_config", "pipeline"):
         for call, function in script.outline.calls.get(last, ()):
@@ -48,7 +48,7 @@ def _typed_calls(script: Script) -> Iterator[tuple[ast.Call, Function, tuple[str
                 yield call, function, ("torch_dtype", "dtype")
 
 
-def _quantizations(script: Script) -> Iterator[tuple[ast.Call, Function]]:
+def quantizations(script: Script) -> Iterator[tuple[ast.Call, Function]]:
     """The calls of BitsAndBytesConfig, also under another name."""
     for full, sites in script.outline.library_calls.items():
         if full.endswith(".BitsAndBytesConfig") and full.split(".")[0] in _PACKAGES:
@@ -135,7 +135,7 @@ class ComputeDtypeMismatch(ScriptRule):
         bf16 = _bf16_training(script) or _bf16_option(script)
         if not bf16:
             return
-        for call, function in _quantizations(script):
+        for call, function in quantizations(script):
             value = keyword_of(script.outline, call, function, "bnb_4bit_compute_dtype")
             if value is not None and formats_of(script.outline, value, function) == {"float16"}:
                 yield self.finding(
@@ -228,7 +228,7 @@ class QuantizationNotPassed(ScriptRule):
         loads = [site for site in loads if "Tokenizer" not in text_of(site.call.func)]
         bare = [(name, site.call) for name in _BY_NAME for site in outline.calls.get(name, ())]
         hidden = any(key_of(call.func) == name and not (name == "vars" and call.args) for name, call in bare)
-        for call, function in _quantizations(script) if loads and not hidden else ():
+        for call, function in quantizations(script) if loads and not hidden else ():
             statement = outline.parents.get(call)
             target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
             if not isinstance(target, ast.Name) or _is_read(target.id, function):

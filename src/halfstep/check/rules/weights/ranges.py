@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
+from halfstep.check.script.objects.choices import default_of
 from halfstep.check.script.objects.lowered import formats_of_tensor
-from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of
+from halfstep.check.script.objects.values import DTYPES, argument, constant, dtypes_of, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function
@@ -151,6 +152,30 @@ def _from_matmul(script: Script, node: ast.expr, function: Function, line: int) 
     return any(p in text for p in products) and cast is None
 
 
+_FOCAL = """\
+import torch
+
+class FocalLoss(torch.nn.Module):
+    def __init__(self, eps={eps}):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, logits, targets):
+        p = torch.sigmoid(logits)
+        return -(targets * torch.log(p.clamp(min=self.eps))).mean()
+
+criterion = FocalLoss()
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
 class EpsUnderflowsHalf(ScriptRule):
     """A small constant that guards a float16 value against zero is itself zero in float16."""
 
@@ -165,10 +190,13 @@ class EpsUnderflowsHalf(ScriptRule):
         "import torch\ny = x / (x.half().abs() + 1e-8)\n",
         "import torch\nz = w.to(torch.float16).clamp(min=1e-12)\n",
         "import torch\neps = torch.tensor(1e-8, dtype=torch.float16)\n",
+        _FOCAL.format(eps="1e-8"),
     )
     good = (
         "import torch\ny = x / (x.half().abs() + 1e-6)\n",
         "import torch\nz = w.to(torch.float16).float().clamp(min=1e-12)\n",
+        _FOCAL.format(eps="1e-6"),
+        _FOCAL.format(eps="1e-8").replace("(logits)", "(logits.float())"),
     )
     references = ("https://github.com/pytorch/pytorch/issues/147437",)
 
@@ -185,6 +213,7 @@ class EpsUnderflowsHalf(ScriptRule):
         for call, function in outline.calls.get("tensor", ()):
             if dtypes_of(outline, argument(call, None, "dtype"), function) == {"float16"}:
                 spots.append((call, argument(call, 0, "data")))
+        spots += _guarded_sigmoids(script)
         for node, value in spots:
             number = constant(value)
             if isinstance(number, float) and 0 < abs(number) < 2**-25:
@@ -193,6 +222,65 @@ class EpsUnderflowsHalf(ScriptRule):
                     f"{number:g} rounds to zero in float16, whose smallest positive value is 6e-8",
                     instead="compute in float32, or use an eps of at least 1e-7",
                 )
+
+
+def _guarded_sigmoids(script: Script) -> Iterator[tuple[ast.AST, ast.AST | None]]:
+    """The logarithms of a guarded sigmoid in a loss that runs under float16 autocast: `log(p.clamp(min=eps))`.
+
+    A sigmoid of float16 logits stays float16 there, and only the logarithm computes in float32, after the guard.
+    """
+    classes = script.classes_under_autocast
+    for name in (n for n, dtypes in classes.items() if dtypes == {"float16"}):
+        forward = script.outline.classes.get(name, {}).get("forward")
+        if (
+            forward is None
+            or "sigmoid" not in (text := ast.unparse(forward.node))
+            or "float32" in text
+            or ".float()" in text
+        ):
+            continue
+        probabilities: set[str] = set()
+        for node in ast.walk(forward.node):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and _is_probability(node.value, probabilities):
+                probabilities.add(key_of(node.targets[0]))
+        for call in (n for n in ast.walk(forward.node) if isinstance(n, ast.Call)):
+            guarded = call.args[0] if text_of(call.func) == "torch.log" and call.args else None
+            if guarded is None and isinstance(call.func, ast.Attribute) and call.func.attr == "log":
+                guarded = call.func.value
+            for value in _limits(guarded, probabilities - {""}):
+                yield call, _default(script, value, forward)
+
+
+def _is_probability(node: ast.expr, known: set[str]) -> bool:
+    """Whether a value is a sigmoid, or one minus it."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and constant(node.left) == 1:
+        return _is_probability(node.right, known)
+    is_call = isinstance(node, ast.Call) and text_of(node.func).rsplit(".", 1)[-1] == "sigmoid"
+    return is_call or key_of(node) in known
+
+
+def _limits(node: ast.expr | None, probabilities: set[str]) -> Iterator[ast.expr]:
+    """The constant of `p + eps` and `p.clamp(min=eps)`, where p is a sigmoid."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and _is_probability(node.left, probabilities):
+        yield node.right
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in {"clamp", "clip"}:
+        low = argument(node, 0, "min")
+        if low is not None and _is_probability(node.func.value, probabilities):
+            yield low
+
+
+def _default(script: Script, value: ast.expr, method: Function) -> ast.expr:
+    """A constant, also as `self.eps` that `__init__` sets from a parameter with a default."""
+    key = key_of(value)
+    init = script.outline.classes.get(method.cls, {}).get("__init__")
+    if not key.startswith("self.") or init is None:
+        default = default_of(method, key) if key in method.params else None
+        return default if default is not None else value
+    for node in ast.walk(init.node):
+        if isinstance(node, ast.Assign) and any(key_of(t) == key for t in node.targets):
+            default = default_of(init, key_of(node.value)) if key_of(node.value) in init.params else None
+            return default if default is not None else node.value
+    return value
 
 
 def _uses_of_cast(script: Script, call: ast.Call, function: Function) -> list[ast.Name]:

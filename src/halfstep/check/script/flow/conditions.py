@@ -40,12 +40,20 @@ class Conditions:
         if isinstance(test, ast.BoolOp):
             if isinstance(test.op, ast.And) == is_true:
                 return tuple(g for value in test.values for g in self.guards(value, is_true=is_true))
-            return (Guard(text_of(test), is_true),)
+            return (Guard(self._joined(test), is_true),)
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             return self._comparison(test.left, test.ops[0], test.comparators[0], is_true=is_true) or (
                 Guard(text_of(test), is_true),
             )
         return (Guard(self._flag(test), is_true),)
+
+    def _joined(self, test: ast.BoolOp) -> str:
+        """The text of `a or b`, its parts written like those of single guards where each of them is one."""
+        parts = [self.guards(value, is_true=True) for value in test.values]
+        if any(len(part) != 1 for part in parts):
+            return text_of(test)
+        word = " and " if isinstance(test.op, ast.And) else " or "
+        return word.join(part[0].text if part[0].is_true else f"not {part[0].text}" for part in parts)
 
     def targets(self, call: ast.Call) -> list[tuple[Function, tuple[Guard, ...]]]:
         """The functions of this file that a call may run, each with the guards under which it does."""

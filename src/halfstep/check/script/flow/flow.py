@@ -38,7 +38,6 @@ _LATER = re.compile(
 )
 _ABOUT_LOSS = re.compile(r"loss|scal", re.IGNORECASE)  # what a function may be passed of a scaled loss, unlike inputs
 _NO_GRAD = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode"}
-
 _SWITCHES = {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}
 
 
@@ -114,6 +113,8 @@ class _Walk:
                     guards = (*guards, *self.tests.guards(statement.test, is_true=False))
                 elif leaves_else and not leaves:
                     guards = (*guards, *self.tests.guards(statement.test, is_true=True))
+            elif isinstance(statement, ast.Try) and statement.handlers and _leaves(statement.body):
+                guards = (*guards, Guard(f"except@{statement.handlers[0].lineno}", is_true=True))
 
     def statement(
         self, node: ast.stmt, guards: tuple[Guard, ...], loops: tuple[Loop, ...], regions: tuple[Region, ...]

@@ -91,9 +91,14 @@ def _refutes(parts: tuple[Guard, ...], whole: tuple[Guard, ...]) -> bool:
     for text, is_true in whole:
         word = " or " if is_true else " and "
         plain = word in text and (" and " in text) != (" or " in text)
-        if plain and all(Guard(part, not is_true) in parts for part in text.split(word)):
+        if plain and all(_refuted(part, is_true=is_true) in parts for part in text.split(word)):
             return True
     return False
+
+
+def _refuted(part: str, *, is_true: bool) -> Guard:
+    """The guard that contradicts one part of a joined condition: `a`, or `not a`."""
+    return Guard(part.removeprefix("not "), is_true if part.startswith("not ") else not is_true)
 
 
 @lru_cache(maxsize=4096)

@@ -56,12 +56,14 @@ _VARYING = re.compile(
 _CONFIGURED = re.compile(
     r"\b(self\.)?_?(args|cfg|config|conf|hparams|opts?|flags|settings)\.[\w.]+\b(?!\()", re.IGNORECASE
 )
+_SAME_IN_RUN = re.compile(r"(^|\.)(get_(world_size|rank|local_rank|device_capability)|device_count|is_available)$")
 _MODE = re.compile(r"[A-Za-z_][\w.]* (==|in) \(?['\"\[]")
 _NAME = re.compile(r"[A-Za-z_][\w.]*\(?")
 _PURE = {
     "len(", "isinstance(", "hasattr(", "getattr(", "int(", "bool(", "float(", "str(", "type(", "lower(", "upper(",
     "torch.cuda.is_available(",
 }  # fmt: skip
+_AVAILABLE = re.compile(r"(^|\.)(is_\w*available|is_initialized|get_world_size|get_rank)\($")
 AnyLoop = ast.For | ast.AsyncFor | ast.While
 _DEVICE = re.compile(r"cuda|gpu|cpu|mps|device|available", re.IGNORECASE)
 _ON_GPU = re.compile(r"cuda|available", re.IGNORECASE)
@@ -159,7 +161,8 @@ def is_setting(script: Script, guard: Guard, event: Event) -> bool:
         return False
     names = _NAME.findall(re.sub(r"'[^']*'", "''", text))
     # `conf.get("clip", None)` reads a setting like `conf.clip`.
-    if any(name.endswith("(") and name not in _PURE and not name.endswith(".get(") for name in names):
+    calls = [name for name in names if name.endswith("(") and name not in _PURE]
+    if any(not name.endswith(".get(") and not _AVAILABLE.search(name) for name in calls):
         return False
     keys = {key for name in names if not name.endswith("(") for key in (name, name.partition(".")[0])}
     return not any(_rebinds(script, key, event) for key in keys)
@@ -179,6 +182,7 @@ def _is_initial(script: Script, text: str) -> bool:
 def _rebinds(script: Script, key: str, event: Event) -> bool:
     """Whether a variable gets a new value in the innermost loop around an event, or in a function called once per batch."""
     bindings = [b for b in script.outline.bindings.get(key, ())[:MAX_BINDINGS] if not key_of(b.value)]  # not copies
+    bindings = [b for b in bindings if not _SAME_IN_RUN.search(key_of(getattr(b.value, "func", None)))]
     for place in (event.node, *reversed(event.roots)) if bindings else ():
         loops, function = _loops_of(script, place), _function_of(script, place)
         lines = range(loops[-1].lineno, (loops[-1].end_lineno or 0) + 1) if loops else None
@@ -280,11 +284,12 @@ def scaled_before(trace: Trace, index: int) -> int | None:
         if back.scaled != "yes":
             continue
         # After a later backward without the scale, or cleared gradients, .grad is no longer known to be scaled.
-        if between(trace, i, index, "zero_grad", "owned_backward", "handed") or scales_between(trace, i, index):
+        if between(trace, i, index, "owned_backward", "handed") or scales_between(trace, i, index):
             return None
         # One under a condition of its own, as of an adversarial loss, leaves the path without it.
         always = {*back.guards, *trace[index].guards}
-        if any(e.scaled != "yes" and always.issuperset(e.guards) for e in between(trace, i, index, "backward")):
+        others = between(trace, i, index, "backward", "zero_grad")
+        if any(e.scaled != "yes" and always.issuperset(e.guards) for e in others):
             return None
         return i
     return None

@@ -196,6 +196,8 @@ class Recogniser:
         keys = [key_of(value) for value in arguments_of(call)] if last in _OWN_CLIPS and call.args else ["amp"]
         if not any(_MAY_UNSCALE.search(key) or self.kind_of(key, function) for key in keys):
             return Action("clip", subject=last)
+        if last == "zero_grad" and call.args and not isinstance(call.func, ast.Attribute):
+            return Action("zero_grad", optimizer=key_of(call.args[0]))  # a function: `zero_grad(params)`
         if last == "float" and len(call.args) == 1 and key_of(tensor_of(call.args[0])):
             return Action("item", subject=key_of(tensor_of(call.args[0])))
         if name in BCE or (bce := bce_of(self.outline, call.func, function)):
@@ -360,13 +362,11 @@ class Recogniser:
         return self._states(verb, [key], function)
 
     def _on_half(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        return Action("cast", subject=key_of(receiver), scaled="float16") if not call.args else None
+        name = getattr(call.func, "attr", "")
+        dtype = {"half": "float16", "float": "float32"}.get(name, name)
+        return Action("cast", subject=key_of(receiver), scaled=dtype) if not call.args else None
 
-    def _on_bfloat16(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        return Action("cast", subject=key_of(receiver), scaled="bfloat16") if not call.args else None
-
-    def _on_float(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
-        return Action("cast", subject=key_of(receiver), scaled="float32") if not call.args else None
+    _on_bfloat16 = _on_float = _on_half
 
     def _on_to(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         for value in (*call.args, *(k.value for k in call.keywords if k.arg == "dtype")):
@@ -388,7 +388,9 @@ class Recogniser:
             return None
         key = key_of(receiver)
         owned = _OWNERS.search(key) or key in {"self", ""} or self.kind_of(key, function) == "optimizer"
-        return Action("owned_clip" if owned else "clip", subject="clip_grad_norm_")
+        return Action("owned_clip" if owned else "clip", subject=_last(key_of(call.func)))
+
+    _on_clip_grad_value_ = _on_clip_grad_norm_
 
     def _on_clip_gradients(self, call: ast.Call, receiver: ast.expr, function: Function) -> Action | None:
         return None if self.outline.names.full(call.func) else Action("owned_clip")

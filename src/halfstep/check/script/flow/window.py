@@ -16,6 +16,7 @@ from halfstep.check.script.flow.order import STEPS, later, loops_around, only_se
 from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.objects.values import text_of
 from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.outline import MAX_BINDINGS
 
 __all__ = [
     "ACCUMULATION",
@@ -37,6 +38,7 @@ _MODULO = re.compile(r"%\s*([A-Za-z_][\w.\[\]'\"]*|\d+)")
 # Functions that test it: `divisible_by(step, accumulate)`, `self.every_n_iters(runner, self.update_interval)` of mmcv's hooks.
 _EVERY = re.compile(r"\b(?:every_n_\w+|(?:is_)?divisible(?:_by)?)\([^()]+, ([A-Za-z_][\w.\[\]'\"]*|\d+)\)")
 _REACHED = re.compile(r"(?:==|>=) ([A-Za-z_][\w.\[\]'\"]*)$")  # the number that a counter has to reach
+_WRAPPED = re.compile(r"^([A-Za-z_][\w.]*) == 0$")
 _NOT_REACHED = re.compile(r"<=? ([A-Za-z_][\w.\[\]'\"]*)$")
 _FINITE = re.compile(r"finite|nan|inf", re.IGNORECASE)  # a test of the gradients, not of the window
 _AROUND = {"enumerate", "tqdm", "zip", "list", "iter", "reversed"}  # functions that iterate over their first argument
@@ -181,6 +183,12 @@ def length_of(script: Script, guard: Guard) -> str:
     match = next((m for pattern in (_MODULO, _EVERY) for t in texts if (m := pattern.search(t))), None)
     if match:
         return match.group(1)
+    counter = _WRAPPED.search(text)  # `if count == 0:` after `count = (count + 1) % n`
+    for binding in (
+        script.outline.bindings.get(counter.group(1), ())[:MAX_BINDINGS] if counter and guard.is_true else ()
+    ):
+        if match := _MODULO.search(text_of(binding.value)):
+            return match.group(1)
     reached = (_REACHED if guard.is_true else _NOT_REACHED).search(text)
     return reached.group(1) if reached and ACCUMULATION.search(reached.group(1)) else ""
 

@@ -12,13 +12,14 @@ from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.children import all_nodes
 from halfstep.check.script.syntax.names import chain
 
-__all__ = ["Options", "stays_here"]
+__all__ = ["Options", "dataclass_fields", "stays_here"]
 
 # Functions that only show or store a namespace.
 _SHOWS = frozenset({
     "print", "pprint", "str", "repr", "info", "debug", "log", "vars", "init", "dump", "dumps", "format", "save_config",
     "isinstance", "type", "write", "deepcopy", "copy", "log_params", "save", "add_text", "asdict",
 })  # fmt: skip
+_PARSED = {"parse_args_into_dataclasses", "parse_dict", "parse_json_file", "parse_yaml_file"}
 # Functions of other files that are about data, seeds or logs: they read no precision.
 _UNRELATED = re.compile(r"(data|loader|sampler|seed|logg|tokenizer|wandb|tensorboard|makedirs|mkdir)s?(_|$)|(get|build|make|create)_?(data|train_?loader)", re.IGNORECASE)  # fmt: skip
 
@@ -133,3 +134,37 @@ def _reads_any(nodes: tuple[ast.AST, ...], spaces: set[str]) -> bool:
         ):
             return True
     return False
+
+
+def dataclass_fields(nodes: tuple[ast.AST, ...]) -> list[ast.AnnAssign]:
+    """The fields of the file's dataclasses that `HfArgumentParser` fills and no other file can read.
+
+    Left out are dataclasses whose object is passed on as a whole, other than to be printed.
+    """
+    calls = [n for n in nodes if isinstance(n, ast.Call)]
+    parsers = [c for c in calls if chain(c.func)[-1:] == ("HfArgumentParser",) and c.args]
+    results = [
+        n
+        for n in nodes
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and getattr(n.value.func, "attr", "") in _PARSED
+    ]
+    if len(parsers) != 1 or len(results) != 1:
+        return []
+    source, target = parsers[0].args[0], results[0].targets[0]
+    classes = source.elts if isinstance(source, ast.Tuple | ast.List) else [source]
+    variables = target.elts if isinstance(target, ast.Tuple) else [target]
+    own = {n.name: n for n in nodes if isinstance(n, ast.ClassDef)}
+    read = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}  # `args` of `args.dtype`
+    read |= {
+        id(v) for c in calls if chain(c.func)[-1:] and chain(c.func)[-1] in _SHOWS - {"vars", "asdict"} for v in c.args
+    }
+    read |= {id(n.value) for n in nodes if isinstance(n, ast.FormattedValue)}
+    fields: list[ast.AnnAssign] = []
+    for name, variable in zip(classes, variables, strict=False):
+        definition = own.get(name.id) if isinstance(name, ast.Name) else None
+        if definition is None or not isinstance(variable, ast.Name) or isinstance(variable.ctx, ast.Load):
+            continue
+        loads = [n for n in nodes if isinstance(n, ast.Name) and n.id == variable.id and isinstance(n.ctx, ast.Load)]
+        if loads and all(id(n) in read for n in loads):
+            fields += [s for s in definition.body if isinstance(s, ast.AnnAssign)]
+    return fields

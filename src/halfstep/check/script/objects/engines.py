@@ -44,6 +44,14 @@ _CREATED_BY = {
     "lightning.fabric.Fabric": FABRIC,
     "lightning_fabric.Fabric": FABRIC,
 }
+_ONLY_ACCELERATE = (
+    "accumulate",
+    "unwrap_model",
+    "wait_for_everyone",
+    "gather_for_metrics",
+    "prepare",
+    "clip_grad_norm_",
+)
 _PREPARES = {ACCELERATE: ("prepare", "prepare_optimizer"), FABRIC: ("setup", "setup_optimizers")}
 _TRAINER_PACKAGES = {"transformers", "trl", "sentence_transformers"}
 _LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
@@ -105,9 +113,21 @@ def engines_of(script: Script) -> tuple[Engine, ...]:
     names = {engine.name for engine in engines}
     for name, library in (("accelerator", ACCELERATE), ("fabric", FABRIC)):
         imported = any(full in _CREATED_BY and _CREATED_BY[full] == library for full in outline.names.table.values())
-        if imported and name not in names and any(name in function.params for function in outline.functions):
+        is_param = imported and any(name in function.params for function in outline.functions)
+        if name not in names and (is_param or _is_used_as(outline, name, library)):
             engines.append(Engine(library, name, "?", is_created=False))
     return tuple(engine for engine in engines if engine.key)
+
+
+def _is_used_as(outline: Outline, name: str, library: str) -> bool:
+    """Whether a variable of another file is used as an Accelerator is: for backward and for what only that library has."""
+    methods = {
+        method
+        for method in ("backward", *_ONLY_ACCELERATE)
+        for call, _ in outline.calls.get(method, ())
+        if isinstance(call.func, ast.Attribute) and last_name(key_of(call.func.value)) == name
+    }
+    return library == ACCELERATE and "backward" in methods and len(methods) > 1
 
 
 def engine_at(script: Script, key: str, function: Function) -> Engine | None:

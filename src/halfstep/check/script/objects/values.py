@@ -36,6 +36,7 @@ __all__ = [
     "constant",
     "dtypes_of",
     "enabled_of",
+    "is_misplaced",
     "make_scaler",
     "schedules_value",
     "text_of",
@@ -336,3 +337,12 @@ def make_scaler(outline: Outline, call: ast.Call, function: Function) -> Scaler 
     if flag and enabled == "yes":
         enabled = flag
     return Scaler(call, function, key, api, enabled, parent)
+
+
+def is_misplaced(outline: Outline, region: Autocast) -> bool:
+    """Whether a dtype or a device type stands where the function does not expect one, so that it raises."""
+    first = region.node.args[0] if region.node.args else None
+    if first is not None and outline.names.full(first) in DTYPES:
+        return True
+    device = isinstance(constant(first), str) or any(k.arg == "device_type" for k in region.node.keywords)
+    return region.api == "torch.cuda.amp.autocast" and device

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding, Severity
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.script.bf16_scaler import ScalerWithBf16
+from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
 from halfstep.check.script.flow.event import Event, compatible
 from halfstep.check.script.flow.order import TraceRule, loops_around, only_settings
 from halfstep.check.script.flow.trace import Trace
@@ -191,7 +191,7 @@ class ScalerUnused(ScriptRule):
         active = {e.scaler.rsplit(".", 1)[-1] for e in script.events(*_USES)}
         for scaler in script.scalers:
             last = scaler.key.rsplit(".", 1)[-1]
-            if not scaler.key or "[" in last or scaler.enabled == "no" or last in active:
+            if not scaler.key or "[" in last or last in active:
                 continue
             uses = list(_uses(script, last)) if script.outline.loads[last] else []
             saved = [use for use in uses if _is_state(script, use)]
@@ -202,6 +202,15 @@ class ScalerUnused(ScriptRule):
             if len(saved) + len(returned) + len(ignored) != len(uses):
                 continue
             if not (returned or _trains_here(script, scaler, saved)):
+                continue
+            if scaler.enabled == "no":
+                if not uses:
+                    yield self.finding(
+                        script.where(scaler.node),
+                        f"`{scaler.key}` is disabled and never used",
+                        instead="remove it",
+                        severity="advice",
+                    )
                 continue
             effect = ", so the loss is not scaled" if script.has("backward") else ""
             state = "never scales a loss or steps an optimizer" if saved else f"is never used{effect}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep.check.examples import PLAIN_LOOP, SCALED_LOOP
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule, ScriptRule
-from halfstep.check.rules.script.scaler_calls import framework_precisions
+from halfstep.check.rules.scaler.calls import framework_precisions
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import earlier
 from halfstep.check.script.flow.trace import Trace
@@ -24,6 +24,8 @@ _ONLY_BF16 = re.compile(
     r"^[\w.\[\]'\"]+ (== (torch\.)?['\"]?(bfloat16|bf16)|!= (torch\.)?['\"]?(float16|fp16|half))['\"]?$"
 )
 _BF16 = re.compile(r"bf(loat)?_?16", re.IGNORECASE)
+# `dtype in ("float16", "bfloat16")`
+_BOTH_FORMATS = re.compile(r" in [\[({](?=.*['\".](fp16|float16|half)\b)(?=.*['\".](bf16|bfloat16)\b)[^\])}]*[\])}]$")
 _NEGATED = re.compile(r"!=|\bnot\b|\bor\b|supported", re.IGNORECASE)
 _CALLS = re.compile(r"\b(half|float)\(")  # casts of a tensor, not of the computation
 _FORMAT = re.compile(r"16|dtype|bf|half|float", re.IGNORECASE)
@@ -126,6 +128,7 @@ class ScalerWithBf16(ScriptRule):
             )
             switches = {scaler.enabled, *map(text_of, flags)}
             together = scaler.enabled == "yes" or all(a.enabled in switches for a in either)
+            together = together or any(map(_BOTH_FORMATS.search, switches))
             if len(values) == 1 and (together or amp):  # else replaced by None, or switched by a flag of its own
                 yield scaler, either[0]
 

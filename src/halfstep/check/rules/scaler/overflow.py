@@ -1,0 +1,141 @@
+"""HS175: a run that ends at the first overflow, which the scaler is there to skip."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep.check.finding import Finding
+from halfstep.check.rule import Rule
+from halfstep.check.rules.scaler.bf16 import ScalerWithBf16
+from halfstep.check.script.flow.event import Event
+from halfstep.check.script.flow.order import TraceRule, earlier, scalers_at, switched_off, without_amp
+from halfstep.check.script.flow.trace import Trace
+from halfstep.check.script.objects.values import argument, constant, text_of
+from halfstep.check.script.script import Script
+from halfstep.check.script.syntax.outline import MAX_BINDINGS
+
+__all__ = ["RULES"]
+
+_LOOP = """\
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0{strict})
+{test}    scaler.step(optimizer)
+    scaler.update()
+"""
+_RAISE = "    if not torch.isfinite(norm):\n        raise RuntimeError('gradient norm is not finite')\n"
+_NOT_FINITE = re.compile(r"is_?(finite|nan|inf)|non_?finite|has_?(nan|inf)|nan_?or_?inf|all_?finite", re.IGNORECASE)
+_GRADIENT = re.compile(r"grad|norm", re.IGNORECASE)
+_LOSS = re.compile(r"loss", re.IGNORECASE)
+# A limit on how many in a row are accepted, or a test of the scale itself.
+_LENIENT = re.compile(r"consecutive|count|num_|patience|max_|limit|scale\b|get_scale|streak|skipped", re.IGNORECASE)
+
+
+class OverflowRaises(TraceRule):
+    """A gradient that overflows ends the run, although the scaler would skip its step."""
+
+    code = "HS175"
+    name = "overflow-raises"
+    severity = "error"
+    reason = (
+        "A dynamic loss scale is found by overflowing: it starts at 65536 and doubles after 2000 steps without inf, so gradients that are "
+        "inf or NaN after `unscale_` are normal in float16. `scaler.step` skips such a step and `update` halves the scale. A test that "
+        "raises between the two, or `clip_grad_norm_(..., error_if_nonfinite=True)`, ends the run instead, often in its first step."
+    )
+    bad = (
+        _LOOP.format(strict="", test=_RAISE),
+        _LOOP.format(strict=", error_if_nonfinite=True", test=""),
+        _LOOP.format(strict="", test="    assert torch.isfinite(norm), 'gradient norm is not finite'\n"),
+    )
+    good = (
+        _LOOP.format(strict="", test=""),
+        _LOOP.format(strict="", test=_RAISE.replace("norm):", "loss):")),
+        _LOOP.format(strict="", test=_RAISE.replace("norm):", "norm) and num_skipped > 50:")),
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.step",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html",
+    )
+    kinds = ("unscale",)
+
+    def judge(self, script: Script, trace: Trace, index: int) -> Finding | None:
+        """An unscale_ after which the same function raises for gradients that are not finite, before the step."""
+        event = trace[index]
+        if (
+            without_amp(event)
+            or switched_off(script, event)
+            or not any(True for _ in earlier(trace, index, "backward"))
+        ):
+            return None
+        if event.scaler.rsplit(".", 1)[-1] in {s.key.rsplit(".", 1)[-1] for s in ScalerWithBf16.idle(script)}:
+            return None  # bfloat16 does not overflow; HS120
+        after = [e for e in trace[index + 1 :] if e.function is event.function and e.kind in {"scaler_step", "update"}]
+        if not after or after[0].loops != event.loops:
+            return None
+        start, end = (getattr(e.node, "lineno", 0) for e in (event, after[0]))
+        place = next((n for n in _raising(script, event) if start < getattr(n, "lineno", 0) < end), None)
+        if place is None:
+            return None
+        name = event.local.scaler
+        return self.finding(
+            script.where(place),
+            f"this ends the run when a float16 gradient overflows; `{name}.step` skips such a step and `{name}.update()` lowers the scale",
+            instead="remove the test, or count the skipped steps and raise only after many in a row",
+            severity=None if _is_float16(script) and _is_default(script, event) else "warning",
+        )
+
+
+def _is_default(script: Script, event: Event) -> bool:
+    """Whether the scaler is created in this file and starts at 65536."""
+    scalers = scalers_at(script, event)
+    return bool(scalers) and all(argument(s.node, None, "init_scale") is None for s in scalers)
+
+
+def _is_float16(script: Script) -> bool:
+    """Whether every region is in float16."""
+    regions = [a for a in script.autocasts if a.enabled != "no"]
+    return bool(regions) and all(a.dtype == "float16" for a in regions)
+
+
+def _raising(script: Script, event: Event) -> Iterator[ast.AST]:
+    """The lines of a function that raise for a gradient that is not finite."""
+    for node in ast.walk(event.function.node):
+        if isinstance(node, ast.If) and any(isinstance(s, ast.Raise) for s in node.body):
+            if _tests_gradients(script, node.test, event):
+                yield next(s for s in node.body if isinstance(s, ast.Raise))
+        elif (isinstance(node, ast.Assert) and _tests_gradients(script, node.test, event)) or (
+            isinstance(node, ast.Call) and text_of(node.func).endswith("clip_grad_norm_") and _is_strict(node)
+        ):
+            yield node
+
+
+def _is_strict(call: ast.Call) -> bool:
+    """Whether a clip raises for a norm that is not finite."""
+    return constant(argument(call, 3, "error_if_nonfinite")) is True
+
+
+def _tests_gradients(script: Script, test: ast.expr, event: Event) -> bool:
+    """Whether a test is whether gradients are finite, directly or through a variable: `bad = first_nonfinite_grad(model)`."""
+    text = text_of(test)
+    names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
+    bound = [b for name in names for b in script.outline.bindings.get(name, ())[:MAX_BINDINGS]]
+    values = [
+        b.value
+        for b in bound
+        if b.function is event.function and getattr(b.node, "lineno", 0) <= test.lineno and b.value is not None
+    ]
+    texts = [text, *map(text_of, values[-3:])]
+    if any(_LENIENT.search(t) for t in (text, *names)) or _LOSS.search(text):
+        return False
+    return any(_NOT_FINITE.search(t) for t in texts) and any(_GRADIENT.search(t) for t in texts)
+
+
+RULES: tuple[type[Rule], ...] = (OverflowRaises,)

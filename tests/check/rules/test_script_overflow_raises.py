@@ -1,0 +1,60 @@
+"""HS175: runs that end at an overflow, and tests that have another purpose."""
+
+import pytest
+
+from check_scripts import findings, reported
+
+LOOP = """\
+import torch
+scaler = torch.amp.GradScaler("cuda"{options})
+for x, y in loader:
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.{dtype}):
+        loss = loss_fn(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    {test}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "if not torch.isfinite(norm): raise RuntimeError('overflow')",
+        "bad = first_nonfinite_gradient(model)\n    if bad is not None: raise RuntimeError(bad)",
+        "if any(torch.isnan(p.grad).any() for p in model.parameters()): raise FloatingPointError",
+    ],
+)
+def test_a_raise_for_gradients_that_overflow_is_reported(test):
+    """Directly, through a variable, and over all parameters."""
+    assert "HS175" in reported(LOOP.format(options="", dtype="float16", test=test))
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "if not torch.isfinite(loss): raise RuntimeError('loss')",
+        "if not torch.isfinite(norm) and num_skipped > 100: raise RuntimeError('overflows')",
+        "if norm > 1e9: raise RuntimeError('diverged')",
+        "if scaler.get_scale() < 1: raise RuntimeError('scale')",
+    ],
+)
+def test_other_raises_are_accepted(test):
+    """For the loss, after many skipped steps, for a norm that is too large, and for a scale that collapsed."""
+    assert "HS175" not in reported(LOOP.format(options="", dtype="float16", test=test))
+
+
+def test_bfloat16_is_left_to_the_rule_on_its_scaler():
+    """In bfloat16 gradients do not overflow, and the scaler is what is wrong."""
+    test = "if not torch.isfinite(norm): raise RuntimeError('overflow')"
+    assert "HS175" not in reported(LOOP.format(options="", dtype="bfloat16", test=test))
+
+
+def test_a_scale_that_the_script_chooses_is_a_warning():
+    """An error needs the initial scale of 65536."""
+    test = "if not torch.isfinite(norm): raise RuntimeError('overflow')"
+    found = findings(LOOP.format(options=", init_scale=256.0", dtype="float16", test=test))
+    assert [f.severity for f in found if f.code == "HS175"] == ["warning"]

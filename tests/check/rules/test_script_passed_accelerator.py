@@ -1,0 +1,68 @@
+"""Rules over Accelerate where another file creates the Accelerator, or creates it without the setting that the script reads."""
+
+import pytest
+
+from check_scripts import reported
+
+STEP = """\
+import torch
+
+class Trainer:
+    def __init__(self, accelerator, model, optimizer):
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+
+    def fit(self, loader):
+        for x, y in loader:
+            with self.accelerator.accumulate(self.model), self.accelerator.autocast():
+                loss = self.model(x, y)
+{before}
+            {backward}
+"""
+
+
+def test_an_accelerator_is_recognised_by_its_use():
+    """A backward inside its autocast is HS187 without an import of accelerate."""
+    text = STEP.format(before="                self.accelerator.backward(loss)", backward="self.optimizer.step()")
+    assert "HS187" in reported(text)
+
+
+def test_another_object_with_a_backward_is_not_an_accelerator():
+    """One common method is not enough."""
+    text = STEP.replace("self.accelerator.accumulate(self.model), ", "")
+    text = text.format(before="                self.accelerator.backward(loss)", backward="self.optimizer.step()")
+    assert reported(text) == set()
+
+
+def test_gradients_cleared_on_the_last_micro_batch_are_reported():
+    """zero_grad before the backward inside accumulate discards the earlier micro-batches."""
+    before = "                self.optimizer.zero_grad()\n                self.accelerator.backward(loss)\n                self.optimizer.step()"
+    assert "HS181" in reported(STEP.format(before=before, backward="pass"))
+
+
+SETTING = """\
+from accelerate import Accelerator
+
+def main(cfg, model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for i, (x, y) in enumerate(loader):
+        {use}
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("use", "is_reported"),
+    [
+        ("print(cfg.grad_accum_steps)", True),
+        ("is_last = (i + 1) % cfg.grad_accum_steps == 0", False),
+        ("print(accelerator.gradient_accumulation_steps)", False),
+        ("print(cfg.steps)", False),
+    ],
+)
+def test_only_a_setting_that_nothing_counts_is_reported(use, is_reported):
+    """HS177 needs a number of accumulation steps that the script reads and neither counts nor passes on."""
+    assert ("HS177" in reported(SETTING.format(use=use))) == is_reported
