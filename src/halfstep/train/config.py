@@ -12,8 +12,9 @@ from typing import Any
 from halfstep.engine.compiling import SWITCH, check_compile, parse_compile
 from halfstep.engine.recompute import check_recompute, parse_recompute
 from halfstep.errors import SettingError, unknown
+from halfstep.events import log_info
 
-__all__ = ["BACKENDS", "DEFAULT_BATCH", "TrainConfig", "changed_fields", "parse_settings"]
+__all__ = ["BACKENDS", "DEFAULT_BATCH", "TrainConfig", "changed_fields", "parse_settings", "total_steps"]
 
 BACKENDS = ("auto", "single", "ddp", "fsdp")
 DEFAULT_BATCH = 64  # examples in a micro-batch of a job that has no default of its own
@@ -118,3 +119,13 @@ def changed_fields(saved: dict[str, Any], now: TrainConfig) -> list[str]:
         for name in FIXED
         if name in saved and saved[name] != current[name]
     ]
+
+
+def total_steps(config: TrainConfig, num_batches: int | None) -> int | None:
+    """The number of steps at the end of the run, if it is known in advance; `num_batches` is that of an epoch."""
+    if config.steps is None and num_batches is None:
+        log_info("The training data has no length: the epoch ends when the data does. If it is endless, set --steps.")
+    if config.epochs is None or num_batches is None:
+        return config.steps
+    total = config.epochs * -(-num_batches // config.accumulate)
+    return total if config.steps is None else min(total, config.steps)

@@ -31,7 +31,7 @@ from halfstep.jobs.job import Job
 from halfstep.train.batches import WindowBatches
 from halfstep.train.build import build_engine, run_context, seed_rank
 from halfstep.train.checkpoints import Progress, RunCheckpoints
-from halfstep.train.config import DEFAULT_BATCH, TrainConfig
+from halfstep.train.config import DEFAULT_BATCH, TrainConfig, total_steps
 from halfstep.train.equality import check_equal, code_facts
 from halfstep.train.health import describe_problem
 from halfstep.train.heartbeat import Heartbeat, watch_ranks
@@ -172,7 +172,7 @@ class _Run:
                 applied=engine.progress.applied,
                 micro_batch=engine.progress.micro_batches,
             )
-        self.recorder.observer.started(engine, self._total_steps())
+        self.recorder.observer.started(engine, total_steps(config, self.data.num_batches(self.progress.epoch)))
         if self.progress.unvalidated is not None:  # the run ended between the checkpoint and its validation
             self._validate(stop, epoch_done=not self.data.resumes_in(self.progress.epoch))
         while not self._done(self.progress.epoch) and not stop:
@@ -353,18 +353,6 @@ class _Run:
 
     def _done(self, epoch: int) -> bool:
         return (self.config.epochs is not None and epoch >= self.config.epochs) or self._steps_done()
-
-    def _total_steps(self) -> int | None:
-        """The number of steps at the end of the run, if it is known in advance."""
-        config, batches = self.config, self.data.num_batches(self.progress.epoch)
-        if config.steps is None and batches is None:
-            log_info(
-                "The training data has no length: the epoch ends when the data does. If it is endless, set --steps."
-            )
-        if config.epochs is None or batches is None:
-            return config.steps
-        total = config.epochs * -(-batches // config.accumulate)
-        return total if config.steps is None else min(total, config.steps)
 
     def _outcome(self, stop: AgreedStop) -> TrainOutcome:
         engine, last, checkpoint = self.engine, self.recorder.last, self.checkpoints.latest
