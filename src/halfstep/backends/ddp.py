@@ -46,10 +46,20 @@ __all__ = ["DataParallel"]
 
 
 class DataParallel(Replicas):
-    """The same model on every rank of the default process group; with one rank nothing is hooked and nothing is sent."""
+    """The same model on every rank of the default process group; with one rank nothing is hooked and nothing is sent.
 
-    def __init__(self, *, first_bucket_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES) -> None:
+    `reduce_alone=True` reduces with one rank as well, which shows what the reduction costs without a network.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
+        reduce_alone: bool = False,
+    ) -> None:
         super().__init__()
+        self._reduce_alone = reduce_alone
         self._sizes = {"first_bucket_bytes": first_bucket_bytes, "bucket_bytes": bucket_bytes}
         self._policy = Policy()
         self._settings: dict[str, str] = {}
@@ -89,7 +99,7 @@ class DataParallel(Replicas):
         self._context = replace(
             self._context, rank=rank, world_size=num_ranks, local_rank=local_rank, process_group=group
         )
-        if num_ranks == 1:
+        if num_ranks == 1 and not self._reduce_alone:
             return module
         device = self._context.device
         versions = {"torch": torch.__version__, **{key: str(size) for key, size in self._sizes.items()}}
