@@ -502,6 +502,8 @@ def test_a_guarded_fused_step_does_not_wait_for_the_gpu(make):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).cuda()
     optimizer = make(model.parameters())
+    if isinstance(optimizer, torch.optim.Adagrad):
+        pytest.skip("torch's fused Adagrad has no CUDA kernel")
     guard = halfstep.Guard(optimizer)
     x = torch.randn(16, 64, device="cuda")
     for step in range(6):

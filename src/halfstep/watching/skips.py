@@ -2,15 +2,22 @@
 
 A run that skips once gets an autopsy; one that skips for ever must not spend its time on them. So the first three skipped
 steps are examined, then the 4th, 8th, 16th and so on.
+
+The kernels of a replay take two seconds to compile, longer than the replay itself. A thread does that while training starts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from halfstep.engine.result import StepResult
 from halfstep.events import log_info, log_warning
+from halfstep.kernels.available import triton_runs_on
 from halfstep.watching.autopsy import Autopsy
 from halfstep.watching.replay import examine
 
@@ -33,12 +40,16 @@ class Autopsies:
     def __init__(self, outlet: Callable[[Autopsy], None] | None = None) -> None:
         self._outlet = outlet
         self._engine: Any = None
+        self._compiling: threading.Thread | None = None
         self.num_skips = 0
         self.autopsies: list[Autopsy] = []  # the latest ones
 
     def attach(self, engine: Any) -> None:
         """Called by the Engine."""
         self._engine = engine
+        if engine.device.type == "cuda" and engine.replays.obstacle is None and triton_runs_on(engine.device):
+            self._compiling = threading.Thread(target=_compile, args=(engine.device,), name="halfstep-autopsy")
+            self._compiling.start()
 
     def delivered(self, result: StepResult) -> None:
         """Called by the Engine when the outcome of a step has arrived."""
@@ -47,9 +58,18 @@ class Autopsies:
         if not result.skipped or not is_due(self.num_skips):
             engine.replays.take(result.step)
             return
+        if self._compiling is not None:
+            self._compiling.join()
         autopsy = examine(engine.replays, result.step, result.scale or 1.0, engine.hardware)
         self.autopsies = [*self.autopsies[1 - _MOST :], autopsy]
         # A scale that is too large for one step is what a dynamic loss scale is for; the rest needs somebody's attention.
         (log_info if autopsy.cause == "backward" and autopsy.at_scale_1 else log_warning)(str(autopsy))
         if self._outlet is not None:
             self._outlet(autopsy)
+
+
+def _compile(device: torch.device) -> None:
+    from halfstep.kernels.ranges.ranges_triton import compile_kernels
+
+    with contextlib.suppress(Exception), torch.cuda.device(device):  # what fails here fails again in the replay
+        compile_kernels()

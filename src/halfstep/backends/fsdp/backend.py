@@ -138,6 +138,10 @@ class FSDP(Backend):
             )
         roots = _roots(module)
         settings = dict(self._settings) | ({} if self._mesh is None else {"mesh": self._mesh})
+        if (dist.get_world_size() if self._mesh is None else self._mesh.size(-1)) == 1:
+            settings.setdefault(
+                "reshard_after_forward", False
+            )  # one rank has everything anyway: gather once, not twice
         keep = list(module.parameters())  # the old ones, so that no identity is reused
         shard_model(roots, [*units, *self._fp32], self._replicated, **settings)
         rebind(optimizers, old, dict(module.named_parameters(remove_duplicate=False)))

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from halfstep.kernels.table_triton import chunk_pointer
 
-__all__ = ["CHUNK", "fill"]
+__all__ = ["CHUNK", "compile_kernels", "fill"]
 
 CHUNK = 32768  # elements of a program
 WARPS = 4
@@ -65,7 +66,7 @@ def _measure(
     tl.atomic_max(row + 1, tl.max(tl.max(high, axis=1)), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tensors", "table"])
 def _ranges_kernel(
     tensors,  # int64 (T, _COLUMNS)
     table,  # int32 (rows, 2)
@@ -100,16 +101,25 @@ def _ranges_kernel(
 
 def fill(table: Tensor, tensors: Tensor, largest: int, width: int, *, pitched: bool) -> None:
     """Measure memory with elements of `width` bytes: `tensors` has its extents and rows of the table, `largest` most elements."""
-    dtype: Any = tl.int32 if width == 4 else tl.int16
-    _ranges_kernel[(-(-largest // CHUNK), len(tensors))](
-        tensors,
-        table,
-        DTYPE=dtype,
-        CHUNK=CHUNK,
-        ROWS=32 * WARPS,
-        VECTOR=16 // width,
-        TILES=_TILES,
-        PITCHED=pitched,
-        MAGNITUDE=0x7FFFFFFF if width == 4 else 0x7FFF,
-        num_warps=WARPS,
-    )
+    grid = (-(-largest // CHUNK), len(tensors))
+    _ranges_kernel[grid](tensors, table, **_constants(width, pitched=pitched))
+
+
+def compile_kernels() -> None:
+    """Compile all variants for the current device, without a launch."""
+    for width in (2, 4):
+        for pitched in (False, True):
+            _ranges_kernel.warmup(torch.int64, torch.int32, **_constants(width, pitched=pitched), grid=(1, 1))
+
+
+def _constants(width: int, *, pitched: bool) -> dict[str, Any]:
+    return {
+        "DTYPE": tl.int32 if width == 4 else tl.int16,
+        "CHUNK": CHUNK,
+        "ROWS": 32 * WARPS,
+        "VECTOR": 16 // width,
+        "TILES": _TILES,
+        "PITCHED": pitched,
+        "MAGNITUDE": 0x7FFFFFFF if width == 4 else 0x7FFF,
+        "num_warps": WARPS,
+    }
