@@ -1,4 +1,4 @@
-"""The volume of communication compared with published numbers; tests of the collectives of real ranks are in test_shards."""
+"""The volume of communication compared with published numbers; those of real ranks are in test_engine and test_shards."""
 
 import pytest
 

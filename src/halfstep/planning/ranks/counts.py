@@ -107,7 +107,7 @@ def on_exactly(estimator: Estimator, layout: Layout, strategy: str, batch: int, 
     """A strategy on `fleet.gpus` GPUs: what each stores and sends."""
     num = fleet.gpus
     assert num is not None
-    reason = _rejection(estimator, batch, strategy)
+    reason = _rejection(estimator, -(-batch // num), strategy)  # and so the micro-batch of each GPU is traced
     if not reason and num > batch:
         reason = f"a micro-batch of {batch} over all GPUs has no example for some of {num}"
     if not reason and num not in valid_counts(strategy, num, fleet.group):
