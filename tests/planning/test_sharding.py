@@ -122,6 +122,17 @@ def test_whole_gradients_are_fp32(precision, num_bytes):
     assert retained_bytes(layout) == 10 * num_bytes
 
 
+def test_sharding_moves_the_peak_to_the_activations():
+    """One GPU has its peak with all gradients; where they are sharded, all activations need more."""
+    end, start = {"weights": 40, "gradients": 400}, {"weights": 40, "gradients": 4, "activations": 300}
+    peak = replace(PEAK, breakdown=end, others=(start, end))
+    parts = count_parts([Part("weights", (10,), 4), Part("gradients", (10,), 40)])
+    layout = replace(LAYOUT, parts=parts, buckets=(BucketBytes(400, 400),))
+    sizes = per_gpu(peak, layout, "fsdp", 10)
+    assert (sizes["activations"], sizes["gradients"]) == (300, 1)
+    assert "activations" not in per_gpu(peak, layout, "ddp", 10)
+
+
 def test_hsdp_shards_within_groups():
     """The groups have copies: more of them change nothing, and numbers that do not fill groups are rejected."""
     assert (

@@ -184,7 +184,16 @@ def per_gpu(peak: Peak, layout: Layout, strategy: str, num_gpus: int, group: int
         local = fsdp_bytes(layout.parts, shards)
     else:
         local = {name: -(-size // shards) if name in sharded else size for name, size in whole.items()}
-    at_peak = dict(peak.breakdown)
+    candidates = [_at(sizes, layout, strategy, shards, whole, local) for sizes in (peak.breakdown, *peak.others)]
+    return max(candidates, key=lambda sizes: sum(sizes.values()))
+
+
+def _at(
+    breakdown: dict[str, int], layout: Layout, strategy: str, shards: int, whole: dict[str, int], local: dict[str, int]
+) -> dict[str, int]:
+    """One moment of the step, or the update after it, whichever needs more."""
+    sharded = STRATEGIES[strategy].sharded
+    at_peak = dict(breakdown)
     for name in sharded - {"gradients"}:
         if name in at_peak:  # what no part describes, such as step counts, every rank has
             at_peak[name] += local.get(name, 0) - whole.get(name, 0)
