@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,14 +22,20 @@ from halfstep.hardware.units import gib_text
 from halfstep.jobs.job import Job
 from halfstep.jobs.models.vit import Block, ViT
 from halfstep.jobs.targets import load_target
-from halfstep.planning import Answer, Plan, plan
+from halfstep.planning import Answer, plan
+from halfstep.planning.capacity import capacity_of
+from halfstep.planning.estimator import Estimator
+from halfstep.planning.ranks.counts import Fleet, on_exactly
 from halfstep.planning.ranks.hours import Budget, read_record
+from halfstep.planning.sharding import layout_of
+from halfstep.precision.policy import Policy
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "many-gpus.md"
 RECORD = ROOT / "benchmarks" / "results" / "compare_vit_l_16_h200_2026-11-15.json"
 PRECISIONS = ("fp32", "bf16", "bf16-lean")
 IMAGENET, EPOCHS = 1_281_167, 300
+H100 = capacity_of("H100 SXM", None)
 BUS_BANDWIDTH = 50e9  # bytes per second, assumed
 
 
@@ -87,13 +94,22 @@ def hours() -> str:
     return markdown(["precision", "images/s, recorded", f"H200 hours, {EPOCHS} epochs"], rows)
 
 
+@cache
+def large_estimator(precision: str) -> Estimator:
+    """The large job in one precision; both tables have the same micro-batch on each GPU, so it is traced once."""
+    return Estimator(large_job(), Policy.parse(precision), usable_bytes=H100.usable_bytes)
+
+
 def fleet(num_gpus: int, batch: int) -> str:
     """One row per precision and strategy on an exact number of GPUs."""
-    result: Plan = plan(
-        large_job(), batch, precision=("bf16", "bf16-lean,states=8bit"), gpu="H100 SXM", gpus=num_gpus,
-        strategies=("ddp", "fsdp", "hsdp"), bandwidth=BUS_BANDWIDTH,
-    )  # fmt: skip
-    rows = [[entry.precision, *_fleet_cells(answer)] for entry in result.entries for answer in entry.exact]
+    rows = []
+    for precision in ("bf16", "bf16-lean,states=8bit"):
+        estimator = large_estimator(precision)
+        traced = estimator.trace(batch // num_gpus)
+        layout = layout_of(estimator.policy, traced.parts, traced.units, traced.buckets, accumulate=1)
+        for strategy in ("ddp", "fsdp", "hsdp"):
+            answer = on_exactly(estimator, layout, strategy, batch, H100.usable_bytes, Fleet(num_gpus))
+            rows.append([precision, *_fleet_cells(answer)])
     head = [
         "precision",
         "strategy",

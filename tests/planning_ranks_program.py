@@ -17,11 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
+from halfstep.backends.buckets import bucket_bytes
+from halfstep.engine.casting import sum_gradients_in_fp32
 from halfstep.planning.optimizers import states_after_step
 from halfstep.planning.ranks.communication import traffic
 from halfstep.planning.ranks.parts import find_units, model_parts
 from halfstep.planning.ranks.shards import count_parts, fsdp_bytes, whole_bytes
 from halfstep.planning.sharding import layout_of, retained_bytes
+from halfstep.precision.formats import COMPUTE_DTYPES
 from halfstep.precision.policy import Policy
 
 SHARD = (nn.Linear,)  # the units; the norm stays at the root
@@ -77,14 +80,19 @@ def optimizer_of(model, policy, *, stock=False):
     return halfstep.optim.AdamW(model.parameters(), **layout)
 
 
-def predicted(policy, accumulate=1, *, stock=False):
-    """The planner's layout, from the model that is not sharded."""
-    model = build(policy)
+def predicted(policy, accumulate=1, *, stock=False, model=None, shard=SHARD, sizes=None):
+    """The planner's layout, from the model that is not sharded; `sizes` are those of ddp's buckets."""
+    model = build(policy) if model is None else model
     states = states_after_step(optimizer_of(model, policy, stock=stock), "fused" if stock else "lean")
     # The tables of the kernels exist on a GPU only.
     parts = [part for state in states for part in state.parts if len(state.parts) == 1]
-    parts += model_parts(model, SHARD, policy, accumulate)
-    return layout_of(policy, count_parts(parts), find_units(model, SHARD), accumulate)
+    parts += model_parts(model, shard, policy, accumulate)
+    if policy.widens_grads(accumulate):
+        sum_gradients_in_fp32(model.parameters(), policy)
+    buckets = bucket_bytes(
+        dict(model.named_parameters()), COMPUTE_DTYPES.get(policy.reduce, torch.float32), **(sizes or {})
+    )
+    return layout_of(policy, count_parts(parts), find_units(model, shard, policy), buckets, accumulate)
 
 
 def storages(tensors):
@@ -210,7 +218,7 @@ def main():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         cases |= {f"hsdp {name}": lambda name=name: fsdp(name, mesh=mesh) for name in LAYOUTS}
     cases["autocast"] = autocast
-    for name in ("fp32", "bf16-lean", "bf16-lean,reduce=bf16"):
+    for name in ("fp32", "bf16-lean", "bf16-lean,grads=bf16,reduce=bf16"):
         cases[f"accumulated {name}"] = lambda name=name: accumulated(name)
     cases |= {
         f"ddp {name} {views}": lambda n=name, v=views: ddp(n, views=v)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfstep.backends.buckets import BucketBytes
 from halfstep.errors import SettingError
 from halfstep.planning.ranks.parts import Units
 from halfstep.planning.ranks.shards import Part, count_parts
@@ -14,6 +15,7 @@ from halfstep.planning.sharding import (
     STRATEGIES,
     Layout,
     deepspeed_bytes,
+    layout_of,
     megatron_bytes,
     per_gpu,
     rejection,
@@ -101,11 +103,34 @@ def test_autocast_copies_gathered_weights():
 
 
 def test_fsdp_accumulates_whole_gradients():
-    """From the second micro-batch on, every GPU has the whole gradients in the reduce dtype."""
+    """From the second micro-batch on, every GPU has the whole gradients."""
     peak = replace(PEAK, breakdown=PEAK.breakdown | {"gradients": 40, "activations": 300})
     assert per_gpu(peak, LAYOUT, "fsdp", 4)["gradients"] == 3 * 4
     window = replace(LAYOUT, accumulate=2, reduce_bytes=2)
-    assert per_gpu(peak, window, "fsdp", 4)["gradients"] == retained_bytes(window) == 20
+    assert per_gpu(peak, window, "fsdp", 4)["gradients"] == retained_bytes(window) == 40
+
+
+@pytest.mark.parametrize(
+    ("precision", "num_bytes"),
+    [("bf16", 4), ("bf16,reduce=bf16", 4), ("bf16-lean,reduce=bf16", 4), ("bf16-lean,grads=bf16,reduce=bf16", 2)],
+)
+def test_whole_gradients_are_fp32(precision, num_bytes):
+    """Unless they are stored and reduced in one 16-bit format: the reduce dtype alone is that of the messages."""
+    policy = Policy.parse(precision)
+    size = 4 if policy.grads_format(2) == "fp32" else 2
+    layout = layout_of(policy, count_parts([Part("gradients", (10,), size)]), Units(0, 10), (), 2)
+    assert retained_bytes(layout) == 10 * num_bytes
+
+
+def test_sharding_moves_the_peak_to_the_activations():
+    """One GPU has its peak with all gradients; where they are sharded, all activations need more."""
+    end, start = {"weights": 40, "gradients": 400}, {"weights": 40, "gradients": 4, "activations": 300}
+    peak = replace(PEAK, breakdown=end, others=(start, end))
+    parts = count_parts([Part("weights", (10,), 4), Part("gradients", (10,), 40)])
+    layout = replace(LAYOUT, parts=parts, buckets=(BucketBytes(400, 400),))
+    sizes = per_gpu(peak, layout, "fsdp", 10)
+    assert (sizes["activations"], sizes["gradients"]) == (300, 1)
+    assert "activations" not in per_gpu(peak, layout, "ddp", 10)
 
 
 def test_hsdp_shards_within_groups():
@@ -129,8 +154,9 @@ def test_gathered_rows_are_padded():
 def test_ddp_buckets_are_as_wide_as_the_reduction():
     """16-bit gradients that are summed in fp32 need two more bytes per element while they are sent, and no second copy."""
     parts = count_parts([Part("gradients", (1 << 26,), 2)])
-    lean = Layout(parts, Units(0, 1 << 26), param_bytes=2, compute_bytes=2, reduce_bytes=4)
-    half = replace(lean, reduce_bytes=2)
+    size = 2 * (1 << 26)
+    lean = Layout(parts, Units(0, 1 << 26), 2, 2, reduce_bytes=4, buckets=(BucketBytes(2 * size, size),))
+    half = replace(lean, reduce_bytes=2, buckets=(BucketBytes(size, size),))
     more = per_gpu(PEAK, lean, "ddp", 2)["communication"] - per_gpu(PEAK, half, "ddp", 2)["communication"]
     assert more == 2 * (1 << 26) + 2 * (1 << 26)  # all of them at the end, and the bucket of this one parameter
 

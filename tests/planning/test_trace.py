@@ -172,3 +172,12 @@ def test_recomputed_blocks_leave_nothing_after_backward():
     assert len({estimate.peak.phases["step"] for estimate in estimates}) == 1
     plain, cheap, half = (estimate.peak_bytes for estimate in estimates)
     assert max(cheap, half) < plain
+
+
+@pytest.mark.parametrize(("accumulate", "num_bytes"), [(1, 2), (3, 4)])
+def test_buckets_are_those_of_the_prepared_model(accumulate, num_bytes):
+    """One bucket of ddp with the gradients in the dtype that the Engine gives them, a number for each, and fp32 messages."""
+    options = StepOptions(accumulate=accumulate)
+    (bucket,) = Estimator(small_job(), Policy.parse("bf16-lean"), options=options).trace(4).buckets
+    elements = WEIGHTS + 64 + (8 if num_bytes == 2 else 4) + 4  # the last bias is aligned to 16 bytes
+    assert (bucket.message, bucket.gradients) == (4 * elements, num_bytes * elements)

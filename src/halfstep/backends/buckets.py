@@ -32,7 +32,15 @@ from torch import Tensor
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "GradientReducer", "Reductions", "divisors"]
+__all__ = [
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "BucketBytes",
+    "GradientReducer",
+    "Reductions",
+    "bucket_bytes",
+    "divisors",
+]
 
 # Those of DistributedDataParallel.
 FIRST_BUCKET_BYTES = 2**20
@@ -46,6 +54,14 @@ class Reductions:
 
     count: int = 0
     message_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class BucketBytes:
+    """The sizes of one bucket, alignment and the number per parameter included."""
+
+    message: int  # in the reduce format
+    gradients: int  # what is allocated for the means that are written back
 
 
 @dataclass(frozen=True)
@@ -84,9 +100,14 @@ class _Bucket:
     work: Any = None
 
     @property
+    def num_elements(self) -> int:
+        """Elements of the message."""
+        return self.num_values + len(self.slots)
+
+    @property
     def message_bytes(self) -> int:
         """The size of the message."""
-        return (self.num_values + len(self.slots)) * self.wire_dtype.itemsize
+        return self.num_elements * self.wire_dtype.itemsize
 
 
 class GradientReducer:
@@ -211,7 +232,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _send(self, bucket: _Bucket) -> None:
-        flat = torch.empty(bucket.num_values + len(bucket.slots), dtype=bucket.wire_dtype, device=bucket.device)
+        flat = torch.empty(bucket.num_elements, dtype=bucket.wire_dtype, device=bucket.device)
         present = [slot for slot in bucket.slots if slot.param.grad is not None]
         bucket.missing = [slot for slot in bucket.slots if slot.param.grad is None]
         before, _ = self._divisors(bucket)
@@ -275,6 +296,17 @@ def divisors(num_ranks: int) -> tuple[int, float]:
     while num_ranks % before == 0 and num_ranks / before > before:
         before *= 2
     return before, num_ranks / before
+
+
+def bucket_bytes(
+    params: Mapping[str, Tensor],
+    reduce_dtype: torch.dtype,
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> tuple[BucketBytes, ...]:
+    """The sizes of the buckets of these parameters, in the order in which they are sent; nothing is allocated."""
+    buckets = _lay_out(params, reduce_dtype, first_bucket_bytes, bucket_bytes)
+    return tuple(BucketBytes(b.message_bytes, b.num_elements * b.grad_dtype.itemsize) for b in buckets)
 
 
 def _lay_out(params: Mapping[str, Tensor], reduce_dtype: torch.dtype, first: int, rest: int) -> list[_Bucket]:

@@ -6,12 +6,14 @@ it is in a running job, and the second is the one that is reported.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from halfstep.planning.allocator import Allocator
 from halfstep.planning.ledger import CATEGORIES, OPTIONAL, Event, Ledger
+from halfstep.planning.ranks.moments import moments
 
 __all__ = ["Peak", "replay"]
 
@@ -27,6 +29,7 @@ class Peak:
     breakdown: dict[str, int]  # by category; the sum is `allocated`
     modules: dict[str, int]  # activations by module, largest first
     phases: dict[str, int]  # the peak of each phase
+    others: tuple[dict[str, int], ...] = ()  # breakdowns of moments that may be the peak of one GPU out of several
 
 
 def replay(ledger: Ledger, workspaces: int, usable_bytes: int | None = None) -> Peak:
@@ -52,6 +55,9 @@ def replay(ledger: Ledger, workspaces: int, usable_bytes: int | None = None) -> 
         if event.category == "activations":
             modules[event.module] = modules.get(event.module, 0) + (event.num_bytes or 0)
     breakdown["rounding"] = top - sum(breakdown.values())
+    persistent = Counter({"workspaces": workspaces, "rounding": max(0, breakdown["rounding"])})
+    for event in (*ledger.persistent, *ledger.first_update):
+        persistent[event.category] += event.num_bytes or 0
     last = ledger.events[index] if ledger.events else Event(0, 0)
     return Peak(
         allocated=top,
@@ -61,6 +67,7 @@ def replay(ledger: Ledger, workspaces: int, usable_bytes: int | None = None) -> 
         breakdown={category: size for category, size in breakdown.items() if size},
         modules=dict(sorted(modules.items(), key=lambda item: -item[1])),
         phases=phases,
+        others=tuple(dict(persistent + Counter(sizes)) for sizes in moments(ledger.events)),
     )
 
 

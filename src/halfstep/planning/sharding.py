@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from halfstep.backends.buckets import BucketBytes
 from halfstep.errors import SettingError, unknown
 from halfstep.planning.ranks.communication import Model
 from halfstep.planning.ranks.parts import Units
@@ -66,7 +67,7 @@ STRATEGIES = {
 }
 _FSDP = frozenset({"fsdp", "hsdp"})
 GROUP = 8  # GPUs in a group of hsdp: those of one node, usually
-_DDP_BUCKET = 25 << 20  # bytes of gradients, as in DistributedDataParallel
+_FP32 = 4  # bytes
 _BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size
 # DeepSpeed's stage3_max_live_parameters and prefetch bucket: elements that may be gathered at once.
 _LIVE, _PREFETCH = 1_000_000_000, 50_000_000
@@ -108,6 +109,8 @@ class Layout:
     compute_bytes: int  # of a weight that ZeRO 3 gathers
     reduce_bytes: int
     accumulate: int = 1
+    buckets: tuple[BucketBytes, ...] = ()  # of ddp
+    native: bool = False  # whether 16-bit gradients are reduced in their own format
 
     @property
     def num_params(self) -> int:
@@ -123,19 +126,27 @@ class Layout:
     def communicated(self) -> Model:
         """What the ranks exchange: the weights as they are stored, and the gradients in the reduce dtype."""
         weights = tuple(item for item in self.parts if item[0].category == "weights")
-        gradients = tuple(
-            (replace(part, block_bytes=self.reduce_bytes), count)
-            for part, count in self.parts
-            if part.category == "gradients"
-        )
-        return Model(weights, gradients)
+        messages = sum(bucket.message for bucket in self.buckets)
+        return Model(weights, self._gradients_in(self.reduce_bytes), messages, self.summed)
+
+    @property
+    def summed(self) -> Counted:
+        """Gradients in the dtype in which FSDP2 sums them: fp32, unless they are stored and reduced in one 16-bit format."""
+        return self._gradients_in(None if self.native else _FP32)
+
+    def _gradients_in(self, block_bytes: int | None) -> Counted:
+        gradients = [item for item in self.parts if item[0].category == "gradients"]
+        return tuple((replace(part, block_bytes=block_bytes or part.block_bytes), count) for part, count in gradients)
 
 
-def layout_of(policy: Policy, parts: Counted, units: Units, accumulate: int) -> Layout:
+def layout_of(
+    policy: Policy, parts: Counted, units: Units, buckets: tuple[BucketBytes, ...], accumulate: int
+) -> Layout:
     """The layout of a model under a policy."""
     params = _bytes(policy.params)
     compute = _bytes(policy.compute) if policy.params == "fp32" else params
-    return Layout(parts, units, params, compute, _bytes(policy.reduce), accumulate)
+    native = policy.params == policy.reduce
+    return Layout(parts, units, params, compute, _bytes(policy.reduce), accumulate, buckets, native)
 
 
 def rejection(strategy: str, policy: Policy, *, elementwise: bool = True) -> str:
@@ -173,7 +184,16 @@ def per_gpu(peak: Peak, layout: Layout, strategy: str, num_gpus: int, group: int
         local = fsdp_bytes(layout.parts, shards)
     else:
         local = {name: -(-size // shards) if name in sharded else size for name, size in whole.items()}
-    at_peak = dict(peak.breakdown)
+    candidates = [_at(sizes, layout, strategy, shards, whole, local) for sizes in (peak.breakdown, *peak.others)]
+    return max(candidates, key=lambda sizes: sum(sizes.values()))
+
+
+def _at(
+    breakdown: dict[str, int], layout: Layout, strategy: str, shards: int, whole: dict[str, int], local: dict[str, int]
+) -> dict[str, int]:
+    """One moment of the step, or the update after it, whichever needs more."""
+    sharded = STRATEGIES[strategy].sharded
+    at_peak = dict(breakdown)
     for name in sharded - {"gradients"}:
         if name in at_peak:  # what no part describes, such as step counts, every rank has
             at_peak[name] += local.get(name, 0) - whole.get(name, 0)
@@ -197,17 +217,18 @@ def _gradients(at_peak: int, layout: Layout, strategy: str, whole: dict[str, int
 
 
 def retained_bytes(layout: Layout) -> int:
-    """What FSDP2 accumulates on every rank with `set_requires_gradient_sync(False)`: whole gradients, in the reduce dtype."""
-    return layout.num_params * layout.reduce_bytes
+    """Whole gradients that FSDP2 accumulates on every rank."""
+    return sum(whole_bytes(layout.summed).values())
 
 
 def _buffers(layout: Layout, strategy: str, shards: int, gradients: int) -> int:
     """Memory for communication while this many bytes of gradients are allocated."""
     num_params, units = layout.num_params, layout.units
     if strategy == "ddp":
-        # Buckets in the reduce dtype replace the gradients while they are sent; one is filled at a time.
-        wider = max(0, num_params * layout.reduce_bytes - layout.grad_bytes)
-        return wider * gradients // max(1, layout.grad_bytes) + _bucket_bytes(layout)
+        # Messages replace the gradients while they are sent, and are replaced by the means; one bucket is copied at a time.
+        wider = sum(max(bucket.message, bucket.gradients) for bucket in layout.buckets) - layout.grad_bytes
+        largest_bucket = max((bucket.message for bucket in layout.buckets), default=0)
+        return wider * gradients // max(1, layout.grad_bytes) + largest_bucket
     if strategy in {"zero1", "zero2"}:
         return min(_BUCKET, num_params) * layout.reduce_bytes
     largest = max(units.largest, units.root)
@@ -220,15 +241,10 @@ def _buffers(layout: Layout, strategy: str, shards: int, gradients: int) -> int:
     root = tuple((part, count) for part, count in layout.parts if part.category == "weights" and part.at_root)
     gathered = shards * sum(fsdp_bytes(root, shards).values())
     scattered = max(2 * units.largest, units.root + gathered // layout.param_bytes)
-    return gathered + 2 * units.largest * layout.param_bytes + scattered * layout.reduce_bytes
-
-
-def _bucket_bytes(layout: Layout) -> int:
-    """The largest bucket of the Engine's reducer: a limit of gradients, but at least one parameter, in the reduce dtype."""
-    sizes = [(math.prod(p.shape), p.block_bytes) for p, _ in layout.parts if p.category == "gradients"]
-    return (
-        max((min(layout.num_params, max(_DDP_BUCKET // size, n)) for n, size in sizes), default=0) * layout.reduce_bytes
-    )
+    # Groups that sum in fp32 round a copy of one unit's gradients before a 16-bit message.
+    exact = layout.native or layout.reduce_bytes == _FP32
+    summed = scattered * layout.reduce_bytes if exact else scattered * _FP32 + largest * layout.reduce_bytes
+    return gathered + 2 * units.largest * layout.param_bytes + summed
 
 
 def zero_paper_bytes(num_params: float, num_gpus: int, stage: int) -> float:

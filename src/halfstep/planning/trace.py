@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from halfstep.backends.buckets import BucketBytes, bucket_bytes
 from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.buffers import RESTORE_COPIES, BufferGuard
@@ -41,6 +42,7 @@ from halfstep.planning.ranks.parts import Units, find_units, model_parts
 from halfstep.planning.ranks.shards import Counted, Part, count_parts
 from halfstep.planning.tracer import Tracer
 from halfstep.planning.workspaces import scratch_by_category
+from halfstep.precision.formats import COMPUTE_DTYPES
 from halfstep.precision.policy import Policy
 
 __all__ = ["StepOptions", "Traced", "trace_step"]
@@ -67,6 +69,7 @@ class Traced:
     largest_param: int  # elements
     units: Units  # that FSDP would gather
     parts: Counted  # what sharding would divide
+    buckets: tuple[BucketBytes, ...]  # that the ranks of ddp would send
     elementwise: bool  # whether the optimizers update each element by itself, so that they can step shards
     build_bytes: int  # peak of setting up the Engine, before any step
     notes: tuple[str, ...] = field(default=())
@@ -94,6 +97,8 @@ def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: S
         with quietly():
             run = prepare_run(model, optimizers, policy, accumulate=options.accumulate, recompute=options.recompute)
         undo.push(run.undo)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        buckets = bucket_bytes(trained, COMPUTE_DTYPES.get(policy.reduce, torch.float32))
         ema = Ema(run.params, _ANY_DECAY, run.master_of) if options.ema else None
         inputs = fake_batch(batch, mode)
         tracer = Tracer(partial(scratch_by_category, tf32=policy.compute == "tf32"))
@@ -120,8 +125,9 @@ def _trace(job: Job, policy: Policy, batch: Any, context: RunContext, options: S
             part = Part("average", tuple(average.shape), average.element_size())
             states.append(StoredState("average", average.nbytes, by_step=False, parts=(part,)))
     parts = model_parts(model, job.shard, policy, options.accumulate)
+    units = find_units(model, job.shard, policy)
     elementwise = all(getattr(path.optimizer, "elementwise", True) for path in run.paths)
-    return _traced(model, job, inputs, states, events, tuple(notes), parts, elementwise=elementwise)
+    return _traced(model, inputs, states, events, tuple(notes), parts, buckets, units, elementwise=elementwise)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -178,12 +184,13 @@ def _update(tracer: Tracer, path: StepPath, notes: list[str]) -> list[StoredStat
 
 def _traced(
     model: nn.Module,
-    job: Job,
     inputs: Any,
     states: list[StoredState],
     events: tuple[Event, ...],
     notes: tuple[str, ...],
     parts: list[Part],
+    buckets: tuple[BucketBytes, ...],
+    units: Units,
     *,
     elementwise: bool,
 ) -> Traced:
@@ -200,8 +207,9 @@ def _traced(
         num_params=sum(p.numel() for p in params),
         num_trainable=sum(p.numel() for p in params if p.requires_grad),
         largest_param=max((p.numel() for p in params), default=0),
-        units=find_units(model, job.shard),
+        units=units,
         parts=count_parts([*parts, *(part for state in states for part in state.parts)]),
+        buckets=buckets,
         elementwise=elementwise,
         build_bytes=_num_bytes(params) + 8 * rounded,
         notes=notes,

@@ -1,4 +1,4 @@
-"""The volume of communication compared with published numbers; tests of the collectives of real ranks are in test_shards."""
+"""The volume of communication compared with published numbers; those of real ranks are in test_engine and test_shards."""
 
 import pytest
 
@@ -7,7 +7,12 @@ from halfstep.planning.ranks.shards import Part, count_parts
 
 # 2 bytes for each of 1,024,000 weights in units, and as many for their gradients: "psi" of the ZeRO paper is 1,024,000.
 PSI = 1_024_000
-MODEL = Model(count_parts([Part("weights", (1024, 1000), 2)]), count_parts([Part("gradients", (1024, 1000), 2)]))
+MODEL = Model(
+    count_parts([Part("weights", (1024, 1000), 2)]),
+    count_parts([Part("gradients", (1024, 1000), 2)]),
+    2 * PSI,
+    count_parts([Part("gradients", (1024, 1000), 2)]),
+)
 
 
 @pytest.mark.parametrize(("strategy", "volume"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("fsdp", 3)])

@@ -1,8 +1,10 @@
 """The parts of a model that sharding divides."""
 
+import pytest
 import torch
 from torch import nn
 
+from halfstep.errors import SettingError
 from halfstep.planning.ranks.parts import Units, find_units, model_parts
 from halfstep.planning.ranks.shards import count_parts, whole_bytes
 from halfstep.precision.policy import Policy
@@ -17,8 +19,23 @@ def blocks():
 
 def test_units_are_what_the_job_names():
     """By class or by pattern; everything else is gathered by the root."""
-    assert find_units(blocks(), (nn.Linear,)) == find_units(blocks(), ("0", "1")) == Units(largest=40, root=16)
-    assert find_units(blocks(), ()) == Units(largest=0, root=76)
+    by_class, by_name = (find_units(blocks(), shard, Policy()) for shard in ((nn.Linear,), ("0", "1")))
+    assert by_class == by_name == Units(largest=40, root=16)
+    assert find_units(blocks(), (), Policy()) == Units(largest=0, root=76)
+
+
+def test_units_are_repeated_blocks_by_default():
+    """As the FSDP backend chooses them; a module that stays in fp32 among 16-bit ones is a unit too."""
+    block = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3)]
+    model = nn.ModuleDict({"stem": nn.Linear(2, 4), "blocks": nn.Sequential(*block), "head": nn.Linear(4, 1)})
+    assert find_units(model, (), Policy.parse("bf16-lean")) == Units(largest=28, root=12 + 5)
+    assert find_units(model, (), Policy.parse("bf16-lean,keep_fp32=head")) == Units(largest=28, root=12)
+
+
+def test_names_of_no_module_are_rejected():
+    """As by the FSDP backend: a unit that does not exist would be planned as part of the root."""
+    with pytest.raises(SettingError, match=r"blocks\.\*"):
+        find_units(blocks(), ("blocks.*",), Policy())
 
 
 def test_gradients_are_those_of_trainable_parameters():

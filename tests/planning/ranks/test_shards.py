@@ -1,4 +1,4 @@
-"""Planned bytes of shards and of communication compared with what gloo ranks really store and send."""
+"""Planned bytes of shards and of communication compared with ranks of torch's own loops; test_engine has the Engine's."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).parents[2] / "planning_ranks_program.py"
 
 @pytest.fixture(scope="module")
 def two():
-    """The cases of two ranks, by name."""
+    """The cases of two ranks of torch's own loops, by name."""
     return by_case(cases_of_ranks(PROGRAM))
 
 
@@ -51,21 +51,25 @@ def check_traffic(cases):
         assert rank["sent"] == rank["traffic"], rank
 
 
+@pytest.mark.slow
 def test_ranks_store_what_is_planned(two):
     """Weights, gradients, masters and states of FSDP2 and DDP, to the byte, in fp32, lean and 8-bit layouts."""
     check_storage(two)
 
 
+@pytest.mark.slow
 def test_accumulation_retains_whole_gradients(two):
     """What `set_requires_gradient_sync(False)` keeps on every rank is planned to the byte."""
     check_accumulation(two)
 
 
+@pytest.mark.slow
 def test_collectives_send_what_is_planned(two):
     """The bytes of every all-gather and reduce-scatter, padding included."""
     check_traffic(two)
 
 
+@pytest.mark.slow
 def test_wrapped_ddp_has_a_second_copy_of_gradients(two):
     """In the buckets, unless the gradients are views of them."""
     for rank in named(two, "ddp fp32") + named(two, "ddp bf16-lean"):
@@ -73,6 +77,7 @@ def test_wrapped_ddp_has_a_second_copy_of_gradients(two):
         assert rank["extra"] == (0 if rank["case"].endswith("True") else rank["buckets"])
 
 
+@pytest.mark.slow
 def test_autocast_keeps_a_16_bit_copy_of_every_gathered_weight(two):
     """Backward needs the copies, so FSDP2 under autocast has all weights in 16 bits until then."""
     for rank in named(two, "autocast"):

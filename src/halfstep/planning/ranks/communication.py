@@ -3,7 +3,7 @@
 How it works. A ring of N GPUs that gathers or reduce-scatters S bytes makes each GPU send (N - 1) / N of them, and an
 all-reduce is both in turn. With P bytes of parameters, G bytes of gradients in the reduce dtype, and k micro-batches:
 
-    ddp      all-reduce of G, once per update
+    ddp      all-reduce of G, once per update, in the messages of the Engine's reducer (`backends/buckets.py`)
     zero1    reduce-scatter of G and all-gather of the new weights, once per update
     zero2    as zero1, with a reduce-scatter in each micro-batch, because the gradients are sharded while they accumulate
     zero3    all-gather in forward and backward and reduce-scatter, in each micro-batch
@@ -30,6 +30,8 @@ class Model:
 
     weights: Counted  # as they are gathered
     gradients: Counted  # in the reduce dtype
+    message_bytes: int = 0  # of all buckets of ddp
+    summed: Counted = ()  # gradients as FSDP2 accumulates them, and as hsdp sums them between groups
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,12 @@ def traffic(model: Model, strategy: str, num_gpus: int, *, accumulate: int = 1, 
     if num_gpus == 1:
         return Traffic()
     if strategy == "ddp":
-        return Traffic(all_reduce=_all_reduce(_total(model.gradients), num_gpus))
+        return Traffic(all_reduce=_all_reduce(model.message_bytes, num_gpus))
     if strategy == "fsdp":
         return _fsdp(model, num_gpus, accumulate)
     if strategy == "hsdp":
         shards = min(group, num_gpus)
-        gradients = sum(fsdp_bytes(model.gradients, shards).values())
+        gradients = sum(fsdp_bytes(model.summed, shards).values())
         within = _fsdp(model, shards, accumulate)
         return Traffic(within.all_gather, within.reduce_scatter, _all_reduce(gradients, num_gpus // shards))
     # DeepSpeed divides one flat buffer, so there is no padding worth counting.

@@ -107,7 +107,7 @@ def on_exactly(estimator: Estimator, layout: Layout, strategy: str, batch: int, 
     """A strategy on `fleet.gpus` GPUs: what each stores and sends."""
     num = fleet.gpus
     assert num is not None
-    reason = _rejection(estimator, batch, strategy)
+    reason = _rejection(estimator, -(-batch // num), strategy)  # and so the micro-batch of each GPU is traced
     if not reason and num > batch:
         reason = f"a micro-batch of {batch} over all GPUs has no example for some of {num}"
     if not reason and num not in valid_counts(strategy, num, fleet.group):
@@ -124,7 +124,7 @@ def largest_on_each(estimator: Estimator, strategy: str, num_gpus: int, usable: 
     """The largest micro-batch that fits on each of `num_gpus`; raises if not even one example does."""
     (name,), group = parse_strategies([strategy])
     traced = estimator.trace(_START)
-    layout = layout_of(estimator.policy, traced.parts, traced.units, estimator.options.accumulate)
+    layout = layout_of(estimator.policy, traced.parts, traced.units, traced.buckets, estimator.options.accumulate)
     reason = rejection(name, estimator.policy, elementwise=traced.elementwise)
     if reason:
         raise SettingError(f"{name} with {estimator.policy} is rejected: {reason}.")
