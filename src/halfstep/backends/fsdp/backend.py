@@ -72,6 +72,7 @@ class FSDP(Backend):
         self._replicated: set[Tensor] = set()
         self._policy: Policy | None = None
         self._module: nn.Module | None = None
+        self._sharded: nn.Module | None = None  # by `shard`
         self._groups: Groups | None = None
         self._agreement: Agreement | None = None  # None with one rank
         self._ranks: ProcessRanks | None = None  # the same
@@ -99,7 +100,7 @@ class FSDP(Backend):
         if not is_sharded_model(model):
             named_units(model, self._shard)
             return
-        if self._shard or self._mesh is not None or self._settings:
+        if self._sharded is not unwrap(model) and (self._shard or self._mesh is not None or self._settings):
             raise SettingError(
                 "FSDP(shard=..., mesh=...) has no effect on a model that was passed to fully_shard already. Omit them, or pass the "
                 "model as it was before."
@@ -115,7 +116,7 @@ class FSDP(Backend):
             device = next(module.parameters()).device
             compare_ranks({"torch": torch.__version__} | self._compared | described, dist.group.WORLD, device)
         if not is_sharded_model(module):
-            self._shard_now(module, optimizers)
+            self.shard(module, optimizers)
         module = super().prepare(model, optimizers)
         self._module, self._groups = module, Groups(module)
         group = dist.group.WORLD
@@ -128,7 +129,8 @@ class FSDP(Backend):
             self._agreement, self._ranks = Agreement(group, self._context.device), ProcessRanks(group)
         return module
 
-    def _shard_now(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def shard(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Shard a model; `prepare` does, or the caller before it builds optimizers, after `suggest_units` and `check`."""
         check_rebindable(module, optimizers)
         old = {id(p): name for name, p in module.named_parameters()}
         units = named_units(module, self._shard) if self._shard else self._blocks
@@ -142,6 +144,7 @@ class FSDP(Backend):
         shard_model(roots, [*units, *self._fp32], self._replicated, **settings)
         rebind(optimizers, old, dict(module.named_parameters(remove_duplicate=False)))
         del keep
+        self._sharded = module
 
     def settle(self, *, widens: bool) -> None:
         """The weights have their dtypes: choose the dtypes of gradients and their reduction."""
