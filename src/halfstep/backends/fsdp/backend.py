@@ -200,7 +200,7 @@ class FSDP(Backend):
         if not params:
             return
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        for dtype in {g.dtype for g in grads}:
+        for dtype in dict.fromkeys(g.dtype for g in grads):  # not a set, whose order differs between ranks
             same = [(p, g) for p, g in zip(params, grads, strict=True) if g.dtype is dtype]
             flat = torch.cat([g.reshape(-1).float() for _, g in same]) / self._context.world_size
             dist.all_reduce(flat, group=self._context.process_group)
