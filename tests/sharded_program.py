@@ -3,14 +3,17 @@
 usage: RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/sharded_program.py FOLDER CASE...
 """
 
+import contextlib
 import json
 import logging
 import os
 import random
 import sys
+import weakref
 from pathlib import Path
 
 import torch
+import torch.distributed.fsdp
 
 from halfstep.backends.group import open_group
 from halfstep.backends.launch import read_launch
@@ -25,9 +28,27 @@ from launch_program import run
 from rank_cases import hashed
 from sharded_jobs import BUILT_ON, Model, PlainAttribute, ReadsValues, Uneven, curve_job, full_job
 
-CURVE = {"batch": 8, "accumulate": 2, "steps": 50, "watch": None, "device": "cpu", "eval_every": 99, "timeout": 60}
+CURVE = {"batch": 8, "accumulate": 2, "steps": 50, "watch": None, "device": "cpu", "timeout": 60}
+CURVE |= {"eval_every": 99, "save_every": 1000}  # neither but at the end
 PRECISIONS = ("fp32", "bf16", "fp16")
 FP16_FACTOR = 3000.0  # of the loss: the first scales overflow
+
+
+@contextlib.contextmanager
+def counted_units(model):
+    """Whole parameters of the blocks that exist before each call of fully_shard."""
+    whole = [weakref.ref(p) for block in model.blocks for p in block.linear.parameters()]
+    counts, own = [], torch.distributed.fsdp.fully_shard
+
+    def counting(*args, **kwargs):
+        counts.append(sum(ref() is not None for ref in whole))
+        return own(*args, **kwargs)
+
+    torch.distributed.fsdp.fully_shard = counting
+    try:
+        yield counts
+    finally:
+        torch.distributed.fsdp.fully_shard = own
 
 
 def initial(context, folder):
@@ -42,7 +63,8 @@ def initial(context, folder):
         seed_everything(0)
         model = build_on_rank_0(full_job(kind), context, Ranks(context, timeout_seconds=60))
         built_on = list(BUILT_ON)
-        shard_model(model, full_job(kind), context, Policy.parse("bf16-lean"))
+        with counted_units(model) as alive:
+            shard_model(model, full_job(kind), context, Policy.parse("bf16-lean"))
         seed_everything(0)
         alone = kind()
         whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
@@ -56,6 +78,7 @@ def initial(context, folder):
             "local": sum(p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local")),
             "num_params": sum(p.numel() for p in model.parameters() if hasattr(p, "to_local")),
             "built_on": built_on,
+            "alive": alive,
         }
     return values | {"messages": messages}
 
@@ -81,7 +104,7 @@ def trains(context, folder):
     steps = Steps()
     config = TrainConfig(batch=8, epochs=2, watch=None, device="cpu", backend="fsdp", ema=0.9)
     train(full_job(), config, precision="bf16-lean", out=folder / "trains", ranks=context, observer=steps)
-    return {"losses": steps.losses, "decisions": steps.decisions}
+    return {"losses": steps.losses, "parameters": steps.parameters}
 
 
 def rejected(context, folder):
@@ -101,7 +124,11 @@ class Steps(SilentObserver):
     """Notes the loss, the loss scale and the decision of every step of this rank."""
 
     def __init__(self):
-        self.losses, self.decisions = [], []
+        self.losses, self.decisions, self.parameters = [], [], ""
+
+    def started(self, engine, total_steps):
+        """The run starts."""
+        self.parameters = dict(engine.truth().rows)["parameters"]
 
     def stepped(self, line):
         """The result of a step has arrived."""

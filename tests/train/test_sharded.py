@@ -67,6 +67,7 @@ def test_every_rank_starts_from_its_shards_of_the_single_run(launched, kind):
     assert all(r["equal"] and r["buffers"] and r["shared"] and r["flag"] for r in results)
     assert sum(r["local"] for r in results) == results[0]["num_params"]
     assert all(r["local"] < 0.6 * r["num_params"] for r in results)
+    assert all(r["alive"] == [4, 2, 0] for r in results)  # of two blocks, then the model: one unit after the other
 
 
 def test_only_rank_0_initialises_the_model_where_its_constructor_allows_that(launched):
@@ -86,6 +87,7 @@ def test_a_model_with_everything_trains(launched):
     _, cases = launched
     first, second = cases["trains"]
     assert first["losses"] == second["losses"]
+    assert "379 trainable, 222 of them on this rank" in first["parameters"]
     assert sum(first["losses"][-4:]) < 0.9 * sum(first["losses"][:4])
 
 

@@ -140,7 +140,8 @@ class FSDP(Backend):
             )
         roots = _roots(module)
         settings = dict(self._settings) | ({} if self._mesh is None else {"mesh": self._mesh})
-        keep = list(module.parameters())  # the old ones, so that no identity is reused
+        # The old ones, so that no identity is reused. Without optimizers none is needed, and each unit's memory is freed at once.
+        keep = list(module.parameters()) if optimizers else []
         shard_model(roots, [*units, *self._fp32], self._replicated, **settings)
         rebind(optimizers, old, dict(module.named_parameters(remove_duplicate=False)))
         del keep
