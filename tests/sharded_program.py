@@ -139,8 +139,10 @@ class Steps(SilentObserver):
 def curve(out, precision, *, order=None, context=None, **settings):
     """One run of the job that backends are compared with."""
     steps = Steps()
-    job = curve_job(order, factor=FP16_FACTOR if precision == "fp16" else 1.0)
-    train(job, TrainConfig(**CURVE, **settings), precision=precision, out=out, ranks=context, observer=steps)
+    is_fp16 = precision == "fp16"
+    config = TrainConfig(**(CURVE | settings | ({"steps": 25} if is_fp16 else {})))
+    job = curve_job(order, factor=FP16_FACTOR if is_fp16 else 1.0)
+    train(job, config, precision=precision, out=out, ranks=context, observer=steps)
     return {"losses": steps.losses, "decisions": steps.decisions}
 
 
