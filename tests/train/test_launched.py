@@ -1,6 +1,5 @@
 """Training on several ranks: through open_group in one launch of many cases, and through torchrun itself."""
 
-import hashlib
 import json
 import os
 import random
@@ -11,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from halfstep.backends.launch import Launch
-from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.runlog import read_runlog
 from halfstep.errors import SettingError
 from halfstep.train import TrainConfig, train
 from halfstep.train.build import resolve_backend
 from halfstep.train.launched import restarted
+from launch_commands import digest_of, torchrun
 from launch_job import make_job
 from launch_program import CONFIG
 from rank_processes import cases_of_ranks
@@ -31,30 +30,6 @@ def launched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launched")
     results = cases_of_ranks(TESTS / "launch_program.py", folder, timeout=240)
     return folder, [{case.pop("case"): case for case in of_rank} for of_rank in results]
-
-
-def torchrun(out, *options, fault="", ranks=2, restarts=0, timeout=300):
-    """The exit code and the output of `halfstep train` under torchrun, with the settings of the other runs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--max-restarts", restarts]
-    command += ["-m", "halfstep", "train", TESTS / "launch_job.py", "-p", "fp32", "--out", out, "--backend", "ddp"]
-    command += ["--batch", 8, "--epochs", 2, "--set", "save_every=3", "--set", "watch=off", "--set", "device=cpu"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": fault or "none:0:0"}
-    process = subprocess.run(
-        list(map(str, (*command, *options))),
-        check=False,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    return process.returncode, process.stdout
-
-
-def digest_of(out):
-    """A hash of the weights of the latest checkpoint."""
-    weights = load_checkpoint(CheckpointFolder(out / "checkpoints").latest()).weights
-    return hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
 
 
 def test_ranks_end_alike_and_rank_0_alone_writes(launched):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from halfstep.backends.context import RunContext
 
-__all__ = ["Messages", "messages_of"]
+__all__ = ["Messages", "gather_into", "messages_of"]
 
 
 class Messages:
@@ -29,7 +29,7 @@ class Messages:
     def gather_numbers(self, *numbers: int) -> list[list[int]]:
         """The numbers of every rank, by rank."""
         received = torch.empty(self.num_ranks, len(numbers), dtype=torch.int64)
-        dist.all_gather_into_tensor(received, torch.tensor([numbers], dtype=torch.int64), group=self.group)
+        gather_into(received, torch.tensor([numbers], dtype=torch.int64), self.group)
         values: list[list[int]] = received.tolist()
         return values
 
@@ -44,6 +44,12 @@ class Messages:
         values = [pytree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, value)]
         dist.broadcast_object_list(values, group=self.group, group_src=source)
         return values[0]
+
+
+def gather_into(received: Tensor, own: Tensor, group: Any) -> None:
+    """All-gather tensors into one, by rank."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(received, own, group=group)
 
 
 def messages_of(run: RunContext, timeout: timedelta | None = None) -> Messages | None:

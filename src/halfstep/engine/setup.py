@@ -50,7 +50,7 @@ from halfstep.optim.shards import is_sharded
 from halfstep.optim.trainable import check_model
 from halfstep.precision.policy import Policy
 
-__all__ = ["PreparedRun", "as_list", "prepare_module", "prepare_run"]
+__all__ = ["PreparedRun", "as_list", "check_module", "prepare_module", "prepare_run"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,15 @@ def _stepped(optimizer: torch.optim.Optimizer, layout: dict[str, str] | None) ->
     return optimizer
 
 
+def check_module(backend: Backend, root: nn.Module, policy: Policy) -> None:
+    """Raise if a backend cannot train a model; afterwards it knows the model's blocks and what stays in fp32."""
+    module = unwrap(root)
+    check_patterns(module, policy)
+    wide, replicated = fp32_units(module, policy)
+    backend.suggest_units([block for stack in repeated_blocks(module) for block in stack.modules], wide, replicated)
+    backend.check(root, policy)
+
+
 def prepare_module(
     backend: Backend,
     root: nn.Module,
@@ -155,11 +164,7 @@ def prepare_module(
     compile: bool | str = False,  # noqa: A002 - the option's name
 ) -> nn.Module:
     """Check that the backend can train a model, then let it take the model over; returns the module with the parameters."""
-    module = unwrap(root)
-    check_patterns(module, policy)
-    wide, replicated = fp32_units(module, policy)
-    backend.suggest_units([block for stack in repeated_blocks(module) for block in stack.modules], wide, replicated)
-    backend.check(root, policy)
+    check_module(backend, root, policy)
     if backend.shards and compile in GRAPH_MODES:
         raise SettingError(
             f"compile={compile!r} records CUDA graphs, whose addresses FSDP2 changes whenever it gathers and frees parameters. Use compile=True "

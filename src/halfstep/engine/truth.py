@@ -91,6 +91,7 @@ def build_truth(
     tables: Iterable[str] = (),  # names of fp32 buffers of a lean model
     waived_guarantees: tuple[str, ...] = (),
     replaced_rows: Mapping[str, str] | None = None,  # what the backend or an option knows better, by row
+    num_total: int | None = None,  # trainable numbers of all ranks; None if `params` are all
 ) -> Truth:
     """The table for a model and its optimizers as they are now."""
     num_params = sum(p.numel() for p in params) or 1
@@ -104,9 +105,10 @@ def build_truth(
     masters = [t for n, t in stored if n in {"low", "master"}]
     moments = [t for n, t in stored if n not in {"low", "master"}]
     total_bytes = sum(t.numel() * t.element_size() for t in [*params, *masters, *moments]) + grad_bytes
+    part = "" if num_total in {None, num_params} else f", {num_params:,} of them on this rank"
     rows = [
         ("precision", str(policy)),
-        ("parameters", f"{_show(census(params))}; {num_params:,} trainable"),
+        ("parameters", f"{_show(census(params))}; {num_total or num_params:,} trainable{part}"),
         ("gradients", _show(grads)),
         ("master", _master(policy, masters)),
         ("optimizer states", _show(census(moments)) if moments else "none yet" if not states else "none"),
@@ -227,6 +229,7 @@ def truth_of(
     return build_truth(
         policy=run.policy,
         params=[local(p) for p in run.params.values()],
+        num_total=sum(p.numel() for p in run.params.values()),
         grads=census(grads),
         grad_bytes=sum(g.numel() * g.element_size() for g in grads),
         states={p: s for o in run.optimizers for p, s in o.state.items()},

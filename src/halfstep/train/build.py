@@ -1,7 +1,7 @@
 """The context, the model and the Engine of a run.
 
-All ranks build the model from the same seed; afterwards every rank except rank 0 continues with random numbers of its
-own, so that dropout and augmentation differ between ranks.
+All ranks build the model from the same seed, or with FSDP2 rank 0 alone (`sharded.py`); afterwards every rank except rank 0
+continues with random numbers of its own, so that dropout and augmentation differ between ranks.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from halfstep.backends.base import Backend
 from halfstep.backends.consistency import describe_model
 from halfstep.backends.context import RunContext
+from halfstep.backends.fsdp import FSDP
 from halfstep.checkpoint.rng import seed_everything
 from halfstep.engine.engine import Engine
 from halfstep.errors import SettingError
@@ -22,6 +24,7 @@ from halfstep.precision.choice import resolve
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
 from halfstep.train.equality import check_equal
 from halfstep.train.ranks import Ranks
+from halfstep.train.sharded import build_on_rank_0, shard_model
 
 __all__ = ["build_engine", "resolve_backend", "run_context", "seed_rank"]
 
@@ -54,8 +57,8 @@ def run_context(config: TrainConfig, ranks: RunContext | None) -> RunContext:
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Give every rank except rank 0 random numbers of its own."""
-    if rank:
+    """Give every rank except rank 0 random numbers of its own; with `step`, of a run that resumes, rank 0 too."""
+    if rank or step:
         seed_everything(mix("rank", seed, rank, step))
 
 
@@ -63,9 +66,14 @@ def build_engine(
     job: Job, run: RunContext, config: TrainConfig, precision: str, watch: Any, ranks: Ranks
 ) -> tuple[nn.Module, Engine]:
     """The job's model on the run's device, and the engine over it; compared with those of the other ranks."""
-    model = job.call("model", run).to(run.device)
+    backend: Backend | str = resolve_backend(config.backend, run.world_size)
+    policy = resolve(precision)[0]
+    shards = backend == FSDP.name
+    model = build_on_rank_0(job, run, ranks) if shards else job.call("model", run).to(run.device)
     if ranks.several:
-        check_equal(ranks, describe_model(model) | {"policy": str(resolve(precision)[0])})
+        check_equal(ranks, describe_model(model) | {"policy": str(policy)})
+    if shards:
+        backend = shard_model(model, job, run, policy)
     optimizer = job.call("optimizer", run, model=model)
     engine = Engine(
         model,
@@ -80,6 +88,6 @@ def build_engine(
         gradient_release=config.gradient_release,
         recompute=config.recompute,
         watch=watch,
-        backend=resolve_backend(config.backend, run.world_size),
+        backend=backend,
     )
     return model, engine

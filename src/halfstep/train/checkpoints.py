@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from halfstep.backends.ranks import Ranks as OpenRanks
 from halfstep.checkpoint.directory import open_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
 from halfstep.checkpoint.rng import restore_rng, rng_state
@@ -62,6 +63,17 @@ def check_out(out: Path) -> None:
         raise SettingError(f"--out {out}: no permission to write to {existing}; pass another --out.")
 
 
+class _OpenTogether(OpenRanks):
+    """The ranks of a run as those that open a checkpoint."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size, self._ranks = ranks.rank, ranks.num_ranks, ranks
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank."""
+        return self._ranks.gather(value)
+
+
 class RunCheckpoints:
     """Finds, restores and writes the checkpoints of one run; `latest` is the newest healthy one."""
 
@@ -98,13 +110,16 @@ class RunCheckpoints:
         self._watch = watch
         if self.latest is None:
             return Progress()
-        with open_checkpoint(self.latest, engine.saver.ranks) as checkpoint:
+        with open_checkpoint(self.latest, _OpenTogether(self._ranks)) as checkpoint:
             changed = changed_fields(checkpoint.state["extra"]["config"], self._config)
             if changed:
                 raise SettingError(
                     f"The run in {self._out} was started with other settings ({'; '.join(changed)}); resume with the same ones."
                 )
-            extra = engine.load(checkpoint)
+            # Where each rank loads alone, what it reads of a sharded checkpoint is its own all the same.
+            is_own = checkpoint.num_ranks == self._ranks.num_ranks
+            size = engine.saver.ranks.size if is_own else checkpoint.num_ranks
+            extra = engine.load(dataclasses.replace(checkpoint, num_ranks=size))
         data.restore(self._own_state(extra, engine.progress.attempts))
         if watch is not None and extra.get("watch") is not None:
             watch.load_state_dict(extra["watch"])
@@ -115,9 +130,12 @@ class RunCheckpoints:
         return Progress(extra["epoch"], extra["values"], extra.get("unvalidated"))
 
     def _own_state(self, extra: dict[str, Any], step: int) -> Any:
-        """The position in the data of this rank; restores its random numbers."""
+        """The position in the data of this rank; restores its random numbers.
+
+        Ranks that wrote the checkpoint together have each their own `extra`, and their random numbers are restored already.
+        """
         states, rank, num_ranks = extra.get("ranks"), self._ranks.rank, self._ranks.num_ranks
-        num_saved = 1 if states is None else len(states)
+        num_saved = extra.get("num_ranks", 1 if states is None else len(states))
         if num_saved != num_ranks:
             log_info(f"The checkpoint was saved on {num_saved} ranks and is resumed on {num_ranks}.")
             seed_rank(self._config.seed, rank, step)
@@ -134,13 +152,15 @@ class RunCheckpoints:
         """
         self.finish(engine)
         position = _BETWEEN_EPOCHS if epoch_done else data.state()
+        is_one_file = self._ranks.several and engine.saver.ranks.size == 1  # that rank 0 writes for all
         extra = {
             "epoch": progress.epoch,
             "values": progress.values,
             "unvalidated": progress.unvalidated,
             "config": dataclasses.asdict(self._config),
             "data": position,
-            "ranks": self._ranks.gather({"rng": rng_state(), "data": position}) if self._ranks.several else None,
+            "num_ranks": self._ranks.num_ranks,
+            "ranks": self._ranks.gather({"rng": rng_state(), "data": position}) if is_one_file else None,
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
         step, saver = engine.progress.attempts, engine.saver

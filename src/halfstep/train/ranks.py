@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.backends.context import RunContext
-from halfstep.backends.messages import messages_of
+from halfstep.backends.messages import gather_into, messages_of
 from halfstep.errors import HalfstepError
 from halfstep.events import log_info
 from halfstep.train.stop import StopRequest
@@ -98,7 +98,7 @@ class Ranks:
             return torch.stack((loss.detach().float(), loss.new_full((), -1.0, dtype=torch.float32)))
         own = torch.stack((loss.detach().float(), loss.new_full((), weight, dtype=torch.float32)))
         message = own.new_empty(self.num_ranks, 2)
-        dist.all_gather_into_tensor(message, own[None], group=self._group)
+        gather_into(message, own[None], self._group)
         losses, weights = message.unbind(1)
         counted = torch.where(weights > 0, losses, 0)  # a rank without examples computes some other batch again
         broken = ~counted.isfinite()

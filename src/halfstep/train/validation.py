@@ -56,7 +56,7 @@ def validate(
         loss_sum = torch.zeros((), device=run.device, dtype=torch.float64)
         metric_sum = torch.zeros((), device=run.device, dtype=torch.float64)
         total, halted = 0, False
-        together = ranks.several and engine.backend.name == "fsdp"
+        together = ranks.several and engine.backend.shards
         arguments = {"model": model, "epoch": epoch, "split": "val"}
         with engine.evaluate(ema=engine.ema is not None):
             batches = _limited(data, epoch, limit)
@@ -65,10 +65,13 @@ def validate(
                     break
                 batch = to_device(raw, run.device)
                 size = batch_size_of(batch, run.batch_size) if counts else 0
-                loss_sum += job.call("loss", run, batch=batch, **arguments).detach().double() * size
-                if job.metric is not None:
-                    metric = torch.as_tensor(job.call("metric", run, batch=batch, **arguments), device=run.device)
-                    metric_sum += metric.double() * size
+                loss = job.call("loss", run, batch=batch, **arguments).detach()
+                metric = None if job.metric is None else job.call("metric", run, batch=batch, **arguments)
+                if size == 0:
+                    continue  # a mean over no examples is NaN
+                loss_sum += loss.double() * size
+                if metric is not None:
+                    metric_sum += torch.as_tensor(metric, device=run.device).double() * size
                 total += size
     finally:
         restore_rng(random_numbers)

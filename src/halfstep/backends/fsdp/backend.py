@@ -72,6 +72,7 @@ class FSDP(Backend):
         self._replicated: set[Tensor] = set()
         self._policy: Policy | None = None
         self._module: nn.Module | None = None
+        self._sharded: nn.Module | None = None  # by `shard`
         self._groups: Groups | None = None
         self._agreement: Agreement | None = None  # None with one rank
         self._ranks: ProcessRanks | None = None  # the same
@@ -99,7 +100,7 @@ class FSDP(Backend):
         if not is_sharded_model(model):
             named_units(model, self._shard)
             return
-        if self._shard or self._mesh is not None or self._settings:
+        if self._sharded is not unwrap(model) and (self._shard or self._mesh is not None or self._settings):
             raise SettingError(
                 "FSDP(shard=..., mesh=...) has no effect on a model that was passed to fully_shard already. Omit them, or pass the "
                 "model as it was before."
@@ -115,7 +116,7 @@ class FSDP(Backend):
             device = next(module.parameters()).device
             compare_ranks({"torch": torch.__version__} | self._compared | described, dist.group.WORLD, device)
         if not is_sharded_model(module):
-            self._shard_now(module, optimizers)
+            self.shard(module, optimizers)
         module = super().prepare(model, optimizers)
         self._module, self._groups = module, Groups(module)
         group = dist.group.WORLD
@@ -128,7 +129,8 @@ class FSDP(Backend):
             self._agreement, self._ranks = Agreement(group, self._context.device), ProcessRanks(group)
         return module
 
-    def _shard_now(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def shard(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Shard a model; `prepare` does, or the caller before it builds optimizers, after `suggest_units` and `check`."""
         check_rebindable(module, optimizers)
         old = {id(p): name for name, p in module.named_parameters()}
         units = named_units(module, self._shard) if self._shard else self._blocks
@@ -139,13 +141,14 @@ class FSDP(Backend):
         roots = _roots(module)
         settings = dict(self._settings) | ({} if self._mesh is None else {"mesh": self._mesh})
         if (dist.get_world_size() if self._mesh is None else self._mesh.size(-1)) == 1:
-            settings.setdefault(
-                "reshard_after_forward", False
-            )  # one rank has everything anyway: gather once, not twice
-        keep = list(module.parameters())  # the old ones, so that no identity is reused
+            # One rank has everything anyway: gather once, not twice.
+            settings.setdefault("reshard_after_forward", False)
+        # The old ones, so that no identity is reused. Without optimizers none is needed, and each unit's memory is freed at once.
+        keep = list(module.parameters()) if optimizers else []
         shard_model(roots, [*units, *self._fp32], self._replicated, **settings)
         rebind(optimizers, old, dict(module.named_parameters(remove_duplicate=False)))
         del keep
+        self._sharded = module
 
     def settle(self, *, widens: bool) -> None:
         """The weights have their dtypes: choose the dtypes of gradients and their reduction."""
@@ -201,7 +204,7 @@ class FSDP(Backend):
         if not params:
             return
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        for dtype in {g.dtype for g in grads}:
+        for dtype in dict.fromkeys(g.dtype for g in grads):  # not a set, whose order differs between ranks
             same = [(p, g) for p, g in zip(params, grads, strict=True) if g.dtype is dtype]
             flat = torch.cat([g.reshape(-1).float() for _, g in same]) / self._context.world_size
             dist.all_reduce(flat, group=self._context.process_group)

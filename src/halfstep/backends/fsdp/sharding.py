@@ -2,8 +2,8 @@
 
 Units are the repeated blocks of the model, or the modules that the user names, then the model itself with the rest. All
 trained weights of a unit must have one dtype, so under lean presets a module that stays in fp32 is a unit too; batch norms,
-of which a model may have hundreds with few weights each, are not sharded and stay replicated. A module that shares a
-parameter with one outside of it cannot be a unit, and belongs to the one around it.
+of which a model may have hundreds with few weights each, are not sharded and stay replicated, and so do scalars. A module
+that shares a parameter with one outside of it cannot be a unit, and belongs to the one around it.
 
 `fully_shard` replaces parameters. The groups of optimizers are rebound by name, as the same dictionaries, so that
 schedulers keep working.
@@ -82,6 +82,7 @@ def shard_model(
     position = {id(module): number for number, module in enumerate(everything)}
     inner_first = sorted(units, key=lambda module: position[id(module)], reverse=True)
     ignored = {p for p in replicated if isinstance(p, nn.Parameter)}
+    ignored |= {p for root in roots for p in root.parameters() if p.dim() == 0}  # fully_shard rejects them
     for module in inner_first:
         if module not in roots and _is_closed(module, everything):
             fully_shard(module, ignored_params=ignored, **settings)
