@@ -2,7 +2,7 @@
 
 Units are the repeated blocks of the model, or the modules that the user names, then the model itself with the rest. All
 trained weights of a unit must have one dtype, so under lean presets a module that stays in fp32 is a unit too; batch norms,
-of which a model may have hundreds with few weights each, are not sharded and stay replicated. A module that shares a
+of which a model may have hundreds with few weights each, are not sharded and stay replicated, and so do scalars. A module that shares a
 parameter with one outside of it cannot be a unit, and belongs to the one around it.
 
 `fully_shard` replaces parameters. The groups of optimizers are rebound by name, as the same dictionaries, so that
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
 
-__all__ = ["check_rebindable", "named_units", "rebind", "shard_model"]
+__all__ = ["check_rebindable", "named_units", "rebind", "scalars", "shard_model"]
 
 
 def named_units(model: nn.Module, shard: Sequence[nn.Module | type | str]) -> list[nn.Module]:
@@ -45,6 +45,11 @@ def named_units(model: nn.Module, shard: Sequence[nn.Module | type | str]) -> li
             )
         units |= dict.fromkeys(matches)
     return list(units)
+
+
+def scalars(model: nn.Module) -> set[Tensor]:
+    """Parameters without dimensions, such as CLIP's temperature, which `fully_shard` does not take."""
+    return {p for p in model.parameters() if p.dim() == 0}
 
 
 def check_rebindable(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
