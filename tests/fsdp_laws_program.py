@@ -27,7 +27,7 @@ LAYOUTS = (
     "fp16,loss_scale=dynamic(init_scale=64)",
     "bf16-lean",
     "bf16-lean,states=8bit",
-    "fp16-lean,master=fp32",
+    "fp16-lean,master=fp32,loss_scale=dynamic(init_scale=64)",
 )
 
 
@@ -288,12 +288,10 @@ def whole_values(engine):
     values |= {f"average {n}": v for n, v in engine.ema.averages.items()}
     names = {id(p): n for n, p in engine.params.items()}
     for optimizer in engine.optimizers:
-        described = optimizer.state_dict()["state"]
+        stock = getattr(optimizer, "torch_state_dict", optimizer.state_dict)  # with fp32 moments in every layout
         order = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, state in described.items():
-            for key, value in state.items():
-                if torch.is_tensor(value) and value.is_floating_point() and value.dim():
-                    values[f"{key} {names[id(order[index])]}"] = value
+        for index, state in stock()["state"].items():
+            values |= {f"{key} {names[id(order[index])]}": state[key] for key in ("exp_avg", "exp_avg_sq")}
     return {n: (v.full_tensor() if is_sharded(v) else v).detach().float().clone() for n, v in values.items()}
 
 
