@@ -14,7 +14,7 @@ from halfstep.errors import SettingError
 from halfstep.precision.policy import Policy
 
 HOOKS = (
-    "compare", "suggest_units", "check", "prepare", "context", "settle", "forward_context", "agree_reference", "backward", "retained_gradients",
+    "compare", "check_together", "suggest_units", "check", "prepare", "context", "settle", "forward_context", "agree_reference", "backward", "retained_gradients",
     "reduce_gradients", "norm_of", "reduce_weight", "total_norm", "agree", "step", "share_buffers", "reset", "drop_copies", "local", "gather",
     "scatter", "ranks", "truth_rows", "close",
 )  # fmt: skip
@@ -75,7 +75,7 @@ def test_the_engine_calls_the_hooks_in_their_order(tmp_path):
     """Check comes before any change, prepare once, and each step decides over all ranks before it updates."""
     backend, model = Recording(), nn.Linear(3, 2)
     with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", max_norm=1.0, backend=backend) as engine:
-        assert backend.calls[:3] == ["compare", "suggest_units", "check"]
+        assert backend.calls[:5] == ["compare", "check_together", "suggest_units", "check", "prepare"]
         backend.calls.clear()
         step(engine, model)
         order = [name for name in dict.fromkeys(backend.calls) if name not in {"context", "truth_rows", "drop_copies"}]

@@ -78,7 +78,7 @@ def test_a_scaler_without_use_is_rejected(scaler, compute):
 def settings(model=None, optimizers=None, schedulers=(), max_norm=1.0, accumulate=1):
     model = model or layer()
     optimizers = [torch.optim.SGD(model.parameters())] if optimizers is None else optimizers
-    check_settings(optimizers, list(schedulers), max_norm, accumulate)
+    check_settings(optimizers, list(schedulers), max_norm, accumulate, None)
 
 
 @pytest.mark.parametrize(("max_norm", "accumulate"), [(None, 1), (1, 4), (0.5, 100), (1e-3, 1)])

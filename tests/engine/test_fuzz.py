@@ -60,6 +60,15 @@ def test_random_calls_on_two_ranks_match_one_process_over_all_data(seeds, kind):
     assert [text.splitlines()[-1] for text in output] == [f"rank {rank}: {seeds[1]} runs" for rank in range(2)]
 
 
+@pytest.mark.parametrize("seeds", [pytest.param((0, 30), marks=pytest.mark.slow)], ids=str)
+def test_random_calls_on_shards_match_one_process_over_all_data(seeds):
+    """Under backend="fsdp": the same decisions, scales and counters, and masters and norms up to rounding."""
+    path = os.pathsep.join([str(RANKS_PROGRAM.parent), *filter(None, sys.path)])
+    program = RANKS_PROGRAM.with_name("fuzz_fsdp_program.py")
+    output = run_ranks(program, *seeds, timeout=1200, variables={"PYTHONPATH": path})
+    assert [text.splitlines()[-1] for text in output] == [f"rank {rank}: {seeds[1]} runs" for rank in range(2)]
+
+
 ADAMW = (("adamw", 0.01, (("first.weight", "first.bias", "second.weight", "second.bias", "spare"),)),)
 
 

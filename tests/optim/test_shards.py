@@ -78,3 +78,29 @@ def test_accelerate_with_fsdp2_trains_as_one_process():
     for (line,) in cases_of_ranks(PROGRAM.with_name("hf_fsdp_program.py")):
         assert line["sharded"]
         assert line["far"] < 1e-6
+
+
+@pytest.mark.slow
+def test_checkpoints_of_accelerate_with_fsdp2(tmp_path):
+    """Weights and moments come back in equal bits; its load_state() advances the loss scaler (#4289), and the Engine's does not."""
+    pytest.importorskip("accelerate")
+    lines = [line for (line,) in cases_of_ranks(PROGRAM.with_name("hf_fsdp_resume_program.py"), tmp_path)]
+    for line in lines:
+        assert line["optim"]["equal"]
+        assert line["optim"]["tensors"] == 16
+        assert line["engine"]["loaded"] == line["engine"]["saved"]
+    if all(line["stock"]["loaded"] == line["stock"]["saved"] for line in lines):
+        pytest.skip("this Accelerate restores the loss scaler")
+    for line in lines:
+        assert (line["stock"]["saved"]["scale"], line["stock"]["loaded"]["scale"]) == (1024.0, 2048.0)
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_with_fsdp2_trains_as_one_process(tmp_path):
+    """With `optimizer_cls_and_kwargs`, as the Trainer does not take an optimizer there; gradients are clipped by it."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    for (line,) in cases_of_ranks(PROGRAM.with_name("hf_trainer_fsdp_program.py"), tmp_path):
+        assert line["sharded"]
+        assert line["steps"] == 4
+        assert line["far"] < 1e-6

@@ -3,7 +3,7 @@
 The Engine, the trainer and the planner call these hooks and know nothing else about ranks. Every hook is a no-op that is
 right for one process, so a backend overrides only what differs:
 
-    once              compare -> suggest_units -> check -> prepare -> context -> settle
+    once              compare -> check_together (suggest_units -> check) -> prepare -> context -> settle
     each micro-batch  forward_context(last) around the forward, agree_reference -> backward(loss)
     each update       agree_reference -> reduce_gradients -> norm_of (total_norm) -> reduce_weight -> agree -> step -> share_buffers
     each window       reset
@@ -17,7 +17,7 @@ parameters (FSDP2 does) and must then rebind the optimizers' groups.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -49,6 +49,10 @@ class Backend:
 
     def check(self, model: nn.Module, policy: Policy) -> None:
         """Raise a SettingError if this backend cannot train `model` under `policy`; nothing is changed yet."""
+
+    def check_together(self, model: nn.Module, checks: Callable[[], None]) -> None:
+        """Run the checks of a set-up, `check` among them; where they raise on one rank, all ranks must."""
+        checks()
 
     def compare(self, settings: Mapping[str, Any]) -> None:
         """The Engine's settings by name, which must be the same on every rank; `prepare` may compare them with others."""

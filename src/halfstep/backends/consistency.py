@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
 
-__all__ = ["broadcast_tensors", "compare_ranks", "describe_model", "describe_optimizers", "is_plain"]
+__all__ = ["broadcast_tensors", "check_together", "compare_ranks", "describe_model", "describe_optimizers", "is_plain"]
 
 _CHUNK_BYTES = 25 * 2**20  # of a broadcast, as DistributedDataParallel's buckets
 
@@ -83,6 +83,27 @@ def _content(value: Any) -> str:
 # --- between ranks --------------------------------------------------------------------------------------------------
 
 
+def check_together(model: nn.Module, checks: Callable[[], None], group: Any = None) -> None:
+    """Run the checks of a set-up on every rank; where they raise on one, the others raise too and do not wait for it."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        checks()
+        return
+    error = None
+    try:
+        checks()
+    except SettingError as raised:
+        error = raised
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    texts = _gather("" if error is None else str(error), group or dist.group.WORLD, device)
+    if error is not None:
+        raise error
+    rejections = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+    if rejections:
+        raise SettingError(
+            f"{len(rejections)} of {len(texts)} ranks cannot train this model, so this one stopped as well: {rejections[0]}"
+        )
+
+
 def compare_ranks(description: Mapping[str, str], group: Any, device: torch.device) -> None:
     """Raise on every rank, with the same differences, unless all ranks have the same description."""
     text = json.dumps(description)
@@ -109,7 +130,7 @@ def compare_ranks(description: Mapping[str, str], group: Any, device: torch.devi
 
 def _gather(text: str, group: Any, device: torch.device) -> list[str]:
     """The texts of all ranks."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)  # frombuffer takes no empty text
     size = torch.tensor([data.numel()], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)

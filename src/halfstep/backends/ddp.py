@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -30,6 +30,7 @@ from halfstep.backends.base import unwrap
 from halfstep.backends.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, GradientReducer, Reductions
 from halfstep.backends.consistency import (
     broadcast_tensors,
+    check_together,
     compare_ranks,
     describe_model,
     describe_optimizers,
@@ -85,6 +86,10 @@ class DataParallel(Replicas):
         wrapper = find_ddp(model)
         if wrapper is not None:
             _check_wrapper(wrapper, policy)
+
+    def check_together(self, model: nn.Module, checks: Callable[[], None]) -> None:
+        """Run the checks; an error of one rank is an error on all."""
+        check_together(model, checks, getattr(find_ddp(model), "process_group", None))
 
     def compare(self, settings: Mapping[str, Any]) -> None:
         """Remember the Engine's settings; `prepare` compares them with those of the other ranks."""

@@ -10,7 +10,7 @@ other policy `ddp` switches the wrapper's reducer off and reduces by itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.backends.agreement import Agreement
+from halfstep.backends.consistency import check_together
 from halfstep.backends.reducer import check_finished, reduce_now
 from halfstep.backends.replicas import Replicas
 from halfstep.errors import SettingError
@@ -50,6 +51,10 @@ class WrappedDDP(Replicas):
                 f'WrappedDDP reduces fp32 gradients of fp32 weights in fp32, and {policy} needs more. Use backend="auto", which reduces '
                 "gradients in the Engine."
             )
+
+    def check_together(self, model: nn.Module, checks: Callable[[], None]) -> None:
+        """Run the checks; an error of one rank is an error on all."""
+        check_together(model, checks, getattr(find_ddp(model), "process_group", None))
 
     def prepare(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Remember the wrapper and return the module inside it."""

@@ -36,6 +36,7 @@ from halfstep.precision.policy import Policy
 __all__ = [
     "bind_forward",
     "cast_model",
+    "check_castable",
     "check_patterns",
     "check_range",
     "fp32_buffers",
@@ -67,6 +68,18 @@ def cast_model(model: nn.Module, policy: Policy) -> dict[Tensor, Tensor]:
         set_data(target, weight)
     _upcast_in_place(model, wide, policy)
     return {param: master for param, (_, master) in new.items()}
+
+
+def check_castable(model: nn.Module, policy: Policy) -> None:
+    """Raise for weights that `cast_model` cannot cast; changes nothing."""
+    if policy.params == "fp32":
+        _reject_16_bit_weights(model, policy)
+        return
+    fp32 = _fp32_parameters(model, policy)
+    wide = _frozen_to_upcast(model, policy, fp32)
+    for name, param in model.named_parameters():
+        if param not in wide and _is_to_be_rounded(name, param, policy, fp32):
+            _rounded(name, param, policy)
 
 
 def _is_to_be_rounded(name: str, param: Tensor, policy: Policy, fp32: set[Tensor]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.engine.ema import check_decay
 from halfstep.engine.schedules import check_schedulers, required_arguments
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
@@ -102,7 +103,9 @@ def _not_a_scaler(scaler: Any) -> str:
     return f"{text} The Engine scales, unscales and skips itself. For the same loss scale write scaler=halfstep.LossScaler({settings})."
 
 
-def check_settings(optimizers: Sequence[Any], schedulers: Sequence[Any], max_norm: Any, accumulate: Any) -> None:
+def check_settings(
+    optimizers: Sequence[Any], schedulers: Sequence[Any], max_norm: Any, accumulate: Any, ema: Any
+) -> None:
     """Raise for an Engine that cannot work, before anything is changed."""
     check_optimizers(optimizers)
     if max_norm is not None:
@@ -111,6 +114,8 @@ def check_settings(optimizers: Sequence[Any], schedulers: Sequence[Any], max_nor
             raise SettingError(f"max_norm={max_norm!r} must be a number above 0; max_norm=None does not clip.")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise SettingError(f"accumulate={accumulate!r} must be a whole number of micro-batches, 1 or more.")
+    if ema is not None:
+        check_decay(ema)
     check_schedulers(schedulers, optimizers)
 
 

@@ -17,17 +17,22 @@ from torch import Tensor
 from halfstep.errors import SettingError
 from halfstep.optim.shards import local, placed
 
-__all__ = ["UPDATE_COPIES", "Ema"]
+__all__ = ["UPDATE_COPIES", "Ema", "check_decay"]
 
 UPDATE_COPIES = 3  # fp32 tensors of a parameter's size that its update has at once; the planner counts them
+
+
+def check_decay(decay: object) -> None:
+    """Raise for what is no decay of an EMA."""
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
+        raise SettingError(f"ema={decay!r} must be a decay between 0 and 1, such as 0.999.")
 
 
 class Ema:
     """The EMA of a set of named parameters."""
 
     def __init__(self, params: dict[str, Tensor], decay: float, master_of: Callable[[Tensor], Tensor]) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
-            raise SettingError(f"ema={decay!r} must be a decay between 0 and 1, such as 0.999.")
+        check_decay(decay)
         self.decay = float(decay)
         self._params, self._master_of = params, master_of
         self.averages = {name: master_of(p).detach().clone() for name, p in params.items()}

@@ -103,7 +103,7 @@ class Engine(SavedEngine):
     ) -> None:
         of_subclass, root = frozenset(vars(self)), as_module(model)
         optimizers, schedulers = as_list(optimizer), as_list(scheduler)
-        check_settings(optimizers, schedulers, max_norm, accumulate)
+        check_settings(optimizers, schedulers, max_norm, accumulate, ema)
         check_compile(compile)
         check_watch(watch)
         self.hardware: Hardware = probe()
@@ -113,7 +113,8 @@ class Engine(SavedEngine):
         self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile), backend=self.backend.name)
-        module = prepare_module(self.backend, root, optimizers, self.policy, compile)
+        options: dict[str, Any] = {"gradient_release": gradient_release, "recompute": recompute}
+        module = prepare_module(self.backend, root, optimizers, self.policy, compile, **options)
         for note in self.notes:
             log_once(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
@@ -122,10 +123,9 @@ class Engine(SavedEngine):
             optimizers,
             self.policy,
             accumulate=accumulate,
-            gradient_release=gradient_release,
-            recompute=recompute,
             compiled=bool(compile),
             backend=self.backend,
+            **options,
         )
         self.device, self.optimizers, self.schedulers = run.device, run.optimizers, schedulers
         reject_foreign_steps(self.optimizers, run.undo)

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backends.base import Backend, unwrap
+from halfstep.backends.single import SingleDevice
 from halfstep.engine.casting import (
     cast_model,
+    check_castable,
     check_patterns,
     fp32_buffers,
     fp32_units,
@@ -50,7 +52,7 @@ from halfstep.optim.shards import is_sharded
 from halfstep.optim.trainable import check_model
 from halfstep.precision.policy import Policy
 
-__all__ = ["PreparedRun", "as_list", "check_module", "prepare_module", "prepare_run"]
+__all__ = ["PreparedRun", "as_list", "check_module", "check_run", "prepare_module", "prepare_run"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,32 @@ class PreparedRun:
         return value.float() if value.is_floating_point() and value.element_size() < 4 else value
 
 
+def check_run(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    policy: Policy,
+    *,
+    gradient_release: bool = False,
+    recompute: str | float | None = None,
+    shards: bool = False,
+) -> None:
+    """Raise for what `prepare_run` cannot train; changes nothing. `shards`: the backend knows sharded parameters."""
+    if policy.compute == "fp8":
+        raise SettingError("precision fp8 is not implemented yet. Use bf16-lean, which stores weights the same way.")
+    check_optimizers(optimizers)
+    check_model(module, shards=shards)
+    named_trainables(module, optimizers)
+    check_patterns(module, policy)
+    check_residual(module, policy)
+    check_recompute(recompute)
+    check_recomputable(module, recompute)
+    layout = _lean_layout(policy, always=gradient_release)
+    if layout is not None:
+        for optimizer in optimizers:
+            check_masters(optimizer, **layout, release=gradient_release)
+    check_ownable(optimizers, lean=layout is not None, release=gradient_release)
+
+
 def prepare_run(
     module: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -96,20 +124,9 @@ def prepare_run(
     backend: Backend | None = None,
 ) -> PreparedRun:
     """Cast, wrap and adopt so that `module` trains under `policy`; raises before it changes anything."""
-    if policy.compute == "fp8":
-        raise SettingError("precision fp8 is not implemented yet. Use bf16-lean, which stores weights the same way.")
-    check_optimizers(optimizers)
-    check_model(module, shards=backend is not None and backend.shards)
-    params = named_trainables(module, optimizers)
-    check_patterns(module, policy)
-    check_residual(module, policy)
-    check_recompute(recompute)
-    check_recomputable(module, recompute)
-    layout = _lean_layout(policy, always=gradient_release)
-    if layout is not None:
-        for optimizer in optimizers:
-            check_masters(optimizer, **layout, release=gradient_release)
-    check_ownable(optimizers, lean=layout is not None, release=gradient_release)
+    shards = backend is not None and backend.shards
+    check_run(module, optimizers, policy, gradient_release=gradient_release, recompute=recompute, shards=shards)
+    params, layout = named_trainables(module, optimizers), _lean_layout(policy, always=gradient_release)
     masters = cast_model(module, policy)
     if policy.compute in {"fp32", "tf32"} and next(iter(params.values())).device.type == "cuda":
         set_tf32(policy.compute == "tf32")  # process-wide: another run may change it, so nothing reverts it
@@ -162,14 +179,26 @@ def prepare_module(
     optimizers: Sequence[torch.optim.Optimizer],
     policy: Policy,
     compile: bool | str = False,  # noqa: A002 - the option's name
+    **options: Any,
 ) -> nn.Module:
-    """Check that the backend can train a model, then let it take the model over; returns the module with the parameters."""
-    check_module(backend, root, policy)
-    if backend.shards and compile in GRAPH_MODES:
-        raise SettingError(
-            f"compile={compile!r} records CUDA graphs, whose addresses FSDP2 changes whenever it gathers and frees parameters. Use compile=True "
-            'or compile="blocks".'
-        )
+    """Check that the backend and `prepare_run` can train a model, then let the backend take it over; returns the module with the parameters.
+
+    `options` are those of `check_run`: a rejection after the backend has sharded or synchronised the model would be too late.
+    """
+    module = unwrap(root)
+
+    def check() -> None:
+        check_module(backend, root, policy)
+        if backend.shards and compile in GRAPH_MODES:
+            raise SettingError(
+                f"compile={compile!r} records CUDA graphs, whose addresses FSDP2 changes whenever it gathers and frees parameters. Use compile=True "
+                'or compile="blocks".'
+            )
+        check_run(module, optimizers, policy, shards=backend.shards, **options)
+        if backend.name != SingleDevice.name:  # which changes nothing before `cast_model` has checked the same
+            check_castable(module, policy)
+
+    backend.check_together(root, check)
     return backend.prepare(root, optimizers)
 
 

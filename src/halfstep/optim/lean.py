@@ -257,10 +257,11 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
         for index, param in zip(indices, params, strict=True):
             if index in saved:
                 self.state[param] = convert(own_state(saved[index], param), local(param), self.layout)
-            if not self.state[param].keys() & set(MASTER_ENTRIES):  # torch's own state: the weights stay what they are
-                self.state[param] |= {
-                    name: before[param][name] for name in MASTER_ENTRIES if name in before.get(param, {})
-                }
+            masters = {name: entry for name, entry in before.get(param, {}).items() if name in MASTER_ENTRIES}
+            # Of torch's own state: the weights stay what they are. No empty entry is made: Accelerate loads a state before it
+            # replaces the parameters by sharded ones, and an entry of the old ones could not be saved.
+            if masters and not self.state[param].keys() & set(MASTER_ENTRIES):
+                self.state[param] |= masters
 
     def torch_state_dict(self) -> dict[str, Any]:
         """The state as torch's class of the same name saves and loads it: fp32 moments, no masters.

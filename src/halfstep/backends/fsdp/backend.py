@@ -17,7 +17,7 @@ nothing. Optimizers step the local shards (`optim.shards`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,12 +27,18 @@ from torch import Tensor, nn
 
 from halfstep.backends.agreement import Agreement
 from halfstep.backends.base import Backend, unwrap
-from halfstep.backends.consistency import compare_ranks, describe_model, describe_optimizers
+from halfstep.backends.consistency import (
+    broadcast_tensors,
+    check_together,
+    compare_ranks,
+    describe_model,
+    describe_optimizers,
+)
 from halfstep.backends.context import RunContext
-from halfstep.backends.fsdp.checks import check_groups, check_launched
-from halfstep.backends.fsdp.groups import Groups, is_sharded_model
+from halfstep.backends.fsdp.checks import check_groups, check_launched, check_shardable
+from halfstep.backends.fsdp.groups import Groups, is_sharded_model, replicas
 from halfstep.backends.fsdp.norms import counts_here, partial_norms
-from halfstep.backends.fsdp.sharding import check_rebindable, named_units, rebind, shard_model
+from halfstep.backends.fsdp.sharding import check_rebindable, named_units, rebind, scalars, shard_model
 from halfstep.backends.ranks import ProcessRanks, Ranks
 from halfstep.errors import SettingError
 from halfstep.events import log_once
@@ -93,12 +99,17 @@ class FSDP(Backend):
         """Blocks to shard by default, modules that stay in fp32, and parameters that are not worth sharding."""
         self._blocks, self._fp32, self._replicated = list(blocks), list(fp32), replicated
 
+    def check_together(self, model: nn.Module, checks: Callable[[], None]) -> None:
+        """Run the checks; an error of one rank is an error on all."""
+        check_together(model, checks)
+
     def check(self, model: nn.Module, policy: Policy) -> None:
         """Reject what FSDP2 would do in another precision than the policy, and settings that have no effect."""
         check_launched()
         self._policy = policy
         if not is_sharded_model(model):
-            named_units(model, self._shard)
+            module = unwrap(model)
+            check_shardable(module, named_units(module, self._shard), self._mesh)
             return
         if self._sharded is not unwrap(model) and (self._shard or self._mesh is not None or self._settings):
             raise SettingError(
@@ -116,6 +127,8 @@ class FSDP(Backend):
             device = next(module.parameters()).device
             compare_ranks({"torch": torch.__version__} | self._compared | described, dist.group.WORLD, device)
         if not is_sharded_model(module):
+            check_rebindable(module, optimizers)
+            broadcast_tensors((*module.parameters(), *module.buffers()), dist.group.WORLD)
             self.shard(module, optimizers)
         module = super().prepare(model, optimizers)
         self._module, self._groups = module, Groups(module)
@@ -127,11 +140,20 @@ class FSDP(Backend):
         self._counted = frozenset(name for name, p in module.named_parameters() if counts_here(p, rank))
         if size > 1:
             self._agreement, self._ranks = Agreement(group, self._context.device), ProcessRanks(group)
+            self._share_copies()
         return module
+
+    def _share_copies(self) -> None:
+        """Make equal what several ranks store: replicated weights, and buffers."""
+        assert self._module is not None
+        params = list(self._module.parameters())
+        broadcast_tensors((p for p in params if not is_sharded(p)), self._context.process_group)
+        for group, parts in replicas(params):
+            broadcast_tensors(parts, group)
+        self.share_buffers(self._module.buffers())
 
     def shard(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         """Shard a model; `prepare` does, or the caller before it builds optimizers, after `suggest_units` and `check`."""
-        check_rebindable(module, optimizers)
         old = {id(p): name for name, p in module.named_parameters()}
         units = named_units(module, self._shard) if self._shard else self._blocks
         if not units:
@@ -145,7 +167,7 @@ class FSDP(Backend):
             settings.setdefault("reshard_after_forward", False)
         # The old ones, so that no identity is reused. Without optimizers none is needed, and each unit's memory is freed at once.
         keep = list(module.parameters()) if optimizers else []
-        shard_model(roots, [*units, *self._fp32], self._replicated, **settings)
+        shard_model(roots, [*units, *self._fp32], self._replicated | scalars(module), **settings)
         rebind(optimizers, old, dict(module.named_parameters(remove_duplicate=False)))
         del keep
         self._sharded = module
@@ -229,6 +251,14 @@ class FSDP(Backend):
     def agree(self, found_inf: Tensor) -> Tensor:
         """1 on every rank if it is on any."""
         return found_inf if self._agreement is None else self._agreement.flag(found_inf)
+
+    def share_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Give every rank the buffers of the first one, of those that `fully_shard` has put on other data."""
+        if self._agreement is None:
+            return
+        tensors = list(buffers)
+        for group in self._live_groups().data_parallel_groups():
+            broadcast_tensors(tensors, group)
 
     def reset(self) -> None:
         """Drop gradients that were not reduced, and gathered parameters, which are older than their shards now."""

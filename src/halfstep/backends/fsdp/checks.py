@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep.backends.fsdp.groups import Groups, Unit
 from halfstep.errors import SettingError
@@ -14,7 +15,7 @@ from halfstep.hardware.units import few
 from halfstep.precision.formats import format_name
 from halfstep.precision.policy import Policy
 
-__all__ = ["check_groups", "check_launched"]
+__all__ = ["check_groups", "check_launched", "check_shardable"]
 
 
 def check_launched() -> None:
@@ -23,6 +24,28 @@ def check_launched() -> None:
         raise SettingError(
             'backend="fsdp" needs a process group. Start the script with torchrun and call torch.distributed.init_process_group() '
             "before the Engine is built."
+        )
+
+
+def check_shardable(model: nn.Module, units: Sequence[nn.Module], mesh: Any) -> None:
+    """Raise for what `fully_shard` would reject, some of it after other modules are sharded already."""
+    names = {id(module): name for name, module in model.named_modules()}
+    containers = [names[id(m)] for m in units if type(m).forward is nn.Module.forward]
+    if containers:
+        raise SettingError(
+            f"FSDP(shard=...) names {few(containers)}, which has no forward of its own: parameters are gathered when a module is called. Name what "
+            f"is in it, such as {containers[0]!r} + '.*'."
+        )
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise SettingError(
+            f"FSDP(mesh=...) has {mesh.ndim} dimensions; one shards, and of two the first replicates. Shard the model with fully_shard yourself to "
+            "use it next to other kinds of parallelism."
+        )
+    scattered = [name for name, p in model.named_parameters() if not p.is_contiguous()]
+    if scattered:
+        raise SettingError(
+            f"FSDP2 shards contiguous parameters only, and {len(scattered)} are not: {few(scattered)}. Write "
+            "model.to(memory_format=torch.contiguous_format) before the optimizer is built; inputs may stay channels_last."
         )
 
 

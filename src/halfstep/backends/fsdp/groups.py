@@ -14,7 +14,7 @@ for some of its state, and they are used where there are. Three things have none
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from halfstep.optim.shards import is_sharded, local
 
-__all__ = ["Groups", "Unit", "is_sharded_model"]
+__all__ = ["Groups", "Unit", "is_sharded_model", "replicas"]
 
 
 def is_sharded_model(model: nn.Module) -> bool:
@@ -79,6 +79,14 @@ class Groups:
         self._states = list(_states(model))
         self.units = [Unit(names[id(group.modules[0])], group) for state in self._states for group in _groups(state)]
         self._grad_dtypes: dict[int, torch.dtype] = {}
+
+    def data_parallel_groups(self) -> list[Any]:
+        """The process groups whose ranks have the same weights and other data: those of the outermost unit."""
+        if not self.units:
+            return []
+        mesh = self.units[0].group.mesh_info
+        names = ("shard_process_group", "replicate_process_group")  # of HSDP both
+        return [group for group in (getattr(mesh, name, None) for name in names) if group is not None]
 
     def set_reduction(self, dtype: torch.dtype, *, widens: bool) -> None:
         """Let groups sum over ranks in `dtype`; `widens`: gradients are summed over micro-batches, and stored, in fp32.
@@ -137,6 +145,16 @@ class Groups:
 
     def _params(self) -> Iterator[Any]:
         return (param for unit in self.units for param in unit.group.fsdp_params)
+
+
+def replicas(params: Iterable[Any]) -> list[tuple[Any, list[Tensor]]]:
+    """The parts that the ranks of a process group store alike, by group: of DTensors with a replicated dimension."""
+    parts: dict[tuple[Any, int], list[Tensor]] = {}
+    for param in filter(is_sharded, params):
+        for number, place in enumerate(param.placements):
+            if place.is_replicate():
+                parts.setdefault((param.device_mesh, number), []).append(local(param).detach())
+    return [(mesh.get_group(number), tensors) for (mesh, number), tensors in parts.items()]
 
 
 def _retained(param: Any) -> Tensor | None:

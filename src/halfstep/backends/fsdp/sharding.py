@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
 
-__all__ = ["check_rebindable", "named_units", "rebind", "shard_model"]
+__all__ = ["check_rebindable", "named_units", "rebind", "scalars", "shard_model"]
 
 
 def named_units(model: nn.Module, shard: Sequence[nn.Module | type | str]) -> list[nn.Module]:
@@ -45,6 +45,11 @@ def named_units(model: nn.Module, shard: Sequence[nn.Module | type | str]) -> li
             )
         units |= dict.fromkeys(matches)
     return list(units)
+
+
+def scalars(model: nn.Module) -> set[Tensor]:
+    """Parameters without dimensions, such as CLIP's temperature, which `fully_shard` does not take."""
+    return {p for p in model.parameters() if p.dim() == 0}
 
 
 def check_rebindable(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -82,7 +87,6 @@ def shard_model(
     position = {id(module): number for number, module in enumerate(everything)}
     inner_first = sorted(units, key=lambda module: position[id(module)], reverse=True)
     ignored = {p for p in replicated if isinstance(p, nn.Parameter)}
-    ignored |= {p for root in roots for p in root.parameters() if p.dim() == 0}  # fully_shard rejects them
     for module in inner_first:
         if module not in roots and _is_closed(module, everything):
             fully_shard(module, ignored_params=ignored, **settings)

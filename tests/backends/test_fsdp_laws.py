@@ -1,0 +1,60 @@
+"""What FSDP2 runs leave behind: nothing after a skip or a rejection, and the same state on every number of ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from rank_processes import cases_of_ranks
+
+PROGRAM = Path(__file__).parents[1] / "fsdp_laws_program.py"
+
+
+def by_case(lines):
+    """What each rank measured, by case."""
+    return {line[0]["case"]: line for line in map(list, zip(*lines, strict=True))}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The quick cases on two ranks."""
+    return by_case(cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("laws")))
+
+
+def test_a_skip_changes_nothing_on_any_rank(ranks):
+    """Weights, masters, moments, EMA and buffers, by hash; copies on several ranks stay equal, and decisions agree."""
+    for rank in ranks["skips_leave_nothing"]:
+        assert rank["trouble"] == []
+        assert rank["skips"] >= 50
+
+
+def test_ranks_start_and_stay_equal(ranks):
+    """Weights are rank 0's at the start, and buffers after every update."""
+    for rank in ranks["ranks_start_and_stay_equal"]:
+        assert rank["trouble"] == []
+
+
+def test_a_rejected_model_is_as_it_was(ranks):
+    """Neither sharded nor cast nor hooked, and no rank waits for one that was rejected alone."""
+    for rank in ranks["rejections_change_nothing"]:
+        assert rank["trouble"] == []
+
+
+@pytest.mark.slow
+def test_four_ranks_skip_and_start_alike(tmp_path):
+    """The same laws on four ranks."""
+    names = ("skips_leave_nothing", "ranks_start_and_stay_equal", "rejections_change_nothing")
+    for lines in by_case(cases_of_ranks(PROGRAM, tmp_path, *names, ranks=4, timeout=1200)).values():
+        assert [line["trouble"] for line in lines] == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 4), (4, 2), (2, 1)])
+def test_checkpoints_move_between_numbers_of_ranks(tmp_path, first, then):
+    """Masters, moments, EMA and scaler are found in equal bits; 8-bit moments are rounded once. The run continues as before."""
+    cases_of_ranks(PROGRAM, tmp_path, "save_for_other_ranks", ranks=first, timeout=1200)
+    for (line,) in cases_of_ranks(PROGRAM, tmp_path, "load_from_other_ranks", ranks=then, timeout=1200):
+        assert line["trouble"] == []
+        for precision, far in line["far"].items():
+            assert far["moments"] < 0.02, precision
+            assert far["norms"] < (0.02 if precision[:4] != "fp32" else 1e-5), precision
+            assert far["masters"] < (2e-3 if precision[:4] != "fp32" else 1e-5), precision
