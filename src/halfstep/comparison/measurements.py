@@ -89,6 +89,7 @@ class SkipCause:
     sentence: str
     scale: float  # of the loss
     scale_too_high: bool = False  # whether the gradients are finite without loss scaling
+    rank: int | None = None  # on which it was computed again; None with one process
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class Measurements:
     gradients: GradientDifference | None = None  # from fp32's
     eager_gradients: GradientDifference | None = None  # from those of the same precision without compilation
     allocated: dict[str, int] | None = None  # bytes of weights, gradients and optimizer states
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # on several ranks, of the largest; base_bytes and allocated are of the same rank
+    rank_peaks: tuple[int, ...] | None = None  # of each rank, where there are several
     samples: float | None = None  # examples in a batch
     validation: Validation | None = None
     validation_cut: int | None = None  # batches after which validation was ended, because the data has no length
@@ -138,6 +140,7 @@ class Measurements:
             "validation": Validation,
             "predicted": PredictedPeak,
             "numerics": Numerics,
+            "rank_peaks": lambda *peaks: peaks,
             "skip_causes": lambda *causes: tuple(SkipCause(**{"module": None, **cause}) for cause in causes),
         }
         fields: dict[str, Any] = {}

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from halfstep.comparison.measurements import SkipCause
 from halfstep.engine.result import StepResult
@@ -32,6 +35,7 @@ class SkipExaminer:
         self._num_examined = 0
         self.causes: list[SkipCause] = []
         self.seconds = 0.0  # spent on them
+        self.look: Callable[[Mapping[str, Tensor], Tensor], None] | None = None  # called once, before the next update
 
     def attach(self, engine: Any) -> None:
         """Called by the Engine."""
@@ -42,6 +46,12 @@ class SkipExaminer:
         """Examine the steps that follow, or let them run as without an examiner."""
         self._engine.replays.active, self._num_examined = on, 0
         self._engine.replays.take(sys.maxsize)  # lets go of the batches
+
+    def before_step(self, gradients: Mapping[str, Tensor], divisor: Tensor) -> None:
+        """Called by the Engine before each update."""
+        look, self.look = self.look, None
+        if look is not None:
+            look(gradients, divisor)
 
     def delivered(self, result: StepResult) -> None:
         """Called by the Engine when the outcome of a step has arrived."""
