@@ -49,9 +49,15 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
     type=click.Choice(["single", "ddp", "fsdp"]),
     help="How ranks train together (default: ddp with --ranks above 1).",
 )
-@click.option("--ranks", type=int, metavar="N", help="Processes that train each row together, started here (default 1).")
 @click.option(
-    "--set", "settings", multiple=True, metavar="K=V", help="Set seed, max_norm, warmup, device or timeout; may be repeated."
+    "--ranks", type=int, metavar="N", help="Processes that train each row together, started here (default 1)."
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="K=V",
+    help="Set seed, max_norm, warmup, device or timeout; may be repeated.",
 )
 @click.option(
     "--data",

@@ -27,9 +27,8 @@ from typing import TextIO
 
 import torch
 
-from halfstep.comparison.measurements import Failure, TrialResult
+from halfstep.comparison.measurements import LOST, Failure, TrialResult
 from halfstep.comparison.ranks.member import join_ranks
-from halfstep.comparison.ranks.processes import LOST
 from halfstep.comparison.record import write_run
 from halfstep.comparison.spec import Answer, ChildSpec, Request
 from halfstep.comparison.trial import Trial
@@ -78,9 +77,11 @@ class _Child:
     def write(self, failure: Failure | None = None) -> None:
         """Write the run file; after a failure, with as much as there is."""
         assert self.spec.trial is not None
-        if failure is not None and (self.trial is None or not self.trial.member.is_main or failure.kind == LOST):
-            if self.spec.settings.strategy != "single":
-                return  # the parent knows which rank failed first, and writes it
+        is_secondary = (
+            self.trial is None or not self.trial.member.is_main or (failure is not None and failure.kind == LOST)
+        )
+        if failure is not None and is_secondary and self.spec.settings.strategy != "single":
+            return  # the parent knows which rank failed first, and writes it
         write_run(
             Path(self.spec.out),
             spec=self.spec.trial,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from halfstep.watching.sample import Sample
 
 __all__ = [
+    "LOST",
     "Curves",
     "Failure",
     "GradientDifference",
@@ -26,6 +27,7 @@ __all__ = [
     "Validation",
 ]
 
+LOST = "ranks"  # the kind of a failure whose cause is another rank
 # Field -> stored key, where they differ.
 _KEYS = {"weights_digest": "weights", "batch_digest": "batch", "allocated": "held"}
 

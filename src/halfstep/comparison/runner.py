@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from halfstep.comparison.measurements import TrialResult
+from halfstep.comparison.measurements import LOST, TrialResult
 from halfstep.comparison.process import ChildProcess, Stopped
-from halfstep.comparison.ranks.processes import LOST, RankProcesses, thread_variables
+from halfstep.comparison.ranks.processes import RankProcesses, thread_variables
 from halfstep.comparison.record import RUNS, run_name, write_run
 from halfstep.comparison.remainder import CONTINUED, Remainder, check_same
 from halfstep.comparison.settings import CompareSettings

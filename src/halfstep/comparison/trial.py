@@ -31,7 +31,6 @@ from halfstep.comparison.ranks.member import Member, backend_of, single_member
 from halfstep.comparison.spec import TrialSpec
 from halfstep.comparison.training_loop import StepOutcome, TrainingLoop, build_parts
 from halfstep.engine.compiling import records_graphs
-from halfstep.errors import SettingError
 from halfstep.jobs.job import Job, trainable
 from halfstep.optim.shards import local
 from halfstep.train.build import seed_rank
@@ -61,9 +60,7 @@ class Trial:
         self._model = parts.model
         self._named = trainable(parts.model)  # before a baseline wraps the model and changes the names
         self._add(weights_digest=fingerprint([p for _, p in self._named]))
-        self.loop: TrainingLoop = make_loop(
-            spec.variant, parts, spec.settings.max_norm, backend_of(spec.settings, job)
-        )
+        self.loop: TrainingLoop = make_loop(spec.variant, parts, spec.settings.max_norm, backend_of(spec.settings, job))
         self._is_sharded = spec.settings.strategy == "fsdp"
         if self._is_sharded:  # its parameters were replaced, under the same names
             self._named = trainable(parts.model)
@@ -202,6 +199,9 @@ class Trial:
         """Numerics, phases, census and predicted memory: once per row."""
         self.loop.end_schedule()  # OneCycleLR, for one, raises when it is stepped beyond its total_steps
         for name, measure in (("numerics", self._numerics), ("split", self._split), ("census", self._census)):
+            if name == "numerics" and self._is_sharded:
+                self._add(numerics_failed="the model is sharded, and it needs whole gradients (use --backend ddp)")
+                continue
             try:
                 self._add(**{name: measure()})
             except Exception as error:  # a profiler without permissions must not cost the finished run
@@ -273,8 +273,6 @@ class Trial:
 
     def _numerics(self) -> Numerics:
         """What the format does to one more step; one that overflows is tried again, at the lower scale that follows."""
-        if self._is_sharded:
-            raise SettingError("not with --backend fsdp: it needs a copy of the whole model and its whole gradients")
         epoch, batch = self._next_on_device()
         random_numbers = rng_state()
         not_zero = None

@@ -57,7 +57,7 @@ class SkipExaminer:
         """Called by the Engine when the outcome of a step has arrived."""
         if not self._engine.replays.active:
             return
-        if not result.skipped or self._num_examined >= _MOST:
+        if not result.skipped or self._num_examined >= _MOST or not self._engine.replays.is_due_here:
             self._engine.replays.take(result.step)
             return
         self._num_examined += 1
@@ -69,5 +69,11 @@ class SkipExaminer:
 
 def _cause(autopsy: Autopsy) -> SkipCause:
     return SkipCause(
-        autopsy.step, autopsy.cause, autopsy.module, autopsy.sentence, autopsy.scale, autopsy.at_scale_1 is True
+        autopsy.step,
+        autopsy.cause,
+        autopsy.module,
+        autopsy.sentence,
+        autopsy.scale,
+        autopsy.at_scale_1 is True,
+        autopsy.rank,
     )

@@ -22,14 +22,13 @@ from typing import Any
 import torch.distributed as dist
 
 from halfstep.backends.launch import LOCALHOST
-from halfstep.comparison.measurements import Failure
+from halfstep.comparison.measurements import LOST, Failure
 from halfstep.comparison.process import ChildProcess, Stopped
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import Answer, ChildSpec, Request
 
-__all__ = ["LOST", "RankProcesses", "choose_failure", "thread_variables"]
+__all__ = ["RankProcesses", "choose_failure", "thread_variables"]
 
-LOST = "ranks"  # the kind of a failure whose cause is another rank
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 5.0  # for the other ranks to fail as well
 
@@ -127,7 +126,9 @@ def choose_failure(failures: Mapping[int, Failure], silent: list[int], num_ranks
     own = {rank: failure for rank, failure in failures.items() if failure.kind != LOST}
     lost = next((failure for failure in failures.values() if failure.kind == LOST), None)
     # A rank that torch aborts because a message never came is no cause, if another one hangs.
-    aborted = {rank for rank, failure in own.items() if silent and failure.kind == "killed" and "SIGABRT" in failure.reason}
+    aborted = {
+        rank for rank, failure in own.items() if silent and failure.kind == "killed" and "SIGABRT" in failure.reason
+    }
     for rank, failure in own.items():
         if rank not in aborted:
             return Failure(failure.kind, f"Rank {rank} of {num_ranks}: {failure.reason}")

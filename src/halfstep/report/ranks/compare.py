@@ -44,9 +44,7 @@ def hours_text(comparison: Comparison, budget: Budget) -> str:
     for label, values in hours.items():
         line = [label, f"{values['examples_per_second']:,.1f}", _number(values["gpu_hours"])]
         cells.append([*line, *([] if budget.price is None else [f"{values['cost']:,.2f}"])])
-    title = (
-        f"{unit} for {budget.epochs:g} epochs of {budget.examples:,} examples, at the measured mean speed of {_devices(comparison)}"
-    )
+    title = f"{unit} for {budget.epochs:g} epochs of {budget.examples:,} examples, at the measured mean speed of {_devices(comparison)}"
     return f"{title}\n{plain_table(headings, cells)}"
 
 
