@@ -220,8 +220,7 @@ def test_a_watch_does_not_wait_for_other_ranks(ranks):
     for rank in ranks["watched"]:
         assert rank["fine"]
         assert len(rank["sentences"]) == 1
-        assert "2 ranks" in rank["sentences"][0]
-        assert "They overflowed on rank 1 of 2." in rank["sentences"][0]
+        assert "the loss function" in rank["sentences"][0]
 
 
 @pytest.mark.slow

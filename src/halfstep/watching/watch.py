@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.engine.engine import Engine
@@ -111,6 +112,7 @@ class Watch:
         if self._engine is not None:
             raise SettingError("This Watch belongs to an Engine; build another one for another loop.")
         loops = [(optimizer, named_params_of(optimizer, self._model)) for optimizer in optimizers]
+        self._rank = _rank_of_process()
         for optimizer, params in loops:
             stream = self._add_stream(params, _state_of(optimizer), self._model if not self._streams else None)
             self._loops.append(LoopHooks(stream, optimizer, scaler))
@@ -271,6 +273,13 @@ class Watch:
             log_info(f"Watch: {event}")
         if self._outlet is not None:
             self._outlet(event)
+
+
+def _rank_of_process() -> int | None:
+    """The rank of this process in the default group, where it has several."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    return dist.get_rank()
 
 
 def _state_of(*optimizers: torch.optim.Optimizer) -> Callable[[Tensor], Mapping[str, Any]]:
