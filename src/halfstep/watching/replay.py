@@ -52,10 +52,12 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
     plain = Autopsy(step, "not replayed", scale=scale, rank=context.rank if context.world_size > 1 else None)
     reason = _reason_against(replays, batches)
     if reason is not None:
-        names = _bad_gradients(replays) if replays.run.device.type == "cpu" else []
+        # Of shards this rank knows its own only; the skip event names those of all ranks.
+        can_name = replays.run.device.type == "cpu" and not replays.backend.shards
+        names = _bad_gradients(replays) if can_name else []
         seen_in = f" Gradients that are not finite: {', '.join(names[:8])}." if names else ""
         if overflowed := replays.backend.overflowed_ranks:
-            seen_in += f" They overflowed on rank {', '.join(map(str, overflowed))} of {context.world_size}."
+            seen_in += f" Gradients overflowed on rank {', '.join(map(str, overflowed))} of {context.world_size}."
         advice = (
             ""
             if replays.obstacle or replays.depth
