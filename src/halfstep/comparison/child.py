@@ -95,6 +95,10 @@ class _Child:
 def classify_failure(error: BaseException) -> Failure:
     """The kind of a failure, and a reason that a user can act on."""
     message = str(error).strip() or type(error).__name__
+    # Also inside an error of the job's: a forward may send messages itself.
+    lost = next((each for each in (error, error.__cause__) if each is not None and is_communication_error(each)), None)
+    if lost is not None:
+        return Failure(LOST, f"A message between ranks failed: {(str(lost).strip().splitlines() or [''])[0]}")
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in message:
         first_line = message.splitlines()[0].rstrip(".")
         return Failure("out of memory", f"{first_line}. Lower the batch, or see `halfstep plan`.")
@@ -108,8 +112,6 @@ def classify_failure(error: BaseException) -> Failure:
         return Failure("unsupported", message)
     if isinstance(error, HalfstepError):
         return Failure("error", message)
-    if is_communication_error(error):
-        return Failure(LOST, f"A message between ranks failed: {message.splitlines()[0]}")
     return Failure("error", f"{type(error).__name__}: {message.splitlines()[0]}")
 
 

@@ -6,9 +6,11 @@ import pytest
 
 from comparison_jobs import write_ranks_job
 from halfstep.comparison import compare
+from halfstep.comparison.child import classify_failure
 from halfstep.comparison.measurements import LOST, Failure
 from halfstep.comparison.ranks.processes import choose_failure, thread_variables
 from halfstep.comparison.settings import CompareSettings
+from halfstep.jobs.job import JobError
 
 OWN, WAITED = Failure("out of memory", "no memory."), Failure(LOST, "connection closed.")
 ABORTED, KILLED = Failure("killed", "killed by SIGABRT."), Failure("killed", "killed by SIGKILL.")
@@ -100,3 +102,12 @@ def test_a_rank_that_dies_or_hangs_ends_its_row(tmp_path):
     assert "Rank 1 of 2 did not answer" in done.row("fp16").reason
     assert "Rank 1 of 2" in done.row("bf16-lean").reason
     assert "a fault of mine" in done.row("bf16-lean").reason
+
+
+def test_an_error_of_the_connection_is_no_cause_of_its_own():
+    """Neither where it is raised, nor inside an error of the job whose forward sent a message."""
+    closed = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer.")
+    wrapped = JobError("loss raised RuntimeError")
+    wrapped.__cause__ = closed
+    assert [classify_failure(error).kind for error in (closed, wrapped)] == [LOST, LOST]
+    assert classify_failure(JobError("loss raised ValueError")).kind == "job"
