@@ -40,3 +40,18 @@ def write_job(folder, fault="pass"):
     path = folder / "job.py"
     path.write_text(LINEAR.replace("{fault}", fault.strip()))
     return path
+
+
+def write_ranks_job(folder, fault="pass"):
+    """A job file for several ranks: global batches are the same on any number of them, and `fault` sees the rank."""
+    text = LINEAR.replace("import os, signal", "import os, signal, time")
+    text = text.replace("def data(batch_size, split):", "def data(batch_size, split, rank, world_size, seed):")
+    order = "torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))"
+    text = text.replace("torch.randperm(len(x))", order)
+    part = "order.view(-1, world_size)[:, rank].split(batch_size)"
+    text = text.replace("order.split(batch_size)", part).replace(
+        "def loss(model, batch):", "def loss(model, batch, rank):"
+    )
+    path = folder / "ranks_job.py"
+    path.write_text(text.replace("{fault}", fault.strip()))
+    return path

@@ -43,8 +43,8 @@ def test_flags_are_few_and_listed():
             "--stdin-filename", "--transformers", "--unsafe-fixes", "--with", "--write-baseline",
         ],
         "compare": [
-            "--batch", "--data", "--epochs", "--examples", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision",
-            "--price", "--repeats", "--resume", "--set", "--steps", "-p",
+            "--backend", "--batch", "--data", "--epochs", "--examples", "--fail-if", "--force", "--from", "--json", "--out", "--peer", "--precision",
+            "--price", "--ranks", "--repeats", "--resume", "--set", "--steps", "-p",
         ],
         "explain": ["--json"],
         "export": ["--best", "--dtype", "--ema", "--force", "--json", "--out"],

@@ -23,6 +23,7 @@ COMPLETE = Measurements(
     eager_gradients=GradientDifference(0.999, 0.01, 0),
     allocated={"weights": 4},
     peak_bytes=5,
+    rank_peaks=(5, 4),
     samples=64,
     validation=Validation(1.5),
     validation_cut=9,

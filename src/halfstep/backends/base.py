@@ -126,6 +126,19 @@ class Backend:
         """The ranks whose own gradients of the last update were not finite, where the backend knows it; may wait for the device."""
         return ()
 
+    def watch_overflows(self, *, enabled: bool) -> None:
+        """Whether `overflowed_ranks` is asked for from now on; for backends where it costs something."""
+
+    @property
+    def replay_obstacle(self) -> str | None:
+        """Why one rank cannot compute a step again without the others; None if it can."""
+        num_ranks = self.context().world_size
+        return (
+            None
+            if num_ranks == 1
+            else f"the step ran on {num_ranks} ranks, and a replay on one would wait for the others"
+        )
+
     def step(self, optimizer: torch.optim.Optimizer, decision: Any) -> bool:
         """Take the step of an optimizer that this backend owns; False leaves it to the Engine."""
         return False

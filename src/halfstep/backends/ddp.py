@@ -188,6 +188,11 @@ class DataParallel(Replicas):
         sums = None if self._agreement is None else self._agreement.sums
         return () if sums is None else tuple(rank for rank, flag in enumerate(sums.tolist()) if flag)
 
+    @property
+    def replay_obstacle(self) -> str | None:
+        """Nothing: the model computes without messages, and only an armed reducer sends any."""
+        return None
+
     # --- always -------------------------------------------------------------------------------------------------
 
     @property

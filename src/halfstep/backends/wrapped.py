@@ -123,6 +123,13 @@ class WrappedDDP(Replicas):
             self._observer.remove()
             self._observer = None
 
+    @property
+    def replay_obstacle(self) -> str | None:
+        """The wrapper's forward may send messages."""
+        if self._agreement is None:
+            return None
+        return 'the model is in DistributedDataParallel, whose forward waits for other ranks; without the wrapper, backend="ddp" replays'
+
     def truth_rows(self) -> Mapping[str, str]:
         """The wrapper sums fp32 gradients in fp32."""
         return {"reduction": "fp32 over ranks"}

@@ -43,9 +43,21 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
 )
 @click.option("--steps", type=int, metavar="N", help="Training steps per run (default 200).")
 @click.option("--repeats", type=int, metavar="N", help="Runs per precision, each with its own seed (default 3).")
-@click.option("--batch", type=int, metavar="N", help="Batch size.")
+@click.option("--batch", type=int, metavar="N", help="Batch size, of all ranks together.")
 @click.option(
-    "--set", "settings", multiple=True, metavar="K=V", help="Set seed, max_norm, warmup or device; may be repeated."
+    "--backend",
+    type=click.Choice(["single", "ddp", "fsdp"]),
+    help="How ranks train together (default: ddp with --ranks above 1).",
+)
+@click.option(
+    "--ranks", type=int, metavar="N", help="Processes that train each row together, started here (default 1)."
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="K=V",
+    help="Set seed, max_norm, warmup, device or timeout; may be repeated.",
 )
 @click.option(
     "--data",
@@ -90,6 +102,8 @@ def command(
     steps: int | None,
     repeats: int | None,
     batch: int | None,
+    backend: str | None,
+    ranks: int | None,
     settings: tuple[str, ...],
     data_dir: Path | None,
     out: Path | None,
@@ -116,6 +130,7 @@ def command(
     halfstep compare --from runs/on-a100 --from runs/on-h200
     halfstep compare --resume runs/compare-digits-20261115-101500
     halfstep compare job.py --epochs 90 --price 2.5
+    halfstep compare job.py --backend fsdp --ranks 4 --batch 256
     """
     require_packages("halfstep compare", "numpy", "safetensors", *(() if folders else ("jinja2", "plotly")))
     from halfstep.backends.launch import reject_distributed_launch
@@ -124,7 +139,7 @@ def command(
     budget = _budget(epochs, examples, price, targets, data_dir, rerun=bool(folders) or resume is not None)
     options = {
         "--precision": precision, "--peer": peer, "--steps": steps, "--repeats": repeats, "--batch": batch, "--set": settings,
-        "--data": data_dir,
+        "--data": data_dir, "--backend": backend, "--ranks": ranks,
     }  # fmt: skip
     if resume is not None:
         for flag, value in {**options, "TARGET": targets, "--from": folders, "--out": out, "--force": force}.items():
@@ -144,7 +159,8 @@ def command(
         if len(targets) > 1:
             raise click.UsageError(f"Expected one TARGET, got {len(targets)}: {', '.join(targets)}.")
         comparison = _run(
-            targets[0] if targets else None, precision, peer, _settings(settings, steps, repeats, batch), data_dir, out, gates,
+            targets[0] if targets else None, precision, peer,
+            _settings(settings, steps=steps, repeats=repeats, batch=batch, backend=backend, ranks=ranks), data_dir, out, gates,
             force=force, quiet=as_json,
         )  # fmt: skip
         where = comparison.out
@@ -171,12 +187,12 @@ def _budget(
     return make_budget(epochs, examples, price, job)
 
 
-def _settings(pairs: tuple[str, ...], steps: int | None, repeats: int | None, batch: int | None) -> dict[str, Any]:
+def _settings(pairs: tuple[str, ...], **flags: Any) -> dict[str, Any]:
     from halfstep.comparison.settings import parse_settings
     from halfstep.errors import SettingError
 
     overrides = parse_settings(pairs)
-    for name, value in (("steps", steps), ("repeats", repeats), ("batch", batch)):
+    for name, value in flags.items():
         if value is not None:
             if name in overrides:
                 raise SettingError(f"{name} is set twice, by --{name} and by --set; remove one.")

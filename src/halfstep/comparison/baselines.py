@@ -34,8 +34,11 @@ from halfstep.precision.formats import torch_dtype
 __all__ = ["make_baseline"]
 
 
-def make_baseline(variant: Variant, parts: Parts, max_norm: float | None) -> TrainingLoop:
-    """The loop of a baseline; raises `MissingError` with the install command if its library is missing."""
+def make_baseline(variant: Variant, parts: Parts, max_norm: float | None, *, wraps: bool = False) -> TrainingLoop:
+    """The loop of a baseline; raises `MissingError` with the install command if its library is missing.
+
+    With `wraps`, torch's own loop trains on the ranks of the process group, in DistributedDataParallel; the others do not.
+    """
     if len(getattr(parts.optimizer, "param_groups", ())) == 0:
         raise SettingError("--peer needs a job with one optimizer; the optimizer of this job has no parameter groups.")
     ignore_fallback_warnings()
@@ -44,7 +47,7 @@ def make_baseline(variant: Variant, parts: Parts, max_norm: float | None) -> Tra
         return _Accelerate(variant, parts, max_norm)
     if variant.baseline == "fabric":
         return _Fabric(variant, parts, max_norm)
-    return _TorchAmp(variant, parts, max_norm)
+    return _TorchAmp(variant, parts, max_norm, wraps=wraps)
 
 
 class _PlainLoop:
@@ -84,6 +87,16 @@ class _PlainLoop:
     def end_schedule(self) -> None:
         """Remove the scheduler."""
         self.scheduler = None
+
+    def look_at_gradients(
+        self, named: list[tuple[str, Tensor]], look: Callable[[list[tuple[str, Tensor]], float], None]
+    ) -> None:
+        """Look now: the backward pass has reduced them."""
+        look([(name, param.grad) for name, param in named if param.grad is not None], self.divisor())
+
+    def divisor(self) -> float:
+        """The loss scale."""
+        raise NotImplementedError
 
     def examine_skips(self, *, on: bool) -> None:
         """Nothing to switch: only the Engine can compute a step again."""
@@ -136,13 +149,16 @@ class _PlainLoop:
 class _TorchAmp(_PlainLoop):
     """Autocast and GradScaler by hand."""
 
-    def __init__(self, variant: Variant, parts: Parts, max_norm: float | None) -> None:
+    def __init__(self, variant: Variant, parts: Parts, max_norm: float | None, *, wraps: bool = False) -> None:
         super().__init__(variant, parts, max_norm)
+        if wraps:
+            places = None if self.device.type == "cpu" else [self.device]
+            self.model = nn.parallel.DistributedDataParallel(parts.model, device_ids=places)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=variant.policy == "fp16")
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backpropagate the scaled loss."""
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss if weight is None else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def divisor(self) -> float:
         """The scaler's scale."""
@@ -179,7 +195,7 @@ class _Accelerate(_PlainLoop):
         block: AbstractContextManager[Any] = self.accelerator.autocast()
         return block
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Call the library's backward."""
         self.accelerator.backward(loss)
 
@@ -221,7 +237,7 @@ class _Fabric(_PlainLoop):
         block: AbstractContextManager[Any] = self.fabric.autocast()
         return block
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Call the library's backward."""
         self.fabric.backward(loss)
 

@@ -16,6 +16,7 @@ gone, and the child exits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -26,7 +27,8 @@ from typing import TextIO
 
 import torch
 
-from halfstep.comparison.measurements import Failure, TrialResult
+from halfstep.comparison.measurements import LOST, Failure, TrialResult
+from halfstep.comparison.ranks.member import join_ranks
 from halfstep.comparison.record import write_run
 from halfstep.comparison.spec import Answer, ChildSpec, Request
 from halfstep.comparison.trial import Trial
@@ -34,6 +36,7 @@ from halfstep.errors import HalfstepError, MissingError, OverflowStop, SettingEr
 from halfstep.hardware.environment import environment
 from halfstep.jobs.job import JobError
 from halfstep.jobs.targets import Target, load_target
+from halfstep.train.heartbeat import is_communication_error
 
 __all__ = ["classify_failure", "detach_stdin", "main"]
 
@@ -44,6 +47,7 @@ class _Child:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self.trial: Trial | None = None
+        self._group = contextlib.ExitStack()
 
     def answer(self, request: Request) -> Answer:
         if request.do == "survey":
@@ -52,7 +56,8 @@ class _Child:
             return Answer(survey=run_preflight(self._target(), self.spec.settings))
         if request.do == "warm":
             assert self.spec.trial is not None
-            self.trial = Trial(self._target().job, self.spec.trial)
+            member = self._group.enter_context(join_ranks(self.spec.trial))
+            self.trial = Trial(self._target().job, self.spec.trial, member)
             self.trial.warm_up()
             return Answer()
         assert self.trial is not None
@@ -60,8 +65,10 @@ class _Child:
             self.trial.run_slice(request.count)
             return Answer()
         self.trial.finish(quick=request.do == "wrap")
-        self.write()
+        if self.trial.member.is_main:
+            self.write()
         self.trial.loop.close()
+        self._group.close()
         return Answer()
 
     def _target(self) -> Target:
@@ -70,6 +77,11 @@ class _Child:
     def write(self, failure: Failure | None = None) -> None:
         """Write the run file; after a failure, with as much as there is."""
         assert self.spec.trial is not None
+        is_secondary = (
+            self.trial is None or not self.trial.member.is_main or (failure is not None and failure.kind == LOST)
+        )
+        if failure is not None and is_secondary and self.spec.settings.strategy != "single":
+            return  # the parent knows which rank failed first, and writes it
         write_run(
             Path(self.spec.out),
             spec=self.spec.trial,
@@ -83,6 +95,10 @@ class _Child:
 def classify_failure(error: BaseException) -> Failure:
     """The kind of a failure, and a reason that a user can act on."""
     message = str(error).strip() or type(error).__name__
+    # Also inside an error of the job's: a forward may send messages itself.
+    lost = next((each for each in (error, error.__cause__) if each is not None and is_communication_error(each)), None)
+    if lost is not None:
+        return Failure(LOST, f"A message between ranks failed: {(str(lost).strip().splitlines() or [''])[0]}")
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in message:
         first_line = message.splitlines()[0].rstrip(".")
         return Failure("out of memory", f"{first_line}. Lower the batch, or see `halfstep plan`.")

@@ -14,6 +14,7 @@ from typing import Any
 
 from halfstep.comparison.gate import parse_gate
 from halfstep.comparison.process import INSIDE
+from halfstep.comparison.ranks.checks import check_rows
 from halfstep.comparison.record import RUNS
 from halfstep.comparison.remainder import Remainder, read_remainder
 from halfstep.comparison.result import Comparison, read_comparison
@@ -51,7 +52,8 @@ def compare(
 
     `target` is a target as on the command line (None is `digits`), or a `Job` that is a module-level variable.
     `precisions` may include `compile=on`; `peers` are `torch-amp`, `accelerate` and `fabric`. Further `settings` are the
-    fields of `CompareSettings`: seed, max_norm, warmup, device. Run files and `comparison.json` are written to `out`, by
+    fields of `CompareSettings`: seed, max_norm, warmup, device, and backend, ranks and timeout, with which each run is trained by
+    several processes that are started here. Run files and `comparison.json` are written to `out`, by
     default a new directory under `runs/`; a directory that is not empty raises unless `force` is set. Ctrl-C stops early,
     and the result contains what was done. The gates in `fail_if` are only checked for mistakes before anything runs; call
     `comparison.gate(text)` to evaluate one.
@@ -67,6 +69,7 @@ def compare(
         parse_gate(gate, [variant.label for variant in variants])
     overrides = {"steps": steps, "repeats": repeats, "batch": batch, **settings}
     config = _settings({key: value for key, value in overrides.items() if value is not None or key == "max_norm"})
+    check_rows(config, variants)
     source = target_of(target) if isinstance(target, Job) else target
     folder = Path(out) if out is not None else new_folder(source)
     prepare_out(folder, force=force)
@@ -199,6 +202,8 @@ def _command(
         words += ["--precision" if variant.baseline is None else "--peer", variant.label]
     defaults = CompareSettings().as_dict()
     flags = {"steps": config.steps, "repeats": config.repeats, "batch": config.batch, "data": data_dir}
+    if config.strategy != "single":
+        flags |= {"backend": config.strategy, "ranks": config.ranks}
     for name, value in flags.items():
         if value is not None:
             words += [f"--{name}", str(value)]

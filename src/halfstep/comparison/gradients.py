@@ -9,7 +9,9 @@ relative error.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,21 +20,33 @@ from torch import Tensor
 
 from halfstep.checkpoint.names import match_names
 from halfstep.comparison.measurements import GradientDifference
+from halfstep.optim.shards import is_sharded
 
-__all__ = ["compare_gradients", "save_gradients"]
+__all__ = ["compare_gradients", "gather_gradients", "save_gradients"]
+
+Gradients = Sequence[tuple[str, Tensor]]
 
 
 @torch.no_grad()
-def save_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: float) -> None:
+def save_gradients(path: Path, gradients: Gradients, divisor: float) -> None:
     """Write the unscaled gradients in fp32."""
-    save_file(
-        {name: (param.grad.float() / divisor).cpu().contiguous() for name, param in named if param.grad is not None},
-        path,
-    )
+    save_file({name: (_whole(grad).float() / divisor).cpu().contiguous() for name, grad in gradients}, path)
+
+
+def gather_gradients(gradients: Gradients) -> None:
+    """Take part in what another rank does with sharded gradients."""
+    for _, grad in gradients:
+        _whole(grad)
+
+
+def _whole(grad: Any) -> Tensor:
+    """The gradient of all ranks; every rank must ask for the same ones in the same order."""
+    whole: Tensor = grad.full_tensor() if is_sharded(grad) else grad
+    return whole
 
 
 @torch.no_grad()
-def compare_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: float) -> GradientDifference:
+def compare_gradients(path: Path, gradients: Gradients, divisor: float) -> GradientDifference:
     """Cosine and relative error with respect to the saved gradients, and the number of elements that became zero.
 
     Only one tensor at a time is on the device, so that the comparison does not raise the peak.
@@ -40,11 +54,12 @@ def compare_gradients(path: Path, named: list[tuple[str, Tensor]], divisor: floa
     dot = own = other = error = 0.0
     vanished = 0
     with safe_open(path, framework="pt") as file:
-        saved = match_names((name for name, _ in named), file.keys())
-        for name, param in named:
-            if param.grad is None or name not in saved:
+        saved = match_names((name for name, _ in gradients), file.keys())
+        for name, grad in gradients:
+            whole = _whole(grad)
+            if name not in saved:
                 continue
-            mine = param.grad.float() / divisor
+            mine = whole.float() / divisor
             theirs = file.get_tensor(saved[name]).to(mine.device)
             dot += (mine * theirs).sum(dtype=torch.float64).item()
             own += mine.square().sum(dtype=torch.float64).item()

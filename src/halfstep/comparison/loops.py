@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from halfstep.backends.base import Backend
 from halfstep.comparison.baselines import make_baseline
 from halfstep.comparison.measurements import SkipCause
 from halfstep.comparison.numerics.examiner import SkipExaminer
 from halfstep.comparison.training_loop import Parts, StepOutcome, TrainingLoop
 from halfstep.comparison.variant import Variant
 from halfstep.engine.engine import Engine
+from halfstep.optim.shards import is_sharded, placed_as
 
 __all__ = ["EngineLoop", "make_loop"]
 
 
-def make_loop(variant: Variant, parts: Parts, max_norm: float | None) -> TrainingLoop:
-    """The training loop of a row."""
+def make_loop(
+    variant: Variant, parts: Parts, max_norm: float | None, backend: Backend | str = "single"
+) -> TrainingLoop:
+    """The training loop of a row; `backend` is the Engine's."""
     if variant.baseline is None:
-        return EngineLoop(variant, parts, max_norm)
-    return make_baseline(variant, parts, max_norm)
+        return EngineLoop(variant, parts, max_norm, backend)
+    return make_baseline(variant, parts, max_norm, wraps=backend != "single")
 
 
 class EngineLoop:
     """A loop around `halfstep.Engine`."""
 
-    def __init__(self, variant: Variant, parts: Parts, max_norm: float | None) -> None:
+    def __init__(
+        self, variant: Variant, parts: Parts, max_norm: float | None, backend: Backend | str = "single"
+    ) -> None:
         self.model = parts.model
         self._examiner = SkipExaminer()
         self.engine = Engine(
@@ -39,6 +45,7 @@ class EngineLoop:
             scheduler=parts.scheduler,
             compile=variant.compile,
             watch=self._examiner,
+            backend=backend,
         )
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -49,14 +56,30 @@ class EngineLoop:
         """The engine's validation region."""
         return self.engine.evaluate()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backpropagate the scaled loss."""
-        self.engine.backward(loss)
+        self.engine.backward(loss, weight)
 
     def step(self, replay: Callable[[], Any] | None = None) -> Callable[[], StepOutcome]:
         """Step the engine; its result is read later."""
         result = self.engine.step(replay=replay)
         return lambda: StepOutcome(result.grad_norm, result.scale, result.skipped)
+
+    def look_at_gradients(
+        self, named: list[tuple[str, Tensor]], look: Callable[[list[tuple[str, Tensor]], float], None]
+    ) -> None:
+        """Look before the engine's next update: ranks may reduce their gradients only then."""
+        params = dict(named)
+
+        def receive(gradients: Mapping[str, Tensor], divisor: Tensor) -> None:
+            placed = [
+                (name, placed_as(params[name], grad) if is_sharded(params[name]) else grad)
+                for name, grad in gradients.items()
+                if name in params
+            ]
+            look(placed, float(divisor))
+
+        self._examiner.look = receive
 
     def examine_skips(self, *, on: bool) -> None:
         """Examine the steps that follow."""

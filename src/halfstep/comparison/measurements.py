@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from halfstep.watching.sample import Sample
 
 __all__ = [
+    "LOST",
     "Curves",
     "Failure",
     "GradientDifference",
@@ -26,6 +27,7 @@ __all__ = [
     "Validation",
 ]
 
+LOST = "ranks"  # the kind of a failure whose cause is another rank
 # Field -> stored key, where they differ.
 _KEYS = {"weights_digest": "weights", "batch_digest": "batch", "allocated": "held"}
 
@@ -89,6 +91,7 @@ class SkipCause:
     sentence: str
     scale: float  # of the loss
     scale_too_high: bool = False  # whether the gradients are finite without loss scaling
+    rank: int | None = None  # on which it was computed again; None with one process
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Measurements:
     gradients: GradientDifference | None = None  # from fp32's
     eager_gradients: GradientDifference | None = None  # from those of the same precision without compilation
     allocated: dict[str, int] | None = None  # bytes of weights, gradients and optimizer states
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # on several ranks, of the largest; base_bytes and allocated are of the same rank
+    rank_peaks: tuple[int, ...] | None = None  # of each rank, where there are several
     samples: float | None = None  # examples in a batch
     validation: Validation | None = None
     validation_cut: int | None = None  # batches after which validation was ended, because the data has no length
@@ -138,6 +142,7 @@ class Measurements:
             "validation": Validation,
             "predicted": PredictedPeak,
             "numerics": Numerics,
+            "rank_peaks": lambda *peaks: peaks,
             "skip_causes": lambda *causes: tuple(SkipCause(**{"module": None, **cause}) for cause in causes),
         }
         fields: dict[str, Any] = {}

@@ -8,6 +8,7 @@ compares apples with oranges, and one that ignores the batch size has a differen
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from halfstep.hardware.probe import probe
 from halfstep.hardware.tf32 import set_tf32
 from halfstep.jobs.job import Job, trainable
 from halfstep.jobs.targets import Target
+from halfstep.train.build import batch_per_rank
 from halfstep.train.stream import DataStream, batch_size_of, fingerprint, to_device
 
 __all__ = ["DEFAULT_BATCH", "run_preflight"]
@@ -49,6 +51,7 @@ class _JobFacts:
 def run_preflight(target: Target, settings: CompareSettings) -> Survey:
     """Survey machine and job; raises what would fail in every row."""
     device = _usable_device(settings.device)
+    _check_devices(device, settings)
     batch = settings.batch or dict(target.defaults).get("batch", DEFAULT_BATCH)
     hardware = probe()
     facts, schedules = _one_step(target.job, settings, batch, device)
@@ -82,14 +85,29 @@ def _usable_device(name: str) -> torch.device:
     return device
 
 
+def _check_devices(device: torch.device, settings: CompareSettings) -> None:
+    """Raise if there is not one device for each rank; CPU ranks share theirs."""
+    count = settings.ranks if device.type == "cpu" else torch.accelerator.device_count()
+    if settings.ranks > count:
+        raise SettingError(
+            f"--ranks {settings.ranks} needs as many {device.type} devices, and torch sees {count} "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}). Use --ranks {count}, or --set device=cpu."
+        )
+
+
 def _measurable(device: torch.device) -> bool:
     """`measure_matmuls` measures the machine's accelerator if it has one."""
     return device.type != "cpu" or not torch.accelerator.is_available()
 
 
 def _one_step(job: Job, settings: CompareSettings, batch: int, device: torch.device) -> tuple[_JobFacts, bool]:
-    """One fp32 forward and backward: the properties of the job that a comparison depends on, and whether it has a schedule."""
-    run = RunContext(device, seed=settings.seed, batch_size=batch)
+    """One fp32 forward and backward: the properties of the job that a comparison depends on, and whether it has a schedule.
+
+    On several ranks it is the part of rank 0, and what it counts is multiplied.
+    """
+    num_ranks = settings.ranks
+    own = batch_per_rank(batch, num_ranks)
+    run = RunContext(device, world_size=num_ranks, seed=settings.seed, batch_size=own)
     if device.type == "cuda":
         set_tf32(False)
     digests = []
@@ -107,15 +125,16 @@ def _one_step(job: Job, settings: CompareSettings, batch: int, device: torch.dev
             loss = job.call("loss", run, model=parts.model, batch=to_device(raw, device), epoch=0, split="train")
             loss.backward()
         _validate_once(job, parts.model, run)
-        flops = counter.get_total_flops()
+        flops = counter.get_total_flops() * num_ranks
     except torch.OutOfMemoryError:
         pass  # lower precisions may fit; the notes name it
     (first_weights, first_batch), (second_weights, second_batch) = digests
+    samples = batch_size_of(raw)
     facts = _JobFacts(
         same_weights=first_weights == second_weights,
         same_batches=first_batch == second_batch,
         num_params=sum(p.numel() for _, p in trainable(parts.model)),
-        samples=batch_size_of(raw),
+        samples=None if samples is None else samples * num_ranks,
         flops_per_step=flops,
     )
     return facts, parts.scheduler is not None

@@ -9,7 +9,8 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from halfstep.comparison.measurements import Failure
@@ -29,7 +30,15 @@ class Stopped(Exception):
 class ChildProcess:
     """One child; it dies with its parent, and its output goes to a log next to its run file."""
 
-    def __init__(self, spec: ChildSpec, folder: Path, name: str, stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        spec: ChildSpec,
+        folder: Path,
+        name: str,
+        stopped: Callable[[], bool],
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`variables` are added to the environment of the process."""
         self._stopped = stopped
         self.log = folder / f"{name}.log"
         spec_file = folder / f"{name}.spec.json"
@@ -44,7 +53,7 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(writer,),
                 start_new_session=True,
-                env={**os.environ, INSIDE: "1"},
+                env={**os.environ, INSIDE: "1", **(variables or {})},
             )
         os.close(writer)
         self._reply = os.fdopen(reader, "rb", buffering=0)
@@ -57,33 +66,52 @@ class ChildProcess:
         When the comparison is asked to stop, waiting raises `Stopped`. A `patient` call waits regardless, first for an
         answer that is still outstanding and then for its own.
         """
-        assert self._process.stdin is not None
         if self._waiting:
             answer = self._wait(patient=True)
             if answer.failure is not None:
                 return answer
-        with contextlib.suppress(BrokenPipeError):  # dead: the answer below shows how
-            self._process.stdin.write(json.dumps(Request(do, count).as_dict()).encode() + b"\n")
-            self._process.stdin.flush()
-        self._waiting = True
+        self.send(Request(do, count))
         return self._wait(patient=patient)
 
-    def _wait(self, *, patient: bool) -> Answer:
+    def send(self, request: Request) -> None:
+        """Send a request without waiting for its answer."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # dead: the answer shows how
+            self._process.stdin.write(json.dumps(request.as_dict()).encode() + b"\n")
+            self._process.stdin.flush()
+        self._waiting = True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is outstanding."""
+        return self._waiting
+
+    def poll(self, seconds: float) -> Answer | None:
+        """The answer, if it arrives within `seconds`; a child that died answers with the way it died."""
+        end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._reply, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
-                if self._stopped() and not patient:
-                    raise Stopped
-                ready = selector.select(_POLL_SECONDS)
+                ready = selector.select(max(0.0, end - time.monotonic()))
                 if ready or self._has_exited(selector):
                     read = self._reply.read(65536) if ready else b""
                     if not read:
                         self._waiting = False
                         return Answer(self._cause_of_death())
                     self._buffer += read
+                elif time.monotonic() >= end:
+                    return None
         self._waiting = False
         line, _, self._buffer = self._buffer.partition(b"\n")
         return Answer.from_dict(json.loads(line))
+
+    def _wait(self, *, patient: bool) -> Answer:
+        while True:
+            if self._stopped() and not patient:
+                raise Stopped
+            answer = self.poll(_POLL_SECONDS)
+            if answer is not None:
+                return answer
 
     def _has_exited(self, selector: selectors.BaseSelector) -> bool:
         """Whether it exited without an answer; a process that it forked may keep its end of the pipe open."""
@@ -103,6 +131,14 @@ class ChildProcess:
             if lines:
                 return f" The last line of its log: {lines[-1][:300]}"
         return ""
+
+    def remove_logs(self) -> None:
+        """Delete the log: only failed runs leave one."""
+        self.log.unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """End the child at once."""
+        self._process.kill()
 
     def close(self) -> None:
         """End the child if it is still running; closing twice is fine."""

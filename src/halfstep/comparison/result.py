@@ -22,7 +22,7 @@ __all__ = ["SCHEMA", "Comparison", "Part", "merge_parts", "read_comparison"]
 
 SCHEMA = 1
 # Settings that directories must share to be merged into one table: a difference would look like an effect of the precision.
-_SHARED_SETTINGS = ("steps", "seed", "max_norm", "warmup")
+_SHARED_SETTINGS = ("steps", "seed", "max_norm", "warmup", "strategy", "ranks")
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def _machine_names(surveys: Sequence[Survey]) -> list[str]:
     """The names that distinguish machines; empty where there is only one."""
     if len(surveys) < 2:
         return [""] * len(surveys)
-    names = [survey.machine for survey in surveys]
+    names = [survey.place for survey in surveys]
     return [f"{name} #{i + 1}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 

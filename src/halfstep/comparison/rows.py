@@ -42,7 +42,9 @@ class Row:
     speedup: Estimate | None = None  # relative to the reference
     warmup_seconds: float | None = None
     warmup_steps: int = 0
-    peak_bytes: float | None = None
+    num_ranks: int = 1
+    peak_bytes: float | None = None  # of the largest rank
+    rank_peaks: tuple[float, ...] | None = None  # of each rank, where there are several
     memory: dict[str, float] | None = None  # the peak by category, in bytes
     predicted_bytes: float | None = None  # the peak that `halfstep plan` predicts
     memory_ratio: float | None = None
@@ -84,7 +86,7 @@ METRICS = {
     "mean_step_ms": "mean time of a step, in milliseconds, outliers included",
     "samples_per_second": "training examples per second, at the median time of a step",
     "speedup": "speed relative to the reference",
-    "memory_gib": "peak memory, in GiB",
+    "memory_gib": "peak memory, in GiB; of the largest rank",
     "memory_ratio": "peak memory relative to the reference",
     "loss": "training loss at the end",
     "loss_gap": "training loss at the end, minus the reference's",
@@ -146,6 +148,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey:
         status,
         reason,
         num_runs=len(completed),
+        num_ranks=survey.settings.ranks,
         notes=(*variant.notes, *skip_notes(runs)),
     )
     timed = [run for run in runs if run.slices]
@@ -173,6 +176,7 @@ def build_row(runs: Sequence[RunRecord], reference: Sequence[RunRecord], survey:
         warmup_seconds=statistics.median(warmups) if warmups else None,
         warmup_steps=timed[0].settings.num_warmup,
         peak_bytes=_peak(completed),
+        rank_peaks=_rank_peaks(completed),
         memory=_memory(completed),
         predicted_bytes=None if predicted is None else predicted.peak_bytes,
         memory_ratio=_ratio(_peak(completed), _peak(reference)),
@@ -285,7 +289,8 @@ def _flops(seconds: float, compute: str, survey: Survey, samples: float) -> dict
     if not survey.flops_per_step:
         return {}
     rate = survey.flops_per_step * samples / (survey.samples or samples) / seconds
-    peak_rate = survey.matmul_rate(compute)
+    one_rank = survey.matmul_rate(compute)
+    peak_rate = None if one_rank is None else one_rank * survey.settings.ranks
     return {"flops_per_second": rate, "flops_share": rate / peak_rate if peak_rate else None}
 
 
@@ -310,6 +315,11 @@ def _memory(runs: Sequence[RunRecord]) -> dict[str, float] | None:
 def _peak(runs: Sequence[RunRecord]) -> float | None:
     peaks = [run.measured.peak_bytes for run in runs if run.measured.peak_bytes is not None]
     return statistics.median(peaks) if peaks else None
+
+
+def _rank_peaks(runs: Sequence[RunRecord]) -> tuple[float, ...] | None:
+    peaks = [run.measured.rank_peaks for run in runs if run.measured.rank_peaks]
+    return tuple(map(statistics.median, zip(*peaks, strict=True))) if peaks else None
 
 
 def _ratio(mine: float | None, other: float | None) -> float | None:

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from halfstep.comparison.measurements import TrialResult
+from halfstep.comparison.measurements import LOST, TrialResult
 from halfstep.comparison.process import ChildProcess, Stopped
+from halfstep.comparison.ranks.processes import RankProcesses, thread_variables
 from halfstep.comparison.record import RUNS, run_name, write_run
 from halfstep.comparison.remainder import CONTINUED, Remainder, check_same
 from halfstep.comparison.settings import CompareSettings
@@ -39,7 +40,7 @@ from halfstep.hardware.host import available_memory_bytes
 __all__ = ["Observer", "Runner", "SilentObserver"]
 
 GRADIENTS = "first_gradients.safetensors"
-_FINAL = ("out of memory", "unsupported", "not installed", "killed", "job")
+_FINAL = ("out of memory", "unsupported", "not installed", "killed", "job", LOST)
 _TOO_SLOW, _TURNS_BEFORE_CUT, _SECONDS_BEFORE_CUT = 20, 2, 10  # when a slow row is cut short
 _SHARE_OF_MEMORY = 0.5  # of the available memory, for all processes of a round together
 
@@ -75,7 +76,7 @@ class _ActiveRun:
     """A run in progress."""
 
     variant: Variant
-    process: ChildProcess
+    process: ChildProcess | RankProcesses
     spec: ChildSpec
     turns: list[int]
     steps: int = 0  # done in turns
@@ -126,12 +127,12 @@ class Runner:
 
     def _survey(self) -> Survey:
         spec = ChildSpec(self.target, self.data_dir, self.settings)
-        process = ChildProcess(spec, self.out / RUNS, "survey", self.stopped)
+        process = ChildProcess(spec, self.out / RUNS, "survey", self.stopped, thread_variables(self.settings))
         try:
             with contextlib.closing(process):
                 answer = process.ask("survey")
         finally:
-            process.log.unlink(missing_ok=True)
+            process.remove_logs()
         if answer.failure is not None:
             errors: dict[str, type[HalfstepError]] = {"not installed": MissingError, "unsupported": SettingError}
             raise errors.get(answer.failure.kind, HalfstepError)(answer.failure.reason)
@@ -161,7 +162,8 @@ class Runner:
         if device != "cpu":
             return False
         free = available_memory_bytes()
-        return free is not None and resident_bytes * len(self.variants) < free * _SHARE_OF_MEMORY
+        num_processes = len(self.variants) * self.settings.ranks
+        return free is not None and resident_bytes * num_processes < free * _SHARE_OF_MEMORY
 
     # --- rounds -------------------------------------------------------------------------------------------------
 
@@ -188,7 +190,7 @@ class Runner:
         except Stopped:
             self._wrap_up(active)
             for run in upcoming:
-                run.process.log.unlink(missing_ok=True)  # it has not begun
+                run.process.remove_logs()  # it has not begun
             raise
         finally:
             _close([*active, *upcoming])
@@ -215,7 +217,8 @@ class Runner:
             eager_gradients=self._eager_gradients(variant, gradients) if survey.is_comparable else None,
         )
         spec = ChildSpec(survey.source, survey.data_dir, self.settings, trial, str(out), self.command)
-        process = ChildProcess(spec, self.out / RUNS, name, self.stopped)
+        start = ChildProcess if self.settings.strategy == "single" else RankProcesses
+        process = start(spec, self.out / RUNS, name, self.stopped)
         return _ActiveRun(variant, process, spec, list(self.settings.slices()))
 
     def _eager_gradients(self, variant: Variant, gradients: Path) -> Path | None:
@@ -240,7 +243,7 @@ class Runner:
     def _finish(self, active: list[_ActiveRun], repeat: int) -> None:
         for run in list(active):
             if self._ask(run, active, repeat, "finish"):
-                run.process.log.unlink(missing_ok=True)  # only failed runs leave a log
+                run.process.remove_logs()
 
     def _turn(self, run: _ActiveRun, active: list[_ActiveRun], repeat: int) -> None:
         count = run.turns.pop(0)

@@ -12,6 +12,8 @@ from halfstep.errors import SettingError, unknown
 __all__ = ["CompareSettings", "parse_settings"]
 
 DEFAULT_STEPS = 200
+BACKENDS = ("auto", "single", "ddp", "fsdp")
+_TEXTS = ("device", "backend")
 MAX_WARMUP = 10  # steps; compilation, autotuning and the allocation of optimizer states are done by then
 SEED_LIMIT = 2**62
 # A slice is the number of steps before another run takes its turn: long compared with the switch (a millisecond), short
@@ -30,9 +32,13 @@ class CompareSettings:
     max_norm: float | None = 1.0
     warmup: int | None = None  # steps trained but not timed; None: a quarter of them, at most 10
     device: str = "auto"
+    backend: str = "auto"  # single, ddp or fsdp; auto: ddp on several ranks
+    ranks: int = 1  # processes of each run; the batch is that of all ranks together
+    timeout: int = 600  # seconds that a rank waits for another one
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 2), ("repeats", 1), ("seed", 0), ("batch", 1), ("warmup", 1)):
+        least_values = {"steps": 2, "repeats": 1, "seed": 0, "batch": 1, "warmup": 1, "ranks": 1, "timeout": 1}
+        for name, least in least_values.items():
             value = getattr(self, name)
             if value is None and name in {"batch", "warmup"}:
                 continue
@@ -45,6 +51,17 @@ class CompareSettings:
             raise SettingError(f"max_norm={norm!r} must be a number above 0; max_norm=none disables clipping.")
         if self.warmup is not None and self.warmup >= self.steps:
             raise SettingError(f"warmup={self.warmup} leaves none of the {self.steps} steps for timing; lower it.")
+        if self.backend not in BACKENDS:
+            raise unknown("backend", self.backend, BACKENDS)
+        if self.backend == "single" and self.ranks > 1:
+            raise SettingError(
+                f"backend=single with ranks={self.ranks}: each rank would train a model of its own. Use --backend ddp or fsdp."
+            )
+
+    @property
+    def strategy(self) -> str:
+        """The backend that "auto" stands for."""
+        return self.backend if self.backend != "auto" else "single" if self.ranks == 1 else "ddp"
 
     @property
     def num_warmup(self) -> int:
@@ -82,7 +99,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
             raise SettingError(f"--set {pair!r} has no value; write --set {key}=VALUE.")
         if key in settings:
             raise SettingError(f"--set {key} is given twice; remove one.")
-        settings[key] = text if key == "device" else _number(key, text)
+        settings[key] = text if key in _TEXTS else _number(key, text)
     return settings
 
 

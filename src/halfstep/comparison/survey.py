@@ -59,6 +59,12 @@ class Survey:
         return self.same_weights and self.same_batches
 
     @property
+    def place(self) -> str:
+        """The machine, and the ranks where there are several."""
+        ranks = f", {self.settings.ranks} ranks ({self.settings.strategy})" if self.settings.ranks > 1 else ""
+        return f"{self.machine}{ranks}"
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """The labels of the rows, in order."""
         return tuple(variant.label for variant in self.variants)

@@ -50,11 +50,19 @@ class TrainingLoop(Protocol):
     def evaluate(self) -> AbstractContextManager[Any]:
         """A block for validation: the same precision, eval mode, no gradients."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Backpropagate."""
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+        """Backpropagate; `weight` is what this rank's batch counts, where ranks have different numbers of examples."""
 
     def step(self, replay: Callable[[], Any] | None = None) -> Callable[[], StepOutcome]:
         """Update; the returned function reads the outcome. `replay` computes the loss again, for `examine_skips`."""
+
+    def look_at_gradients(
+        self, named: list[tuple[str, Tensor]], look: Callable[[list[tuple[str, Tensor]], float], None]
+    ) -> None:
+        """Call `look` once with the gradients of the next step and what they are multiplied with, after their reduction over ranks.
+
+        Called between backward and step; `named` are the parameters. Sharded gradients are DTensors.
+        """
 
     def examine_skips(self, *, on: bool) -> None:
         """From now on, find out why a step is skipped, or not; a loop that cannot does nothing."""

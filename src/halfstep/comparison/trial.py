@@ -19,20 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.backends.context import RunContext
 from halfstep.checkpoint.rng import restore_rng, rng_state, seed_everything
 from halfstep.comparison.census import DispatchCensus, write_census
 from halfstep.comparison.census_trace import trace_step
 from halfstep.comparison.clock import StepClock, peak_bytes, reset_peak, resident_bytes, synchronize
-from halfstep.comparison.gradients import compare_gradients, save_gradients
+from halfstep.comparison.gradients import compare_gradients, gather_gradients, save_gradients
 from halfstep.comparison.loops import make_loop
 from halfstep.comparison.measurements import Curves, Measurements, Numerics, PredictedPeak, TrialResult, Validation
 from halfstep.comparison.numerics.underflow import judge_sample, num_underflows, take_sample, where_not_zero
+from halfstep.comparison.ranks.member import Member, backend_of, single_member
 from halfstep.comparison.spec import TrialSpec
 from halfstep.comparison.training_loop import StepOutcome, TrainingLoop, build_parts
 from halfstep.engine.compiling import records_graphs
 from halfstep.jobs.job import Job, trainable
+from halfstep.optim.shards import local
+from halfstep.train.build import seed_rank
 from halfstep.train.stream import DataStream, batch_size_of, fingerprint, to_device
+from halfstep.train.validation import padded_batches
 from halfstep.watching.activations import Activations
 from halfstep.watching.sample import Sample
 
@@ -47,9 +50,9 @@ NUM_WATCHED = 3  # steps under the CPU census; the minimum time of each operator
 class Trial:
     """A run in progress; `measurements` has what was measured so far."""
 
-    def __init__(self, job: Job, spec: TrialSpec) -> None:
-        self.job, self.spec = job, spec
-        self.context = RunContext.single(spec.settings.device, seed=spec.seed, batch_size=spec.batch)
+    def __init__(self, job: Job, spec: TrialSpec, member: Member | None = None) -> None:
+        self.job, self.spec, self.member = job, spec, member or single_member(spec)
+        self.context = self.member.context
         self.device = self.context.device
         self.measurements = Measurements(base_bytes=resident_bytes() if self.device.type == "cpu" else 0)
         seed_everything(spec.seed)
@@ -57,14 +60,20 @@ class Trial:
         self._model = parts.model
         self._named = trainable(parts.model)  # before a baseline wraps the model and changes the names
         self._add(weights_digest=fingerprint([p for _, p in self._named]))
-        self.loop: TrainingLoop = make_loop(spec.variant, parts, spec.settings.max_norm)
+        self.loop: TrainingLoop = make_loop(spec.variant, parts, spec.settings.max_norm, backend_of(spec.settings, job))
+        self._is_sharded = spec.settings.strategy == "fsdp"
+        if self._is_sharded:  # its parameters were replaced, under the same names
+            self._named = trainable(parts.model)
         self.loop.model.train()
         seed_everything(spec.seed)  # setup may draw random numbers; all rows train on the same ones
-        self._batches = self._endless(DataStream(job, self.context, split="train"))
+        seed_rank(spec.seed, self.context.rank)
+        self._stream = DataStream(job, self.context, split="train")
+        self._batches = self._endless(self._stream)
         self._clock = StepClock(self.device)
         self._losses: list[Tensor] = []
         self._outcomes: list[Callable[[], StepOutcome]] = []
-        self._sizes: list[int] = []
+        self._sizes: list[int] = []  # examples of all ranks in each step
+        self._own_sizes: list[int] = []  # and of this one
         self.seconds: list[float] = []  # of every timed step
         self.slices: list[int] = []  # steps in each turn
         self._curves: Curves | None = None
@@ -84,6 +93,7 @@ class Trial:
 
     def warm_up(self) -> None:
         """The first steps (compilation, autotuning, optimizer states), timed as a whole."""
+        self.member.wait()
         start = time.perf_counter()
         self.loop.examine_skips(on=True)
         for number in range(self.spec.settings.num_warmup):
@@ -102,6 +112,7 @@ class Trial:
 
     def run_slice(self, count: int) -> None:
         """One turn: train and time `count` steps."""
+        self.member.wait()  # the request does not reach all ranks at the same time
         self._clock.tick()
         for _ in range(count):
             self._step()
@@ -112,16 +123,19 @@ class Trial:
     def _step(self, *, first: bool = False, examine: bool = False) -> None:
         epoch, raw = next(self._batches)
         if first:
-            self._add(batch_digest=fingerprint(raw))
+            self._add(batch_digest=self.member.digest(fingerprint(raw)))
+        share = self._stream.share
         batch = to_device(raw, self.device)
         loss = self._forward(epoch, batch)
-        self.loop.backward(loss)
+        self.loop.backward(loss, share.weight)
         if first:
-            self._compare_gradients()
             self._count_bytes()
+            if self.spec.survey:
+                self.loop.look_at_gradients(self._named, self._compare_gradients)
         self._outcomes.append(self.loop.step(self._replay(epoch, batch) if examine else None))
         self._losses.append(loss.detach().to(torch.float32, copy=True))  # a CUDA graph overwrites it on replay
-        self._sizes.append(batch_size_of(raw, self.spec.batch))
+        self._sizes.append(share.total)
+        self._own_sizes.append(share.num_examples)
 
     def _forward(self, epoch: int, batch: Any, split: str = "train") -> Tensor:
         with self.loop.forward():
@@ -134,20 +148,20 @@ class Trial:
     def _replay(self, epoch: int, batch: Any) -> Callable[[], Tensor]:
         return lambda: self._loss(self.loop.model, epoch, batch)
 
-    def _compare_gradients(self) -> None:
-        if not self.spec.survey:
-            return
+    def _compare_gradients(self, gradients: list[tuple[str, Tensor]], divisor: float) -> None:
         files = {
             "gradients": (self.spec.gradients, self.spec.is_reference),
             "eager_gradients": (self.spec.eager_gradients, not self.spec.variant.compile),
         }
         for name, (path, is_mine) in files.items():
-            if path is None:
+            if path is None or not (is_mine or path.exists()):
                 continue
-            if is_mine:
-                save_gradients(path, self._named, self.loop.divisor())
-            elif path.exists():
-                self._add(**{name: compare_gradients(path, self._named, self.loop.divisor())})
+            if not self.member.is_main:
+                gather_gradients(gradients)
+            elif is_mine:
+                save_gradients(path, gradients, divisor)
+            else:
+                self._add(**{name: compare_gradients(path, gradients, divisor)})
 
     def _count_bytes(self) -> None:
         """Bytes of weights and gradients; optimizer states exist only after the step."""
@@ -170,23 +184,30 @@ class Trial:
             samples=statistics.median(self._sizes),
         )
         self._add(validation=self._validate())
-        self._curves = self.curves()  # before further steps add to the engine's results
+        curves = self.curves()  # before further steps add to the engine's results
+        losses = self.member.mean_losses(list(curves.loss), self._own_sizes[: len(curves.loss)])
+        self._curves = replace(curves, loss=tuple(losses))
         if len(self._losses) < self.spec.settings.steps:
             self._add(stopped_after=len(self._losses))
         if self.spec.survey and quick:
             self._add(unsurveyed=True)  # the rest is missing, and `--resume` repeats the run
         elif self.spec.survey:
             self._survey()
+        self.measurements = self.member.combine(self.measurements)
 
     def _survey(self) -> None:
         """Numerics, phases, census and predicted memory: once per row."""
         self.loop.end_schedule()  # OneCycleLR, for one, raises when it is stepped beyond its total_steps
         for name, measure in (("numerics", self._numerics), ("split", self._split), ("census", self._census)):
+            if name == "numerics" and self._is_sharded:
+                self._add(numerics_failed="the model is sharded, and it needs whole gradients (use --backend ddp)")
+                continue
             try:
                 self._add(**{name: measure()})
             except Exception as error:  # a profiler without permissions must not cost the finished run
                 self._add(**{f"{name}_failed": _describe(error)})
-        if self.device.type == "cuda" and not self.spec.variant.compile:  # the prediction does not cover compilation
+        # The prediction covers neither compilation nor ranks.
+        if self.device.type == "cuda" and not self.spec.variant.compile and self.spec.settings.strategy == "single":
             self._predict()
 
     def _predict(self) -> None:
@@ -229,17 +250,26 @@ class Trial:
         # Data without a length may be infinite: use as many batches as there are steps, the same in every row.
         limit = self.spec.settings.steps if stream.num_batches(0) is None else None
         with self._uncompiled(), self.loop.evaluate():
-            for number, raw in enumerate(stream.batches(0)):
-                if number == limit:
-                    self._add(validation_cut=limit)
-                    break
+            for raw, counts in self._together(self._limited(stream.batches(0), limit)):
                 batch = to_device(raw, self.device)
-                size = batch_size_of(batch, 1)
+                size = batch_size_of(batch, 1) if counts else 0
                 for name in sums:
                     sums[name] += float(self.job.call(name, self.context, batch=batch, **arguments)) * size
                 total += size
         restore_rng(random_numbers)
-        return Validation(**{name: value / total for name, value in sums.items()})
+        *values, everything = self.member.ranks.sums(*sums.values(), total)
+        return Validation(**{name: value / everything for name, value in zip(sums, values, strict=True)})
+
+    def _limited(self, batches: Iterator[Any], limit: int | None) -> Iterator[Any]:
+        for number, raw in enumerate(batches):
+            if number == limit:
+                self._add(validation_cut=limit)
+                return
+            yield raw
+
+    def _together(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """The batches, as many on every rank: a forward may exchange messages. The second value is whether one counts."""
+        return padded_batches(batches, self.member.ranks) if self.member.several else ((raw, True) for raw in batches)
 
     def _numerics(self) -> Numerics:
         """What the format does to one more step; one that overflows is tried again, at the lower scale that follows."""
@@ -248,14 +278,15 @@ class Trial:
         not_zero = None
         try:
             with self._uncompiled():
-                not_zero = where_not_zero(self._model, lambda model: self._loss(model, epoch, batch))
+                own = where_not_zero(self._model, lambda model: self._loss(model, epoch, batch))
+            not_zero = self.member.any_of(own)
         except Exception as error:  # no memory for a copy, or a job that cannot use one: the rest is known all the same
             self._add(numerics_failed=f"its gradients could not be computed in fp32 ({_describe(error)})")
         self.loop.examine_skips(on=True)
         try:
             for _ in range(NUM_SAMPLED):
                 restore_rng(random_numbers)
-                numerics = self._sample_step(epoch, batch, not_zero)
+                numerics = self.member.ranks.from_main(self._sample_step(epoch, batch, not_zero))
                 if numerics.overflowed in {None, "forward", "data", "weights"}:  # what a lower scale cannot change
                     break
         finally:
@@ -276,7 +307,8 @@ class Trial:
         underflows = None if not_zero is None else num_underflows(self._named, not_zero)
         examined = len(self.loop.skip_causes())
         self.loop.step(self._replay(epoch, batch))()
-        cause = next(iter(self.loop.skip_causes()[examined:]), None)
+        causes = self.member.ranks.gather(self.loop.skip_causes()[examined:])
+        cause = next((cause for each in causes for cause in each), None)
         return judge_sample(self._sample, underflows, cause)
 
     def _split(self) -> dict[str, float]:
@@ -340,4 +372,5 @@ def _describe(error: Exception) -> str:
 
 
 def _bytes(tensors: list[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    """Of what this rank stores."""
+    return sum(t.numel() * t.element_size() for t in map(local, tensors))

@@ -57,7 +57,7 @@ from halfstep.engine.setup import as_list, prepare_module, prepare_run
 from halfstep.engine.steps import reject_foreign_steps
 from halfstep.engine.truth import Truth, TruthObserver
 from halfstep.engine.update import Update
-from halfstep.engine.watch import EngineWatch, check_watch, hook_of
+from halfstep.engine.watch import EngineWatch, hook_of, watch_settings
 from halfstep.engine.window import Window
 from halfstep.errors import SettingError
 from halfstep.events import log_once
@@ -105,11 +105,11 @@ class Engine(SavedEngine):
         optimizers, schedulers = as_list(optimizer), as_list(scheduler)
         check_settings(optimizers, schedulers, max_norm, accumulate, ema)
         check_compile(compile)
-        check_watch(watch)
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
         self.backend = make_backend(backend, root, self.policy)
-        self.backend.compare({"precision": self.policy, "accumulate": accumulate, "max_norm": max_norm, "ema": ema})
+        settings = {"precision": self.policy, "accumulate": accumulate, "max_norm": max_norm, "ema": ema}
+        self.backend.compare(settings | watch_settings(watch, shards=self.backend.shards))
         self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile), backend=self.backend.name)

@@ -20,7 +20,7 @@ from halfstep.engine.result import StepResult
 from halfstep.engine.steps import Decision
 from halfstep.errors import SettingError
 
-__all__ = ["METHODS", "EngineWatch", "check_watch", "hook_of"]
+__all__ = ["METHODS", "EngineWatch", "check_watch", "hook_of", "watch_settings"]
 
 METHODS = ("attach", "before_step", "decided", "after_step", "delivered", "close")
 
@@ -51,6 +51,12 @@ def hook_of(watch: Any, method: str) -> Callable[..., None]:
     """A method of a watch, or one that does nothing where it has none."""
     hook = getattr(watch, method, None)
     return hook if callable(hook) else lambda *_: None
+
+
+def watch_settings(watch: Any, *, shards: bool) -> dict[str, Any]:
+    """Check a watch, and return what ranks must have in common: those of sharded models exchange messages, others may be on one rank."""
+    check_watch(watch)
+    return {"watch": getattr(watch, "sampling", type(watch).__name__)} if shards else {}
 
 
 def check_watch(watch: Any) -> None:

@@ -51,7 +51,7 @@ class CompareProgress:
         variants, steps = len(survey.variants), survey.settings.steps
         order = "interleaved" if survey.side_by_side else "one after another"
         self.console.print(
-            f"{survey.target} on {survey.machine}: {variants} precisions x {self._repeats} repeats x {steps} steps, {order}; "
+            f"{survey.target} on {survey.place}: {variants} precisions x {self._repeats} repeats x {steps} steps, {order}; "
             f"batch {survey.batch}, {survey.num_params:,} parameters",
             soft_wrap=True,
         )

@@ -92,7 +92,7 @@ def _samples(data: Values) -> list[dict[str, Any]]:
 
 
 def _about(comparison: Comparison, data: Values) -> str:
-    machines = "; ".join(dict.fromkeys(machine["machine"] for machine in data["machines"]))
+    machines = "; ".join(dict.fromkeys(survey.place for survey in comparison.surveys))
     first = data["machines"][0]
     settings = first["settings"]
     order = "interleaved" if first["side_by_side"] else "one after another"

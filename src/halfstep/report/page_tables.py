@@ -89,6 +89,8 @@ def _cells(row: Row) -> tuple[SummaryCell, ...]:
     speedup = ("reference", "") if is_reference else (_number(row.speedup, ".2f", "x"), _range(row.speedup))
     gap = ("reference", "") if is_reference else (_number(row.loss_gap, "+.4f"), noise)
     predicted = "" if row.predicted_bytes is None else f"predicted {bytes_text(row.predicted_bytes)}"
+    if row.rank_peaks:
+        predicted = f"by rank: {', '.join(map(bytes_text, row.rank_peaks))}"
     warmup = "-" if row.warmup_seconds is None else seconds_text(row.warmup_seconds)
     return (
         cell("step_ms", seconds_text(row.step_seconds.value), _spread(row)),

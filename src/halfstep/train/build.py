@@ -26,7 +26,7 @@ from halfstep.train.equality import check_equal
 from halfstep.train.ranks import Ranks
 from halfstep.train.sharded import build_on_rank_0, shard_model
 
-__all__ = ["build_engine", "resolve_backend", "run_context", "seed_rank"]
+__all__ = ["batch_per_rank", "build_engine", "resolve_backend", "run_context", "seed_rank"]
 
 
 def resolve_backend(name: str, world_size: int) -> str:
@@ -46,14 +46,19 @@ def run_context(config: TrainConfig, ranks: RunContext | None) -> RunContext:
     batch = config.batch or DEFAULT_BATCH
     if ranks is None:
         return RunContext.single(config.device, seed=config.seed, batch_size=batch)
-    if batch % ranks.world_size:
-        lower = batch - batch % ranks.world_size
-        nearest = f"{lower} or {lower + ranks.world_size}" if lower else str(ranks.world_size)
+    return replace(ranks, seed=config.seed, batch_size=batch_per_rank(batch, ranks.world_size))
+
+
+def batch_per_rank(batch: int, world_size: int) -> int:
+    """The examples of each rank; raises for a micro-batch that cannot be divided."""
+    if batch % world_size:
+        lower = batch - batch % world_size
+        nearest = f"{lower} or {lower + world_size}" if lower else str(world_size)
         raise SettingError(
-            f"batch={batch} is the micro-batch of all ranks together and cannot be divided among {ranks.world_size} of them; use "
+            f"batch={batch} is the micro-batch of all ranks together and cannot be divided among {world_size} of them; use "
             f"--batch {nearest}."
         )
-    return replace(ranks, seed=config.seed, batch_size=batch // ranks.world_size)
+    return batch // world_size
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:

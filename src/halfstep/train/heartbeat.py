@@ -29,7 +29,7 @@ from halfstep.backends.context import RunContext
 from halfstep.errors import HalfstepError, RankError
 from halfstep.hardware.units import few
 
-__all__ = ["Heartbeat", "RankState", "describe_ranks_behind", "watch_ranks"]
+__all__ = ["Heartbeat", "RankState", "describe_ranks_behind", "is_communication_error", "watch_ranks"]
 
 _BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 10.0  # for a main thread to end by itself after another rank has failed

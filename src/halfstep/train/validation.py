@@ -17,7 +17,7 @@ from halfstep.jobs.job import Job
 from halfstep.train.ranks import Ranks
 from halfstep.train.stream import DataStream, batch_size_of, to_device
 
-__all__ = ["MAX_UNSIZED_BATCHES", "ValidationStopped", "validate"]
+__all__ = ["MAX_UNSIZED_BATCHES", "ValidationStopped", "padded_batches", "validate"]
 
 MAX_UNSIZED_BATCHES = 1000  # of data without a length, which may be endless
 
@@ -60,7 +60,7 @@ def validate(
         arguments = {"model": model, "epoch": epoch, "split": "val"}
         with engine.evaluate(ema=engine.ema is not None):
             batches = _limited(data, epoch, limit)
-            for raw, counts in _padded(batches, ranks, stopped) if together else _all(batches):
+            for raw, counts in padded_batches(batches, ranks, stopped) if together else _all(batches):
                 if not together and (halted := stopped()):
                     break
                 batch = to_device(raw, run.device)
@@ -107,7 +107,9 @@ def _all(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
     return ((raw, True) for raw in batches)
 
 
-def _padded(batches: Iterator[Any], ranks: Ranks, stopped: Callable[[], bool]) -> Iterator[tuple[Any, bool]]:
+def padded_batches(
+    batches: Iterator[Any], ranks: Ranks, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[Any, bool]]:
     """The batches, and once they have ended the last one again without effect, until those of all ranks have ended."""
     raw, more = None, True
     while True:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from halfstep.watching.probes import Range
 
@@ -45,6 +45,7 @@ class Autopsy:
     notes: tuple[str, ...] = ()
     defects: tuple[str, ...] = ()  # known ones of the installed libraries, for this operation
     seconds: float = 0.0  # how long it took
+    rank: int | None = None  # that examined the step; None with one process
 
     @property
     def replayed(self) -> bool:
@@ -60,8 +61,16 @@ class Autopsy:
             "defects": list(self.defects),
         }
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The autopsy that `as_dict` wrote."""
+        inputs = tuple(Range(**{**each, "shape": tuple(each["shape"])}) for each in values["inputs"])
+        texts = {name: tuple(values[name]) for name in ("notes", "defects")}
+        return cls(**{**values, **texts, "inputs": inputs})
+
     def __str__(self) -> str:
-        lines = [f"Step {self.step} was skipped ({self.cause}): {self.sentence}"]
+        place = "" if self.rank is None else f", rank {self.rank}"
+        lines = [f"Step {self.step} was skipped ({self.cause}{place}): {self.sentence}"]
         lines += [f"  input: {each}" for each in self.inputs]
         lines += [f"  {self.advice}"] if self.advice else []
         lines += [f"  note: {each}" for each in self.notes]

@@ -15,7 +15,7 @@ and of losses, in `watching.losses`, nan-loss and loss-spike.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -43,19 +43,22 @@ class Event:
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
     advice: str = ""
+    rank: int | None = None  # that reports it; None with one process
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a run file."""
-        return {
+        values = {
             "kind": self.kind,
             "step": self.step,
             "message": self.message,
             "data": dict(self.data),
             "advice": self.advice,
         }
+        return values if self.rank is None else values | {"rank": self.rank}
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.message}{' ' if self.advice else ''}{self.advice}"
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"step {self.step}{rank}: {self.message}{' ' if self.advice else ''}{self.advice}"
 
 
 def _listed(names: Mapping[str, Any] | list[str]) -> str:
@@ -76,11 +79,17 @@ class OutcomeRule:
         self._consecutive = 0
 
     def observe(
-        self, step: int, *, skipped: bool, scale: float | None, nonfinite: Mapping[str, int | None]
+        self,
+        step: int,
+        *,
+        skipped: bool,
+        scale: float | None,
+        nonfinite: Mapping[str, int | None],
+        ranks: Sequence[int] = (),
     ) -> Iterator[Event]:
         """The events of one step; `nonfinite` has the parameters whose gradients were not finite, if they are known.
 
-        Its values are numbers of elements, or None.
+        Its values are numbers of elements, or None. `ranks` are those whose own gradients were not finite, if they are known.
         """
         if scale is not None and self._scale is not None and scale != self._scale:
             yield self._scale_event(step, scale)
@@ -92,7 +101,10 @@ class OutcomeRule:
         self._responsible |= nonfinite
         self._scale = scale
         where = f" in {_listed(nonfinite)}" if nonfinite else ""
-        data = {"scale": scale, "parameters": dict(nonfinite), "consecutive": self._consecutive}
+        data: dict[str, Any] = {"scale": scale, "parameters": dict(nonfinite), "consecutive": self._consecutive}
+        if ranks:
+            data["ranks"] = list(ranks)
+            where += f" on rank {', '.join(map(str, ranks))}"
         advice = ""
         if scale is None or scale == 1.0:
             advice = "There is no loss scale to lower: look for NaN in the data, the loss or the weights."

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from halfstep.engine.graph import is_custom, nodes_of, operation_of
 from halfstep.engine.replay.record import Generators, MicroBatch, Replays
-from halfstep.engine.replay.undisturbed import BufferCopies, compute_losses, run_backward, scale_losses, undisturbed
+from halfstep.engine.replay.undisturbed import (
+    BufferCopies,
+    MessageError,
+    compute_losses,
+    run_backward,
+    scale_losses,
+    undisturbed,
+)
 from halfstep.hardware.probe import Hardware
 from halfstep.kernels.gradstats import dense_values, total_norm
 from halfstep.watching.autopsy import Autopsy, Cause
@@ -41,15 +48,16 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
     """Compute a skipped step again and name the cause; never raises for what the user's code does."""
     started = time.perf_counter()
     batches = replays.take(step)
-    plain = Autopsy(step, "not replayed", scale=scale)
+    context = replays.backend.context()
+    plain = Autopsy(step, "not replayed", scale=scale, rank=context.rank if context.world_size > 1 else None)
     reason = _reason_against(replays, batches)
     if reason is not None:
-        names = _bad_gradients(replays) if replays.run.device.type == "cpu" else []
+        # Of shards this rank knows its own only; the skip event names those of all ranks.
+        can_name = replays.run.device.type == "cpu" and not replays.backend.shards
+        names = _bad_gradients(replays) if can_name else []
         seen_in = f" Gradients that are not finite: {', '.join(names[:8])}." if names else ""
         if overflowed := replays.backend.overflowed_ranks:
-            seen_in += (
-                f" They overflowed on rank {', '.join(map(str, overflowed))} of {replays.backend.context().world_size}."
-            )
+            seen_in += f" Gradients overflowed on rank {', '.join(map(str, overflowed))} of {context.world_size}."
         advice = (
             ""
             if replays.obstacle or replays.depth
@@ -63,6 +71,8 @@ def examine(replays: Replays, step: int, scale: float, hardware: Hardware | None
     if autopsy is None:
         return replace(plain, sentence=f"the replay failed with {failure}")
     notes = autopsy.notes
+    if replays.is_one_of_several and autopsy.replayed and not replays.backend.overflowed_ranks:
+        notes = (*notes, "each rank's own gradients were finite: what overflowed is their sum over ranks, or a weight")
     if replays.is_compiled:
         notes = (*notes, "compiled code was replayed in eager mode, where roundings and dropout masks can differ")
     return explained(replace(autopsy, notes=notes, seconds=time.perf_counter() - started), hardware)
@@ -75,6 +85,9 @@ def _attempt(
     try:
         with _without_collection(), undisturbed(replays):
             return _examine(replays, batches, plain, careful=careful), ""
+    except MessageError as error:
+        sentence = f"no replay: the step sends messages to other ranks ({error}), which do not compute it again."
+        return replace(plain, sentence=sentence), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
 

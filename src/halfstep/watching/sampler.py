@@ -6,6 +6,8 @@ Around a sampled step:
     after    compare those values with the new ones; send everything to the host as one vector, behind an event
     later    `deliver` unpacks the vectors that have arrived
 
+Of sharded parameters each rank counts its part, and `after` combines them (`watching.shards`).
+
 With gradient release the gradients are gone when the step is closed, and the weights updated: `arm`, before the forward, notes the
 values, and a hook on each parameter counts its gradient as it arrives.
 """
@@ -13,7 +15,7 @@ values, and a hook on each parameter counts its gradient as it arrives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +23,13 @@ from torch import Tensor
 
 from halfstep.kernels.exponents import NUM_COLUMNS, count_exponents
 from halfstep.kernels.gradstats import dense_values
+from halfstep.optim.shards import local
 from halfstep.precision.formats import format_name
 from halfstep.scaling.readback import Readback
 from halfstep.watching.activations import ActivationTable
 from halfstep.watching.cost import DeviceClock
 from halfstep.watching.sample import Header, Sample
+from halfstep.watching.shards import ShardStatistics
 from halfstep.watching.updates import NUM_COLUMNS as NUM_UPDATE_COLUMNS
 from halfstep.watching.updates import UpdateProbe, UpdateStats, spread
 
@@ -64,8 +68,11 @@ class Sampler:
         *,
         gradients: bool,
         weights: bool,
+        shards: ShardStatistics | None = None,
     ) -> None:
+        """`shards` combines the statistics of sharded parameters over ranks."""
         self.params, self._gradients, self._weights = dict(params), gradients, weights
+        self.shards = shards
         self._probe = UpdateProbe(self.params, state_of)
         self._tables: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})  # of gradients, of weights
         self._readback, self._open = Readback(), None
@@ -132,6 +139,7 @@ class Sampler:
             self._spreads = gradients
             if self._gradients and gradients:
                 rows = self._rows(tuple(gradients), [dense_values(g) for g in gradients.values()])
+                rows = self._of_whole(rows)
                 parts += [count_exponents(list(gradients.values()), divisor, self._tables[0]).table]
             weights, table = self._count_weights()
             parts += [table] if table is not None else []
@@ -148,9 +156,13 @@ class Sampler:
             return
         device = sample.parts[0].device
         clock = DeviceClock(device)
+        sums: Tensor | None = None
         if len(self._probe):
             sums, sample.since = self._probe.finish(sample.step, self._spreads)
             sample.probe = (self._probe.names, self._probe.dtypes, self._probe.masters)
+        if self.shards is not None:
+            sums = self._combine(sample, sums)
+        if sums is not None:
             sample.parts.append(_as_integers(sums))
         self._spreads = {}
         flag = torch.full((), -1.0, device=device) if found_inf is None else found_inf.reshape(()).to(device)
@@ -182,11 +194,24 @@ class Sampler:
     # --- packing ----------------------------------------------------------------------------------------------------
 
     def _count_weights(self) -> tuple[Header, Tensor | None]:
-        params = {n: p for n, p in self.params.items() if p.is_floating_point() or p.is_complex()}
+        params = {n: local(p) for n, p in self.params.items() if p.is_floating_point() or p.is_complex()}
         if not self._weights or not params:
             return Header(), None
-        rows = self._rows(tuple(params), [dense_values(p.detach()) for p in params.values()])
+        rows = self._of_whole(self._rows(tuple(params), [dense_values(p.detach()) for p in params.values()]))
         return rows, count_exponents(list(params.values()), None, self._tables[1]).table
+
+    def _combine(self, sample: _Open, sums: Tensor | None) -> Tensor | None:
+        """Replace the tables of a sample by those of all ranks, and return the sums of all ranks."""
+        assert self.shards is not None
+        names = [header.names for header in (sample.gradients, sample.weights) if header.names]
+        tables = list(zip(names, sample.parts[: len(names)], strict=True))
+        combined, everything = self.shards.combine(tables, None if sums is None else (self._probe.names, sums))
+        sample.parts[: len(names)] = combined
+        return everything
+
+    def _of_whole(self, rows: Header) -> Header:
+        """The rows of whole tensors, of which this rank may store a part."""
+        return rows if self.shards is None else replace(rows, numels=tuple(self.params[n].numel() for n in rows.names))
 
     @staticmethod
     def _rows(names: tuple[str, ...], tensors: list[Tensor]) -> Header:
@@ -233,7 +258,7 @@ def num_nonfinite(params: Mapping[str, Tensor]) -> dict[str, int]:
     counts = {}
     for name, param in params.items():
         if param.grad is not None:
-            values = dense_values(param.grad)
+            values = dense_values(local(param.grad))
             count = values.numel() - int(values.isfinite().sum())
             if count:
                 counts[name] = count

@@ -3,6 +3,9 @@
 A run that skips once gets an autopsy; one that skips for ever must not spend its time on them. So the first three skipped
 steps are examined, then the 4th, 8th, 16th and so on.
 
+On several ranks those examine a step whose own gradients overflowed; the others wait for them in their next message. Rank 0
+receives the autopsies of all (`mail.py`).
+
 The kernels of a replay take two seconds to compile, longer than the replay itself. A thread does that while training starts.
 """
 
@@ -19,6 +22,7 @@ from halfstep.engine.result import StepResult
 from halfstep.events import log_info, log_warning
 from halfstep.kernels.available import triton_runs_on
 from halfstep.watching.autopsy import Autopsy
+from halfstep.watching.mail import AutopsyMail
 from halfstep.watching.replay import examine
 
 __all__ = ["Autopsies", "is_due"]
@@ -47,6 +51,7 @@ class Autopsies:
     def attach(self, engine: Any) -> None:
         """Called by the Engine."""
         self._engine = engine
+        self._mail = AutopsyMail(engine.backend.context())
         if engine.device.type == "cuda" and engine.replays.obstacle is None and triton_runs_on(engine.device):
             self._compiling = threading.Thread(target=_compile, args=(engine.device,), name="halfstep-autopsy")
             self._compiling.start()
@@ -54,13 +59,31 @@ class Autopsies:
     def delivered(self, result: StepResult) -> None:
         """Called by the Engine when the outcome of a step has arrived."""
         engine = self._engine
+        self._collect()
         self.num_skips += result.skipped
         if not result.skipped or not is_due(self.num_skips):
+            engine.replays.take(result.step)
+            return
+        if engine.replays.obstacle is None:
+            self._mail.expect(result.step, engine.backend.overflowed_ranks)
+        if not engine.replays.is_due_here:
             engine.replays.take(result.step)
             return
         if self._compiling is not None:
             self._compiling.join()
         autopsy = examine(engine.replays, result.step, result.scale or 1.0, engine.hardware)
+        self._mail.post(autopsy)
+        self._report(autopsy)
+
+    def close(self) -> None:
+        """Called by the Engine: what other ranks have found about the last steps."""
+        self._collect(wait=True)
+
+    def _collect(self, *, wait: bool = False) -> None:
+        for autopsy in self._mail.collect(wait=wait):
+            self._report(autopsy)
+
+    def _report(self, autopsy: Autopsy) -> None:
         self.autopsies = [*self.autopsies[1 - _MOST :], autopsy]
         # A scale that is too large for one step is what a dynamic loss scale is for; the rest needs somebody's attention.
         (log_info if autopsy.cause == "backward" and autopsy.at_scale_1 else log_warning)(str(autopsy))

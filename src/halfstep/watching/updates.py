@@ -25,6 +25,7 @@ from torch import Tensor
 
 from halfstep.kernels.layout import MASTER_ENTRIES
 from halfstep.kernels.lean import read_master
+from halfstep.optim.shards import local
 from halfstep.precision.formats import DTYPES_16_BIT, format_name
 
 __all__ = ["MIN_STEPS", "NUM_COLUMNS", "UpdateProbe", "UpdateStats", "has_master", "spread"]
@@ -76,7 +77,8 @@ def has_master(param: Tensor, state: Mapping[str, Any]) -> bool:
     Compensations (Kahan summation) have no standard name, so an entry of the weight's size counts if its name looks like one.
     """
     return param.dtype not in DTYPES_16_BIT or any(
-        name in MASTER_ENTRIES or (any(w in name.casefold() for w in _MORE_BITS) and value.numel() == param.numel())
+        name in MASTER_ENTRIES
+        or (any(w in name.casefold() for w in _MORE_BITS) and local(value).numel() == local(param).numel())
         for name, value in state.items()
         if isinstance(name, str) and isinstance(value, Tensor)
     )
@@ -116,7 +118,7 @@ class _Group:
     def __init__(self, params: list[Tensor], entry: str | None) -> None:
         self.params = params
         self.entry = entry  # of the state, with the master
-        self.counts = [_num_spread(p) for p in params]
+        self.counts = [_num_spread(local(p)) for p in params]
         lengths, device = torch.tensor(self.counts, dtype=torch.int64), params[0].device
         self.lengths = lengths.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else lengths
         self.weights, self.stored = _Views(), _Views()
@@ -178,7 +180,7 @@ class UpdateProbe:
         for param in self._params.values():
             state = self._state_of(param) if param.dtype in DTYPES_16_BIT else {}
             entry = next((e for e in MASTER_ENTRIES if e in state), None)
-            keys.append((param.device, param.dtype, entry, has_master(param, state), param.numel()))
+            keys.append((param.device, param.dtype, entry, has_master(param, state), local(param).numel()))
         if keys == self._keys:
             return
         groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
@@ -193,10 +195,10 @@ class UpdateProbe:
 
     def _values(self, group: _Group) -> Tensor:
         """The values that the optimizer works on, in fp32 (fp64 weights: their own), as one vector."""
-        weights = torch.cat(group.weights.of(group.params))
+        weights = torch.cat(group.weights.of([local(p) for p in group.params]))
         if group.entry is None:
             return weights.float() if weights.dtype in DTYPES_16_BIT else weights
-        stored = torch.cat(group.stored.of([self._state_of(p)[group.entry] for p in group.params]))
+        stored = torch.cat(group.stored.of([local(self._state_of(p)[group.entry]) for p in group.params]))
         return read_master(weights, {group.entry: stored})
 
     def _moving(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
@@ -207,10 +209,11 @@ class UpdateProbe:
             parts = []
             for param, count in zip(group.params, group.counts, strict=True):
                 grad = by_param.get(id(param))
-                if grad is None or grad.is_sparse:
+                if grad is None or local(grad).is_sparse:
                     parts.append(torch.zeros(count, dtype=param.dtype, device=param.device))
                 else:
-                    parts.append(grad if grad.dim() == 1 and grad.numel() == count else spread(grad))
+                    part = local(grad)
+                    parts.append(part if part.dim() == 1 and part.numel() == count else spread(part))
             moving.append(torch.cat(parts) != 0)
         return moving
 

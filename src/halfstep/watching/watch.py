@@ -16,14 +16,14 @@ Events (`watching.events`) go to `outlet(event)`, to the logger and to `watch.ev
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.engine.engine import Engine
@@ -35,13 +35,15 @@ from halfstep.scaling.readback import Readback
 from halfstep.watching.activations import Activations
 from halfstep.watching.attach import LoopHooks, named_params_of
 from halfstep.watching.autopsy import Autopsy
-from halfstep.watching.cost import StepClock, WatchCost, cost_of
-from halfstep.watching.events import DriftRule, Event, LostUpdateRule, OutcomeRule
+from halfstep.watching.cost import WatchCost, cost_of
+from halfstep.watching.events import Event
 from halfstep.watching.losses import Fingerprint, LossRule
 from halfstep.watching.report import WatchReport
 from halfstep.watching.sample import Sample
-from halfstep.watching.sampler import Sampler, is_due, num_nonfinite
+from halfstep.watching.sampler import Sampler, num_nonfinite
+from halfstep.watching.shards import ShardStatistics
 from halfstep.watching.skips import Autopsies
+from halfstep.watching.stream import Stream
 
 __all__ = ["Watch", "WatchCost"]
 
@@ -86,6 +88,12 @@ class Watch:
         self._sums = Readback()
         self._autopsies = Autopsies(self._examined) if replay else None
         self._engine: weakref.ref[Engine] | None = None
+        self._rank: int | None = None  # where there are several
+
+    @property
+    def sampling(self) -> str:
+        """What must be the same on every rank of a sharded model, whose statistics are combined."""
+        return f"every={self.every}, gradients={self.gradients}, weights={self.weights}"
 
     # --- set-up -----------------------------------------------------------------------------------------------------
 
@@ -104,6 +112,7 @@ class Watch:
         if self._engine is not None:
             raise SettingError("This Watch belongs to an Engine; build another one for another loop.")
         loops = [(optimizer, named_params_of(optimizer, self._model)) for optimizer in optimizers]
+        self._rank = _rank_of_process()
         for optimizer, params in loops:
             stream = self._add_stream(params, _state_of(optimizer), self._model if not self._streams else None)
             self._loops.append(LoopHooks(stream, optimizer, scaler))
@@ -119,14 +128,22 @@ class Watch:
         if self._autopsies is not None:
             self._autopsies.attach(weakref.proxy(engine))
         root = engine._run.module  # noqa: SLF001 - of several modules; it has no other name
-        stream = self._add_stream(engine.params, _state_of(*engine.optimizers), root)
+        context, shards = engine.backend.context(), None
+        if context.world_size > 1:
+            self._rank = context.rank
+            shards = ShardStatistics(engine.params, context) if engine.backend.shards else None
+        stream = self._add_stream(engine.params, _state_of(*engine.optimizers), root, shards)
         stream.has_outcomes, stream.released = True, engine._release is not None  # noqa: SLF001
         stream.arm()
 
     def _add_stream(
-        self, params: Mapping[str, Tensor], state_of: Callable[[Tensor], Mapping[str, Any]], model: nn.Module | None
+        self,
+        params: Mapping[str, Tensor],
+        state_of: Callable[[Tensor], Mapping[str, Any]],
+        model: nn.Module | None,
+        shards: ShardStatistics | None = None,
     ) -> Stream:
-        sampler = Sampler(params, state_of, gradients=self.gradients, weights=self.weights)
+        sampler = Sampler(params, state_of, gradients=self.gradients, weights=self.weights, shards=shards)
         hooks = Activations(model) if self.activations and model is not None else None
         stream = Stream(sampler, hooks, self.every, self._finish, self._send)
         self._streams.append(stream)
@@ -159,10 +176,18 @@ class Watch:
             names, sums = arrived[-1]
             nonfinite = {name: None for name, usable in zip(names, sums.isfinite().tolist(), strict=True) if not usable}
         elif result.skipped and stream.device.type == "cpu":  # gradients still exist, and reading them is free
-            nonfinite = dict(num_nonfinite(stream.sampler.params))
-        stream.outcome(result.step, skipped=result.skipped, scale=result.scale, nonfinite=nonfinite)
+            counts, shards = num_nonfinite(stream.sampler.params), stream.sampler.shards
+            nonfinite = dict(counts if shards is None else shards.add_up(counts))
+        stream.outcome(
+            result.step, skipped=result.skipped, scale=result.scale, nonfinite=nonfinite, ranks=self._overflowed(result)
+        )
         stream.collect(wait=False)
         self._examine(result)
+
+    def _overflowed(self, result: StepResult) -> tuple[int, ...]:
+        """The ranks whose own gradients were not finite, of a step that was skipped."""
+        engine = None if self._engine is None or self._rank is None else self._engine()
+        return engine.backend.overflowed_ranks if engine is not None and result.skipped else ()
 
     def _examine(self, result: StepResult) -> None:
         engine = None if self._engine is None else self._engine()
@@ -181,6 +206,8 @@ class Watch:
         """Deliver what is pending and remove every hook."""
         for loop in self._loops:
             loop.close()
+        if self._autopsies is not None and self._engine is not None:
+            self._autopsies.close()
         for stream in self._streams:
             stream.collect(wait=True)
             stream.close()
@@ -231,9 +258,11 @@ class Watch:
         self.samples.append(sample)
 
     def _examined(self, autopsy: Autopsy) -> None:
-        self._send(Event("autopsy", autopsy.step, autopsy.sentence, autopsy.as_dict(), autopsy.advice))
+        self._send(Event("autopsy", autopsy.step, autopsy.sentence, autopsy.as_dict(), autopsy.advice, autopsy.rank))
 
     def _send(self, event: Event) -> None:
+        if event.rank is None and self._rank is not None:
+            event = dataclasses.replace(event, rank=self._rank)
         self.events.append(event)
         count = self._kinds[event.kind] = self._kinds.get(event.kind, 0) + 1
         if event.kind == "autopsy":
@@ -246,122 +275,11 @@ class Watch:
             self._outlet(event)
 
 
-class Stream:
-    """One sequence of steps that a Watch looks at, and the rules that judge its samples."""
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        activations: Activations | None,
-        every: int,
-        finish: Callable[[Sample], None],
-        send: Callable[[Event], None],
-    ) -> None:
-        self.sampler, self._activations, self._every = sampler, activations, every
-        self._finish, self._send = finish, send
-        self.outcomes, self._lost, self._drift = OutcomeRule(), LostUpdateRule(), DriftRule()
-        self._num_steps = 0  # since the Watch was attached: a resumed run is sampled early, too
-        self._waiting: deque[Sample] = deque()
-        self._skipped: dict[int, bool] = {}
-        self._sampled: set[int] = set()
-        self._reported_missing = False
-        self.clock = StepClock(self.device)
-        self.has_outcomes = False  # whether `outcome` is called for every step
-        self.released = False  # whether weights are updated inside backward
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(iter(self.sampler.params.values())).device
-
-    def arm(self) -> None:
-        """Prepare for the next forward, if its step is sampled."""
-        if is_due(self._num_steps + 1, self._every):
-            if self._activations is not None:
-                self._activations.arm()
-            if self.released:
-                self.sampler.arm()
-
-    def before(
-        self,
-        step: int,
-        gradients: Mapping[str, Tensor],
-        divisor: Tensor | None,
-        optimizers: Iterable[torch.optim.Optimizer],
-    ) -> None:
-        """Before an update: begin a sample where one is due."""
-        self._num_steps += 1
-        if is_due(self._num_steps, self._every):
-            self._sampled.add(step)
-            self.sampler.before(step, gradients, divisor, self._idle(optimizers))
-
-    def after(self, found_inf: Tensor | None = None) -> None:
-        """After an update was launched: end the sample, and prepare for the next step."""
-        if self.sampler.is_open:
-            table = None
-            if self._activations is not None:
-                table = self._activations.take()
-                self._report_missing()
-            self.sampler.after(table, found_inf)
-        self.clock.mark()
-        self.arm()
-
-    def outcome(self, step: int, *, skipped: bool, scale: float | None, nonfinite: Mapping[str, int | None]) -> None:
-        """The outcome of a step has arrived."""
-        if self.has_outcomes and step in self._sampled:
-            self._skipped[step] = skipped
-        for event in self.outcomes.observe(step, skipped=skipped, scale=scale, nonfinite=nonfinite):
-            self._send(event)
-
-    def collect(self, *, wait: bool) -> None:
-        """Judge the samples that have arrived and whose outcome is known."""
-        self._waiting.extend(self.sampler.deliver(wait=wait))
-        while self._waiting and (wait or not self.has_outcomes or self._waiting[0].step in self._skipped):
-            sample = self._waiting.popleft()
-            self._sampled.discard(sample.step)
-            skipped = self._skipped.pop(sample.step, sample.skipped)
-            sample = dataclasses.replace(sample, skipped=skipped)
-            self._finish(sample)
-            for rule in (self._lost, self._drift):
-                for event in rule.observe(sample):
-                    self._send(event)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside this block forwards are not counted: a step may be computed again."""
-        if self._activations is None:
-            yield
-            return
-        self._activations.is_paused = True
-        try:
-            yield
-        finally:
-            self._activations.is_paused = False
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self.sampler.disarm()
-        if self._activations is not None:
-            self._activations.disarm()
-
-    def _idle(self, optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[str]:
-        """The parameters whose learning rate is 0."""
-        idle = {
-            id(p)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            if not isinstance(group.get("lr"), Tensor) and group.get("lr") == 0
-            for p in group["params"]
-        }
-        return frozenset(name for name, p in self.sampler.params.items() if id(p) in idle) if idle else frozenset()
-
-    def _report_missing(self) -> None:
-        assert self._activations is not None
-        reason = self._activations.missing()
-        if reason is not None and not self._reported_missing:
-            self._reported_missing = True
-            advice = "Gradients, weights and updates are watched all the same."
-            self._send(Event("no-activations", self._num_steps, f"activations are not watched: {reason}", {}, advice))
+def _rank_of_process() -> int | None:
+    """The rank of this process in the default group, where it has several."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    return dist.get_rank()
 
 
 def _state_of(*optimizers: torch.optim.Optimizer) -> Callable[[Tensor], Mapping[str, Any]]:

@@ -38,6 +38,7 @@ from halfstep.backends.context import RunContext
 from halfstep.backends.fsdp.checks import check_groups, check_launched, check_shardable
 from halfstep.backends.fsdp.groups import Groups, is_sharded_model, replicas
 from halfstep.backends.fsdp.norms import counts_here, partial_norms
+from halfstep.backends.fsdp.overflows import OverflowLook
 from halfstep.backends.fsdp.sharding import check_rebindable, named_units, rebind, scalars, shard_model
 from halfstep.backends.ranks import ProcessRanks, Ranks
 from halfstep.errors import SettingError
@@ -88,6 +89,7 @@ class FSDP(Backend):
         self._armed = False  # whether the next backward reduces
         self._reduced = False  # whether a backward of this window has reduced
         self._several = False  # whether micro-batches have several losses: then all gradients are reduced at the end
+        self._overflows = OverflowLook()
 
     # --- once ---------------------------------------------------------------------------------------------------
 
@@ -177,6 +179,8 @@ class FSDP(Backend):
         assert self._groups is not None
         assert self._policy is not None
         self._groups.set_reduction(COMPUTE_DTYPES.get(self._policy.reduce, torch.float32), widens=widens)
+        if self._agreement is not None:
+            self._overflows.install(self._groups)
 
     # --- each micro-batch ---------------------------------------------------------------------------------------
 
@@ -229,6 +233,7 @@ class FSDP(Backend):
         for dtype in dict.fromkeys(g.dtype for g in grads):  # not a set, whose order differs between ranks
             same = [(p, g) for p, g in zip(params, grads, strict=True) if g.dtype is dtype]
             flat = torch.cat([g.reshape(-1).float() for _, g in same]) / self._context.world_size
+            self._overflows.look(flat)
             dist.all_reduce(flat, group=self._context.process_group)
             for (param, grad), mean in zip(same, torch.split(flat, [g.numel() for _, g in same]), strict=True):
                 grad.copy_(mean.view_as(grad))
@@ -240,7 +245,8 @@ class FSDP(Backend):
         if self._agreement is None:
             return torch.hypot(counted, copies)
         self._agreement.norm(counted + copies)
-        self._weight = self._agreement.weight(weight, counted.square())
+        flags = self._overflows.flags(self._context.rank, self._context.world_size, self._context.device)
+        self._weight = self._agreement.weight(weight, counted.square(), flags)
         assert self._agreement.sums is not None
         return self._agreement.sums[0].sqrt()
 
@@ -267,8 +273,28 @@ class FSDP(Backend):
         groups.reshard()
         self._armed = self._reduced = False
         self._weight = None
+        self._overflows.reset()
         if self._agreement is not None:
             self._agreement.reset()
+
+    def watch_overflows(self, *, enabled: bool) -> None:
+        """Look at the gradients before they are reduced, or not."""
+        self._overflows.enabled = enabled
+
+    @property
+    def overflowed_ranks(self) -> tuple[int, ...]:
+        """The ranks whose own gradients of the last update were not finite, while `watch_overflows` is on; waits for the device."""
+        sums = None if self._agreement is None else self._agreement.sums
+        return () if sums is None else tuple(rank for rank, flag in enumerate(sums[1:].tolist()) if flag)
+
+    @property
+    def replay_obstacle(self) -> str | None:
+        """A forward gathers parameters, on all ranks together."""
+        if self._agreement is None:
+            return None
+        return (
+            f"the model is sharded over {self._context.world_size} ranks, and the forward of one waits for the others"
+        )
 
     def drop_copies(self) -> None:
         """Free gathered parameters."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from halfstep.comparison.measurements import SkipCause
 from halfstep.engine.result import StepResult
@@ -32,6 +35,7 @@ class SkipExaminer:
         self._num_examined = 0
         self.causes: list[SkipCause] = []
         self.seconds = 0.0  # spent on them
+        self.look: Callable[[Mapping[str, Tensor], Tensor], None] | None = None  # called once, before the next update
 
     def attach(self, engine: Any) -> None:
         """Called by the Engine."""
@@ -43,11 +47,17 @@ class SkipExaminer:
         self._engine.replays.active, self._num_examined = on, 0
         self._engine.replays.take(sys.maxsize)  # lets go of the batches
 
+    def before_step(self, gradients: Mapping[str, Tensor], divisor: Tensor) -> None:
+        """Called by the Engine before each update."""
+        look, self.look = self.look, None
+        if look is not None:
+            look(gradients, divisor)
+
     def delivered(self, result: StepResult) -> None:
         """Called by the Engine when the outcome of a step has arrived."""
         if not self._engine.replays.active:
             return
-        if not result.skipped or self._num_examined >= _MOST:
+        if not result.skipped or self._num_examined >= _MOST or not self._engine.replays.is_due_here:
             self._engine.replays.take(result.step)
             return
         self._num_examined += 1
@@ -59,5 +69,11 @@ class SkipExaminer:
 
 def _cause(autopsy: Autopsy) -> SkipCause:
     return SkipCause(
-        autopsy.step, autopsy.cause, autopsy.module, autopsy.sentence, autopsy.scale, autopsy.at_scale_1 is True
+        autopsy.step,
+        autopsy.cause,
+        autopsy.module,
+        autopsy.sentence,
+        autopsy.scale,
+        autopsy.at_scale_1 is True,
+        autopsy.rank,
     )

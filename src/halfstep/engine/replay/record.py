@@ -84,6 +84,7 @@ class Replays:
         model: Any = None,  # as the user passed it, one or several
     ) -> None:
         self.run, self.backend, self.buffers, self.scaler = run, backend, buffers, scaler
+        self._active = False
         self.active = bool(getattr(watch, "replay", False))
         self._released, self._in_graphs = released, in_graphs
         members = model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model]
@@ -93,6 +94,30 @@ class Replays:
         self._start: tuple[Generators, bool] | None = None  # of the micro-batch in progress
         self._window: list[MicroBatch | None] = []
         self._steps: dict[int, list[MicroBatch | None]] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether steps are recorded, and the backend knows which ranks overflow."""
+        return self._active
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        self._active = value
+        self.backend.watch_overflows(enabled=value)
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether other ranks train the same model, and a replay must not wait for them."""
+        return self.backend.context().world_size > 1
+
+    @property
+    def is_due_here(self) -> bool:
+        """Whether a skipped step is examined on this rank: on those whose own gradients overflowed, or on rank 0 if none is known."""
+        context = self.backend.context()
+        if context.world_size == 1:
+            return True
+        overflowed = () if self.obstacle is not None else self.backend.overflowed_ranks
+        return context.rank in (overflowed or (0,))
 
     @property
     def is_compiled(self) -> bool:
@@ -107,9 +132,7 @@ class Replays:
             return "gradient_release=True updated weights during the backward pass, so the step cannot be repeated"
         if self._in_graphs:
             return "the model runs as CUDA graphs, whose memory the next step has overwritten"
-        if self.backend.context().world_size > 1:
-            return f"the step ran on {self.backend.context().world_size} ranks, and a replay on one would wait for the others"
-        return None
+        return self.backend.replay_obstacle
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.engine.region import compute_region, recomputing
 from halfstep.engine.replay.record import Generators, MicroBatch, Replays
 from halfstep.precision.formats import DTYPES_16_BIT
 
-__all__ = ["BufferCopies", "compute_losses", "run_backward", "scale_losses", "undisturbed"]
+__all__ = ["BufferCopies", "MessageError", "compute_losses", "run_backward", "scale_losses", "undisturbed"]
+
+_MESSAGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of torch.distributed's operations
 
 
 @contextlib.contextmanager
@@ -39,6 +43,8 @@ def undisturbed(replays: Replays) -> Iterator[None]:
         undo.callback(BufferCopies(run.module).restore)
         replays.buffers.load_start()
         torch.clear_autocast_cache()
+        if replays.is_one_of_several:
+            undo.enter_context(_NoMessages())  # type: ignore[no-untyped-call]
         yield
 
 
@@ -50,7 +56,9 @@ def compute_losses(replays: Replays, batch: MicroBatch) -> list[Tensor]:
     if run.module.training != batch.training:
         run.module.train(batch.training)
     region = compute_region(run.device.type, policy.compute, lean=policy.is_lean)
-    with replays.backend.forward_context(last=True), region:
+    # On one of several ranks the backend must not notice: its next messages belong to the step in progress.
+    around = contextlib.nullcontext() if replays.is_one_of_several else replays.backend.forward_context(last=True)
+    with around, region:
         losses = batch.compute_loss()
     return [losses] if isinstance(losses, Tensor) else list(losses)
 
@@ -70,7 +78,24 @@ def run_backward(replays: Replays, scaled: list[Tensor], *, retain_graph: bool =
     rule = recomputing(lean=replays.run.policy.is_lean)
     with torch.autocast(replays.run.device.type, enabled=False), rule:
         for index, loss in enumerate(scaled):
-            replays.backend.backward(loss, retain_graph=retain_graph or index + 1 < len(scaled))
+            retains = retain_graph or index + 1 < len(scaled)
+            if replays.is_one_of_several:
+                loss.backward(retain_graph=retains)  # type: ignore[no-untyped-call]
+            else:
+                replays.backend.backward(loss, retain_graph=retains)
+
+
+class MessageError(Exception):
+    """The code of a step that is computed again on one rank has called a collective operation."""
+
+
+class _NoMessages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises for messages between ranks: the others do not compute the step again, and would never answer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _MESSAGES:
+            raise MessageError(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -171,5 +171,6 @@ def _record(values: dict[str, Any], machine: dict[str, Any], file: Path) -> Reco
         label = row["label"].removesuffix(f" @ {name}")
         samples = row["samples_per_second"]["value"] * row["step_seconds"]["value"]
         source = f"recorded on {name} at batch {machine['batch']} ({file.name})"
-        rates[label] = Rate(samples / row["mean_seconds"], source)
+        # A rate is that of one device; records of earlier versions are of one rank.
+        rates[label] = Rate(samples / row["mean_seconds"] / row.get("num_ranks", 1), source)
     return Record(name, machine["num_params"], rates)

@@ -20,8 +20,8 @@ def row_hours(comparison: Comparison, budget: Budget) -> dict[str, Any]:
         if rate is not None:
             rows[row.label] = {
                 "examples_per_second": rate,
-                "gpu_hours": budget.gpu_hours(rate),
-                "cost": budget.cost(rate),
+                "gpu_hours": budget.gpu_hours(rate / row.num_ranks),
+                "cost": budget.cost(rate / row.num_ranks),
             }
     return {"epochs": budget.epochs, "examples": budget.examples, "price": budget.price, "rows": rows}
 
@@ -44,10 +44,13 @@ def hours_text(comparison: Comparison, budget: Budget) -> str:
     for label, values in hours.items():
         line = [label, f"{values['examples_per_second']:,.1f}", _number(values["gpu_hours"])]
         cells.append([*line, *([] if budget.price is None else [f"{values['cost']:,.2f}"])])
-    title = (
-        f"{unit} for {budget.epochs:g} epochs of {budget.examples:,} examples, at the measured mean speed of one device"
-    )
+    title = f"{unit} for {budget.epochs:g} epochs of {budget.examples:,} examples, at the measured mean speed of {_devices(comparison)}"
     return f"{title}\n{plain_table(headings, cells)}"
+
+
+def _devices(comparison: Comparison) -> str:
+    counts = {row.num_ranks for row in comparison.rows}
+    return "one device" if counts <= {1} else f"{' or '.join(map(str, sorted(counts)))} ranks"
 
 
 def _number(hours: float) -> str:

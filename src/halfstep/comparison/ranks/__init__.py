@@ -1,0 +1,1 @@
+"""Rows that several ranks train: their processes, what the ranks exchange, and what is not compared on ranks."""
