@@ -57,7 +57,7 @@ def test_stored_keys_do_not_change():
     assert set(COMPLETE.as_dict()) == {
         "base_bytes", "weights", "batch", "warmup_seconds", "warmup_steps", "warmup_peak_bytes", "gradients", "held", "peak_bytes",
         "samples", "validation", "validation_cut", "stopped_after", "unsurveyed", "split", "split_failed", "census", "census_failed",
-        "predicted", "eager_gradients", "numerics", "numerics_failed", "skip_causes",
+        "predicted", "eager_gradients", "numerics", "numerics_failed", "skip_causes", "rank_peaks",
     }  # fmt: skip
 
 
