@@ -15,7 +15,7 @@ from halfstep.precision.policy import Policy
 
 HOOKS = (
     "compare", "check_together", "suggest_units", "check", "prepare", "context", "settle", "forward_context", "agree_reference", "backward", "retained_gradients",
-    "reduce_gradients", "norm_of", "reduce_weight", "total_norm", "agree", "step", "share_buffers", "reset", "drop_copies", "local", "gather",
+    "reduce_gradients", "norm_of", "reduce_weight", "total_norm", "agree", "watch_overflows", "step", "share_buffers", "reset", "drop_copies", "local", "gather",
     "scatter", "ranks", "truth_rows", "close",
 )  # fmt: skip
 
