@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for, returned_by
 from halfstep.check.script.objects.modules import created_classes
 from halfstep.check.script.objects.values import UNKNOWN, argument, autocasts_of, constant
 from halfstep.check.script.objects.weights import Creation, cast_formats, conditions_of
@@ -33,7 +33,9 @@ _TEMPERATURE = re.compile(r"(^|[._])(temperature|temp|tau|T)$")
 _ASKS_ENGINE = {"fp16_enabled": "float16", "bfloat16_enabled": "bfloat16"}  # methods of a DeepSpeed engine
 _MODES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # blocks of a DeepSpeed configuration
 _LIBRARIES = ("torchvision.models.", "timm.", "torch.nn.")
-_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
+# These cast the output of a model that they wrap back to float32, or open regions of their own.
+_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
+_SELECTS = {"torch.masked_select", "torch.index_select", "torch.reshape", "torch.flatten", "torch.squeeze"}
 
 
 class Exit(NamedTuple):
@@ -242,6 +244,8 @@ def _walk_back(
             node = node.value
         elif isinstance(node, ast.BinOp) and keeps_format(node) is not None:
             node = keeps_format(node) or node
+        elif isinstance(node, ast.Call) and (selected := _selected(outline, node, function)) is not None:
+            node = selected
         elif isinstance(node, ast.Name):
             binding = _last_binding(outline, node.id, function, line)
             if binding is None and node.id in function.params:
@@ -253,6 +257,20 @@ def _walk_back(
         else:
             break
     return node, inside
+
+
+def _selected(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
+    """The tensor that a call selects from or reshapes: a function of torch, or one of this file that only does that."""
+    if outline.names.full(call.func) in _SELECTS:
+        return argument(call, 0, "input")
+    target = outline.call_target(call, function) if isinstance(call.func, ast.Name) else None
+    returned = list(returned_by(target)) if target is not None and target is not function else []
+    if target is None or len(returned) != 1:
+        return None
+    root, _ = _walk_back(outline, returned[0], target, returned[0].lineno)
+    if not isinstance(root, ast.Name) or root.id not in target.params:
+        return None
+    return argument(call, target.params.index(root.id), root.id)
 
 
 def keeps_format(node: ast.BinOp) -> ast.expr | None:
