@@ -254,7 +254,7 @@ def _never_float16(script: Script, step: Event) -> bool:
     """Whether a step needs float16, `if dtype == torch.float16:`, and the text shows that the dtype is always another."""
     names = [m[1] for g in step.guards if g.is_true for part in g.text.split(" and ") if (m := _IS_FLOAT16.match(part))]
     formats = [formats_of(script.outline, ast.parse(n, mode="eval").body, step.function) for n in names]
-    return any(found and not found & {"float16", UNKNOWN} for found in formats)
+    return any(options and not options & {"float16", UNKNOWN} for options in formats)
 
 
 def _is_none(script: Script, step: Event) -> bool:

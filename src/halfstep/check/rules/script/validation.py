@@ -136,7 +136,9 @@ class EvaluationWithoutAutocast(ScriptRule):
             near = trained if inner is None else [e for e in trained if inner.intersection((e.node, *e.roots))]
             if all(_unknown_regions(event, e) for e in near if _is_same(script, event, e)):
                 continue
-            lineage = script.training.model(event.node.func, event.function) if isinstance(event.node, ast.Call) else None
+            lineage = (
+                script.training.model(event.node.func, event.function) if isinstance(event.node, ast.Call) else None
+            )
             if lineage is not None and any(c.low and c.form != "cast" for c in lineage.casts):
                 continue  # loaded in 16 bits
             yield self.finding(

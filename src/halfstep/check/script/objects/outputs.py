@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for, returned_by
+from halfstep.check.script.objects.formats import SIXTEEN_BIT, passed_for
 from halfstep.check.script.objects.modules import created_classes
 from halfstep.check.script.objects.values import UNKNOWN, argument, autocasts_of, constant
 from halfstep.check.script.objects.weights import Creation, cast_formats, conditions_of
@@ -264,13 +264,33 @@ def _selected(outline: Outline, call: ast.Call, function: Function) -> ast.expr 
     if outline.names.full(call.func) in _SELECTS:
         return argument(call, 0, "input")
     target = outline.call_target(call, function) if isinstance(call.func, ast.Name) else None
-    returned = list(returned_by(target)) if target is not None and target is not function else []
-    if target is None or len(returned) != 1:
-        return None
-    root, _ = _walk_back(outline, returned[0], target, returned[0].lineno)
-    if not isinstance(root, ast.Name) or root.id not in target.params:
-        return None
-    return argument(call, target.params.index(root.id), root.id)
+    param = _returned_parameter(outline, target) if target is not None and target is not function else ""
+    return argument(call, target.params.index(param), param) if target is not None and param else None
+
+
+def _returned_parameter(outline: Outline, target: Function) -> str:
+    """The parameter that a function without branches returns, reshaped or selected from; "" if it returns anything else."""
+    origins = {name: name for name in target.params}
+    for statement in target.body:
+        if isinstance(statement, ast.Return):
+            return origins.get(_reshaped(outline, statement.value), "")
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            origins[statement.targets[0].id] = origins.get(_reshaped(outline, statement.value), "")
+        elif not isinstance(statement, ast.Expr):
+            return ""
+    return ""
+
+
+def _reshaped(outline: Outline, node: ast.expr | None) -> str:
+    """The variable that an expression reshapes or selects from; "" if it computes anything."""
+    while node is not None and not isinstance(node, ast.Name):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPES:
+            node = node.func.value
+        elif isinstance(node, ast.Call) and outline.names.full(node.func) in _SELECTS:
+            node = argument(node, 0, "input")
+        else:
+            node = node.value if isinstance(node, ast.Subscript) else None
+    return node.id if node is not None else ""
 
 
 def keeps_format(node: ast.BinOp) -> ast.expr | None:

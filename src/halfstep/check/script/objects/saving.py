@@ -35,7 +35,10 @@ _SETTING = re.compile(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|s
                       r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$|state(_dict)?s?$", re.IGNORECASE)  # fmt: skip
 
 # How far a run is: what a checkpoint contains next to the optimizer only if a run is to continue from it.
-_PROGRESS = re.compile(r"^(global_?|total_?|cur(rent)?_?|iter_?)?(epoch|step|iteration|iter|iter_num)s?$", re.IGNORECASE)
+_NO_MODEL = re.compile(r"optim|sched|(^|_)opt($|_)|scaler", re.IGNORECASE)
+_PROGRESS = re.compile(
+    r"^(global_?|total_?|cur(rent)?_?|iter_?)?(epoch|step|iteration|iter|iter_num)s?$", re.IGNORECASE
+)
 
 
 def saves(name: str) -> bool:
@@ -74,7 +77,8 @@ def restores_models(outline: Outline, entry: ast.AST | None) -> bool:
     if not loads:
         return any(outline.names.full(call.func) == "torch.load" for call, _ in outline.calls.get("load", ()))
     saved = {_owner(part) for part in ast.walk(entry) if isinstance(part, ast.Call)} if entry is not None else set()
-    return not saved - {""} or any(_owner(call) in saved | {""} for call in loads)
+    models = {key for key in saved if key and not _NO_MODEL.search(key)}
+    return not models or any(_owner(call) in models | {""} for call in loads)
 
 
 def _owner(call: ast.Call) -> str:

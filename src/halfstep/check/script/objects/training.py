@@ -21,6 +21,7 @@ from halfstep.check.script.objects.parameters import is_model_name, owners_of
 from halfstep.check.script.objects.trainers import (
     PARSES,
     arguments_of,
+    has_plain_trainer,
     is_sharded,
     is_trainer,
     model_of,
@@ -69,7 +70,6 @@ _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerat
 _MAKES_OPTIMIZER = re.compile(
     r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE
 )
-_ENGINES = re.compile(r"deepspeed|fsdp", re.IGNORECASE)
 MAX_OPTIMIZERS = 50  # in one script; only generated code creates more
 
 
@@ -140,7 +140,9 @@ class Training:
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
         """Casts of what is trained: `if p.requires_grad: p.data = p.data.to(torch.bfloat16)`, adapters included."""
-        is_trained = self.optimizers or self._factories or defines_optimizer(self.outline) or self._has_plain_trainer
+        is_trained = (
+            self.optimizers or self._factories or defines_optimizer(self.outline) or has_plain_trainer(self.outline)
+        )
         if self.has_masters or not is_trained:
             return ()
         casts = [
@@ -156,13 +158,6 @@ class Training:
             if formats & SIXTEEN_BIT and is_parameter and tested and is_training:
                 casts.append(Cast(call, function, target[:-5], formats, "cast"))
         return tuple(casts)
-
-    @cached_property
-    def _has_plain_trainer(self) -> bool:
-        """Whether a Trainer trains in this file, and nothing in it is about DeepSpeed or FSDP, which keep float32 copies."""
-        outline = self.outline
-        engines = [name for name in (*outline.loads, *outline.bindings, *outline.strings) if _ENGINES.search(name)]
-        return "train" in outline.calls and any(name.endswith("Trainer") for name in outline.calls) and not engines
 
     def _is_trained_in_full(self, key: str, function: Function) -> bool:
         """Whether nothing in the file freezes a model or attaches adapters, and an optimizer gets its parameters."""
