@@ -201,7 +201,8 @@ class ScalerUnused(ScriptRule):
             ignored = [use for use in uses if _is_ignored(script, use)]
             if len(saved) + len(returned) + len(ignored) != len(uses):
                 continue
-            if not (returned or _trains_here(script, scaler, saved)):
+            is_forgotten = not uses and bool(script.source.cells)  # nothing imports the variables of a notebook
+            if not (returned or is_forgotten or _trains_here(script, scaler, saved)):
                 continue
             if scaler.enabled == "no":
                 if not uses:

@@ -121,7 +121,7 @@ class ScalerBeforeCreation(ScriptRule):
             statement = script.statement(event.node)
             target = statement.targets[0] if isinstance(statement, ast.Assign) else None
             branch = script.outline.parents.get(statement) if statement is not None else None
-            if not isinstance(target, ast.Name) or not isinstance(branch, ast.If) or branch.orelse:
+            if statement is None or not isinstance(target, ast.Name) or not isinstance(branch, ast.If) or branch.orelse:
                 continue
             names = [n for n in ast.walk(event.function.node) if isinstance(n, ast.Name) and n.id == target.id]
             used = [n for n in names if isinstance(n.ctx, ast.Load) and n.lineno > (branch.end_lineno or 0)]
