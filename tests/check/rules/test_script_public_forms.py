@@ -1,8 +1,11 @@
 """Forms of mistakes, and of right code next to them, that public scripts have: one pair for each."""
 
+import json
+
 import pytest
 
 from check_scripts import findings
+from halfstep import check_path
 
 HEAD = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
 STEP = "    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
@@ -177,3 +180,14 @@ def test_schedule_of_a_branch_that_never_runs():
     text = LOADED.format(dtype=", dtype=dtype")
     assert not list(findings(text, "HS196"))
     assert list(findings(text.replace("torch.bfloat16 if", "torch.float16 if"), "HS196"))
+
+
+def test_scaler_that_a_notebook_never_uses(tmp_path):
+    """No other file reads the variables of a notebook; those of a module may be imported."""
+    lines = "import torch\nscaler = torch.cuda.amp.GradScaler()\nfrom mine import run_fold\nrun_fold(model)\n"
+    cell = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": lines}
+    notebook, module = tmp_path / "train.ipynb", tmp_path / "train.py"
+    notebook.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    module.write_text(lines)
+    assert [f.code for f in check_path(notebook) if f.code == "HS122"] == ["HS122"]
+    assert not [f for f in check_path(module) if f.code == "HS122"]

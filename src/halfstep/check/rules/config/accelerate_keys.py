@@ -55,6 +55,7 @@ class MisspeltAccelerateKey(KindRule):
         _FILE.format(stage="zero_stge", mode="mixed_precision"),
         _FILE.format(stage="zero_stage", mode="mixed_precison"),
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_shardin_strategy: FULL_SHARD\nmixed_precision: bf16\n",
+        _FILE.format(stage="zero_stage", mode="mixed_precision") + "distributed_library: PyTorch DDP\n",
     )
     good = (
         _FILE.format(stage="zero_stage", mode="mixed_precision"),
