@@ -94,6 +94,10 @@ class Engines:
         func = loss.func if isinstance(loss, ast.Call) else None
         return isinstance(func, ast.Attribute) and func.attr == "scale" and key_of(func.value) in self.visible(loss)
 
+    def is_without(self, node: ast.AST) -> bool:
+        """Whether a node is in the branch of a script that runs without DeepSpeed: `else` of `if use_deepspeed:`."""
+        return any("deepspeed" in test.lower() and not is_true for test, is_true in self._guards(node))
+
     def _excluded(self, call: ast.Call) -> bool:
         """Whether a call cannot run, or may not run, where the engine exists."""
         created = {g for made in self.made for g in self._guards(made)}

@@ -28,6 +28,14 @@ _FSDP = (
 )  # fmt: skip
 _BLOCKS = {"deepspeed_config": _DEEPSPEED, "fsdp_config": (*(f"fsdp_{key}" for key in _FSDP), *_FSDP)}
 _TOP = ("mixed_precision", "distributed_type", "deepspeed_config", "fsdp_config", "num_processes", "downcast_bf16")
+# Every key of the file for a local machine, in all versions.
+_CLUSTER = frozenset({
+    *_TOP, "compute_environment", "use_cpu", "debug", "machine_rank", "num_machines", "gpu_ids", "main_process_ip",
+    "main_process_port", "rdzv_backend", "same_network", "main_training_function", "enable_cpu_affinity", "fp8_config",
+    "tp_config", "parallelism_config", "megatron_lm_config", "ipex_config", "mpirun_config", "tpu_name", "tpu_zone",
+    "tpu_use_cluster", "tpu_use_sudo", "tpu_cluster", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config",
+    "dynamo_backend", "fp16", "use_xpu", "use_mps_device",
+})  # fmt: skip
 _FILE = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  {stage}: 3\n{mode}: bf16\nnum_processes: 8\n"
 
 
@@ -47,6 +55,7 @@ class MisspeltAccelerateKey(KindRule):
         _FILE.format(stage="zero_stge", mode="mixed_precision"),
         _FILE.format(stage="zero_stage", mode="mixed_precison"),
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_shardin_strategy: FULL_SHARD\nmixed_precision: bf16\n",
+        _FILE.format(stage="zero_stage", mode="mixed_precision") + "distributed_library: PyTorch DDP\n",
     )
     good = (
         _FILE.format(stage="zero_stage", mode="mixed_precision"),
@@ -71,6 +80,13 @@ class MisspeltAccelerateKey(KindRule):
                     fix=fix,
                     severity="error",
                 )
+            elif _is_unknown(config, entry.key):
+                yield self.finding(
+                    config.where(entry.key_span),
+                    f"Accelerate raises ValueError for the unknown key `{entry.key}`.",
+                    instead="Remove it.",
+                    severity="error",
+                )
         for name, known in _BLOCKS.items():
             block = config.block(name)
             for entry in block.entries if block is not None else ():
@@ -82,6 +98,12 @@ class MisspeltAccelerateKey(KindRule):
                         instead=f"Rename it to `{key}`.",
                         fix=fix,
                     )
+
+
+def _is_unknown(config: Config, key: str) -> bool:
+    """Whether no version of Accelerate knows a key of a file that `accelerate config` would write for a local machine."""
+    is_local = config.value("compute_environment") == "LOCAL_MACHINE" and "distributed_type" in config.root
+    return is_local and key.isidentifier() and key not in _CLUSTER
 
 
 def _intended(key: str, known: tuple[str, ...]) -> str:

@@ -57,6 +57,8 @@ class ClipsBehindEngine(JointRule):
                 continue
             if not any(name and uses_name(node.args[0], name) for name in owners):
                 continue
+            if use.engines is not None and use.engines.is_without(node):
+                continue
             if use.names.full(node.func).startswith("torch.nn.utils.clip_grad_"):
                 yield self.finding(
                     use.where(node),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
@@ -79,6 +80,15 @@ class ScalerWithBf16(ScriptRule):
                     f"the scaler is enabled when `{scaler.enabled}`: bfloat16 needs no scaler, and float16 trains without one",
                     instead="enable it for float16 only",
                 )
+        for scaler in self._without_float16(script):
+            if scaler not in certain:
+                certain.append(scaler)
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"the scaler is enabled when `{scaler.enabled}`, and autocast then computes in bfloat16, which has the range of float32: it only "
+                    "costs time and skips steps",
+                    instead="remove the scaler: loss.backward(), optimizer.step()",
+                )
         reported = {scaler.key for scaler in certain}
         for scaler, region in self._idle_when_bf16(script):
             if scaler.key not in reported:
@@ -107,6 +117,24 @@ class ScalerWithBf16(ScriptRule):
                         f"autocast computes in bfloat16: unless `{scaler}` is created with enabled=False, it only costs time and skips steps",
                         instead="loss.backward(), optimizer.step()",
                     )
+
+    @staticmethod
+    def _without_float16(script: Script) -> Iterator[Scaler]:
+        """Scalers with the flag that chooses between bfloat16 and float32: `dtype = torch.bfloat16 if use_amp else torch.float32`."""
+        regions = [a for a in script.autocasts if a.enabled != "no"]
+        if not regions or not all(a.dtypes == {"bfloat16", "float32"} for a in regions):
+            return
+        stepped = {e.scaler.rsplit(".", 1)[-1] for e in script.events("scaler_step")}
+        for scaler in script.scalers:
+            values = [
+                value
+                for region in regions
+                for value in script.outline.values(text_of(region.dtype_node), scaler.function)
+            ]
+            flags = [text_of(v.test) for v in values if isinstance(v, ast.IfExp)]
+            is_low = flags and len(flags) == len(values) and all(flag == scaler.enabled for flag in flags)
+            if is_low and scaler.key.rsplit(".", 1)[-1] in stepped:
+                yield scaler
 
     @staticmethod
     def _idle_when_bf16(script: Script) -> Iterator[tuple[Scaler, Autocast]]:

@@ -188,7 +188,7 @@ class ScalerUnused(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Scalers that are never used, or only saved and restored, in scripts that train."""
-        active = {e.scaler.rsplit(".", 1)[-1] for e in script.events(*_USES)}
+        active = {e.scaler.rsplit(".", 1)[-1] for e in script.events(*_USES) if not _is_prepared(e.node)}
         for scaler in script.scalers:
             last = scaler.key.rsplit(".", 1)[-1]
             if not scaler.key or "[" in last or last in active:
@@ -201,7 +201,8 @@ class ScalerUnused(ScriptRule):
             ignored = [use for use in uses if _is_ignored(script, use)]
             if len(saved) + len(returned) + len(ignored) != len(uses):
                 continue
-            if not (returned or _trains_here(script, scaler, saved)):
+            is_forgotten = not uses and bool(script.source.cells)  # nothing imports the variables of a notebook
+            if not (returned or is_forgotten or _trains_here(script, scaler, saved)):
                 continue
             if scaler.enabled == "no":
                 if not uses:
@@ -213,6 +214,14 @@ class ScalerUnused(ScriptRule):
                     )
                 continue
             effect = ", so the loss is not scaled" if script.has("backward") else ""
+            owner = "" if script.has("backward") else next((e.subject for e in script.events("owned_backward")), "")
+            if owner:
+                yield self.finding(
+                    script.where(scaler.node),
+                    f"`{scaler.key}` never scales a loss or steps an optimizer: `{owner}.backward` uses a scaler of its own, if it needs one",
+                    instead="remove it",
+                )
+                continue
             state = "never scales a loss or steps an optimizer" if saved else f"is never used{effect}"
             yield self.finding(
                 script.where(scaler.node),
@@ -224,7 +233,7 @@ class ScalerUnused(ScriptRule):
 
 def _trains_here(script: Script, scaler: Scaler, saved: list[ast.expr]) -> bool:
     """Whether the script trains; the class of a `self.scaler` that is saved, which otherwise a derived class may use."""
-    backward = script.events("backward")
+    backward = script.events("backward", "owned_backward")
     if saved and scaler.key.startswith("self."):
         return any(event.function.cls == scaler.function.cls for event in backward)
     return any(True for _ in backward)
@@ -244,7 +253,14 @@ def _is_state(script: Script, use: ast.expr) -> bool:
     parent = script.outline.parents.get(use)
     if isinstance(parent, ast.Attribute):
         return parent.attr in {"state_dict", "load_state_dict", "update", "is_enabled"}
+    if _is_prepared(parent):
+        return True
     return isinstance(parent, ast.Compare) and constant(parent.comparators[0]) is None
+
+
+def _is_prepared(node: ast.AST | None) -> bool:
+    """Whether a call is `accelerator.prepare`, which returns a scaler unchanged."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "prepare"
 
 
 def _is_dropped(script: Script, use: ast.expr, scaler: Scaler) -> bool:

@@ -91,6 +91,7 @@ class ScalerBeforeCreation(ScriptRule):
 
     def check(self, script: Script) -> Iterator[Finding]:
         """Uses of a scaler in a place that is always reached before any of its assignments, or on a path without any."""
+        yield from self._states(script)
         reported: set[tuple[str, ast.AST]] = set()
         conditional: set[str] = set()
         for trace in script.traces:
@@ -112,6 +113,25 @@ class ScalerBeforeCreation(ScriptRule):
                     script.where(event.node),
                     f"`{event.scaler}` is used here{via} before it is created at line {created}",
                     instead=f"create `{event.scaler}` above its first use",
+                )
+
+    def _states(self, script: Script) -> Iterator[Finding]:
+        """States that are read only with mixed precision and put into every checkpoint: `if amp: state = scaler.state_dict()`."""
+        for event in {e.node: e for e in script.events("save_scaler")}.values():
+            statement = script.statement(event.node)
+            target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+            branch = script.outline.parents.get(statement) if statement is not None else None
+            if statement is None or not isinstance(target, ast.Name) or not isinstance(branch, ast.If) or branch.orelse:
+                continue
+            names = [n for n in ast.walk(event.function.node) if isinstance(n, ast.Name) and n.id == target.id]
+            used = [n for n in names if isinstance(n.ctx, ast.Load) and n.lineno > (branch.end_lineno or 0)]
+            used = [n for n in used if not any(isinstance(p, (ast.If, ast.IfExp, ast.Try)) for p in script.above(n))]
+            if used and sum(isinstance(n.ctx, ast.Store) for n in names) == 1:
+                yield self.finding(
+                    script.where(used[0]),
+                    f"`{target.id}` is assigned only if `{text_of(branch.test)}` ({script.at(statement)}), but used here in any case: without it, "
+                    f"{'NameError' if event.function is script.outline.module else 'UnboundLocalError'}",
+                    instead=f"{target.id} = None above the condition, or a scaler with enabled={text_of(branch.test)}",
                 )
 
     def _conditional(self, script: Script, event: Event, setting: Guard) -> Finding:

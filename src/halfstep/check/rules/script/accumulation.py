@@ -279,7 +279,7 @@ def _passed_to_loss(script: Script, last: str) -> bool:
     """Whether what another file defines receives the number of micro-batches for a loss: `rescale_loss(loss_fn, n)`, `loss = model(x, n)`."""
     parents = script.outline.parents
     return any(
-        key_of(value).rsplit(".", 1)[-1] == last
+        (key_of(value) or text_of(value)).rsplit(".", 1)[-1] == last
         and (_RESCALES_LOSS.search(text_of(call)) or _assigns_loss(parents.get(call)))
         and not _PRINTS.search(text_of(call.func))
         and script.outline.call_target(call, function) is None

@@ -15,7 +15,15 @@ from halfstep.check.script.flow.order import switched_off, without_amp
 from halfstep.check.script.flow.recognise import Recogniser
 from halfstep.check.script.objects.engines import scaling_accelerator
 from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.saving import is_setting, passed_objects, restored_copies, saves, written_out
+from halfstep.check.script.objects.saving import (
+    has_progress,
+    is_setting,
+    passed_objects,
+    restored_copies,
+    restores_models,
+    saves,
+    written_out,
+)
 from halfstep.check.script.objects.values import Scaler, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -57,6 +65,8 @@ _ABOUT = re.compile(r"^(getattr|hasattr|delattr|print)$|(^|\.)(info|debug|warnin
 _OTHERS = re.compile(
     r"optim|(^|_)opts?$|model|(^|_)nets?($|_)|sched|(^|_)ema($|_)|discriminator|generator|encoder", re.IGNORECASE
 )
+_BEST = re.compile(r"best|[<>](?!=? ?\d+$)")
+_PAST_END = re.compile(r"^\(?(global_|total_)?(step|epoch|iteration|iter)s? >=? ")  # `if step >= max_steps: break`
 MAX_LINES = 5  # between the start of a checkpoint and the entry that is reported
 _COMPREHENSIONS = (ast.ListComp, ast.DictComp, ast.GeneratorExp)
 _LOAD = '    if checkpoint.get("scaler"):\n        scaler.load_state_dict(checkpoint["scaler"])\n'
@@ -207,16 +217,15 @@ def _restored(script: Script, event: Event) -> str:
     """Whether saved optimizer states are restored: yes, weights only, or unknown where nothing in the file loads one."""
     if script.has("load_optimizer") or any(True for _ in _spread(script, "load", "restore", "resume")):
         return "yes"
-    calls = script.outline.calls
-    if "load_state_dict" in calls or any(
-        script.outline.names.full(c.func) == "torch.load" for c, _ in calls.get("load", ())
-    ):
+    calls, entry = script.outline.calls, _entry(script, event.node)
+    if restores_models(script.outline, entry):
         return "weights only"
-    if not any(_RESUMES.search(name) for name in (*script.outline.loads, *script.outline.bindings, *calls)):
+    resumes = any(_RESUMES.search(name) for name in (*script.outline.loads, *script.outline.bindings, *calls))
+    if not resumes and not has_progress(entry):
         return "weights only"  # nothing in the file is about resuming
     # Saved after training, or only the best so far: not written for resuming.
     final = not event.loops and not saves(event.function.name)
-    best = any(re.search(r"best|[<>](?!=? ?\d+$)", text) for text, _ in event.guards)
+    best = any(_BEST.search(text) and " or " not in text and not _PAST_END.search(text) for text, _ in event.guards)
     return "weights only" if final or best else "unknown"
 
 

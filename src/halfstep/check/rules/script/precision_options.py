@@ -17,6 +17,7 @@ from halfstep.check.script.syntax.names import chain
 __all__ = ["RULES"]
 
 _PRECISION = re.compile(r"(^|_)(use_?|enable_?|with_?|no_?)?(amp|fp16|bf16|fp32|tf32|half|float16|bfloat16|mixed_?precision|mixed|autocast|16bit|fp8)(_|$)")  # fmt: skip
+_STORED = re.compile(r"^(use_|enable_)?(amp|fp16|f16|float16|mixed_?precision)$", re.IGNORECASE)
 _SCALE = re.compile(r"^(init(ial)?_|static_|fp16_)?(loss|grad)_?scale(_value)?$|^(fp16_|apex_|amp_)?opt_level$")
 _HEAD = "import argparse\nparser = argparse.ArgumentParser()\n"
 _TRAINED = (
@@ -120,8 +121,27 @@ Trainer(model, args=training, train_dataset=data).train()
 """
 
 
+_TRAINER = """\
+import torch
+
+class Trainer:
+    def __init__(self, model, optimizer, use_amp=False):
+        self.model, self.optimizer = model, optimizer
+        self.use_amp = use_amp
+        self.scaler = torch.amp.GradScaler("cuda"{flag})
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16{flag}):
+            loss = loss_fn(self.model(x), y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+
+
 class UnusedPrecisionOption(ScriptRule):
-    """A precision option of the command line is declared and never read."""
+    """A precision option is declared and never read."""
 
     code = "HS139"
     name = "precision-option-unused"
@@ -130,12 +150,13 @@ class UnusedPrecisionOption(ScriptRule):
         "The option is parsed and the script never asks for its value, so the run has the precision that the code fixes: with `--amp` "
         "unread and autocast always on, a run without `--amp`, meant as the float32 baseline, is in mixed precision too."
     )
-    bad = (_TRAINED.format(flag=""), _DATACLASS.format(dtype=""))
+    bad = (_TRAINED.format(flag=""), _DATACLASS.format(dtype=""), _TRAINER.format(flag=""))
     good = (
         _TRAINED.format(flag=", enabled=args.amp"),
         _TRAINED.format(flag="") + "evaluate(model, args)\n",
         _TRAINED.format(flag="") + "options = vars(args)\nuse(options['amp'])\n",
         _DATACLASS.format(dtype=", dtype=options.torch_dtype"),
+        _TRAINER.format(flag=", enabled=self.use_amp"),
     )
     references = (f"{_ARGPARSE}#the-namespace-object",)
     words = ("HfArgumentParser",)
@@ -143,6 +164,7 @@ class UnusedPrecisionOption(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Options of a script that has autocast or a scaler, if its namespace goes to no other file; fields of its dataclasses."""
         yield from self._fields(script)
+        yield from self._stored(script)
         if not (script.autocasts or script.scalers or "apex.amp.initialize" in script.outline.library_calls):
             return
         options = Options(script)
@@ -160,6 +182,30 @@ class UnusedPrecisionOption(ScriptRule):
                     f"`{flag}` is never read: the run is the same with and without it",
                     instead=f"pass args.{name} on, or remove the option",
                 )
+
+    def _stored(self, script: Script) -> Iterator[Finding]:
+        """Flags that a class stores and never reads, next to an autocast region or a scaler of its own that is always on."""
+        outline = script.outline
+        nodes = tuple(all_nodes(script.tree))
+        read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+        read |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        switches = [(s.node, s.function, s.enabled) for s in script.scalers]
+        for key, bindings in outline.bindings.items():
+            name = key.removeprefix("self.")
+            if name == key or name in read or not _STORED.search(name) or len(bindings) != 1:
+                continue
+            binding = bindings[0]
+            function = binding.function
+            is_passed = isinstance(binding.value, ast.Name) and binding.value.id in function.params
+            own = [enabled for _, scope, enabled in switches if scope.cls == function.cls]
+            uses = [n for n in ast.walk(function.node) if isinstance(n, ast.Name) and n.id == name]
+            if not is_passed or outline.bases.get(function.cls) or not own or set(own) != {"yes"} or len(uses) != 1:
+                continue
+            yield self.finding(
+                script.where(binding.node),
+                f"`{key}` is stored and never read in this file: the scaler is always enabled",
+                instead=f"GradScaler(..., enabled={key}), and the same for autocast, or remove the parameter",
+            )
 
     def _fields(self, script: Script) -> Iterator[Finding]:
         """The fields for a dtype of dataclasses that HfArgumentParser fills, which nothing reads."""

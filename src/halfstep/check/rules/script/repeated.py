@@ -175,6 +175,10 @@ class UncheckedUpdate(TraceRule):
         _LOSS.format(
             backward="    if torch.isfinite(loss):\n        scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n"
         ),
+        _LOSS.format(
+            backward="    if torch.isnan(loss) or torch.isinf(loss):\n        scaler.update()\n        continue\n"
+            "    scaler.scale(loss).backward()\n    if (i + 1) % steps == 0:\n        scaler.step(optimizer)\n        scaler.update()\n"
+        ).replace("for x, y in loader:\n    optimizer.zero_grad()", "for i, (x, y) in enumerate(loader):"),
     )
     good = (
         _SKIPPING.format(
@@ -213,11 +217,9 @@ class UncheckedUpdate(TraceRule):
         if guard is None and not any(compatible(e, event) for e in checks):
             # The branch of a skipped batch: whatever was checked before it, another update has used.
             updates = [e for e in around if e.kind == "update" and e.scaler == event.scaler and e is not event]
-            if all(any(implied(u, c) for u in updates) for c in checks):
-                guard = next(
-                    (g for g in event.guards if g.opposite in _guards(checks) and _varies(script, g, event)), None
-                )
-                guard = guard.opposite if guard is not None else None
+            if all(_is_used(c, updates) for c in checks):
+                tested = [g for g in event.guards if _is_excluded(g, _guards(checks)) and _varies(script, g, event)]
+                guard = tested[0].opposite if tested else None
         if guard is None:
             return None
         return self.finding(
@@ -269,6 +271,18 @@ def _calls_of_model(script: Script, event: Event, around: list[Event]) -> list[E
         if not is_call and not is_mode and not any(key_of(target) in conditions for target in targets):
             return []
     return list(calls.values())
+
+
+def _is_used(check: Event, updates: list[Event]) -> bool:
+    """Whether an update always follows a check: one without further conditions, or two on the two sides of one condition."""
+    further = [set(update.guards) - set(check.guards) for update in updates]
+    return any(not own or (len(own) == 1 and {g.opposite for g in own} in further) for own in further)
+
+
+def _is_excluded(guard: Guard, others: set[Guard]) -> bool:
+    """Whether a condition is false wherever others hold: `a or b` where neither does."""
+    parts = guard.text.split(" or ") if guard.is_true else []
+    return guard.opposite in others or (len(parts) > 1 and all(Guard(part, False) in others for part in parts))
 
 
 def _guards(events: list[Event]) -> set[Guard]:

@@ -132,6 +132,8 @@ class ScaledGradientsRead(TraceRule):
             return None
         if precision not in {"fp16", "?"}:
             return None
+        if precision == "?" and script.autocasts and all(a.dtype == "bfloat16" for a in script.autocasts):
+            return None  # the file computes in bfloat16
         state = "" if precision == "fp16" else state
         return self.finding(
             script.where(event.node),

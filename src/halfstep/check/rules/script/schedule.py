@@ -15,7 +15,8 @@ from halfstep.check.script.flow.trace import Trace
 from halfstep.check.script.flow.window import targets_of
 from halfstep.check.script.objects.engines import engines_of
 from halfstep.check.script.objects.expressions import arguments_of
-from halfstep.check.script.objects.values import constant, text_of
+from halfstep.check.script.objects.formats import formats_of
+from halfstep.check.script.objects.values import UNKNOWN, constant, text_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
 
@@ -36,6 +37,7 @@ for x, y in loader:
 _PHASE = re.compile(r"^[\w.]*(epoch|iter|step)s? (<|<=|>|>=) (?!.*%)")
 # A setting of a base class in another file: `self.scheduler_update_every_step`.
 _PER_STEP = re.compile(r"^[\w.]*(every|per|each|on|by)_?(train_?)?(step|batch|iter(ation)?)\w*$", re.IGNORECASE)
+_IS_FLOAT16 = re.compile(r"^\(?([A-Za-z_][\w.]*) == torch\.(?:float16|half)\)?$")
 _MODULO = re.compile(r"% ([A-Za-z_][\w.]*|\d+)")
 _ITERATION = re.compile(r"(^|[._])(step|iter|iteration|it|itr|update|num_updates|global_step|iter_num|step_num)s?$")
 _FINITE = re.compile(r"finite|nan|inf|norm|grad|overflow|scale", re.IGNORECASE)
@@ -178,6 +180,7 @@ class SchedulerIgnoresSkips(TraceRule):
         steps = [e for e in steps if loops in (e.loops, _loops(script, e, e.local.optimizer))]
         steps = [e for e in steps if e.scaler.rsplit(".", 1)[-1] not in idle]  # bfloat16 does not overflow; HS120
         steps = [e for e in steps if not _is_none(script, e) and not _is_remainder(trace, e)]
+        steps = [e for e in steps if not _never_float16(script, e)]
         steps = [e for e in steps if e.function is event.function or event.loops]
         always = _without_alternatives(trace, event)
         steps = [e for e in steps if compatible(e, event) and self._in_each_pass(script, always, e)]
@@ -245,6 +248,13 @@ def _is_remainder(trace: Trace, step: Event) -> bool:
     depth = len(step.loops)
     others = [e for e in trace if e.kind == "scaler_step" and (e.scaler, e.optimizer) == (step.scaler, step.optimizer)]
     return any(len(e.loops) > depth and e.loops[:depth] == step.loops for e in others)
+
+
+def _never_float16(script: Script, step: Event) -> bool:
+    """Whether a step needs float16, `if dtype == torch.float16:`, and the text shows that the dtype is always another."""
+    names = [m[1] for g in step.guards if g.is_true for part in g.text.split(" and ") if (m := _IS_FLOAT16.match(part))]
+    formats = [formats_of(script.outline, ast.parse(n, mode="eval").body, step.function) for n in names]
+    return any(options and not options & {"float16", UNKNOWN} for options in formats)
 
 
 def _is_none(script: Script, step: Event) -> bool:

@@ -205,7 +205,10 @@ class Fp16WithoutScaler(TraceRule):
             return None
         others = [guard for guard in event.guards if guard not in opened.guards]
         decisive = [g for g in others if (g.text, not g.is_true) in {x for e in scaled for x in e.guards}]
-        if not decisive or any(_DEVICE.search(g.text) or g.text.startswith("except@") for g in decisive):
+        texts = [g.text for g in decisive]
+        if any(text.endswith(".is_enabled()") for text in texts):
+            texts += [s.enabled for e in scaled for s in scalers_at(script, e)]
+        if not decisive or any(_DEVICE.search(text) or text.startswith("except@") for text in texts):
             return None
         regions = opened.regions[-1].autocasts
         if _is_chosen_elsewhere(script, opened):

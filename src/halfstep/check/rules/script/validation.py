@@ -136,6 +136,11 @@ class EvaluationWithoutAutocast(ScriptRule):
             near = trained if inner is None else [e for e in trained if inner.intersection((e.node, *e.roots))]
             if all(_unknown_regions(event, e) for e in near if _is_same(script, event, e)):
                 continue
+            lineage = (
+                script.training.model(event.node.func, event.function) if isinstance(event.node, ast.Call) else None
+            )
+            if lineage is not None and any(c.low and c.form != "cast" for c in lineage.casts):
+                continue  # loaded in 16 bits
             yield self.finding(
                 script.where(node),
                 f"`{name}` runs in float32 here, but under autocast in training",

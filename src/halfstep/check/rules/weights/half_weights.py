@@ -16,7 +16,7 @@ from halfstep.check.script.flow.order import is_amp
 from halfstep.check.script.objects.adapters import upcasts_parameters
 from halfstep.check.script.objects.engines import ACCELERATE, engines_of
 from halfstep.check.script.objects.training import Trained
-from halfstep.check.script.objects.values import text_of
+from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.objects.weights import conditions_of
 from halfstep.check.script.script import Script
 from halfstep.check.script.syntax.names import key_of
@@ -69,6 +69,13 @@ class HalfWeightsPlainOptimizer(ScriptRule):
                 "only), and this branch trains them without float32 master weights or a loss scale: small updates are lost",
                 instead=f"keep `{half.model}` in float32 for training, and use 'amp' to compute in float16",
             )
+        for call, _ in script.outline.library_calls.get("apex.amp.initialize", ()):
+            if constant(argument(call, 3, "opt_level")) == "O3" and argument(call, None, "master_weights") is None:
+                yield self.finding(
+                    script.where(call),
+                    "opt_level O3 makes all weights float16, without float32 master weights and with a loss scale of 1: small updates are lost",
+                    instead="opt_level O1 or O2, or train under torch.autocast with a GradScaler",
+                )
         if script.has("apex_initialize") or script.training.has_masters:
             return
         reported: set[ast.AST] = set()

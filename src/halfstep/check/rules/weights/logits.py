@@ -300,7 +300,9 @@ def _loaded_formats(script: Script, model: ast.expr, function: Function) -> froz
     # Also a project's own copy of such a class: `from models.qwen import Qwen2ForCausalLM`.
     loads = [c for c in lineage.casts if c.form in {"load", "checkpoint"} and _is_language_model(outline, c)]
     casts = [c for c in lineage.casts if c.form == "cast"]
-    if not loads or lineage.is_restored or lineage.is_adapted or len(lineage.casts) != len(loads) + len(casts):
+    # An adapter returns the dtype of the layer it is on; a quantized model may keep its head in float32.
+    is_open = lineage.is_adapted and any("kbit" in name or "BitsAndBytes" in name for name in outline.calls)
+    if not loads or lineage.is_restored or is_open or len(lineage.casts) != len(loads) + len(casts):
         return frozenset()
     if casts:
         decided = all(c.is_certain and not conditions_of(outline, c.node) for c in casts)

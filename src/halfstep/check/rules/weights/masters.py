@@ -256,6 +256,9 @@ class WeightsWithoutMaster(ScriptRule):
             )
 
 
+_BEFORE_FIVE = {"transformers.AdamW", "transformers.optimization.AdamW"}  # removed before transformers 5
+
+
 class CheckpointDtypeTrained(ScriptRule):
     """A model is trained in the dtype of its checkpoint, which has 16 bits for most language models."""
 
@@ -288,6 +291,8 @@ class CheckpointDtypeTrained(ScriptRule):
         version = script.settings.transformers
         if is_exercise(script):
             return
+        if _BEFORE_FIVE & set(script.outline.names.table.values()):
+            version = (4,)
         for tie in (*script.training.by_trainers, *script.training.by_optimizers):
             cast = tie.cast
             if (

@@ -26,6 +26,7 @@ args = TrainingArguments("out", bf16=True)
 """
 _PACKAGES = frozenset({"transformers", "trl", "peft", "unsloth", "optimum", "diffusers"})
 _LOADERS = frozenset({"transformers", "peft", "trl"})
+_SWITCHES = {"load_in_4bit", "load_in_8bit"}  # of Unsloth, whose from_pretrained also takes a configuration
 # Names that people write for torch's dtypes and that torch does not have as attributes.
 _NOT_TORCH = frozenset({"bf16", "fp16", "fp32", "f16", "f32", "bfloat", "float-16", "bfloat-16", "fp8"})
 _RIGHT = {"bf16": "bfloat16", "bfloat": "bfloat16", "bfloat-16": "bfloat16", "fp32": "float32", "f32": "float32"}
@@ -105,7 +106,7 @@ def _text(script: Script, node: ast.expr | None, function: Function) -> str | No
 
 
 class ComputeDtypeMismatch(ScriptRule):
-    """4-bit layers compute in float16 in a run that trains in bfloat16."""
+    """4-bit layers compute in another 16-bit format than the run trains in."""
 
     code = "HS268"
     name = "compute-dtype-mismatch"
@@ -113,10 +114,12 @@ class ComputeDtypeMismatch(ScriptRule):
     reason = (
         "bitsandbytes casts the input of every 4-bit layer to `bnb_4bit_compute_dtype` and the output back. With float16 in a bf16 run "
         "activations above 65504, which bf16 holds, become inf, and gradients below 6e-8 become 0: bf16 training has no loss scale that "
-        "would lift them."
+        "would lift them. With bfloat16 in an fp16 run nothing overflows, but every layer converts between the two, and the loss is "
+        "scaled, with steps that are skipped, for a format that most of the model does not use: bf16=True needs neither."
     )
     bad = (
         _LOADED.format(dtype="torch.float16"),
+        _LOADED.format(dtype="torch.bfloat16").replace("bf16=True", "fp16=True"),
         "import torch\nfrom transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer\n\n"
         "quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16)\n"
         "model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantized, dtype=torch.bfloat16)\n"
@@ -126,6 +129,7 @@ class ComputeDtypeMismatch(ScriptRule):
         _LOADED.format(dtype="torch.bfloat16"),
         _LOADED.format(dtype="torch.float16").replace("bf16=True", "fp16=True"),
         _LOADED.format(dtype="torch.float16").replace("bf16=True", "bf16=has_bf16, fp16=not has_bf16"),
+        _LOADED.format(dtype="torch.bfloat16").replace("bf16=True", "bf16=has_bf16, fp16=not has_bf16"),
     )
     references = (_BNB, "https://github.com/bitsandbytes-foundation/bitsandbytes/blob/main/bitsandbytes/nn/modules.py")
     words = ("bnb_4bit_compute_dtype",)
@@ -133,6 +137,17 @@ class ComputeDtypeMismatch(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """A compute dtype that is certainly float16, next to a bf16 that is on, or that an option turns on."""
         bf16 = _bf16_training(script) or _bf16_option(script)
+        fp16 = None if bf16 else _fp16_training(script)
+        if fp16 is not None:
+            for call, function in quantizations(script):
+                value = keyword_of(script.outline, call, function, "bnb_4bit_compute_dtype")
+                if value is not None and formats_of(script.outline, value, function) == {"bfloat16"}:
+                    yield self.finding(
+                        script.where(fp16),
+                        f"this run trains in fp16, but its 4-bit layers compute in bfloat16 ({script.at(value)})",
+                        instead="bf16=True, without a loss scale; on a GPU without bfloat16, bnb_4bit_compute_dtype=torch.float16",
+                        severity="advice",
+                    )
         if not bf16:
             return
         for call, function in quantizations(script):
@@ -143,6 +158,16 @@ class ComputeDtypeMismatch(ScriptRule):
                     f"the 4-bit layers compute in float16, but {bf16}: values above 65504 become inf",
                     instead="bnb_4bit_compute_dtype=torch.bfloat16",
                 )
+
+
+def _fp16_training(script: Script) -> ast.expr | None:
+    """The `fp16=True` of the only training arguments in a script, if nothing in them is about bf16."""
+    sites = [site for last, calls in script.outline.calls.items() if last.endswith(_ARGUMENTS) for site in calls]
+    chosen = [(c, node) for c, f in sites if (node := keyword_of(script.outline, c, f, "fp16")) is not None]
+    if len(chosen) != 1 or constant(chosen[0][1]) is not True:
+        return None
+    bf16 = [k.value for call, _ in sites for k in call.keywords if k.arg == "bf16"]
+    return chosen[0][1] if all(constant(value) is False for value in bf16) else None
 
 
 def _bf16_option(script: Script) -> str:
@@ -224,7 +249,11 @@ class QuantizationNotPassed(ScriptRule):
     def check(self, script: Script) -> Iterator[Finding]:
         """Variables that are assigned a configuration and never read, in files that load a model."""
         outline = script.outline
-        loads = [site for site in outline.calls.get("from_pretrained", ()) if _is_of(script, site.call, _LOADERS)]
+        loads = [
+            site
+            for site in outline.calls.get("from_pretrained", ())
+            if _is_of(script, site.call, _LOADERS | {"unsloth"})
+        ]
         loads = [site for site in loads if "Tokenizer" not in text_of(site.call.func)]
         bare = [(name, site.call) for name in _BY_NAME for site in outline.calls.get(name, ())]
         hidden = any(key_of(call.func) == name and not (name == "vars" and call.args) for name, call in bare)
@@ -234,9 +263,11 @@ class QuantizationNotPassed(ScriptRule):
             if not isinstance(target, ast.Name) or _is_read(target.id, function):
                 continue
             if any(site.function is function for site in loads):
+                switched = any(k.arg in _SWITCHES for site in loads for k in site.call.keywords)
+                effect = "with other settings" if switched else "without quantization"
                 yield self.finding(
                     script.where(call),
-                    f"`{target.id}` is never used: the model is loaded without quantization",
+                    f"`{target.id}` is never used: the model is loaded {effect}",
                     instead=f"pass quantization_config={target.id} to from_pretrained, or remove it",
                 )
 

@@ -73,7 +73,9 @@ _NOT_FLOAT32 = re.compile(r"^[\w.\[\]'\"]+ (!= (torch\.)?['\"]?(fp32|float32|flo
 _OTHER_FORMAT = re.compile(
     r"^\(?[\w.\[\]'\"]+ == (torch\.)?['\"]?(bf16|bfloat16|fp8|float8|int8|bf16-mixed)\w*['\"]?\)?$"
 )
-_FULL = re.compile(r"fp32|float32|['\"]no['\"]|== 32|(amp|precision|fp16)\w* == ['\"](none|off)['\"]", re.IGNORECASE)
+_FULL = re.compile(
+    r"fp32|float32|['\"](no|O0)['\"]|== 32|(amp|precision|fp16)\w* == ['\"](none|off)['\"]", re.IGNORECASE
+)
 
 
 class TraceRule(ScriptRule):

@@ -27,7 +27,7 @@ _READS = {"norm", "abs", "clamp_", "clamp", "square", "pow", "mean", "max", "nan
 _MAY_UNSCALE = re.compile(r"scal|amp", re.IGNORECASE)
 _OWN_CLIPS = {"clip_gradients", "clip_gradient", "clip_grads", "clip_grad", "clip_grad_value"}  # of other files
 _OPTIMIZER = re.compile(
-    r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_]",
+    r"(^|_)(opt|optim|opti|optimi[sz]er|adam|adamw|sgd)s?(_|$|\d)|optimi[sz]er|(?-i:_?optim[A-Z_]|[a-z]Opt$|^opt[A-Z_])",
     re.IGNORECASE,
 )
 _MODEL = re.compile(

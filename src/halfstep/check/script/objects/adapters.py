@@ -86,7 +86,8 @@ def adapter_use(outline: Outline) -> str:
         for own, (call, function) in zip(guards, sites, strict=True)
     ]
     conditional += [
-        _is_conditional(outline, call) or may_be_none(outline, keyword.value, function)
+        _is_conditional(outline, call)
+        or (may_be_none(outline, keyword.value, function) and not _is_loaded_instead(outline, keyword.value, guards))
         for name, calls in outline.calls.items()
         if name == "from_pretrained" or name.endswith("Trainer")
         for call, function in calls
@@ -185,6 +186,13 @@ def _is_used(outline: Outline, name: str) -> bool:
     statements = [outline.parents.get(site.call) for site in sites]
     targets = [key_of(t) for s in statements for t in (s.targets if isinstance(s, ast.Assign) else ())]
     return len(targets) < len(sites) or any(not t or t.rsplit(".", 1)[-1] in outline.loads for t in targets)
+
+
+def _is_loaded_instead(outline: Outline, value: ast.expr, attached: list[tuple[Guard, ...]]) -> bool:
+    """Whether a configuration is None only in branches that attach an adapter themselves: a trained one that is loaded."""
+    empty = [b for b in outline.bindings.get(key_of(value), ()) if b.value is not None and constant(b.value) is None]
+    own = [conditions_of(outline, b.node) for b in empty]
+    return bool(own) and all(guards and guards in attached for guards in own)
 
 
 def _is_conditional(outline: Outline, call: ast.AST) -> bool:

@@ -64,7 +64,11 @@ def _assigned(outline: Outline, key: str, function: Function) -> Iterator[tuple[
         passed = list(passed_for(outline, key, function))
         yield from passed
         default = default_of(function, key)
-        if default is not None and len(passed) < _num_calls(outline, function):
+        chosen = [b for b in outline.lookup(key, function) if b.function is function and b.value is not None]
+        if default is not None and constant(default) is None and chosen:
+            # `if dtype is None: dtype = torch.bfloat16`: what a call without it gets.
+            yield from ((b.value, function) for b in chosen if b.value is not None and b.index is None)
+        elif default is not None and len(passed) < _num_calls(outline, function):
             yield default, outline.module
         return
     attribute = list(_class_attribute(outline, key, function))

@@ -24,6 +24,7 @@ _ADDED = re.compile(
 _SMALL = re.compile(
     r"[Nn]orm|RMS|\bln_?|\bbn\b|[Rr]outer|\bgate\b|\bbias\b|ndim == 1|dim\(\) == 1|ndim < 2|dim\(\) < 2"
 )
+_OF_GRADIENT = re.compile(r"\.grad(\.\w+(\(\))?)*\.float\(\)")  # measured in float32; the parameter stays as it is
 
 
 def freezing_loops(outline: Outline) -> tuple[tuple[ast.For, Function], ...]:
@@ -35,7 +36,7 @@ def freezing_loops(outline: Outline) -> tuple[tuple[ast.For, Function], ...]:
             while node is not None and not isinstance(node, ast.stmt):
                 node = outline.parents.get(node)
             if isinstance(node, ast.For):
-                body = " ".join(ast.unparse(statement) for statement in node.body)
+                body = _OF_GRADIENT.sub("", " ".join(ast.unparse(statement) for statement in node.body))
                 if re.search(r"requires_grad(_\(| = )(?!True)|\.float\(\)|float32", body):
                     loops[node] = function
     return tuple(loops.items())

@@ -33,7 +33,9 @@ _TEMPERATURE = re.compile(r"(^|[._])(temperature|temp|tau|T)$")
 _ASKS_ENGINE = {"fp16_enabled": "float16", "bfloat16_enabled": "bfloat16"}  # methods of a DeepSpeed engine
 _MODES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}  # blocks of a DeepSpeed configuration
 _LIBRARIES = ("torchvision.models.", "timm.", "torch.nn.")
-_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "deepspeed", "lightning_fabric")
+# These cast the output of a model that they wrap back to float32, or open regions of their own.
+_FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
+_SELECTS = {"torch.masked_select", "torch.index_select", "torch.reshape", "torch.flatten", "torch.squeeze"}
 
 
 class Exit(NamedTuple):
@@ -242,6 +244,8 @@ def _walk_back(
             node = node.value
         elif isinstance(node, ast.BinOp) and keeps_format(node) is not None:
             node = keeps_format(node) or node
+        elif isinstance(node, ast.Call) and (selected := _selected(outline, node, function)) is not None:
+            node = selected
         elif isinstance(node, ast.Name):
             binding = _last_binding(outline, node.id, function, line)
             if binding is None and node.id in function.params:
@@ -253,6 +257,40 @@ def _walk_back(
         else:
             break
     return node, inside
+
+
+def _selected(outline: Outline, call: ast.Call, function: Function) -> ast.expr | None:
+    """The tensor that a call selects from or reshapes: a function of torch, or one of this file that only does that."""
+    if outline.names.full(call.func) in _SELECTS:
+        return argument(call, 0, "input")
+    target = outline.call_target(call, function) if isinstance(call.func, ast.Name) else None
+    param = _returned_parameter(outline, target) if target is not None and target is not function else ""
+    return argument(call, target.params.index(param), param) if target is not None and param else None
+
+
+def _returned_parameter(outline: Outline, target: Function) -> str:
+    """The parameter that a function without branches returns, reshaped or selected from; "" if it returns anything else."""
+    origins = {name: name for name in target.params}
+    for statement in target.body:
+        if isinstance(statement, ast.Return):
+            return origins.get(_reshaped(outline, statement.value), "")
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            origins[statement.targets[0].id] = origins.get(_reshaped(outline, statement.value), "")
+        elif not isinstance(statement, ast.Expr):
+            return ""
+    return ""
+
+
+def _reshaped(outline: Outline, node: ast.expr | None) -> str:
+    """The variable that an expression reshapes or selects from; "" if it computes anything."""
+    while node is not None and not isinstance(node, ast.Name):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPES:
+            node = node.func.value
+        elif isinstance(node, ast.Call) and outline.names.full(node.func) in _SELECTS:
+            node = argument(node, 0, "input")
+        else:
+            node = node.value if isinstance(node, ast.Subscript) else None
+    return node.id if node is not None else ""
 
 
 def keeps_format(node: ast.BinOp) -> ast.expr | None:

@@ -14,15 +14,31 @@ from halfstep.check.script.objects.values import Scaler
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["is_setting", "looped_objects", "passed_objects", "restored_copies", "restores", "saves", "written_out"]
+__all__ = [
+    "has_progress",
+    "is_setting",
+    "looped_objects",
+    "passed_objects",
+    "restored_copies",
+    "restores",
+    "restores_models",
+    "saves",
+    "written_out",
+]
 
 MAX_DEPTH = 4
 _RESTORES = re.compile(r"resume|restore|restart_?from|load_(ckpt|checkpoint|state|snapshot|training)", re.IGNORECASE)
-_SAVES = re.compile(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?)?(ckpt|checkpoint|check_point|state|snapshot|"
+_SAVES = re.compile(r"^_*save$|save_?(the_?|current_?|latest_?|training_?|full_?)?(ckpt|checkpoint|check_point|ckpoint|state|snapshot|"
                     r"training|model|network|weights|all|dict)|(ckpt|checkpoint|snapshot)_?save", re.IGNORECASE)  # fmt: skip
 
 _SETTING = re.compile(r"^(args?|cfg|conf|config|opts?|hps|hparams|params|flags|settings|options)(\.|$)|(^|\.)opts?$|"
                       r"name|path|type|file|dir|cfg|config|class|kwargs|params|groups|_lr$|_fn$|state(_dict)?s?$", re.IGNORECASE)  # fmt: skip
+
+# How far a run is: what a checkpoint contains next to the optimizer only if a run is to continue from it.
+_NO_MODEL = re.compile(r"optim|sched|(^|_)opt($|_)|scaler", re.IGNORECASE)
+_PROGRESS = re.compile(
+    r"^(global_?|total_?|cur(rent)?_?|iter_?)?(epoch|step|iteration|iter|iter_num)s?$", re.IGNORECASE
+)
 
 
 def saves(name: str) -> bool:
@@ -43,6 +59,33 @@ def restored_copies(outline: Outline, scalers: tuple[Scaler, ...]) -> Iterator[t
             parent = outline.parents.get(parent)
         if isinstance(parent, ast.Call) and restores(key_of(parent.func).rsplit(".", 1)[-1]):
             yield scaler, parent
+
+
+def has_progress(entry: ast.AST | None) -> bool:
+    """Whether a checkpoint contains the epoch or step that it was written at."""
+    names: list[object] = []
+    if isinstance(entry, ast.Dict):
+        names = [key.value for key in entry.keys if isinstance(key, ast.Constant)]
+    elif isinstance(entry, ast.Call):
+        names = [*(keyword.arg for keyword in entry.keywords), *map(key_of, entry.args)]
+    return any(isinstance(name, str) and _PROGRESS.search(name.rsplit(".", 1)[-1]) for name in names)
+
+
+def restores_models(outline: Outline, entry: ast.AST | None) -> bool:
+    """Whether the file loads weights again that the checkpoint contains: those of another model show nothing about it."""
+    loads = [call for call, _ in outline.calls.get("load_state_dict", ())]
+    if not loads:
+        return any(outline.names.full(call.func) == "torch.load" for call, _ in outline.calls.get("load", ()))
+    saved = {_owner(part) for part in ast.walk(entry) if isinstance(part, ast.Call)} if entry is not None else set()
+    models = {key for key in saved if key and not _NO_MODEL.search(key)}
+    return not models or any(_owner(call) in models | {""} for call in loads)
+
+
+def _owner(call: ast.Call) -> str:
+    """The object whose state a call saves or loads, without wrappers: `model` of `model.module.state_dict()`."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in {"state_dict", "load_state_dict"}:
+        return ""
+    return key_of(call.func.value).removesuffix(".module").removesuffix("._orig_mod")
 
 
 def is_setting(key: str) -> bool:

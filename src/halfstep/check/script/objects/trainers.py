@@ -13,7 +13,7 @@ from halfstep.check.script.objects.values import argument, constant, text_of
 from halfstep.check.script.syntax.names import key_of
 from halfstep.check.script.syntax.outline import Function, Outline
 
-__all__ = ["PARSES", "arguments_of", "is_sharded", "is_trainer", "model_of", "unsharded_when"]
+__all__ = ["PARSES", "arguments_of", "has_plain_trainer", "is_sharded", "is_trainer", "model_of", "unsharded_when"]
 
 _ARGUMENTS = re.compile(
     r"TrainingArguments$|(SFT|DPO|GRPO|ORPO|KTO|CPO|Reward|RLOO|OnlineDPO|GKD|BCO|PRM|PPO|PPOv2|XPO|NashMD)Config$"
@@ -21,6 +21,7 @@ _ARGUMENTS = re.compile(
 # Optimizers of TrainingArguments that compensate for 16-bit weights, or never store an update.
 _COMPENSATES = re.compile(r"anyprecision|lomo|apollo|stable|kahan")
 _OPTIONS = {"per_device_train_batch_size", "gradient_checkpointing", "num_train_epochs"}
+_ENGINES = re.compile(r"deepspeed|fsdp", re.IGNORECASE)
 PARSES = re.compile(r"parse_(args|json|yaml|dict)\w*$")  # of transformers.HfArgumentParser
 
 
@@ -28,6 +29,13 @@ def is_trainer(outline: Outline, name: str) -> bool:
     """Whether a class is a Trainer, by its name or by that of its base class."""
     bases = outline.bases.get(name, ()) if name not in outline.names.table else ()
     return name.endswith("Trainer") or any(text_of(base).endswith("Trainer") for base in bases)
+
+
+def has_plain_trainer(outline: Outline) -> bool:
+    """Whether a Trainer trains in this file, and nothing in it is about DeepSpeed or FSDP, which keep float32 copies."""
+    if any(_ENGINES.search(name) for name in (*outline.loads, *outline.bindings, *outline.strings)):
+        return False
+    return "train" in outline.calls and any(name.endswith("Trainer") for name in outline.calls)
 
 
 def model_of(outline: Outline, trainer: ast.Call, function: Function) -> ast.expr | None:

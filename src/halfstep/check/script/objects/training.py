@@ -21,6 +21,7 @@ from halfstep.check.script.objects.parameters import is_model_name, owners_of
 from halfstep.check.script.objects.trainers import (
     PARSES,
     arguments_of,
+    has_plain_trainer,
     is_sharded,
     is_trainer,
     model_of,
@@ -69,7 +70,6 @@ _PLUGINS = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin"}  # of Accelerat
 _MAKES_OPTIMIZER = re.compile(
     r"(^|_)(make|build|create|get|init|setup|configure)_?\w*optim|^instantiate$", re.IGNORECASE
 )
-
 MAX_OPTIMIZERS = 50  # in one script; only generated code creates more
 
 
@@ -140,7 +140,10 @@ class Training:
     @cached_property
     def cast_parameters(self) -> tuple[Cast, ...]:
         """Casts of what is trained: `if p.requires_grad: p.data = p.data.to(torch.bfloat16)`, adapters included."""
-        if self.has_masters or not (self.optimizers or self._factories or defines_optimizer(self.outline)):
+        is_trained = (
+            self.optimizers or self._factories or defines_optimizer(self.outline) or has_plain_trainer(self.outline)
+        )
+        if self.has_masters or not is_trained:
             return ()
         casts = [
             c for c, model in cast_layers(self.outline, self._casts) if self._is_trained_in_full(model, c.function)

@@ -113,9 +113,7 @@ class Lineage:
     places: dict[tuple[str, Function | str], Function] = field(default_factory=dict)
     casts: list[Cast] = field(default_factory=list)
     creations: list[Creation] = field(default_factory=list)  # calls of classes and functions of other files
-    copied: dict[tuple[str, Function | str], ast.Call] = field(
-        default_factory=dict
-    )  # names that deepcopy was called on
+    copied: dict[tuple[str, Function | str], ast.Call] = field(default_factory=dict)  # that deepcopy was called on
     is_adapted: bool = False  # quantized, or wrapped with an adapter
     frozen_when: dict[str, None] = field(default_factory=dict)  # options that freeze the model
 
@@ -215,6 +213,8 @@ def _flow_of_call(
         yield from ((k.value, function, None, name) for k in call.keywords if k.arg in {"model", "module"})
     elif last in _LOADS:
         _add_load(lineage, call, function, name)
+        if lineage.is_adapted and "Peft" in text_of(func) and call.args:
+            yield call.args[0], function, None, name  # `PeftModel.from_pretrained(model, path)`
     else:
         target = outline.call_target(call, function)
         if target is not None and target.name != "__init__":
