@@ -128,7 +128,7 @@ def copy_distribution(distribution, site):
 
 @pytest.mark.slow
 def test_the_wheel_installs_small_and_complete(tmp_path):
-    """The wheel and its dependencies are under 25 MiB without numpy and torch, include the templates, and check a script."""
+    """The wheel and its dependencies unpack to less than 25 MB without numpy and torch, include the templates, and check a script."""
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -148,8 +148,9 @@ def test_the_wheel_installs_small_and_complete(tmp_path):
     assert not {"numpy", "torch", *EXTRAS} & set(closure)
     for distribution in closure.values():
         copy_distribution(distribution, site)
-    subprocess.run([environment / "bin" / "python", "-m", "compileall", "-q", site], check=True)
-    assert sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) < 25 * 2**20
+    # Bytecode is left out: whether an installer writes it, and how much, depends on the installer and on Python.
+    files = [path for path in site.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert sum(path.stat().st_size for path in files) < 25e6
     templates = {path.name for path in (ROOT / "src/halfstep/report/templates").iterdir()}
     assert {path.name for path in (site / "halfstep/report/templates").iterdir()} == templates
     (tmp_path / "wrong.py").write_text(WRONG)
