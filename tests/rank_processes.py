@@ -4,10 +4,14 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+
+FORK = Path(__file__).with_name("fork_ranks.py")
 
 
 def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=()):
@@ -20,22 +24,26 @@ def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options
     with contextlib.ExitStack() as stack:
         # Files and not pipes: a rank whose pipe is full would stop, and the others wait for it.
         files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(ranks)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, *options, program, *map(str, arguments)],
-                env=environment | {"RANK": str(rank)},
-                stdout=out,
-                stderr=errors,
-            )
-            for rank, (out, errors) in enumerate(files)
-        ]
-        for process in processes:
-            process.wait(timeout)
+        descriptors = [[file.fileno() for file in pair] for pair in files]
+        command = [sys.executable, *options, FORK, ",".join(f"{out}:{errors}" for out, errors in descriptors), program]
+        process = subprocess.Popen(
+            [*command, *map(str, arguments)],
+            env=environment,
+            pass_fds=list(itertools.chain(*descriptors)),
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            codes, _ = process.communicate(timeout=timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # ranks that still wait for one that stopped
+                os.killpg(process.pid, signal.SIGKILL)
         for file in itertools.chain(*files):
             file.seek(0)
         outputs = [(out.read(), errors.read()) for out, errors in files]
     texts = "\n".join(f"{text[-20000:]}\n{errors[-3000:]}" for text, errors in outputs)
-    assert [process.returncode for process in processes] == [0] * ranks, texts
+    assert codes.split() == ["0"] * ranks, f"{codes}\n{texts}"
     return [text for text, _ in outputs]
 
 

@@ -1,0 +1,47 @@
+"""Forks the ranks of one launch from one interpreter: importing torch costs seconds, and every rank needs it.
+
+    python fork_ranks.py DESCRIPTORS PROGRAM [ARGUMENT ...]
+
+`DESCRIPTORS` are open files, `OUT:ERR,OUT:ERR,...`, two for each rank. Prints the exit code of each rank.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed.fsdp  # noqa: F401
+
+import halfstep.engine  # noqa: F401
+
+
+def fork_ranks(files):
+    """Fork the ranks: their process ids, or in a rank None."""
+    pids = []
+    for rank, (out, errors) in enumerate(files):
+        pid = os.fork()
+        if pid == 0:
+            os.environ["RANK"] = str(rank)
+            os.dup2(out, 1)
+            os.dup2(errors, 2)
+            return None
+        pids.append(pid)
+    return pids
+
+
+def run_as_main(path):
+    """Run a program in this module's place, as `python path` does."""
+    code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    sys.path[0] = str(path.parent)
+    main = vars(sys.modules["__main__"])
+    kept = {name: value for name, value in main.items() if name.startswith("__")}
+    main.clear()
+    main.update(kept, __doc__=None, __file__=str(path))
+    exec(code, main)
+
+
+_, descriptors, *sys.argv = sys.argv
+ranks = fork_ranks([[int(number) for number in pair.split(":")] for pair in descriptors.split(",")])
+if ranks is None:
+    run_as_main(Path(sys.argv[0]))
+else:
+    print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks))
