@@ -408,6 +408,30 @@ def test_a_second_scaler_depends_on_the_accelerator(options, expected):
     assert all(f.line == 3 for f in findings(both, "HS131"))
 
 
+def test_two_loops_in_one_file_have_each_their_own_scaler():
+    """A class with a GradScaler and another with an Accelerator, as in a file that compares both."""
+    one = "class {name}:\n    def __init__(self):\n        {made}\n    def step(self, loss):\n        {steps}\n"
+    by_hand = one.format(
+        name="ByHand",
+        made="self.scaler = torch.amp.GradScaler('cuda')",
+        steps="self.scaler.scale(loss).backward(); self.scaler.step(self.optimizer); self.scaler.update()",
+    )
+    library = one.format(
+        name="Library",
+        made="self.accelerator = Accelerator(mixed_precision='fp16'); self.accelerator.prepare(self.optimizer)",
+        steps="self.accelerator.backward(loss); self.optimizer.step()",
+    )
+    head = "import torch\nfrom accelerate import Accelerator\n"
+    assert not findings(head + by_hand + library, "HS131")
+    loaded = library.replace("Accelerator(", "load('accelerate').Accelerator(").replace(
+        "self.accelerator.backward(loss)", "self.accelerator.clip_grad_norm_(w, 1.0); self.accelerator.backward(loss)"
+    )
+    assert not findings(head + by_hand + loaded, "HS131")
+    mixed = library.replace("self.accelerator = ", "self.scaler = torch.amp.GradScaler('cuda'); self.accelerator = ")
+    mixed = mixed.replace("self.optimizer.step()", "self.scaler.step(self.optimizer)")
+    assert findings(head + mixed, "HS131")
+
+
 FABRIC_WINDOW = """\
 import lightning as L
 fabric = L.Fabric(precision="16-mixed"{strategy})

@@ -11,7 +11,7 @@ from halfstep.check.rule import Rule, ScriptRule
 from halfstep.check.script.flow.event import Event
 from halfstep.check.script.flow.order import TraceRule, scalers_at, switched_off, without_amp
 from halfstep.check.script.flow.trace import Trace
-from halfstep.check.script.objects.engines import ACCELERATE, engines_of
+from halfstep.check.script.objects.engines import ACCELERATE, Engine, engines_of
 from halfstep.check.script.objects.scaling import is_data_scaler
 from halfstep.check.script.objects.values import Scaler, argument, constant, text_of
 from halfstep.check.script.script import Script
@@ -250,7 +250,7 @@ class ScalerWithFramework(TraceRule):
         twice = isinstance(script.outline.parents.get(event.node), ast.Call)  # framework.backward(scaler.scale(loss))
         if event.kind == "scale" and not (twice and script.has("owned_backward")):
             return None
-        scales, stops = self._conflict(script)
+        scales, stops = self._conflict(script, event)
         if not (scales or stops) or switched_off(script, event) or without_amp(event):
             return None
         scalers = scalers_at(script, event)
@@ -270,13 +270,23 @@ class ScalerWithFramework(TraceRule):
         )
 
     @staticmethod
-    def _conflict(script: Script) -> tuple[str, str]:
+    def _conflict(script: Script, event: Event) -> tuple[str, str]:
         """Whether the framework scales (always, maybe), and the Accelerator that only steps through DeepSpeed's engine."""
-        engines = engines_of(script)
+        engines = [engine for engine in engines_of(script) if not _of_another_class(script, engine, event)]
         precisions = {engine.precision for engine in engines}
         scales = "always" if precisions == {"fp16"} else "maybe" if precisions == {"?"} else ""
         deepspeed = [e.key for e in engines if e.plugin == "deepspeed" and e.library == ACCELERATE]
         return scales, deepspeed[0] if deepspeed and len(deepspeed) == len(engines) else ""
+
+
+def _of_another_class(script: Script, engine: Engine, event: Event) -> bool:
+    """Whether the engine is an attribute of other classes than the scaler: two training loops in one file."""
+    sites = script.outline.calls.get("backward", ())
+    used = [(key_of(call.func.value), f.cls) for call, f in sites if isinstance(call.func, ast.Attribute)]
+    owners = {cls for key, cls in used if key == f"self.{engine.name}" and cls}
+    if engine.function is not None and engine.key.startswith("self.") and engine.function.cls:
+        owners.add(engine.function.cls)
+    return event.scaler.startswith("self.") and bool(owners) and event.function.cls not in {"", *owners}
 
 
 class UpdateWithInt(TraceRule):
