@@ -165,6 +165,13 @@ def is_auto(value: object) -> bool:
     return isinstance(value, str) and value.strip().casefold() == "auto"
 
 
+def as_flag(value: Any) -> Any:
+    """The value, with "true" and "false" as booleans: DeepSpeed's validated blocks accept the text as well."""
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().casefold(), value)
+    return value
+
+
 def auto_value(path: str, argument: str | None = None) -> SettingError:
     """The error for an "auto" that nothing resolves; `argument` is the setting that would."""
     advice = f"pass {argument}, or write the value" if argument else "write the value"
@@ -213,7 +220,7 @@ class Block:
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         """A boolean."""
-        value = self.get(key)
+        value = as_flag(self.get(key))
         if value is None:
             return default
         if not isinstance(value, bool):

@@ -27,6 +27,7 @@ from halfstep.precision.deepspeed_keys import (
     REJECTED,
     REMOVED_KEYS,
     Block,
+    as_flag,
     auto_value,
     has_effect,
     is_auto,
@@ -137,6 +138,9 @@ class _Merge:
         self.notes: list[str] = []
 
     def run(self) -> Merged:
+        for mode in (*_MODES, "bfloat16"):
+            if isinstance(block := self.config.get(mode), Mapping):
+                self.config[mode] = {key: as_flag(value) for key, value in block.items()}
         self.drop_without_effect()
         stage = self.zero()
         self.optimizer(stage)
