@@ -2,6 +2,9 @@
 
 import copy
 import json
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +16,7 @@ from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REJECTED
 from halfstep.precision.deepspeed_merge import Choices, Decision, merge_config
 from halfstep.precision.policy import Policy
 
+ROOT = Path(__file__).resolve().parents[2]
 VERSION = (0, 19, 8)
 FILE = {
     "train_micro_batch_size_per_gpu": 4,
@@ -140,7 +144,7 @@ anything = st.recursive(
 )
 blocks = {name: st.dictionaries(st.sampled_from(keys), leaves, max_size=4) for name, keys in BLOCKS.items()}
 values = {name: st.one_of(block, anything) for name, block in blocks.items()}
-values |= dict.fromkeys((*READ[len(BLOCKS):], *NOT_READ, *REJECTED, "unknown"), anything)
+values |= dict.fromkeys((*READ[len(BLOCKS) :], *NOT_READ, *REJECTED, "unknown"), anything)
 values |= {"zero_optimization": st.fixed_dictionaries({"stage": st.integers(0, 3)}) | anything}
 entries = st.sampled_from(sorted(values)).flatmap(lambda key: st.tuples(st.just(key), values[key]))
 configs = st.lists(entries, max_size=4).map(dict)
@@ -161,3 +165,19 @@ def test_any_configuration_is_merged_or_raises_only_our_error(config, precision,
     texts = json.dumps([value for key, value in merged.config.items() if key != "data_types"])
     assert '"auto"' not in texts
     assert merged.config["gradient_clipping"] == (merged.max_norm or 0.0)
+
+
+def test_page_runs(capsys):
+    """The Python of the configuration section of docs/deepspeed.md runs, and its assertions are true."""
+    page = (ROOT / "docs" / "deepspeed.md").read_text().partition("## Configuration")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "docs/deepspeed.md", "exec"), {})
+    assert "fp16.initial_scale_power: 32 in the file, 24 in this run; Halfstep caps" in capsys.readouterr().out
+
+
+def test_example_runs(capsys):
+    """The example shows a written configuration and the decisions of a merged one."""
+    runpy.run_path(str(ROOT / "examples" / "merge_deepspeed_config.py"), run_name="__main__")
+    assert "bf16.enabled: 'auto' in the file, True in this run" in capsys.readouterr().out

@@ -1,8 +1,8 @@
 """Known faults of DeepSpeed's precision code by release: when each applies, what it does, and what Halfstep does.
 
 A fault is a place where DeepSpeed silently trains with other numbers than the configuration says, or stops without a
-usable message. The ids are stable and appear in messages and docs/deepspeed.md. The conditions are those of DeepSpeed
-0.18.2 to 0.19.8, run on CPU ranks where a row is `measured`, else read from the source. Halfstep has three answers:
+usable message. The ids are stable and appear in messages and docs/deepspeed.md. A row that is `measured` was run on CPU
+ranks with DeepSpeed 0.19.8 or the last release that has it; the others were read from the source. Halfstep has three answers:
 
     avoid     it writes settings under which the fault cannot occur
     own       it does that part itself (scaling, overflow decision, clipping, counting, checkpoints)
@@ -232,7 +232,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "D83", "resume with changed fp16 settings or clipping", "the checkpoint silently overrides the new settings, at "
-        "some stages only", "own", "Halfstep's checkpoints keep the scale, not the settings: changed ones apply and are logged",
+        "some stages only", "own", "it loads its own checkpoints: the Engine's max_norm applies, and a warning lists the scale settings that a "
+        "checkpoint replaces",
         lambda s: s.mode == "fp16" or s.clip > 0,
     ),
 )  # fmt: skip
