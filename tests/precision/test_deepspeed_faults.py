@@ -117,10 +117,13 @@ def test_written_configuration_avoids_what_it_can(name, accumulate, stage):
     assert not [fault.id for fault in faults("0.19.8", config) if fault.action != "own"]
 
 
-def test_own_scaler_leaves_no_dynamic_scale_to_deepspeed():
-    """With Halfstep's scaler, the faults of DeepSpeed's dynamic scale cannot occur."""
-    config = Policy.parse("fp16-lean").to_deepspeed(stage=2, scaler="halfstep")
-    assert not {"D05", "D06", "D07", "D09", "D12", "D14"} & ids("0.19.8", config)
+def test_driven_configuration_leaves_only_what_needs_a_bare_backward():
+    """Where Halfstep drives, the faults of DeepSpeed's scaler, sums and clipping cannot occur in any preset."""
+    assert ids("0.19.8", Policy.parse("fp16-lean").to_deepspeed(stage=2, accumulate=8, driver="halfstep")) == {
+        "D13",
+        "D83",
+    }
+    assert ids("0.19.8", Policy.parse("fp16").to_deepspeed(stage=2, max_norm=1.0, driver="halfstep")) == set()
 
 
 def test_remedies_name_rules_that_exist():

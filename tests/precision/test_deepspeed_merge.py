@@ -14,6 +14,7 @@ from halfstep.errors import HalfstepError, SettingError
 from halfstep.precision.deepspeed_batches import Batches, read_batches
 from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REJECTED
 from halfstep.precision.deepspeed_merge import Choices, Decision, merge_config
+from halfstep.precision.deepspeed_optimizers import zero_support_of_class
 from halfstep.precision.policy import Policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,13 +66,37 @@ def test_merging_again_decides_nothing(precision):
     assert (again.config, again.policy, again.accumulate) == (merged.config, merged.policy, merged.accumulate)
 
 
-def test_own_scaler_makes_the_scale_static():
-    """Where Halfstep scales, DeepSpeed's scale is a constant, which is reported; the policy keeps its rule."""
-    merged = merge({**FILE, "fp16": {"enabled": True}}, scaler="halfstep")
-    assert merged.policy == Policy.parse("fp16-lean")
-    assert merged.config["fp16"] == {"enabled": True, "loss_scale": 65536.0}
-    assert "fp16.loss_scale" in {decision.key for decision in merged.decisions}
+def test_driven_configuration_is_merged():
+    """Where Halfstep drives, what it takes over is reported with that reason, and the result keeps the user's settings."""
+    config = FILE | {"fp16": {"enabled": True}, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
+    merged = merge(config, driver="halfstep", optimizer="torch.optim.sgd.SGD")
+    assert (merged.policy, merged.max_norm, merged.accumulate) == (Policy.parse("fp16-lean"), 0.5, 4)
+    assert merged.config["fp16"] == {"enabled": True, "loss_scale": 1.0}
+    reasons = {decision.key: (decision.ours, decision.reason) for decision in merged.decisions}
+    assert reasons["fp16.loss_scale"] == (1.0, "Halfstep scales the loss, by the policy's rule")
+    assert reasons["gradient_clipping"] == (0.0, "Halfstep clips, in every precision")
+    assert reasons["gradient_accumulation_steps"][0] == 1
+    assert reasons["zero_allow_untested_optimizer"][0] is True
     assert "D12" not in {fault.id for fault in merged.faults}
+
+
+@pytest.mark.parametrize(
+    ("path", "support"),
+    [
+        ("torch.optim.adamw.AdamW", "tested"),
+        ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam", "tested"),
+        ("mine.AdamW", "unknown"),
+        ("torch.optim.sgd.SGD", "elementwise"),
+        ("torch.optim._muon.Muon", "by layer"),
+        ("torch.optim.lbfgs.LBFGS", "by layer"),
+        ("apex.optimizers.FusedLAMB", "by layer"),
+        ("torch.optim.sparse_adam.SparseAdam", "unknown"),
+        ("deepspeed.runtime.fp16.onebit.adam.OnebitAdam", "one bit"),
+    ],
+)
+def test_optimizer_objects_are_judged_by_their_class(path, support):
+    """ZeRO accepts exact classes only; others differ in whether a shard of them can be stepped."""
+    assert zero_support_of_class(path) == support
 
 
 def test_faults_are_those_of_the_merged_configuration():

@@ -20,6 +20,7 @@ ADAMW = "torch.optim.adamw.AdamW"
 # What a program like `halfstep train` knows: precision, norm, window and an optimizer of its own.
 PROGRAM = {"policy": Policy.parse("bf16-lean"), "max_norm": 1.0, "accumulate": 4, "batch_size": 8, "optimizer": ADAMW}
 OWN = {"optimizer": ADAMW}
+DRIVEN = {"driver": "halfstep"}
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,19 @@ SHAPES = {
     "neox top level": (
         plain(pipe_parallel_size=1, hidden_size=768, fp16={"enabled": True, "hysteresis": 2}), OWN,
         Accepted("fp16-lean", 2, decided={"pipe_parallel_size": None, "hidden_size": None})),
+    # Under Halfstep's own backend, which scales, clips, accumulates and casts
+    "driven: fp16 without zero": (plain(0, **FP16), OWN | DRIVEN, Accepted("fp16-lean", 0, decided={"fp16.loss_scale": 1.0})),
+    "driven: llamafactory z0": (hf(0, zero_allow_untested_optimizer=True), PROGRAM | DRIVEN, Accepted(
+        "bf16-lean", 0, accumulate=4, decided={"gradient_clipping": 0.0, "gradient_accumulation_steps": 1})),
+    "driven: autocast fp16 with zero": (
+        plain(torch_autocast={"enabled": True, "dtype": "float16"}), OWN | DRIVEN,
+        Accepted("fp16,loss_scale=dynamic(semantics=torch;growth_interval=2000)", 2, decided={"torch_autocast.enabled": False})),
+    "driven: sgd without the flag": (plain(), {"optimizer": "torch.optim.sgd.SGD"} | DRIVEN, Accepted(
+        "fp32", 2, decided={"zero_allow_untested_optimizer": True})),
+    "driven: muon without the flag": (plain(), {"optimizer": "torch.optim._muon.Muon"} | DRIVEN, "needs whole layers"),
+    "driven: 16-bit masters": (
+        plain(bf16={"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}), OWN | DRIVEN,
+        "optimizer states are fp32"),
     # Mistakes
     "typo at the top level": (plain(gradient_cliping=1.0), OWN, "HS252"),
     "typo in a block": (plain(fp16={"enabled": True, "loss_scale_windows": 500}), OWN, "HS251"),

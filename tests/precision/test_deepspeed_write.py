@@ -149,10 +149,10 @@ def test_what_deepspeed_cannot_do_is_rejected_with_the_reason(text, settings, re
 @pytest.mark.parametrize(
     "settings",
     [{"stage": 4}, {"stage": True}, {"accumulate": 0}, {"accumulate": 1.5}, {"batch_size": 0}, {"max_norm": 0},
-     {"max_norm": float("nan")}, {"max_norm": True}, {"scaler": "apex"}],
+     {"max_norm": float("nan")}, {"max_norm": True}, {"driver": "apex"}],
 )  # fmt: skip
 def test_invalid_settings_are_rejected(settings):
-    """Settings that are no stage, count, norm or scaler raise with the value."""
+    """Settings that are no stage, count, norm or driver raise with the value."""
     with pytest.raises(SettingError) as caught:
         Policy().to_deepspeed(**settings)
     assert repr(next(iter(settings.values()))) in str(caught.value)
@@ -168,13 +168,36 @@ def test_autocast_under_zero_reduces_in_the_policy_format():
     assert "lower_precision_safe_modules" not in Policy.parse("bf16").to_deepspeed(stage=0)["torch_autocast"]
 
 
-def test_own_scaler_makes_the_scale_static():
-    """With Halfstep's scaler, DeepSpeed's scale is a constant in every rule, and stage 0 and autocast are open."""
-    policy = Policy.parse("fp16-lean,loss_scale=dynamic(semantics=megatron;init_scale=1024)")
-    for stage in range(4):
-        config = policy.to_deepspeed(stage=stage, scaler="halfstep")
-        assert config["fp16"] == {"enabled": True, "loss_scale": 1024}
-    assert not {"torch_autocast", "fp16"} & set(Policy.parse("fp16").to_deepspeed(stage=2, scaler="halfstep"))
+@pytest.mark.parametrize(
+    "text", ["fp32", "tf32", "bf16,keep_fp32=head", "fp16", "bf16-lean,residual=fp32", "fp16-lean,loss_scale=8"]
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_driven_configuration_leaves_nothing_to_deepspeed(text, stage):
+    """Where Halfstep drives, DeepSpeed gets a scale of 1, no clipping, one micro-batch, fp32 sums, and no autocast."""
+    policy = Policy.parse(text)
+    config = policy.to_deepspeed(stage=stage, max_norm=1.0, accumulate=4, driver="halfstep")
+    assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.0, 1)
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["communication_data_type"] == policy.reduce
+    assert config.get("fp16") == ({"enabled": True, "loss_scale": 1.0} if policy.params == "fp16" else None)
+    assert "torch_autocast" not in config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fp8",
+        "bf16-lean,states=8bit",
+        "bf16-lean,states=bf16",
+        "bf16-lean,master=none",
+        "bf16-lean,grads=bf16",
+        "bf16-lean,keep_fp32=head",
+    ],
+)
+def test_driven_configuration_has_limits(text):
+    """What ZeRO cannot store is rejected where Halfstep drives, too."""
+    with pytest.raises(SettingError, match="cannot express this policy"):
+        Policy.parse(text).to_deepspeed(driver="halfstep")
 
 
 READER = """

@@ -27,7 +27,7 @@ from halfstep.check.settings import Settings
 from halfstep.errors import SettingError
 from halfstep.precision.deepspeed_merge import Choices, Merged, merge_config
 from halfstep.precision.deepspeed_setup import parse_version
-from halfstep.precision.deepspeed_write import Scaler
+from halfstep.precision.deepspeed_write import Driver
 from halfstep.precision.json_tree import load_json, parse_json, read_text
 from halfstep.precision.node import Block
 from halfstep.precision.policy import Policy
@@ -38,10 +38,10 @@ TESTED_VERSION = "0.19.8"
 _NAME = "The DeepSpeed configuration"
 _STOPS = frozenset({"HS252", "HS253"})
 _HANDLED = {
-    "HS204": "to_deepspeed rejects fp16 autocast under ZeRO, unless Halfstep casts and scales",
+    "HS204": "to_deepspeed rejects fp16 autocast under ZeRO, unless Halfstep drives",
     "HS206": "merging removes a disabled amp block and rejects an enabled one",
     "HS205": "merging rejects any enabled amp block",
-    "HS208": "to_deepspeed rejects fp16 at stage 0, unless Halfstep scales",
+    "HS208": "to_deepspeed rejects fp16 at stage 0, unless Halfstep drives",
     "HS209": "Halfstep decides itself whether a step is applied",
     "HS215": "merging caps the initial scale",
     "HS241": "merging moves max_grad_norm",
@@ -65,13 +65,14 @@ def merge_deepspeed(
     batch_size: int | None = None,
     world_size: int | None = None,
     optimizer: str | None = None,
-    scaler: Scaler = "deepspeed",
+    driver: Driver = "deepspeed",
     version: str = TESTED_VERSION,
 ) -> Merged:
     """The configuration to pass to DeepSpeed, and everything that Halfstep decides instead of the file.
 
     `config` is a dictionary, JSON text or a path. `optimizer` is the dotted class name of the optimizer object that the
-    program passes to DeepSpeed; without it the file's block creates one. What cannot be used raises `SettingError`.
+    program passes to DeepSpeed; without it the file's block creates one. `driver="halfstep"` is for Halfstep's own backend,
+    which scales, clips, accumulates and casts. What cannot be used raises `SettingError`.
     """
     values = load_json(config) if isinstance(config, str | Path) else config
     if not isinstance(values, Mapping):
@@ -89,7 +90,7 @@ def merge_deepspeed(
             notes.append(_text(finding))
     if errors:
         raise SettingError(_stopped(config, errors))
-    choices = Choices(policy, max_norm, accumulate, batch_size, world_size, optimizer, scaler)
+    choices = Choices(policy, max_norm, accumulate, batch_size, world_size, optimizer, driver)
     merged = merge_config(values, choices, parse_version(version))
     return replace(merged, notes=(*notes, *merged.notes))
 

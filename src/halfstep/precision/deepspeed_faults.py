@@ -1,6 +1,6 @@
 """Known faults of DeepSpeed's precision code by release: when each applies, what it does, and what Halfstep does.
 
-A fault is a place where DeepSpeed silently trains with other numbers than the configuration says, or stops without a
+A fault is a place where DeepSpeed silently trains with other numbers than the configuration asks for, or stops without a
 usable message. The ids are stable and appear in messages and docs/deepspeed.md. A row that is `measured` was run on CPU
 ranks with DeepSpeed 0.19.8 or the last release that has it; the others were read from the source. Halfstep has three answers:
 
@@ -72,12 +72,16 @@ def version_range(fault: Fault) -> str:
     return f"before {last}" if last else f"{first} and later" if first else "all"
 
 
-_STAGE_0 = "16-bit weights need stage 1 or higher; stage 0 is data parallelism, for which Halfstep has backend='ddp'"
-_SCALER = "Halfstep's scaler sets the scale before each backward pass; for DeepSpeed it is static"
+_STAGE_0 = (
+    "stage 0 is Halfstep's own data parallelism, in which DeepSpeed does not step; Policy.to_deepspeed rejects it"
+)
+_SCALER = "Halfstep scales and divides by the same value; DeepSpeed's scale is a static 1"
 _NORM = "Halfstep computes the norm that it reports and clips by"
 _DECIDES = "Halfstep decides on the gradients of all ranks whether a step is applied, and counts the skipped ones"
 _GRADS = "writes data_types.grad_accum_dtype from the policy: fp32 for more than one micro-batch"
-_AUTOCAST = "fp16 autocast under ZeRO is not left to DeepSpeed: Halfstep rejects it, or casts and scales itself"
+_AUTOCAST = (
+    "torch_autocast is not enabled: Halfstep's own region casts, and its scaler scales; Policy.to_deepspeed rejects it"
+)
 _FIXED = (0, 19, 8)
 
 FAULTS: tuple[Fault, ...] = (
@@ -97,7 +101,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "D08", "fp16 without ZeRO, with hysteresis settings", "hysteresis is ignored, and the scale halves at every "
-        "overflow", "own", f"{_SCALER}, and hysteresis works at every stage",
+        "overflow", "own", _SCALER,
         lambda s: s.is_dynamic_fp16 and not s.stage and s.sets_hysteresis,
     ),
     Fault(
@@ -111,7 +115,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "D11", "fp16 without ZeRO", "the loss is not scaled, but gradients are divided by the scale: SGD does not train, "
-        "Adam sees values near eps", "reject", _STAGE_0, lambda s: s.mode == "fp16" and not s.stage, since=(0, 18, 3),
+        "Adam sees values near eps", "own", _STAGE_0, lambda s: s.mode == "fp16" and not s.stage, since=(0, 18, 3),
     ),
     Fault(
         "D12", "dynamic fp16, on the step where the scale grows", "the gradient is divided by the new scale, which halves "
@@ -128,11 +132,11 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "D15", "override_loss_scale() without ZeRO", "the loss is scaled with one value and the gradient divided by "
-        "another", "reject", _STAGE_0, lambda s: s.mode == "fp16" and not s.stage,
+        "another", "own", _STAGE_0, lambda s: s.mode == "fp16" and not s.stage,
     ),
     Fault(
         "D16", "16-bit weights without ZeRO", "the optimizer takes a step with zero gradients at initialization: weights "
-        "decay, and Adam's bias correction is off by one", "reject", _STAGE_0, lambda s: s.is_16_bit and not s.stage,
+        "decay, and Adam's bias correction is off by one", "own", _STAGE_0, lambda s: s.is_16_bit and not s.stage,
     ),
     Fault(
         "D17", "16-bit weights without ZeRO, and not FusedAdam", "get_global_grad_norm() returns the norm times the scale",
@@ -209,16 +213,16 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "D62", "fp16 autocast with ZeRO and clipping", "the scaled gradient is clipped: updates are too small by about the "
-        "scale", "reject", _AUTOCAST, lambda s: s.scales_autocast and s.stage > 0 and s.clip > 0,
+        "scale", "own", _AUTOCAST, lambda s: s.scales_autocast and s.stage > 0 and s.clip > 0,
     ),
     Fault(
         "D63", "fp16 autocast with ZeRO, after an overflow", "0.19.8 skips every later step; up to 0.19.7 ranks end with "
-        "different scales, and parts of the parameters are stepped", "reject", _AUTOCAST,
+        "different scales, and parts of the parameters are stepped", "own", _AUTOCAST,
         lambda s: s.scales_autocast and s.stage > 0,
     ),
     Fault(
         "D64", "fp16 autocast with ZeRO and several parameter groups", "the scale is updated once per group, and later "
-        "groups are divided by another scale", "reject", _AUTOCAST,
+        "groups are divided by another scale", "own", _AUTOCAST,
         lambda s: s.scales_autocast and s.stage > 0 and s.num_groups > 1, measured=False,
     ),
     Fault(

@@ -41,7 +41,7 @@ from halfstep.precision.deepspeed_optimizers import (
     zero_support_of_class,
 )
 from halfstep.precision.deepspeed_setup import Version
-from halfstep.precision.deepspeed_write import Scaler
+from halfstep.precision.deepspeed_write import Driver
 from halfstep.precision.policy import Policy, read_deepspeed
 
 __all__ = ["Choices", "Decision", "Merged", "merge_config"]
@@ -78,6 +78,14 @@ _REASONS: dict[str, str] = {
     "fp16.auto_cast": "the Engine's forward region casts inputs",
     "fp16.initial_scale_power": "Halfstep caps the scale at 2^24; each excess power of two costs a skipped step",
 }
+# Those that differ where Halfstep drives.
+_DRIVEN_REASONS: dict[str, str] = {
+    "fp16.loss_scale": "Halfstep scales the loss, by the policy's rule",
+    "torch_autocast.enabled": "Halfstep's own forward region casts",
+    "gradient_clipping": "Halfstep clips, in every precision",
+    "gradient_accumulation_steps": "Halfstep counts micro-batches",
+    "data_types.grad_accum_dtype": "Halfstep sums in fp32",
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class Choices:
     batch_size: int | None = None  # per rank
     world_size: int | None = None
     optimizer: str | None = None  # dotted class name of the optimizer object; None: the file's block creates it
-    scaler: Scaler = "deepspeed"
+    driver: Driver = "deepspeed"
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,7 @@ class _Merge:
             accumulate=batches.accumulate,
             batch_size=batches.size,
             offload_optimizer=self.offloads,
-            scaler=choices.scaler,
+            driver=choices.driver,
         )
         del ours["zero_optimization"]
         self.overlay_modes(ours)
@@ -178,7 +186,8 @@ class _Merge:
         )
 
     def decide(self, key: str, theirs: object, ours: object, reason: str | None = None) -> None:
-        self.decisions.append(Decision(key, theirs, ours, reason or _REASONS.get(key, _PRECISION)))
+        driven = _DRIVEN_REASONS.get(key) if self.choices.driver == "halfstep" else None
+        self.decisions.append(Decision(key, theirs, ours, reason or driven or _REASONS.get(key, _PRECISION)))
 
     def drop_without_effect(self) -> None:
         for key in list(self.config):
@@ -278,7 +287,13 @@ class _Merge:
             else "compare a short run with stage 0: ZeRO passes the optimizer flat shards, which is safe only if it treats "
             "every element alone"
         )
-        if self.config.get("zero_allow_untested_optimizer") is not True:
+        allowed = self.config.get("zero_allow_untested_optimizer")
+        if allowed is not True and self.choices.driver == "halfstep" and support == "elementwise":
+            self.config["zero_allow_untested_optimizer"] = True
+            reason = f"{kind} treats every element alone, so it steps shards as it steps whole parameters"
+            self.decide("zero_allow_untested_optimizer", allowed, True, reason)
+            return
+        if allowed is not True:
             raise SettingError(
                 f"{kind} is not in ZeRO's list of tested optimizers, and DeepSpeed fails an assertion at stage {stage}. Set "
                 f'"zero_allow_untested_optimizer": true, or use AdamW. If you set it: {watch}.'

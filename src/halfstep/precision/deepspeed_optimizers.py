@@ -43,6 +43,10 @@ MAX_GRAD_NORM_EFFECT = (
     "pass your own optimizer object, the key is ignored. It never clips."
 )
 
+# Classes of torch.optim that treat every element alone, so that a flat shard is stepped as the whole parameter is.
+_TORCH_ELEMENTWISE = ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+_BY_LAYER_CLASSES = ("adafactor", "fusedlamb", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap")
+
 ZeroSupport = Literal["tested", "elementwise", "by layer", "one bit", "unknown"]
 
 # type() of an optimizer object must be one of these exactly: ZeRO does not accept subclasses.
@@ -79,8 +83,8 @@ def zero_support_of_class(path: str) -> ZeroSupport:
     package, name = path.split(".", maxsplit=1)[0], path.rpartition(".")[2]
     if (package, name) in _TESTED_CLASSES:
         return "tested"
-    if name in BY_LAYER or name.casefold() in {"lamb", "fusedlamb"}:
+    if name.casefold() in _BY_LAYER_CLASSES:
         return "by layer"
     if name.casefold() in ONE_BIT:
         return "one bit"
-    return "elementwise" if package == "torch" and name in TORCH else "unknown"
+    return "elementwise" if package == "torch" and name in _TORCH_ELEMENTWISE else "unknown"

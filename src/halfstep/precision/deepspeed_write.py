@@ -1,9 +1,12 @@
-"""Writes the DeepSpeed configuration that trains as a policy says.
+"""Writes the DeepSpeed configuration that trains as a policy specifies.
 
 Every key that decides a number format or a norm is written, so that none is left to a default that changed between
 releases: `gradient_clipping` is 0.0 where nothing is clipped (omitted, it is 1.0 since 0.19.3), sums over micro-batches
 and ranks use the policy's `grads` and `reduce` (omitted, both are 16-bit). What DeepSpeed 0.19.8 cannot do is
 rejected with the reason: the table `_LIMITS` lists all of it.
+
+With `driver="halfstep"` the configuration is for Halfstep's backend, in which DeepSpeed partitions, gathers and reduces,
+and Halfstep scales, clips, accumulates, casts, and runs stage 0 itself. DeepSpeed then divides by a scale of 1 and clips nothing.
 
 Two things are equal in DeepSpeed and differ in a policy. Its master is an fp32 copy of the weights, which
 `master=split` and `master=fp32` both mean; it is read back as `split`. `grads` is written as the format that it is
@@ -22,10 +25,10 @@ from halfstep.errors import SettingError, unknown
 from halfstep.precision.deepspeed_modes import TORCH_SCALE
 from halfstep.precision.loss_scale import LossScale
 
-__all__ = ["SCALERS", "Scaler", "write_config"]
+__all__ = ["DRIVERS", "Driver", "write_config"]
 
-Scaler = Literal["deepspeed", "halfstep"]
-SCALERS = ("deepspeed", "halfstep")
+Driver = Literal["deepspeed", "halfstep"]
+DRIVERS = ("deepspeed", "halfstep")
 _STAGES = (0, 1, 2, 3)
 _AUTOCAST_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -62,7 +65,7 @@ class _Request(NamedTuple):
     stage: int
     accumulate: int
     offload: bool
-    scaler: Scaler
+    driver: Driver
 
     @property
     def grads(self) -> str:
@@ -89,7 +92,7 @@ def write_config(
     accumulate: int,
     batch_size: int,
     offload_optimizer: bool,
-    scaler: Scaler,
+    driver: Driver,
 ) -> dict[str, Any]:
     """The configuration, as a dictionary for `deepspeed.initialize(config=...)` or `json.dump`."""
     if stage not in _STAGES or isinstance(stage, bool):
@@ -97,14 +100,16 @@ def write_config(
     for name, count in (("accumulate", accumulate), ("batch_size", batch_size)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise SettingError(f"{name}={count!r} must be a whole number of at least 1.")
-    if scaler not in SCALERS:
-        raise unknown("scaler", scaler, SCALERS)
+    if driver not in DRIVERS:
+        raise unknown("driver", driver, DRIVERS)
     norm = _clipping(max_norm)
-    request = _Request(policy, stage, accumulate, offload_optimizer, scaler)
-    for limit in _LIMITS:
+    request = _Request(policy, stage, accumulate, offload_optimizer, driver)
+    for limit in _LIMITS if driver == "deepspeed" else _DRIVEN_LIMITS:
         if limit.applies(request):
             message = limit.message.format(r=request, p=policy)
             raise SettingError(f"A DeepSpeed configuration cannot express this policy: {message}")
+    if driver == "halfstep":
+        return _driven(request, batch_size)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": accumulate,
@@ -114,6 +119,23 @@ def write_config(
         "zero_optimization": _zero(request),
     }
     return config | _mode(request)
+
+
+def _driven(request: _Request, batch_size: int) -> dict[str, Any]:
+    """What DeepSpeed gets where Halfstep scales, clips, accumulates and casts, and DeepSpeed partitions and reduces."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_accumulation_steps": 1,  # the Engine closes windows
+        "gradient_clipping": 0.0,
+        "communication_data_type": request.policy.reduce,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": _zero(request),
+    }
+    if request.policy.params == "bf16":
+        config["bf16"] = {"enabled": True}
+    if request.policy.params == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": 1.0}  # DeepSpeed divides by 1, whatever Halfstep's scale is
+    return config
 
 
 def _clipping(max_norm: float | None) -> float:
@@ -135,8 +157,6 @@ def _zero(request: _Request) -> dict[str, Any]:
 def _mode(request: _Request) -> dict[str, Any]:
     policy = request.policy
     if request.is_autocast:
-        if request.scaler == "halfstep":
-            return {}  # the Engine's own region casts, over weights that are fp32 for DeepSpeed
         block: dict[str, Any] = {"enabled": True, "dtype": _AUTOCAST_NAMES[policy.compute]}
         if request.stage and policy.reduce == "fp32":
             # With autocast, ZeRO ignores communication_data_type and reduces the gradients of these modules in 16 bits.
@@ -150,16 +170,16 @@ def _mode(request: _Request) -> dict[str, Any]:
             bf16["bf16_optimizer_states"] = True
         return {"bf16": bf16}
     if policy.params == "fp16":
-        fp16 = {"enabled": True, **_loss_scale(policy.scaling, request.scaler)}
+        fp16 = {"enabled": True, **_loss_scale(policy.scaling)}
         if request.has_no_master:
             fp16["fp16_master_weights_and_grads"] = True
         return {"fp16": fp16}
     return {}
 
 
-def _loss_scale(scale: LossScale, scaler: Scaler) -> dict[str, Any]:
-    if scaler == "halfstep" or scale.mode == "static":
-        return {"loss_scale": scale.init_scale}  # static for DeepSpeed; Halfstep's scaler sets it before each backward
+def _loss_scale(scale: LossScale) -> dict[str, Any]:
+    if scale.mode == "static":
+        return {"loss_scale": scale.init_scale}
     return {
         "loss_scale": 0,
         "initial_scale_power": int(math.log2(scale.init_scale)),
@@ -191,12 +211,18 @@ class _Limit(NamedTuple):
     message: str
 
 
+_NO_FP8 = _Limit(
+    lambda r: r.policy.compute == "fp8",
+    "compute=fp8: DeepSpeed has no fp8 mode of its own. Use bf16-lean, which is bf16 there.",
+)
+_NO_8_BIT = _Limit(
+    lambda r: r.policy.states == "8bit",
+    "states=8bit: DeepSpeed has no 8-bit moments. Use states=fp32, or backend='fsdp' with halfstep.optim.",
+)
+
 # The first that applies is raised, so a cause is listed before its consequences.
 _LIMITS = (
-    _Limit(
-        lambda r: r.policy.compute == "fp8",
-        "compute=fp8: DeepSpeed has no fp8 mode of its own. Use bf16-lean, which is bf16 there.",
-    ),
+    _NO_FP8,
     _Limit(
         lambda r: r.policy.compute == "tf32",
         "compute=tf32: TF32 is a switch of the process, not a key. Use fp32 and call halfstep.set_tf32().",
@@ -210,10 +236,7 @@ _LIMITS = (
         lambda r: r.policy.residual == "fp32",
         "residual=fp32: no key keeps the residual stream in fp32. Omit it, or use backend='ddp' or 'fsdp'.",
     ),
-    _Limit(
-        lambda r: r.policy.states == "8bit",
-        "states=8bit: DeepSpeed has no 8-bit moments. Use states=fp32, or backend='fsdp' with halfstep.optim.",
-    ),
+    _NO_8_BIT,
     _Limit(
         lambda r: r.policy.states == "bf16" and not (r.policy.params == "bf16" and r.has_no_master),
         "states=bf16 with master={p.master}: bf16_optimizer_states needs bf16_master_weights_and_grads, which has no "
@@ -243,34 +266,49 @@ _LIMITS = (
         "it sums gradients in the weights' format only (D35). Use stage 1, 2 or 3, or grads={p.params}.",
     ),
     _Limit(
-        lambda r: r.policy.params == "fp16" and not r.stage and r.scaler == "deepspeed",
+        lambda r: r.policy.params == "fp16" and not r.stage,
         "fp16 weights at stage 0: since 0.18.3 DeepSpeed does not scale the loss there but divides the gradients by the "
         "scale (D11). Use stage 1, 2 or 3, or backend='ddp'.",
     ),
     _Limit(
-        lambda r: r.policy.params == "bf16" and not r.stage and r.scaler == "deepspeed",
+        lambda r: r.policy.params == "bf16" and not r.stage,
         "bf16 weights at stage 0: DeepSpeed runs the optimizer once with zero gradients at initialization, which decays "
         "the weights and counts a step (D16). Use stage 1, 2 or 3, or backend='ddp'.",
     ),
     _Limit(
-        lambda r: r.is_autocast and r.policy.compute == "fp16" and r.stage > 0 and r.scaler == "deepspeed",
+        lambda r: r.is_autocast and r.policy.compute == "fp16" and r.stage > 0,
         "fp16 autocast at stage {r.stage}: DeepSpeed clips the scaled gradients and in 0.19.8 skips every step after an "
         "overflow (D62, D63). Use fp16-lean or bf16, or stage 0.",
     ),
     _Limit(
-        lambda r: (
-            r.is_autocast
-            and r.policy.compute == "fp16"
-            and r.scaler == "deepspeed"
-            and r.policy.scaling != LossScale.dynamic(**TORCH_SCALE)
-        ),
+        lambda r: r.is_autocast and r.policy.compute == "fp16" and r.policy.scaling != LossScale.dynamic(**TORCH_SCALE),
         "loss_scale={p.scaling} with fp16 autocast: DeepSpeed uses torch's GradScaler with its defaults. Write "
         "loss_scale=dynamic(semantics=torch;growth_interval=2000), or use fp16-lean.",
     ),
     _Limit(
-        lambda r: r.policy.params == "fp16" and r.scaler == "deepspeed" and not _is_deepspeed_scale(r.policy.scaling),
+        lambda r: r.policy.params == "fp16" and not _is_deepspeed_scale(r.policy.scaling),
         "loss_scale={p.scaling}: DeepSpeed's scaler has its own rule (semantics=deepspeed or deepspeed-consecutive, "
         "factors 2 and 0.5), starts at a power of two, and has a whole minimum; its keys cannot set max_scale or "
         "max_skips. Use loss_scale=dynamic or a number.",
+    ),
+)
+
+# Where Halfstep drives, it can do more: any loss scale, TF32, autocast in fp16 and with exceptions.
+_DRIVEN_LIMITS = (
+    _NO_FP8,
+    _NO_8_BIT,
+    _Limit(
+        lambda r: r.policy.states != "fp32",
+        "states={p.states}: ZeRO's optimizer states are fp32, 1/N of them on each of N ranks. Use states=fp32.",
+    ),
+    _Limit(lambda r: r.has_no_master, "master=none: ZeRO steps fp32 masters. Omit master."),
+    _Limit(
+        lambda r: r.policy.grads_format(2) != "fp32",
+        "grads={r.grads}: Halfstep sums gradients in fp32 partitions. Omit grads.",
+    ),
+    _Limit(
+        lambda r: r.is_lean and bool(r.policy.keep_fp32),
+        "keep_fp32={p.keep_fp32} with {p.params} weights: DeepSpeed casts every weight. Use precision={p.params}, whose "
+        "weights are fp32, or backend='fsdp'.",
     ),
 )

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from halfstep.errors import SettingError, unknown
 from halfstep.events import log_info
 from halfstep.precision.deepspeed import read_settings
-from halfstep.precision.deepspeed_write import Scaler, write_config
+from halfstep.precision.deepspeed_write import Driver, write_config
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.names import FOREIGN, REJECTED, fold
@@ -141,13 +141,13 @@ class Policy:
         accumulate: int = 1,
         batch_size: int = 1,
         offload_optimizer: bool = False,
-        scaler: Scaler = "deepspeed",
+        driver: Driver = "deepspeed",
     ) -> dict[str, Any]:
         """The DeepSpeed configuration that trains with this policy; what DeepSpeed cannot do raises with the reason.
 
         `from_deepspeed` reads the same policy back, except that `master=fp32` becomes `split`, and `grads` becomes
-        `auto` where that is the same format for `accumulate` micro-batches. `scaler="halfstep"` is for a program that
-        casts and scales itself: DeepSpeed's own scale is then static.
+        `auto` where that is the same format for `accumulate` micro-batches. `driver="halfstep"` is for Halfstep's backend,
+        which scales, clips, accumulates and casts itself: DeepSpeed then gets a scale of 1 and no clipping.
         """
         return write_config(
             self,
@@ -156,7 +156,7 @@ class Policy:
             accumulate=accumulate,
             batch_size=batch_size,
             offload_optimizer=offload_optimizer,
-            scaler=scaler,
+            driver=driver,
         )
 
     def __str__(self) -> str:
