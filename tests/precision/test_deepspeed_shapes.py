@@ -200,6 +200,28 @@ SHAPES = {
     "lamb with the flag": (
         plain(optimizer={"type": "Lamb", "params": {"lr": 0.1}}, zero_allow_untested_optimizer=True), {},
         Accepted("fp32", 2, notes=("Lamb needs whole layers",))),
+    # What else is public
+    "zenflow": (
+        plain(2, **BF16_FP32, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {
+            "topk_ratio": 0.1, "update_interval": 2}}, optimizer={"type": "AdamW", "params": {"lr": 2e-5}}),
+        {}, Accepted("bf16-lean", 2)),
+    "beit: adam_w_mode outside params": (
+        {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 32, "steps_per_print": 1000, "zero_optimization": {"stage": 1},
+         "optimizer": {"type": "Adam", "adam_w_mode": True, "params": {"lr": 1e-3, "bias_correction": True}},
+         "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 7, "loss_scale_window": 128}},
+        {"world_size": 8}, "HS253"),
+    "beit: the program has its own optimizer": (
+        {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 32, "zero_optimization": {"stage": 1},
+         "optimizer": {"type": "Adam", "adam_w_mode": True, "params": {"lr": 1e-3}},
+         "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 7, "loss_scale_window": 128}},
+        OWN | {"world_size": 8}, Accepted("fp16-lean,loss_scale=dynamic(init_scale=128;growth_interval=128)", 1)),
+    "key of a launcher": (plain(**BF16_FP32, distributed_backend="nccl"), OWN, Accepted(
+        "bf16-lean", 2, decided={"distributed_backend": None})),
+    "typo in data_types": (plain(data_types={"params_dtype": "fp32"}), PROGRAM, "Did you mean 'param_dtype'"),
+    "python dictionary with tuples": (
+        plain(optimizer={"type": "AdamW", "params": {"lr": 1e-4, "betas": (0.9, 0.95)}}), {}, Accepted("fp32", 2)),
+    "shell template": ('{\n "train_micro_batch_size_per_gpu": 1,\n "zero_optimization": {"stage": $ZERO_STAGE}\n}', OWN,
+        "zero_optimization.stage='$ZERO_STAGE'"),
     # Megatron-DeepSpeed, GPT-NeoX
     "megatron template": ('{\n "train_batch_size": CONFIG_BATCH_SIZE,\n "zero_optimization": {"stage": 1}\n}', OWN,
         "train_batch_size='CONFIG_BATCH_SIZE'"),
@@ -287,7 +309,7 @@ print("READ ALL")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="Requires: [deepspeed]")
 def test_deepspeed_reads_every_accepted_shape():
     """DeepSpeed's own reader accepts every configuration that Halfstep passes to it."""
     accepted = {name: shape for name, shape in SHAPES.items() if isinstance(shape[2], Accepted)}

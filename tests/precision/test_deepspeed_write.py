@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -213,7 +214,7 @@ for config in map(DeepSpeedConfig, json.load(sys.stdin)):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="Requires: [deepspeed]")
 def test_deepspeed_accepts_what_is_written():
     """DeepSpeed's own reader validates the configuration of every preset at every stage and decides the same values."""
     texts = ("fp32", "bf16", "bf16-lean", "fp16-lean,loss_scale=128", "bf16-lean,master=none,grads=bf16,states=bf16")
@@ -225,3 +226,36 @@ def test_deepspeed_accepts_what_is_written():
     for (policy, stage), line in zip(runs, lines, strict=True):
         modes = [policy.params == "fp16", policy.params == "bf16"]
         assert json.loads(line) == [0.5, 4, stage, policy.grads_format(4), "torch.float32", *modes]
+
+
+AUTOCAST_ENGINE = """
+import importlib, json, os, sys
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+import deepspeed, torch
+importlib.import_module("deepspeed.comm.torch")
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # needs a C++ compiler, and is not used here
+for config in json.load(sys.stdin):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    print("REDUCES", json.dumps(sorted(map(str, engine.optimizer.ipg_buckets))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="Requires: [deepspeed]")
+def test_deepspeed_reduces_autocast_gradients_in_the_policy_format():
+    """ZeRO ignores communication_data_type under autocast; the written configuration reduces in fp32 nevertheless."""
+    written = Policy.parse("bf16").to_deepspeed(stage=2)
+    bare = written | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", AUTOCAST_ENGINE, str(port)]
+    done = subprocess.run(
+        command, input=json.dumps([written, bare]), capture_output=True, text=True, check=True, timeout=300
+    )
+    lines = [
+        json.loads(line.removeprefix("REDUCES ")) for line in done.stdout.splitlines() if line.startswith("REDUCES")
+    ]
+    assert lines == [["torch.float32"], ["torch.bfloat16", "torch.float32"]]

@@ -82,7 +82,7 @@ def merge_deepspeed(
     for finding in check_deepspeed(config, version=version):
         if finding.code in _HANDLED or (finding.code == "HS256" and finding.fix is not None):
             continue  # HS256 has a fix only for a disabled block, which merging removes
-        if optimizer is not None and finding.code in _OPTIMIZER_RULES:
+        if optimizer is not None and _is_about_optimizer(finding):
             continue
         if finding.severity == "error" or finding.code in _STOPS:
             errors.append(finding)
@@ -93,6 +93,12 @@ def merge_deepspeed(
     choices = Choices(policy, max_norm, accumulate, batch_size, world_size, optimizer, driver)
     merged = merge_config(values, choices, parse_version(version))
     return replace(merged, notes=(*notes, *merged.notes))
+
+
+def _is_about_optimizer(finding: Finding) -> bool:
+    """Whether a finding is about the optimizer or scheduler block, which an optimizer object replaces."""
+    misplaced = finding.code == "HS253" and ("`optimizer." in finding.message or "`scheduler." in finding.message)
+    return finding.code in _OPTIMIZER_RULES or misplaced
 
 
 def check_deepspeed(config: Mapping[str, Any] | str | Path, *, version: str = TESTED_VERSION) -> tuple[Finding, ...]:

@@ -146,9 +146,10 @@ class _Merge:
         self.notes: list[str] = []
 
     def run(self) -> Merged:
-        for mode in (*_MODES, "bfloat16"):
-            if isinstance(block := self.config.get(mode), Mapping):
-                self.config[mode] = {key: as_flag(value) for key, value in block.items()}
+        for name in (*_MODES, "bfloat16", "data_types"):
+            block = Block.of(self.config, name)  # must be a block of known keys: DeepSpeed ignores some unknown ones
+            if block.values:
+                self.config[name] = {key: as_flag(value) for key, value in block.values.items()}
         self.drop_without_effect()
         stage = self.zero()
         self.optimizer(stage)
