@@ -81,6 +81,23 @@ def test_driven_configuration_is_merged():
 
 
 @pytest.mark.parametrize(
+    ("version", "stage", "words"),
+    [
+        ((0, 19, 7), 0, "DeepSpeed 0.19.7 removed"),
+        ((0, 19, 7), 1, "DeepSpeed 0.19.7 removed"),
+        ((0, 19, 6), 1, "use stage 0"),
+    ],
+)
+def test_one_bit_optimizer_is_rejected_by_version(version, stage, words):
+    """Releases without 1-bit optimizers are named as the cause, earlier ones reject them with ZeRO only."""
+    config = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": stage}}
+    with pytest.raises(SettingError, match=words):
+        merge_config(config, Choices(), version)
+    merged = merge_config(config | {"zero_optimization": {"stage": 0}}, Choices(), (0, 19, 6))
+    assert merged.config["optimizer"] == config["optimizer"]
+
+
+@pytest.mark.parametrize(
     ("path", "support"),
     [
         ("torch.optim.adamw.AdamW", "tested"),

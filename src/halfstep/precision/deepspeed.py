@@ -23,7 +23,7 @@ from typing import Any
 from halfstep.errors import SettingError, unknown
 from halfstep.precision.deepspeed_keys import NOT_READ, READ, REJECTED, Block, has_effect, rejected
 from halfstep.precision.deepspeed_modes import Mode, read_mode
-from halfstep.precision.deepspeed_optimizers import MAX_GRAD_NORM_EFFECT, ONE_BIT, one_bit_removed
+from halfstep.precision.deepspeed_optimizers import MAX_GRAD_NORM_EFFECT, ONE_BIT, one_bit_removed, one_bit_with_zero
 from halfstep.precision.json_tree import load_json
 
 __all__ = ["DeepSpeedSettings", "read_settings"]
@@ -172,8 +172,7 @@ def _optimizer(block: Block, preset: str, stage: int) -> list[str]:
         return []
     name, notes = kind.casefold(), []
     if name in ONE_BIT and stage:
-        reason = f"1-bit optimizers need unsharded momenta, and ZeRO stage {stage} shards them; use stage 0"
-        raise rejected("optimizer.type", kind, reason)
+        raise rejected("optimizer.type", kind, one_bit_with_zero(stage))
     if name in ONE_BIT:
         notes.append(f"optimizer.type={kind}: {one_bit_removed(kind)}.")
     if name in ONE_BIT and not preset.startswith("fp16"):

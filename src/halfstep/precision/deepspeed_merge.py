@@ -36,7 +36,9 @@ from halfstep.precision.deepspeed_keys import (
 from halfstep.precision.deepspeed_optimizers import (
     MAX_GRAD_NORM_EFFECT,
     ONE_BIT,
+    ONE_BIT_REMOVED,
     one_bit_removed,
+    one_bit_with_zero,
     zero_support,
     zero_support_of_class,
 )
@@ -246,8 +248,10 @@ class _Merge:
         self.move_max_grad_norm(block)
         chosen = self.choices.optimizer
         if isinstance(kind, str) and kind.casefold() in ONE_BIT:
-            if chosen is None:
+            if chosen is None and self.version >= ONE_BIT_REMOVED:
                 raise rejected("optimizer.type", kind, one_bit_removed(kind))
+            if chosen is None and stage:
+                raise rejected("optimizer.type", kind, one_bit_with_zero(stage))
             self.notes.append(f"optimizer.type={kind}: {one_bit_removed(kind)}.")
         if chosen is not None:
             for key, ours in (("optimizer", chosen), ("scheduler", None)):

@@ -18,6 +18,7 @@ __all__ = [
     "TORCH",
     "ZeroSupport",
     "one_bit_removed",
+    "one_bit_with_zero",
     "zero_support",
     "zero_support_of_class",
 ]
@@ -64,6 +65,11 @@ def one_bit_removed(kind: str) -> str:
         "unexplained AssertionError. They compress full momentum tensors, so they run without ZeRO only. Use AdamW, or "
         "keep DeepSpeed 0.18.2, the last release that scales the fp16 loss without ZeRO"
     )
+
+
+def one_bit_with_zero(stage: int) -> str:
+    """Why a 1-bit optimizer does not run with ZeRO."""
+    return f"1-bit optimizers need unsharded momenta, and ZeRO stage {stage} shards them; use stage 0"
 
 
 def zero_support(kind: str) -> ZeroSupport:
