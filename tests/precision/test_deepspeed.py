@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfstep.check.registry import find_rule
 from halfstep.errors import HalfstepError, SettingError
 from halfstep.precision import policy as policy_module
 from halfstep.precision.deepspeed_keys import BLOCKS, NOT_READ, READ, REJECTED
@@ -68,6 +69,15 @@ MAPPED = [
     ({"bf16": ON, "data_types": {"grad_accum_dtype": "fp32"}}, "bf16-lean,grads=fp32"),
     ({"bf16": ON, "data_types": {"grad_accum_dtype": "bf16", "param_dtype": "bf16"}}, "bf16-lean,grads=bf16"),
     ({"data_types": {"grad_accum_dtype": "fp32"}}, "fp32"),
+    ({"bf16": ON, "data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 4}, "bf16-lean"),
+    (
+        {"bf16": ON, "data_types": {"grad_accum_dtype": "bf16"}, "gradient_accumulation_steps": 4},
+        "bf16-lean,grads=bf16",
+    ),
+    (
+        {"bf16": ON, "data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 1},
+        "bf16-lean,grads=fp32",
+    ),
 ]
 
 
@@ -108,6 +118,15 @@ NOTED = [
     ({"optimizer": {"type": "Adam"}}, "adam_w_mode"),
     ({"optimizer": {"type": "Lamb"}, "bf16": ON}, "bf16-lean supports Adam, AdamW and SGD; use bf16"),
     ({"optimizer": {"type": "OneBitAdam"}, "bf16": ON}, "under fp16 only"),
+    ({"optimizer": {"type": "OneBitAdam"}, "fp16": ON}, "DeepSpeed 0.19.7 removed OneBitAdam"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.5}}},
+        "max_grad_norm=0.5: read as gradient_clipping",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.5}}, "gradient_clipping": 2},
+        "max_grad_norm=0.5: ignored, because gradient_clipping is set",
+    ),
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler: not read; pass a torch scheduler"),
     ({"steps_per_print": 10, "wandb": ON}, "steps_per_print, wandb: not read"),
     ({"gradient_predivide_factor": 2}, "gradient_predivide_factor: not read"),
@@ -192,7 +211,8 @@ MISTAKES = [
     ({3: 4}, "Unknown DeepSpeed key 3"),
     ({"zero_optimization": 2}, "it must be a block"),
     ({"zero_optimization": {"stage": 4}}, "0, 1, 2 or 3"),
-    ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "write gradient_clipping"),
+    ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": -1}}}, "optimizer.params.max_grad_norm=-1"),
+    ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": "auto"}}}, "optimizer.params.max_grad_norm='auto'"),
     ({"optimizer": {"type": ["AdamW"]}}, "it must be a block such as"),
     ({"optimizer": {"type": "OneBitAdam"}, "zero_optimization": True}, "shards them"),
     ({"compression_training": {"weight_quantization": {}}}, "cannot express"),
@@ -229,6 +249,8 @@ def test_every_key_has_one_fate():
         ({"gradient_clipping": 0.5, "gradient_accumulation_steps": 8}, 0.5, 8),
         ({"train_micro_batch_size_per_gpu": 4}, 1.0, 1),
         ({"train_batch_size": 64}, 1.0, 1),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.5}}}, 0.5, None),
+        ({"optimizer": {"params": {"max_grad_norm": 0.5}}, "gradient_clipping": 0}, None, None),
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, 1.0, None),
     ],
 )
@@ -236,6 +258,14 @@ def test_clipping_and_accumulation_are_read(config, max_norm, accumulate):
     """The norm and the number of micro-batches come back, None where there is none or it is open."""
     reading = read_deepspeed(config)
     assert (reading.max_norm, reading.accumulate) == (max_norm, accumulate)
+
+
+def test_max_grad_norm_has_one_story():
+    """The rule HS241 and the note of a reading use the same words for what DeepSpeed does with the key."""
+    notes = read_deepspeed({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.5}}}).notes
+    reason = find_rule("HS241").reason
+    assert [note for note in notes if reason in note]
+    assert "0.19.5" in reason
 
 
 def test_text_and_file_are_read_alike(tmp_path):

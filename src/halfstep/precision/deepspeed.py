@@ -23,12 +23,12 @@ from typing import Any
 from halfstep.errors import SettingError, unknown
 from halfstep.precision.deepspeed_keys import NOT_READ, READ, REJECTED, Block, has_effect, rejected
 from halfstep.precision.deepspeed_modes import Mode, read_mode
+from halfstep.precision.deepspeed_optimizers import MAX_GRAD_NORM_EFFECT, ONE_BIT, one_bit_removed, one_bit_with_zero
 from halfstep.precision.json_tree import load_json
 
 __all__ = ["DeepSpeedSettings", "read_settings"]
 
-_ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
-_LEAN_OPTIMIZERS = ("adam", "adamw", "sgd", *_ONE_BIT)
+_LEAN_OPTIMIZERS = ("adam", "adamw", "sgd", *ONE_BIT)
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ def read_settings(config: Mapping[str, Any] | str | Path) -> DeepSpeedSettings:
     accumulate = _accumulate(top)
     grads, grads_notes = _gradients(Block.of(values, "data_types"), mode, accumulate)
     reduce, reduce_notes = _reduction(top, mode)
-    max_norm, clip_notes = _clipping(top)
+    optimizer = Block.of(values, "optimizer")
+    max_norm, clip_notes = _clipping(top, optimizer)
     settings = mode.settings | grads | reduce
     text = ",".join([mode.preset, *(f"{key}={value}" for key, value in settings.items())])
-    optimizer_notes = _optimizer(Block.of(values, "optimizer"), mode.preset, stage)
+    optimizer_notes = _optimizer(optimizer, mode.preset, stage)
     notes = [*mode.notes, *grads_notes, *reduce_notes, *clip_notes, *zero_notes, *optimizer_notes, *_set_aside(values)]
     return DeepSpeedSettings(text, max_norm, accumulate, tuple(notes))
 
@@ -121,7 +122,9 @@ def _gradients(types: Block, mode: Mode, accumulate: int | None) -> tuple[dict[s
     if summed is None and accumulate != 1:
         default = f"DeepSpeed would sum micro-batches in {weights}, where sums stagnate; Halfstep sums in fp32"
         notes.append(f"data_types.grad_accum_dtype: not set. {default}.")
-    return ({} if summed is None else {"grads": summed}), notes
+    # grads=auto is the weights' format for one micro-batch and fp32 for more: the same value needs no setting.
+    automatic = None if accumulate is None else weights if accumulate == 1 else "fp32"
+    return ({} if summed in {None, automatic} else {"grads": summed}), notes
 
 
 def _reduction(top: Block, mode: Mode) -> tuple[dict[str, str], list[str]]:
@@ -145,10 +148,16 @@ def _reduction(top: Block, mode: Mode) -> tuple[dict[str, str], list[str]]:
     ]
 
 
-def _clipping(top: Block) -> tuple[float | None, list[str]]:
-    norm = top.number("gradient_clipping")
+def _clipping(top: Block, optimizer: Block) -> tuple[float | None, list[str]]:
+    norm, notes = top.number("gradient_clipping"), []
+    params = optimizer.get("params")
+    moved = Block("optimizer.params", params).number("max_grad_norm") if isinstance(params, Mapping) else None
+    if moved is not None:
+        action = "ignored, because gradient_clipping is set" if norm is not None else "read as gradient_clipping"
+        notes.append(f"optimizer.params.max_grad_norm={moved:g}: {action}. {MAX_GRAD_NORM_EFFECT}")
+        norm = moved if norm is None else norm
     if norm is not None:
-        return norm or None, []
+        return norm or None, notes
     default = "Read as 1.0, DeepSpeed's default since 0.19.3; before that it was 0 (no clipping). Set it explicitly"
     return 1.0, [f"gradient_clipping: not set. {default}."]
 
@@ -159,16 +168,14 @@ def _optimizer(block: Block, preset: str, stage: int) -> list[str]:
         raise rejected(
             "optimizer", block.values, 'it must be a block such as {"type": "AdamW", "params": {"lr": 0.001}}'
         )
-    if params and params.get("max_grad_norm") is not None:
-        reason = "DeepSpeed ignores or rejects it, depending on the version; write gradient_clipping instead"
-        raise rejected("optimizer.params.max_grad_norm", params["max_grad_norm"], reason)
     if kind is None:
         return []
     name, notes = kind.casefold(), []
-    if name in _ONE_BIT and stage:
-        reason = f"1-bit optimizers need unsharded momenta, and ZeRO stage {stage} shards them; use stage 0"
-        raise rejected("optimizer.type", kind, reason)
-    if name in _ONE_BIT and not preset.startswith("fp16"):
+    if name in ONE_BIT and stage:
+        raise rejected("optimizer.type", kind, one_bit_with_zero(stage))
+    if name in ONE_BIT:
+        notes.append(f"optimizer.type={kind}: {one_bit_removed(kind)}.")
+    if name in ONE_BIT and not preset.startswith("fp16"):
         notes.append(f"optimizer.type={kind}: verified to converge under fp16 only.")
     advice = "pass your optimizer to the Engine"
     if name == "adam":

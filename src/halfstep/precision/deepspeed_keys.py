@@ -21,7 +21,19 @@ from typing import Any
 from halfstep.errors import SettingError, unknown
 from halfstep.precision.formats import canonical_name
 
-__all__ = ["BLOCKS", "DTYPES", "NOT_READ", "READ", "REJECTED", "Block", "has_effect", "rejected"]
+__all__ = [
+    "BLOCKS",
+    "DTYPES",
+    "NOT_READ",
+    "READ",
+    "REJECTED",
+    "REMOVED_KEYS",
+    "Block",
+    "auto_value",
+    "has_effect",
+    "is_auto",
+    "rejected",
+]
 
 # Blocks about precision, with all their keys.
 BLOCKS: dict[str, tuple[str, ...]] = {
@@ -127,6 +139,12 @@ REJECTED: dict[str, str] = {
     "fp32_allreduce": 'DeepSpeed replaced it and now ignores it; write "communication_data_type": "fp32"',
 }
 
+# Features that DeepSpeed removed: 0.19.8 raises an error for the key, even when it is disabled.
+REMOVED_KEYS = (
+    "amp", "nebula", "compression_training", "quantize_training", "sparse_gradients", "eigenvalue", "sparse_attention",
+    "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
+)  # fmt: skip
+
 DTYPES = ("fp32", "bf16", "fp16")  # the number formats that DeepSpeed accepts
 
 
@@ -140,6 +158,24 @@ def has_effect(key: str, value: object) -> bool:
 def rejected(path: str, value: object, reason: str) -> SettingError:
     """The error for one key of a DeepSpeed configuration, with its path and value."""
     return SettingError(f"DeepSpeed key {path}={reprlib.repr(value)}: {reason}.")
+
+
+def is_auto(value: object) -> bool:
+    """Whether a value is Hugging Face's "auto"."""
+    return isinstance(value, str) and value.strip().casefold() == "auto"
+
+
+def as_flag(value: Any) -> Any:
+    """The value, with "true" and "false" as booleans: DeepSpeed's validated blocks accept the text as well."""
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.strip().casefold(), value)
+    return value
+
+
+def auto_value(path: str, argument: str | None = None) -> SettingError:
+    """The error for an "auto" that nothing resolves; `argument` is the setting that would."""
+    advice = f"pass {argument}, or write the value" if argument else "write the value"
+    return rejected(path, "auto", f"only Hugging Face's Trainer and Accelerate resolve it; {advice}")
 
 
 @dataclass(frozen=True)
@@ -169,7 +205,7 @@ class Block:
     def get(self, key: str) -> Any:
         """The value of a key, or None where it is absent."""
         value = self.values.get(key)
-        if isinstance(value, str) and value.strip().casefold() == "auto":
+        if is_auto(value):
             raise rejected(
                 self.where(key),
                 value,
@@ -184,7 +220,7 @@ class Block:
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         """A boolean."""
-        value = self.get(key)
+        value = as_flag(self.get(key))
         if value is None:
             return default
         if not isinstance(value, bool):

@@ -20,9 +20,11 @@ from halfstep.precision.deepspeed_keys import Block, rejected
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.names import FOREIGN
 
-__all__ = ["Mode", "read_mode"]
+__all__ = ["TORCH_SCALE", "Mode", "read_mode"]
 
 _MAX_POWER = 24  # 2**24 is where Halfstep stops raising the scale
+# torch.amp.GradScaler's rule, which torch_autocast uses; Apex's scaler has the same one.
+TORCH_SCALE: dict[str, Any] = {"semantics": "torch", "growth_interval": 2000}
 _DYNAMIC_KEYS = (
     "initial_scale_power",
     "loss_scale_window",
@@ -30,8 +32,6 @@ _DYNAMIC_KEYS = (
     "consecutive_hysteresis",
     "min_loss_scale",
 )
-# torch.amp.GradScaler's rule, which torch_autocast uses; Apex's scaler has the same one.
-_TORCH_SCALE: dict[str, Any] = {"semantics": "torch", "growth_interval": 2000}
 _OPT_LEVELS = {name: foreign.preset for name, foreign in FOREIGN.items() if foreign.source == "Apex"}
 _NO_MASTER = (
     "read as master=none,grads={format}. Updates below half an ulp of a weight vanish; remove the key for an exact "
@@ -194,7 +194,7 @@ def _read_autocast(block: Block, stage: int) -> Mode:
         "torch_autocast.dtype=fp16: scaled by torch's rule, as DeepSpeed does. Under ZeRO DeepSpeed also clips the "
         "scaled gradient, and in 0.19.8 skips every step after an overflow; Halfstep does neither."
     )
-    return Mode("fp16", {"loss_scale": str(LossScale.dynamic(**_TORCH_SCALE))}, notes, reduces)
+    return Mode("fp16", {"loss_scale": str(LossScale.dynamic(**TORCH_SCALE))}, notes, reduces)
 
 
 def _read_amp(block: Block, stage: int) -> Mode:
@@ -240,6 +240,4 @@ def _amp_loss_scale(block: Block) -> str:
         return str(LossScale(mode="static", init_scale=static))
     minimum, maximum = block.number("min_loss_scale"), block.number("max_loss_scale")
     minimum, maximum = 1.0 if minimum is None else minimum, 2.0**_MAX_POWER if maximum is None else maximum
-    return str(
-        LossScale.dynamic(**_TORCH_SCALE, init_scale=min(2.0**16, maximum), min_scale=minimum, max_scale=maximum)
-    )
+    return str(LossScale.dynamic(**TORCH_SCALE, init_scale=min(2.0**16, maximum), min_scale=minimum, max_scale=maximum))

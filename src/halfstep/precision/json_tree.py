@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from halfstep.errors import SettingError
 from halfstep.precision.node import UNKNOWN, Block, Entry, Items, Node, Scalar, Span, is_placeholder
 
-__all__ = ["MAX_BYTES", "load_json", "parse_json"]
+__all__ = ["MAX_BYTES", "load_json", "parse_json", "read_text"]
 
 MAX_BYTES = 4 * 2**20  # a configuration is kilobytes; a file larger than this is something else
 _MAX_DEPTH = 100  # configurations nest four levels; a text that nests 100 is something else
@@ -60,11 +60,15 @@ def load_json(source: str | Path) -> Any:
     A `Path` is a file. A string is JSON text if it contains a `{` or a line break, and the path of a file otherwise.
     Any failure (no such file, not UTF-8, not JSON, a duplicate key) raises `SettingError`.
     """
-    if isinstance(source, str) and ("{" in source or "\n" in source):
-        text, name = source, "JSON text"
-    else:
-        text, name = _read(Path(source)), str(source)
+    text, name = read_text(source)
     return _plain(parse_json(text, name), text, name)
+
+
+def read_text(source: str | Path) -> tuple[str, str]:
+    """The text that `load_json` parses, and its name in messages."""
+    if isinstance(source, str) and ("{" in source or "\n" in source):
+        return source, "JSON text"
+    return _read(Path(source)), str(source)
 
 
 def _read(path: Path) -> str:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from halfstep.errors import SettingError, unknown
 from halfstep.events import log_info
 from halfstep.precision.deepspeed import read_settings
+from halfstep.precision.deepspeed_write import Driver, write_config
 from halfstep.precision.formats import FORMATS_16_BIT, canonical_name
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.names import FOREIGN, REJECTED, fold
@@ -131,6 +132,32 @@ class Policy:
         for note in reading.notes:
             _log_once(note)
         return reading.policy
+
+    def to_deepspeed(
+        self,
+        *,
+        stage: int = 1,
+        max_norm: float | None = None,
+        accumulate: int = 1,
+        batch_size: int = 1,
+        offload_optimizer: bool = False,
+        driver: Driver = "deepspeed",
+    ) -> dict[str, Any]:
+        """The DeepSpeed configuration that trains with this policy; what DeepSpeed cannot do raises with the reason.
+
+        `from_deepspeed` reads the same policy back, except that `master=fp32` becomes `split`, and `grads` becomes
+        `auto` where that is the same format for `accumulate` micro-batches. `driver="halfstep"` is for Halfstep's backend,
+        which scales, clips, accumulates and casts itself: DeepSpeed then gets a scale of 1 and no clipping.
+        """
+        return write_config(
+            self,
+            stage=stage,
+            max_norm=max_norm,
+            accumulate=accumulate,
+            batch_size=batch_size,
+            offload_optimizer=offload_optimizer,
+            driver=driver,
+        )
 
     def __str__(self) -> str:
         texts = [[name, *_differences(self, preset)] for name, preset in PRESETS.items()]

@@ -20,11 +20,7 @@ from halfstep.precision.deepspeed_keys import DTYPES
 from halfstep.precision.formats import canonical_name
 from halfstep.precision.node import UNKNOWN, Block, Items, Scalar, Span, walk
 
-__all__ = ["BY_LAYER", "ONE_BIT", "DeepSpeed", "DeepSpeedRule", "version_text"]
-
-# Optimizers whose step uses norms, means or products over a full parameter, by DeepSpeed's and torch's names.
-BY_LAYER = frozenset({"lamb", "Adafactor", "LBFGS"})
-ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")  # `DeepSpeed.optimizer` of the compressed optimizers
+__all__ = ["DeepSpeed", "DeepSpeedRule", "version_text"]
 
 
 def version_text(version: tuple[int, ...]) -> str:

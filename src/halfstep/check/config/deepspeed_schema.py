@@ -6,7 +6,7 @@ that earlier releases accepted and 0.19.8 removed are listed in `REMOVED`, so th
 
 from __future__ import annotations
 
-from halfstep.precision.deepspeed_keys import BLOCKS
+from halfstep.precision.deepspeed_keys import BLOCKS, REMOVED_KEYS
 
 __all__ = ["BLOCK_KEYS", "PARENT_BLOCK", "REMOVED", "RENAMED", "TOP_NUMBERS"]
 
@@ -51,16 +51,7 @@ PARENT_BLOCK: dict[str, str] = {
 
 # Key -> where it was valid, for removed features that 0.19.8 raises an error for. `amp` has a separate rule.
 REMOVED: dict[str, str] = {
-    "nebula": "top",
-    "compression_training": "top",
-    "quantize_training": "top",
-    "sparse_gradients": "top",
-    "eigenvalue": "top",
-    "sparse_attention": "top",
-    "elasticity": "top",
-    "graph_harvesting": "top",
-    "curriculum_learning": "top",
-    "progressive_layer_drop": "top",
+    **{key: "top" for key in REMOVED_KEYS if key != "amp"},
     "mics_shard_size": "zero_optimization",
     "mics_hierarchical_params_gather": "zero_optimization",
     "zeropp_loco_param": "zero_optimization",

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.deepspeed_facts import BY_LAYER, ONE_BIT, DeepSpeed, DeepSpeedRule, version_text
+from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule, version_text
 from halfstep.check.config.edits import add, remove
 from halfstep.check.finding import Finding, Fix
 from halfstep.check.rule import Rule
 from halfstep.errors import nearest
+from halfstep.precision.deepspeed_optimizers import (
+    BUILT_IN,
+    BY_LAYER,
+    MAX_GRAD_NORM_EFFECT,
+    ONE_BIT,
+    TESTED_WITH_ZERO,
+    TORCH,
+)
 from halfstep.precision.node import Entry, Scalar
 
 __all__ = ["RULES"]
@@ -17,14 +25,6 @@ __all__ = ["RULES"]
 _DOCS = "https://www.deepspeed.ai/docs/config-json/"
 _OPTIMIZER_DOCS = _DOCS + "#optimizer-parameters"
 _REMOVALS = "https://github.com/deepspeedai/DeepSpeed/issues/8489"
-# Names that DeepSpeed recognizes itself, in any case.
-_BUILT_IN = ("adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd", *ONE_BIT)
-# Class names in torch.optim, case-sensitive: DeepSpeed looks them up with getattr.
-_TORCH = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
-    "Rprop", "SGD", "SparseAdam",
-)  # fmt: skip
-_TESTED_WITH_ZERO = frozenset({"adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw"})
 
 
 class MaxGradNormInOptimizer(DeepSpeedRule):
@@ -33,12 +33,7 @@ class MaxGradNormInOptimizer(DeepSpeedRule):
     code = "HS241"
     name = "max-grad-norm-in-optimizer"
     severity = "error"
-    reason = (
-        "DeepSpeed clips with the top-level `gradient_clipping`. When it builds the optimizer, `max_grad_norm` in "
-        "`optimizer.params` raises \"'max_grad_norm' is not supported as an optimizer parameter\". Up to 0.19.5 "
-        "DeepSpeed first logs that it passes the value on (fp16) or sets it to 0.0 (fp32); it does neither. If you "
-        "pass your own optimizer object, the key is ignored. It never clips."
-    )
+    reason = MAX_GRAD_NORM_EFFECT
     bad = (
         '{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 1},\n  "optimizer": {\n    "type": "AdamW",\n'
         '    "params": {\n      "lr": 1e-4,\n      "max_grad_norm": 1.0\n    }\n  }\n}\n',
@@ -119,10 +114,10 @@ class UntestedOptimizer(DeepSpeedRule):
         kind = config.value("optimizer", "type")
         name = deepspeed.optimizer
         allowed = config.value("zero_allow_untested_optimizer")
-        known = isinstance(kind, str) and (name in _BUILT_IN or kind in _TORCH)
+        known = isinstance(kind, str) and (name in BUILT_IN or kind in TORCH)
         if (
             not known
-            or name in _TESTED_WITH_ZERO
+            or name in TESTED_WITH_ZERO
             or name in ONE_BIT
             or not deepspeed.stage
             or allowed not in {None, False}
@@ -172,10 +167,10 @@ class UnknownOptimizer(DeepSpeedRule):
         kind = config.value("optimizer", "type")
         if not isinstance(kind, str) or "." in kind or not config.strict:
             return  # with a dot it is a class that the program around the file imports
-        if deepspeed.optimizer in _BUILT_IN or kind in _TORCH:
+        if deepspeed.optimizer in BUILT_IN or kind in TORCH:
             return
-        suggestion = {name.casefold(): name for name in _TORCH}.get(kind.casefold())
-        suggestion = suggestion or ("AdamW" if "adam" in kind.casefold() else nearest(kind, (*_TORCH, "Lamb", "Lion")))
+        suggestion = {name.casefold(): name for name in TORCH}.get(kind.casefold())
+        suggestion = suggestion or ("AdamW" if "adam" in kind.casefold() else nearest(kind, (*TORCH, "Lamb", "Lion")))
         yield self.at(
             config,
             ("optimizer", "type"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.deepspeed_facts import ONE_BIT, DeepSpeed, DeepSpeedRule
+from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.config.edits import remove
 from halfstep.check.files.source import Settings
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.precision.deepspeed_optimizers import ONE_BIT
 from halfstep.precision.node import Scalar
 
 __all__ = ["RULES"]
@@ -325,9 +326,7 @@ class Fp16WithoutZero(DeepSpeedRule):
         node = entry.value if (entry := config.entry("fp16", "enabled")) else None
         is_auto = isinstance(node, Scalar) and node.value == "auto"
         if is_auto and deepspeed.stage == 0 and deepspeed.bf16 is False and broken is not False:
-            message = (
-                "With --fp16 and no ZeRO, DeepSpeed 0.18.3 and later divide by the loss scale but do not apply it."
-            )
+            message = "With --fp16 and no ZeRO, DeepSpeed 0.18.3 and later divide by a loss scale they do not apply."
             instead = 'Set `"zero_optimization": {"stage": 1}`, or use bf16.'
             yield self.at(config, ("fp16", "enabled"), message, instead=instead, severity="advice")
         if deepspeed.fp16 and deepspeed.stage == 0 and only_fp16 and broken is not False:

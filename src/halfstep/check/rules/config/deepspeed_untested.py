@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.check.config.config import Config
-from halfstep.check.config.deepspeed_facts import BY_LAYER, DeepSpeed, DeepSpeedRule
+from halfstep.check.config.deepspeed_facts import DeepSpeed, DeepSpeedRule
 from halfstep.check.finding import Finding
 from halfstep.check.rule import Rule
+from halfstep.precision.deepspeed_optimizers import BY_LAYER
 
 __all__ = ["RULES"]
 
