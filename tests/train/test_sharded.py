@@ -149,12 +149,18 @@ def test_ranks_with_fewer_validation_batches_repeat_one_without_effect(launched,
         assert rank["validation"] == pytest.approx(alone.validation, rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def four(launched, tmp_path_factory):
+    """The results of four ranks, of which one is a run that two have started."""
+    folder = tmp_path_factory.mktemp("four")
+    shutil.copytree(launched[0] / "to-single", folder / "to-four")
+    return by_case(cases_of_ranks(PROGRAM, folder, "resumed", "curves", ranks=4, timeout=600))
+
+
 @pytest.mark.slow
-def test_a_run_of_two_ranks_resumes_on_four(launched, alone):
+def test_a_run_of_two_ranks_resumes_on_four(four, alone):
     """The curve of one process, to rounding."""
-    folder, _ = launched
-    shutil.copytree(folder / "to-single", folder / "to-four")
-    for rank in by_case(cases_of_ranks(PROGRAM, folder, "resumed", ranks=4, timeout=400))["resumed"]:
+    for rank in four["resumed"]:
         assert rank["loss"] == pytest.approx(alone.loss, rel=1e-4)
         assert rank["validation"] == pytest.approx(alone.validation, rel=1e-4)
 
@@ -207,6 +213,6 @@ def test_the_same_job_has_the_same_curve_on_single_ddp_and_fsdp(launched, single
 
 
 @pytest.mark.slow
-def test_the_same_curve_on_four_ranks(singles, tmp_path):
+def test_the_same_curve_on_four_ranks(four, singles):
     """As on two."""
-    check_curves(by_case(cases_of_ranks(PROGRAM, tmp_path, "curves", ranks=4, timeout=600))["curves"], singles)
+    check_curves(four["curves"], singles)

@@ -60,10 +60,10 @@ def batch_per_rank(batch: int, world_size: int) -> int:
     return batch // world_size
 
 
-def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Give every rank except rank 0 random numbers of its own; with `step`, of a run that resumes, rank 0 too."""
-    if rank or step:
-        seed_everything(mix("rank", seed, rank, step))
+def seed_rank(seed: int, rank: int) -> None:
+    """Give every rank except rank 0 random numbers of its own."""
+    if rank:
+        seed_everything(mix("rank", seed, rank))
 
 
 def build_engine(
