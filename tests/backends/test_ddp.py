@@ -258,10 +258,16 @@ def test_a_watch_does_not_wait_for_other_ranks(ranks):
         assert "the loss function" in rank["sentences"][0]
 
 
+@pytest.fixture(scope="module")
+def slow_ranks():
+    """The slow cases of two ranks, in one launch."""
+    return by_case(cases_of_ranks(PROGRAM, "sharded_scaler_of_torch", "compiled"))
+
+
 @pytest.mark.slow
-def test_where_the_scaler_of_torch_lets_ranks_drift_apart_the_engine_does_not():
+def test_where_the_scaler_of_torch_lets_ranks_drift_apart_the_engine_does_not(slow_ranks):
     """ShardedGradScaler with a fused optimizer: one rank skips alone, and after unscale_() it raises (pytorch#140514)."""
-    for rank in by_case(cases_of_ranks(PROGRAM, "sharded_scaler_of_torch"))["sharded_scaler_of_torch"]:
+    for rank in slow_ranks["sharded_scaler_of_torch"]:
         assert rank["apart"]
         assert "broadcast shape" in rank["error"]
         assert rank["skips"] == [True, False]
@@ -270,9 +276,9 @@ def test_where_the_scaler_of_torch_lets_ranks_drift_apart_the_engine_does_not():
 
 
 @pytest.mark.slow
-def test_hooks_survive_compilation():
+def test_hooks_survive_compilation(slow_ranks):
     """Of the whole model and of its blocks: the update of the eager run, one reduction per window."""
-    for rank in by_case(cases_of_ranks(PROGRAM, "compiled"))["compiled"]:
+    for rank in slow_ranks["compiled"]:
         assert len(rank["errors"]) == 3
         assert max(rank["errors"].values()) < 1e-5
 

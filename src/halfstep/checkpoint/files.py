@@ -43,7 +43,7 @@ VERSION = 1
 SHARDED_VERSION = 2
 FILES = ("model.safetensors", "state.safetensors", "state.json", "meta.json")
 OWN_OF_RANKS = (
-    "halfstep.own-of-ranks"  # key of state.json: what each of several ranks with the same tensors has for itself
+    "halfstep-own-of-ranks"  # key of state.json: what each of several ranks with the same tensors has for itself
 )
 _SHARED_FILES = ("index.json", "state.json", "meta.json")  # of a sharded checkpoint: those that rank 0 writes
 _OF_RANK = re.compile(r"(?:(?:model|state|rank)-(\d{5,})-of-(\d{5,})\.safetensors|rank-(\d{5,})-of-(\d{5,})\.json)")
