@@ -42,9 +42,8 @@ FORMAT = "halfstep-checkpoint"
 VERSION = 1
 SHARDED_VERSION = 2
 FILES = ("model.safetensors", "state.safetensors", "state.json", "meta.json")
-OWN_OF_RANKS = (
-    "halfstep-own-of-ranks"  # key of state.json: what each of several ranks with the same tensors has for itself
-)
+# A key of state.json: what each of several ranks with the same tensors has for itself.
+OWN_OF_RANKS = "halfstep-own-of-ranks"
 _SHARED_FILES = ("index.json", "state.json", "meta.json")  # of a sharded checkpoint: those that rank 0 writes
 _OF_RANK = re.compile(r"(?:(?:model|state|rank)-(\d{5,})-of-(\d{5,})\.safetensors|rank-(\d{5,})-of-(\d{5,})\.json)")
 _SELF = re.compile(rb'("manifest_sha256": ")([0-9a-f]{64})(")')
