@@ -7,6 +7,7 @@ import sys
 
 import data_parallel_laws  # noqa: F401 - registers its cases
 import data_parallel_options  # noqa: F401
+import data_parallel_state  # noqa: F401
 import data_parallel_windows  # noqa: F401
 from rank_cases import run_cases
 

@@ -5,6 +5,7 @@ RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/fsdp_la
 
 import logging
 import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -307,7 +308,7 @@ def save_for_other_ranks():
         model, engine = moving(precision)
         for step in range(3):
             window(model, engine, step)
-        engine.save(FOLDER / f"moved-{number}")
+        engine.save(FOLDER / f"moved-{WORLD}-{number}")
         saved = {
             "values": whole_values(engine),
             "scaler": engine.scaler.state_dict(),
@@ -316,18 +317,18 @@ def save_for_other_ranks():
         results = [window(model, engine, step) for step in range(3, 6)]
         saved |= {"later": whole_values(engine), "norms": [r.grad_norm for r in results]}
         if RANK == 0:
-            torch.save(saved, FOLDER / f"expected-{number}.pt")
+            torch.save(saved, FOLDER / f"expected-{WORLD}-{number}.pt")
     return {"world": WORLD}
 
 
 @slow_case
 def load_from_other_ranks():
-    """What was saved is found, in equal bits except 8-bit moments, and the run continues as the first did."""
-    trouble, far = [], {}
+    """What SAVED_BY ranks have saved is found, in equal bits except 8-bit moments, and the run continues as the first did."""
+    trouble, far, source = [], {}, os.environ["SAVED_BY"]
     for number, precision in enumerate(LAYOUTS):
-        saved = torch.load(FOLDER / f"expected-{number}.pt", weights_only=True)
+        saved = torch.load(FOLDER / f"expected-{source}-{number}.pt", weights_only=True)
         model, engine = moving(precision)
-        engine.load(FOLDER / f"moved-{number}")
+        engine.load(FOLDER / f"moved-{source}-{number}")
         values = whole_values(engine)
         if values.keys() != saved["values"].keys():
             trouble.append(f"{precision}: {sorted(values.keys() ^ saved['values'].keys())}")
@@ -349,8 +350,6 @@ def load_from_other_ranks():
 
 
 if __name__ == "__main__":
-    import os
-
     logging.getLogger("halfstep").setLevel(logging.ERROR)
     FOLDER = Path(sys.argv[1])
     RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

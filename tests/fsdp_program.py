@@ -654,6 +654,31 @@ def sixteen_bit_reductions():
 
 
 @case
+def replicas_are_summed_as_the_truth_table_shows():
+    """HSDP with `reduce=bf16`: the dtypes of the all-reduces of gradients, and the row of the truth table."""
+    rows, sent, stock = {}, {}, dist.all_reduce
+    shapes = ((WORLD, 1), (2, WORLD // 2)) if WORLD > 2 else ((WORLD, 1),)
+    for shape in shapes:
+        for accumulate in (1, 2):
+            mesh, dtypes = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")), set()
+
+            def observed(tensor, *args, dtypes=dtypes, **kwargs):
+                if tensor.numel() > 10:  # of gradients
+                    dtypes.add(str(tensor.dtype))
+                return stock(tensor, *args, **kwargs)
+
+            run = Run(
+                "user", "bf16-lean,reduce=bf16", model=lambda mesh=mesh: sharded_by_user(mesh), accumulate=accumulate
+            )
+            dist.all_reduce = observed
+            run.window(accumulate)
+            dist.all_reduce = stock
+            name = f"{shape[0]}x{shape[1]} {accumulate}"
+            rows[name], sent[name] = dict(run.engine.truth().rows)["reduction"], sorted(dtypes)
+    return {"rows": rows, "sent": sent}
+
+
+@case
 def units_and_optimizers():
     """Which modules are units, that groups and schedulers are rebound, and several parameter groups."""
     torch.manual_seed(0)

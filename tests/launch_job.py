@@ -1,7 +1,7 @@
 """A small job with dropout for runs on several ranks, and faults that the environment asks for.
 
-FAULT is `WHAT:RANK:STEP[:ATTEMPT]`: in that attempt of the launch (0, or `any`), the rank kills itself, hangs, raises or
-terminates itself when it computes the loss of that step of its process.
+FAULT is `WHAT:RANK:STEP[:ATTEMPT]`, or several of them with commas: in that attempt of the launch (by default the first, 0), the
+rank kills itself, hangs, raises or terminates itself when it computes the loss of that step of its process.
 """
 
 import os
@@ -41,9 +41,10 @@ class Faults:
 
     def step(self):
         self.steps += 1
-        what, rank, step, attempt = (*os.environ.get("FAULT", "none:0:0").split(":"), "0")[:4]
-        now = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if os.environ.get("RANK") != rank or str(self.steps) != step or attempt not in {now, "any"}:
+        here = [os.environ.get("RANK"), str(self.steps), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")]
+        faults = [(*fault.split(":"), "0")[:4] for fault in os.environ.get("FAULT", "none:0:0").split(",")]
+        what = next((what for what, *place in faults if place == here), None)
+        if what is None:
             return
         if what == "hang":
             time.sleep(600)

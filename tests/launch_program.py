@@ -14,10 +14,10 @@ import torch
 
 from halfstep.backends.group import open_group
 from halfstep.backends.launch import read_launch
+from halfstep.backends.ranks import ranks_of
 from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.errors import HalfstepError
 from halfstep.train import TrainConfig, train
-from halfstep.train.ranks import Ranks
 from launch_job import Data, make_job
 
 CONFIG = {"batch": 8, "epochs": 2, "save_every": 3, "watch": None, "device": "cpu", "timeout": 60}
@@ -71,8 +71,8 @@ def cases(context, folder):
     yield "unwritable", run(context, folder / "file" / "run")
     broken = make_job(data=Broken)
     yield "overflow", run(context, folder / "overflow", broken, watch=100, epochs=1)
-    ranks = Ranks(context, timeout_seconds=60)
-    yield "sums", {"sums": ranks.sums(1.0, rank), "largest": ranks.largest(rank), "from_main": ranks.from_main(rank)}
+    ranks = ranks_of(context, 60)
+    yield "sums", {"sums": ranks.sums(1.0, rank), "largest": ranks.largest(rank), "from_main": ranks.broadcast(rank)}
 
 
 def main():

@@ -107,10 +107,10 @@ def a_run_resumes_bit_for_bit():
     wrong = []
     for number, (name, layout) in enumerate(SAVED):
         model, optimizer = trained(name, layout)
-        path = SAVER.save(FOLDER / f"{RANKS.size}-{number}", **parts_of(model, optimizer))
+        path = SAVER.save(FOLDER / f"{RANKS.num_ranks}-{number}", **parts_of(model, optimizer))
         reference = whole(model, optimizer)
         if RANKS.rank == 0:
-            save_checkpoint(FOLDER / f"{RANKS.size}-{number}-whole", weights=reference, state={}, meta={})
+            save_checkpoint(FOLDER / f"{RANKS.num_ranks}-{number}-whole", weights=reference, state={}, meta={})
         again, resumed = other(name, layout)
         own, state = load(path, again, resumed)
         wrong += [f"{name} {layout}: {d}" for d in differences(resumed, optimizer)]
@@ -135,13 +135,13 @@ def files_of_other_ranks_are_read():
         name, layout = SAVED[number]
         model, optimizer = other(name, layout)
         own, _ = load(folder.with_name(f"{num_ranks}-{number}"), model, optimizer)
-        expected, read = load_checkpoint(folder).weights, read + (num_ranks != RANKS.size)
+        expected, read = load_checkpoint(folder).weights, read + (num_ranks != RANKS.num_ranks)
         for key, value in whole(model, optimizer).items():
             # Blocks of 8 bits differ between numbers of ranks, so decoded moments are encoded again.
-            rounded = layout[2] == "8bit" and "master" not in key and num_ranks != RANKS.size
+            rounded = layout[2] == "8bit" and "master" not in key and num_ranks != RANKS.num_ranks
             far = (value - expected[key]).abs().max() > (0.05 * expected[key].abs().max() if rounded else 0)
             wrong += [f"{folder.name} {name} {layout}: {key}"] if far else []
-        if num_ranks != RANKS.size and own["extra"] != {"position": 0}:
+        if num_ranks != RANKS.num_ranks and own["extra"] != {"position": 0}:
             wrong.append(f"{own}")
     return {"wrong": wrong, "read": read}
 
@@ -181,10 +181,10 @@ def files_of_one_process_are_read():
 def copies_are_written_once():
     """On a mesh that replicates, and for tensors that all ranks have."""
     sizes = {}
-    for shape in ((1, RANKS.size), (RANKS.size, 1), (2, RANKS.size // 2)):
+    for shape in ((1, RANKS.num_ranks), (RANKS.num_ranks, 1), (2, RANKS.num_ranks // 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         model, optimizer = trained("AdamW", LAYOUTS[1], mesh)
-        path = SAVER.save(FOLDER / f"mesh-{RANKS.size}-{shape[0]}", **parts_of(model, optimizer), overwrite=True)
+        path = SAVER.save(FOLDER / f"mesh-{RANKS.num_ranks}-{shape[0]}", **parts_of(model, optimizer), overwrite=True)
         again, resumed = other("AdamW", LAYOUTS[1], mesh)
         load(path, again, resumed)
         index = json.loads((path / "index.json").read_text())
@@ -207,7 +207,7 @@ def tensors_in(file):
 @case
 def other_dimensions_are_sharded():
     """Columns, and both dimensions of a mesh."""
-    mesh = init_device_mesh("cpu", (RANKS.size, 1))
+    mesh = init_device_mesh("cpu", (RANKS.num_ranks, 1))
     value = torch.arange(35.0).view(5, 7)
     placed = {
         "columns": distribute_tensor(value, mesh, [Shard(1), Shard(0)]),
@@ -259,7 +259,7 @@ def ranks_with_other_states_are_rejected():
     """A tensor that a rank lacks, and a placement that is no box."""
     from torch.distributed.tensor import Partial
 
-    mesh = init_device_mesh("cpu", (RANKS.size,))
+    mesh = init_device_mesh("cpu", (RANKS.num_ranks,))
     value = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     missing = {"a": value} if RANKS.rank == 0 else {}
     partial = {"a": DTensor.from_local(torch.ones(4), mesh, [Partial()])}
@@ -278,7 +278,7 @@ def damage_is_reported_on_every_rank():
     model, optimizer = trained("AdamW", LAYOUTS[1])
     for number, damage in enumerate(("altered", "truncated", "missing")):
         path = SAVER.save(FOLDER / f"damaged-{number}", **parts_of(model, optimizer))
-        file = path / f"state-00001-of-{RANKS.size:05d}.safetensors"
+        file = path / f"state-00001-of-{RANKS.num_ranks:05d}.safetensors"
         if RANKS.rank == 0:
             data = bytearray(file.read_bytes())
             data[-1] ^= 1
@@ -316,7 +316,7 @@ def nonfinite_values_of_one_rank_are_seen_by_all():
     """With how many there are, in weights and in masters."""
     model, optimizer = trained("AdamW", (torch.bfloat16, "fp32", "fp32"))
     with torch.no_grad():
-        if RANKS.rank == RANKS.size - 1:
+        if RANKS.rank == RANKS.num_ranks - 1:
             model[0].weight.to_local()[0, :3] = float("nan")
     parts = parts_of(model, optimizer)
     state = {**parts["state"]["engine"], "model": parts["weights"]}
@@ -331,7 +331,7 @@ def a_rank_that_dies_while_it_writes():
     dist.barrier()
     gradients(model, 5)
     optimizer.step()
-    if RANKS.rank == RANKS.size - 1:
+    if RANKS.rank == RANKS.num_ranks - 1:
         os.fsync = lambda _: os._exit(0)
     parts = parts_of(model, optimizer)
     SAVER.save(FOLDER / "died", **parts, overwrite=True, wait=False)

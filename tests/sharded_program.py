@@ -17,10 +17,10 @@ import torch.distributed.fsdp
 
 from halfstep.backends.group import open_group
 from halfstep.backends.launch import read_launch
+from halfstep.backends.ranks import ranks_of
 from halfstep.checkpoint.rng import seed_everything
 from halfstep.precision.policy import Policy
 from halfstep.train import TrainConfig, train
-from halfstep.train.ranks import Ranks
 from halfstep.train.recorder import SilentObserver
 from halfstep.train.sharded import build_on_rank_0, shard_model
 from launch_job import make_job
@@ -61,7 +61,7 @@ def initial(context, folder):
     for kind in (Model, ReadsValues, PlainAttribute):
         BUILT_ON.clear()
         seed_everything(0)
-        model = build_on_rank_0(full_job(kind), context, Ranks(context, timeout_seconds=60))
+        model = build_on_rank_0(full_job(kind), context, ranks_of(context, 60))
         built_on = list(BUILT_ON)
         with counted_units(model) as alive:
             shard_model(model, full_job(kind), context, Policy.parse("bf16-lean"))

@@ -63,7 +63,7 @@ def test_every_hook_is_right_for_one_process():
         assert hook(tensor) is tensor
     assert backend.agree_reference(tensor, weighted=True, closing=True) is tensor
     assert backend.gather(state) is backend.scatter(state) is state
-    assert backend.ranks().size == 1
+    assert backend.ranks().num_ranks == 1
     assert backend.step(None, None) is False
     assert backend.truth_rows() == {}
     with backend.forward_context(last=False):

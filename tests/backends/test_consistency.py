@@ -1,9 +1,12 @@
-"""What ranks compare, in words; the comparison itself is tested on ranks in test_ddp.py."""
+"""What ranks compare, in words, and the comparison; test_ddp.py has it on ranks."""
 
+import pytest
 import torch
 from torch import nn
 
-from halfstep.backends.consistency import describe_model, describe_optimizers, is_plain
+from halfstep.backends.consistency import compare_ranks, describe_model, describe_optimizers, is_plain
+from halfstep.backends.ranks import Ranks
+from halfstep.errors import SettingError
 
 
 def test_parameters_and_buffers_are_described_by_dtype_and_shape():
@@ -42,3 +45,30 @@ def test_expanded_sparse_and_meta_tensors_are_not_broadcast():
     assert not is_plain(torch.ones(1).expand(3))
     assert not is_plain(torch.ones(3).to_sparse())
     assert not is_plain(torch.ones(3, device="meta"))
+
+
+class OfThree(Ranks):
+    """Ranks whose facts differ from this one's in the last."""
+
+    def __init__(self, **changed):
+        self._changed = changed
+
+    def gather(self, value):
+        return [
+            value,
+            value,
+            value | self._changed if isinstance(value, dict) else (str(self._changed) if self._changed else value),
+        ]
+
+
+def test_equal_ranks_pass():
+    """Nothing is raised."""
+    compare_ranks({"torch": "2.13"}, OfThree())
+
+
+def test_a_difference_names_the_values_and_their_ranks():
+    """The same text on every rank."""
+    with pytest.raises(SettingError, match=r"torch: 2.13 on rank 0, 1, 2.11 on rank 2"):
+        compare_ranks({"torch": "2.13"}, OfThree(torch="2.11"))
+    with pytest.raises(SettingError, match=r"file job.py: missing on rank 0, 1, abc on rank 2"):
+        compare_ranks({"torch": "2.13"}, OfThree(**{"file job.py": "abc"}))

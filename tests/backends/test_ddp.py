@@ -215,6 +215,41 @@ def test_options_of_the_engine_work_on_ranks(ranks):
         assert rank["row"].startswith("fp32 over 2 ranks, ")
 
 
+def test_every_rank_continues_with_its_own_random_numbers(ranks):
+    """Bit for bit from a checkpoint of as many ranks, with each rank's `extra`; from another number with new ones, distinct."""
+    for rank in ranks["random_numbers_of_each_rank"]:
+        assert len(rank["fine"]) == 11
+        assert all(rank["fine"].values()), rank["fine"]
+
+
+def check_synchronised(ranks):
+    """Weights and statistics of a synchronised batch norm are those of one process on the whole batches."""
+    for rank in ranks:
+        assert rank["same"]
+        assert rank["weights"] < 1e-5
+        assert rank["statistics"] < 1e-5
+
+
+def test_synchronised_batch_norm_is_that_of_the_whole_batch(ranks):
+    """A model that sends messages in its forward and backward, with accumulation."""
+    check_synchronised(ranks["synchronised_batch_norm"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nn.SyncBatchNorm takes GPU tensors only")
+def test_sync_batch_norm_of_torch_is_that_of_the_whole_batch():
+    """nn.SyncBatchNorm on two ranks that share a GPU, over gloo."""
+    check_synchronised(by_case(cases_of_ranks(PROGRAM, "sync_batch_norm_of_torch"))["sync_batch_norm_of_torch"])
+
+
+def test_batch_norm_of_equal_batches_is_that_of_the_whole_batch(ranks):
+    """Running mean, variance (but for its n / (n - 1)) and weights; each rank counts its own batches."""
+    for rank in ranks["batch_norm_of_equal_batches"]:
+        assert rank["same"]
+        assert max(rank["weights"], rank["mean"], rank["variance"]) < 1e-5
+        assert rank["batches"] == [6, 6]
+
+
 def test_a_watch_does_not_wait_for_other_ranks(ranks):
     """A step that rank 1 alone overflows is computed again there, and reported on every rank."""
     for rank in ranks["watched"]:
@@ -223,10 +258,16 @@ def test_a_watch_does_not_wait_for_other_ranks(ranks):
         assert "the loss function" in rank["sentences"][0]
 
 
+@pytest.fixture(scope="module")
+def slow_ranks():
+    """The slow cases of two ranks, in one launch."""
+    return by_case(cases_of_ranks(PROGRAM, "sharded_scaler_of_torch", "compiled"))
+
+
 @pytest.mark.slow
-def test_where_the_scaler_of_torch_lets_ranks_drift_apart_the_engine_does_not():
+def test_where_the_scaler_of_torch_lets_ranks_drift_apart_the_engine_does_not(slow_ranks):
     """ShardedGradScaler with a fused optimizer: one rank skips alone, and after unscale_() it raises (pytorch#140514)."""
-    for rank in by_case(cases_of_ranks(PROGRAM, "sharded_scaler_of_torch"))["sharded_scaler_of_torch"]:
+    for rank in slow_ranks["sharded_scaler_of_torch"]:
         assert rank["apart"]
         assert "broadcast shape" in rank["error"]
         assert rank["skips"] == [True, False]
@@ -235,9 +276,9 @@ def test_where_the_scaler_of_torch_lets_ranks_drift_apart_the_engine_does_not():
 
 
 @pytest.mark.slow
-def test_hooks_survive_compilation():
+def test_hooks_survive_compilation(slow_ranks):
     """Of the whole model and of its blocks: the update of the eager run, one reduction per window."""
-    for rank in by_case(cases_of_ranks(PROGRAM, "compiled"))["compiled"]:
+    for rank in slow_ranks["compiled"]:
         assert len(rank["errors"]) == 3
         assert max(rank["errors"].values()) < 1e-5
 

@@ -42,6 +42,7 @@ def four_ranks(tmp_path_factory):
     cases = (
         "meshes_of_fully_shard", "tensor_parallel_and_sharded", "norms_count_every_value_once", "one_bad_number_skips_everywhere",
         "losses_stay_together", "overflows_are_those_of_one_process", "resume_is_exact",
+        "replicas_are_summed_as_the_truth_table_shows",
     )  # fmt: skip
     return by_case(cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("four"), *cases, ranks=4, timeout=1200))
 
@@ -183,6 +184,8 @@ def test_four_ranks(four_ranks):
         check_curve(rank)
     for rank in four_ranks["overflows_are_those_of_one_process"]:
         check_overflows(rank)
+    for rank in four_ranks["replicas_are_summed_as_the_truth_table_shows"]:
+        check_replicas(rank)
     for rank in four_ranks["resume_is_exact"]:
         assert all(rank["equal"].values())
 
@@ -215,6 +218,22 @@ def test_reductions_in_16_bits(slow_ranks):
         for setting, dtypes in rank["sent"].items():
             assert dtypes == ["torch.bfloat16" if setting.startswith("bf16") else "torch.float16"]
         assert max(rank["far"].values()) < 2**-7
+
+
+def check_replicas(rank):
+    """The truth table has the format in which the replicas of HSDP are summed."""
+    for name, row in rank["rows"].items():
+        replicas, shards = map(int, name.split()[0].split("x"))
+        dtype = "bf16" if name.endswith(" 1") else "fp32"  # with several micro-batches FSDP2 accumulates in fp32
+        parts = [f"bf16 over {shards} ranks, to shards"] * (shards > 1) + [f"{dtype} over {replicas} replicas"]
+        assert row == "; ".join(parts)
+        assert rank["sent"][name] == ["torch.bfloat16" if dtype == "bf16" else "torch.float32"]
+
+
+def test_replicas_are_summed_as_the_truth_table_shows(ranks):
+    """In the weights' 16 bits without accumulation, else in fp32 whatever `reduce` is."""
+    for rank in ranks["replicas_are_summed_as_the_truth_table_shows"]:
+        check_replicas(rank)
 
 
 @pytest.mark.slow

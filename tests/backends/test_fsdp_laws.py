@@ -47,12 +47,23 @@ def test_four_ranks_skip_and_start_alike(tmp_path):
         assert [line["trouble"] for line in lines] == [[]] * 4
 
 
+@pytest.fixture(scope="module")
+def moves(tmp_path_factory):
+    """Runs whose checkpoints another number of ranks continues, by both numbers: 1 to 2, 2 to 4, 4 to 2 and 2 to 1."""
+    folder, lines = tmp_path_factory.mktemp("moves"), {}
+    for source, ranks in ((None, 1), (1, 2), (2, 4), (4, 2), (2, 1)):
+        cases = ["load_from_other_ranks"] * (source is not None) + ["save_for_other_ranks"] * ((source or 0) < ranks)
+        result = cases_of_ranks(PROGRAM, folder, *cases, ranks=ranks, timeout=1200, variables={"SAVED_BY": str(source)})
+        lines[source, ranks] = [rank[0] for rank in result]
+    return lines
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 4), (4, 2), (2, 1)])
-def test_checkpoints_move_between_numbers_of_ranks(tmp_path, first, then):
+def test_checkpoints_move_between_numbers_of_ranks(moves, first, then):
     """Masters, moments, EMA and scaler are found in equal bits; 8-bit moments are rounded once. The run continues as before."""
-    cases_of_ranks(PROGRAM, tmp_path, "save_for_other_ranks", ranks=first, timeout=1200)
-    for (line,) in cases_of_ranks(PROGRAM, tmp_path, "load_from_other_ranks", ranks=then, timeout=1200):
+    for line in moves[first, then]:
+        assert line["case"] == "load_from_other_ranks"
         assert line["trouble"] == []
         for precision, far in line["far"].items():
             assert far["moments"] < 0.02, precision

@@ -99,8 +99,8 @@ def test_a_failing_rank_is_an_error_on_every_rank(ranks):
     for rank in both:
         assert (rank["unchanged"], rank["names"], rank["changed"]) == (True, ["here"], True)
         assert all("No space left on device" in error for error in rank["errors"])
-    assert [rank["errors"][0].startswith("Another rank failed") for rank in both] == [False, True]
-    assert [rank["errors"][2].startswith("Another rank failed") for rank in both] == [True, False]
+    assert ["so this one stopped as well: rank 0: " in rank["errors"][0] for rank in both] == [False, True]
+    assert ["so this one stopped as well: rank 1: " in rank["errors"][2] for rank in both] == [True, False]
 
 
 def test_ranks_with_different_states_are_rejected_on_every_rank(ranks):
@@ -244,6 +244,6 @@ def test_a_rank_that_dies_leaves_the_checkpoint_before(tmp_path):
     """The other rank gets an error and does not wait for ever."""
     (alive,), dead = cases_of_ranks(PROGRAM, tmp_path, "a_rank_that_dies_while_it_writes")
     assert dead == []
-    assert "lost contact with the other ranks" in alive["error"]
+    assert "lost contact with the other ranks. Rank 1 did not send its part" in alive["error"]
     assert alive["unchanged"]
     assert alive["names"] == ["died"]

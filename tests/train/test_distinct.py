@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from halfstep.backends.context import RunContext
-from halfstep.backends.messages import messages_of
+from halfstep.backends.ranks import ranks_of
 from halfstep.errors import SettingError
 from halfstep.jobs.job import Job
 from halfstep.train.distinct import check_distinct, check_sampler, samplers_of
@@ -90,5 +90,5 @@ def test_samplers_are_found_once():
 
 def test_one_process_sends_no_messages():
     """Neither does a context of several ranks without a process group."""
-    assert messages_of(RunContext()) is None
-    assert messages_of(RunContext(world_size=2)) is None
+    assert not ranks_of(RunContext()).several
+    assert not ranks_of(RunContext(world_size=2)).several

@@ -11,7 +11,7 @@ from halfstep.train.shares import Share, share_batches
 
 
 class Exchange:
-    """What ranks in threads of one process use in place of `Messages`."""
+    """What ranks in threads of one process use in place of `Ranks`."""
 
     def __init__(self, num_ranks):
         self.num_ranks, self.slots, self.count = num_ranks, [None] * num_ranks, [0] * num_ranks
@@ -23,9 +23,9 @@ class Exchange:
         class Channel:
             num_ranks = exchange.num_ranks
 
-            def gather_numbers(self, *numbers):
+            def gather(self, value):
                 exchange.count[rank] += 1
-                return [[int(each) for each in values] for values in self._gather(numbers)]
+                return self._gather(value)
 
             def broadcast(self, value, source):
                 return self._gather(value)[source]

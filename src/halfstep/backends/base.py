@@ -167,10 +167,9 @@ class Backend:
         return state
 
     def ranks(self) -> Ranks:
-        """The ranks that save and load a checkpoint together; this process alone where one rank has everything.
+        """The ranks that save and load a checkpoint together, always the same object; this process alone where it has no others.
 
-        A backend with sharded tensors returns one `ProcessRanks`, always the same object; then `Engine.save` and `Engine.load`
-        are called on every rank.
+        With several, `Engine.save` and `Engine.load` are called on every rank.
         """
         return Ranks()
 

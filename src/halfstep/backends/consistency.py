@@ -1,4 +1,4 @@
-"""What must be the same on every rank before a run of replicas starts, compared by its text.
+"""What must be the same on every rank before a run starts, compared by its text.
 
 Ranks with another model, optimizer or setting would train without an error, each its own model, or wait for a message that
 never comes. So each rank describes its part in words, the ranks compare a hash, and where it differs all of them raise the
@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from halfstep.backends.ranks import ProcessRanks, Ranks
 from halfstep.errors import SettingError
 from halfstep.hardware.units import few
 
 __all__ = ["broadcast_tensors", "check_together", "compare_ranks", "describe_model", "describe_optimizers", "is_plain"]
 
+_MOST_SHOWN = 3  # differences between ranks in an error
 _CHUNK_BYTES = 25 * 2**20  # of a broadcast, as DistributedDataParallel's buckets
 
 
@@ -85,60 +87,33 @@ def _content(value: Any) -> str:
 
 def check_together(model: nn.Module, checks: Callable[[], None], group: Any = None) -> None:
     """Run the checks of a set-up on every rank; where they raise on one, the others raise too and do not wait for it."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+    if not (dist.is_available() and dist.is_initialized()):
         checks()
         return
-    error = None
-    try:
-        checks()
-    except SettingError as raised:
-        error = raised
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    texts = _gather("" if error is None else str(error), group or dist.group.WORLD, device)
-    if error is not None:
-        raise error
-    rejections = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-    if rejections:
-        raise SettingError(
-            f"{len(rejections)} of {len(texts)} ranks cannot train this model, so this one stopped as well: {rejections[0]}"
-        )
+    ProcessRanks(group, device=device).together(checks)
 
 
-def compare_ranks(description: Mapping[str, str], group: Any, device: torch.device) -> None:
+def compare_ranks(description: Mapping[str, str], ranks: Ranks) -> None:
     """Raise on every rank, with the same differences, unless all ranks have the same description."""
-    text = json.dumps(description)
-    hashes = _gather(hashlib.sha256(text.encode()).hexdigest(), group, device)
-    if len(set(hashes)) == 1:
+    # A hash first: the description of a large model is long.
+    if len(set(ranks.gather(hashlib.sha256(json.dumps(description).encode()).hexdigest()))) == 1:
         return
-    descriptions = [json.loads(other) for other in _gather(text, group, device)]
-    first = descriptions[0]
+    descriptions = ranks.gather(dict(description))
     differences = []
-    for rank, other in enumerate(descriptions):
-        keys = [*first, *(key for key in other if key not in first)]
-        differences += [
-            f"{key}: {first.get(key, 'missing')} on rank 0, {other.get(key, 'missing')} on rank {rank}"
-            for key in keys
-            if first.get(key) != other.get(key)
-        ]
-    shown = "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
-    shown = shown or "the order of the parameters"
+    for name in dict.fromkeys(name for each in descriptions for name in each):
+        values: dict[str, list[str]] = {}
+        for rank, each in enumerate(descriptions):
+            values.setdefault(each.get(name, "missing"), []).append(str(rank))
+        if len(values) > 1:
+            shown = ", ".join(f"{value} on rank {few(members)}" for value, members in values.items())
+            differences.append(f"{name}: {shown}")
+    text = "; ".join(differences[:_MOST_SHOWN]) or "the order of the parameters"
+    more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
     raise SettingError(
-        f"The ranks of this run differ, and would train different models: {shown}. Build the model, its optimizers and the Engine in the "
-        "same way on every rank; a state that is loaded before Engine(...) must be loaded on all of them."
+        f"The ranks of this run differ, and would not train the same model: {text}{more}. Run the same command with the same code, versions "
+        "and data on every rank, build the model, its optimizers and the Engine in the same way, and load a state on all of them."
     )
-
-
-def _gather(text: str, group: Any, device: torch.device) -> list[str]:
-    """The texts of all ranks."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)  # frombuffer takes no empty text
-    size = torch.tensor([data.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(each) for each in sizes)
-    padded = torch.cat([data, data.new_zeros(longest - data.numel())])
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded, group=group)
-    return [bytes(t[: int(n)].tolist()).decode() for t, n in zip(texts, sizes, strict=True)]
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from halfstep.backends.consistency import (
     describe_model,
     describe_optimizers,
 )
+from halfstep.backends.ranks import ProcessRanks
 from halfstep.backends.replicas import Replicas
 from halfstep.backends.wrapped import find_ddp, reject_join
 from halfstep.errors import SettingError
@@ -109,7 +110,8 @@ class DataParallel(Replicas):
         device = self._context.device
         versions = {"torch": torch.__version__, **{key: str(size) for key, size in self._sizes.items()}}
         described = describe_model(module) | describe_optimizers(optimizers, module)
-        compare_ranks(versions | self._settings | described, group, device)
+        ranks = ProcessRanks(group, device=device)
+        compare_ranks(versions | self._settings | described, ranks)
         broadcast_tensors((*module.parameters(), *module.buffers()), group)
         owned = {p for o in optimizers for param_group in o.param_groups for p in param_group["params"]}
         self._agreement = Agreement(group, device)
@@ -117,7 +119,7 @@ class DataParallel(Replicas):
             {name: p for name, p in module.named_parameters() if p in owned},
             group,
             COMPUTE_DTYPES.get(self._policy.reduce, torch.float32),
-            compare=lambda layout: compare_ranks(layout, group, device),
+            compare=lambda layout: compare_ranks(layout, ranks),
             **self._sizes,
         )
         if wrapper is not None:

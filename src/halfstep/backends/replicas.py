@@ -12,6 +12,7 @@ from torch import Tensor
 from halfstep.backends.agreement import Agreement
 from halfstep.backends.base import Backend
 from halfstep.backends.context import RunContext
+from halfstep.backends.ranks import ProcessRanks, Ranks
 
 __all__ = ["Replicas"]
 
@@ -27,6 +28,7 @@ class Replicas(Backend):
         else:
             super().__init__()
         self._agreement: Agreement | None = None  # None with one rank
+        self._ranks: Ranks | None = None  # for checkpoints
         self._armed = False  # whether the next backward reduces
         self._due = False  # whether there are gradients that no backward has reduced
 
@@ -47,6 +49,12 @@ class Replicas(Backend):
     def agree(self, found_inf: Tensor) -> Tensor:
         """1 on every rank if it is on any."""
         return found_inf if self._agreement is None else self._agreement.flag(found_inf)
+
+    def ranks(self) -> Ranks:
+        """All ranks: each has random numbers of its own, and rank 0 writes."""
+        if self._ranks is None:
+            self._ranks = Ranks() if self._agreement is None else ProcessRanks(self._context.process_group)
+        return self._ranks
 
     def reset(self) -> None:
         """Expect no gradients."""

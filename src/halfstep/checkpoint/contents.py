@@ -6,7 +6,8 @@ process writes whole tensors:
 
     model.safetensors   the weights, under the model's own names; tied tensors once
     state.safetensors   all other tensors: optimizer, scaler, random generators
-    state.json          the tree that contains those tensors (see `tree.py`)
+    state.json          the tree that contains those tensors (see `tree.py`); of ranks that store the same tensors, rank 0
+                        writes them, with what each rank has for itself
     meta.json           a description: step, policy, truth table; and which weights are tied
 
 Several ranks write together, each what it stores. A tensor that all ranks have is written by rank 0, and of equal copies of
@@ -82,11 +83,11 @@ def checkpoint_contents(
             f"meta.{next(iter(meta_tensors))} is a tensor; put tensors into state, or use .item() or .tolist()."
         )
     meta_document = {"meta.json": render({"version": VERSION, "aliases": aliases, "meta": meta_node})}
-    state_node, tensors = tree_to_json({**state, **own} if own and ranks.size == 1 else state, "state")
+    state_node, tensors = tree_to_json({**state, **own} if own and ranks.num_ranks == 1 else state, "state")
     shared = {"state.json": render({"version": VERSION, "state": state_node})} | meta_document
-    if ranks.size == 1:
+    if ranks.num_ranks == 1:
         return Contents({"model.safetensors": _whole(stored), "state.safetensors": _whole(tensors)}, shared)
-    names = RankFiles.of(ranks.rank, ranks.size)
+    names = RankFiles.of(ranks.rank, ranks.num_ranks)
     own_node, own_tensors = tree_to_json(dict(own), "state")
     parts = {"model": _parts(stored, "weights", ranks.rank), "state": _parts(tensors, "state", ranks.rank)}
     files = {
@@ -115,9 +116,9 @@ def write_contents(contents: Contents, path: Path, *, overwrite: bool, ranks: Ra
         return stack.enter_context(aside_of(path)).name
 
     with contextlib.ExitStack() as stack:
-        aside = path.parent / ranks.lead(reported(begin))
+        aside = path.parent / ranks.on_main(reported(begin))
         written = ranks.together(reported(lambda: _write(contents, aside, ranks)))
-        ranks.lead(reported(lambda: _finish(contents, aside, path, written)))
+        ranks.on_main(reported(lambda: _finish(contents, aside, path, written)))
 
 
 def render(document: dict[str, Any]) -> bytes:
@@ -126,7 +127,7 @@ def render(document: dict[str, Any]) -> bytes:
 
 
 def _write(contents: Contents, aside: Path, ranks: Ranks) -> dict[str, Any]:
-    if not aside.is_dir():
+    if not aside.is_dir() and (contents.tensors or contents.documents):
         raise HalfstepError(
             f"Rank {ranks.rank} does not see {aside}, which rank 0 created: a checkpoint of several ranks needs a folder that all of "
             "them share. Save to a shared filesystem."

@@ -30,6 +30,7 @@ from halfstep.backends.ranks import Ranks
 from halfstep.checkpoint.contents import checkpoint_contents, write_contents
 from halfstep.checkpoint.files import (
     FORMAT,
+    OWN_OF_RANKS,
     SHARDED_VERSION,
     RankFiles,
     num_ranks_of,
@@ -122,7 +123,7 @@ def _verify(path: Path, ranks: Ranks) -> list[str]:
     """Check all sizes and this rank's share of the bytes; returns the names of the files."""
     manifest = read_manifest(path)
     require_present(path, manifest)
-    for name in sorted(manifest)[ranks.rank :: ranks.size]:
+    for name in sorted(manifest)[ranks.rank :: ranks.num_ranks]:
         require_intact(path, manifest, name)
     return list(manifest)
 
@@ -133,8 +134,15 @@ def _open(path: Path, manifest: list[str], files: StoredFiles, ranks: Ranks) -> 
     if num_ranks is None:
         weights = {n: stored_whole(files, "model.safetensors", n) for n in files.reader("model.safetensors")}
         state = _build(path / "state.json", "state", _from_file(files, "state.safetensors"))
+        if isinstance(state, dict) and OWN_OF_RANKS in state:
+            owns = state.pop(OWN_OF_RANKS)
+            num_ranks = len(owns)
+            state |= owns[ranks.rank if num_ranks == ranks.num_ranks else 0]
     else:
-        index, own = _parse(path / "index.json"), RankFiles.of(ranks.rank if num_ranks == ranks.size else 0, num_ranks)
+        index, own = (
+            _parse(path / "index.json"),
+            RankFiles.of(ranks.rank if num_ranks == ranks.num_ranks else 0, num_ranks),
+        )
         try:
             weights = {name: stored_slices(files, name, entry) for name, entry in index["model"].items()}
         except (KeyError, TypeError, AttributeError):

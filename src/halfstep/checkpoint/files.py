@@ -26,6 +26,7 @@ from halfstep.errors import SettingError
 __all__ = [
     "FILES",
     "FORMAT",
+    "OWN_OF_RANKS",
     "SHARDED_VERSION",
     "VERSION",
     "RankFiles",
@@ -41,6 +42,8 @@ FORMAT = "halfstep-checkpoint"
 VERSION = 1
 SHARDED_VERSION = 2
 FILES = ("model.safetensors", "state.safetensors", "state.json", "meta.json")
+# A key of state.json: what each of several ranks with the same tensors has for itself.
+OWN_OF_RANKS = "halfstep-own-of-ranks"
 _SHARED_FILES = ("index.json", "state.json", "meta.json")  # of a sharded checkpoint: those that rank 0 writes
 _OF_RANK = re.compile(r"(?:(?:model|state|rank)-(\d{5,})-of-(\d{5,})\.safetensors|rank-(\d{5,})-of-(\d{5,})\.json)")
 _SELF = re.compile(rb'("manifest_sha256": ")([0-9a-f]{64})(")')

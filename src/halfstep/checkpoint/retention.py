@@ -87,7 +87,7 @@ class CheckpointFolder:
         """
         saver = saver or Saver()
         saver.finish()
-        planned: dict[str, Any] = saver.ranks.lead(lambda: self._plan(step, meta, metric, higher_is_better))
+        planned: dict[str, Any] = saver.ranks.on_main(lambda: self._plan(step, meta, metric, higher_is_better))
         path = self.root / planned["name"]
         return saver.save(
             path,

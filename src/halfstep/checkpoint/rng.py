@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from halfstep.events import log_info
 
-__all__ = ["restore_rng", "rng_state", "seed_everything"]
+__all__ = ["derive_rng", "restore_rng", "rng_state", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
@@ -51,3 +52,9 @@ def restore_rng(state: dict[str, Any]) -> None:
             )
         else:
             torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def derive_rng(state: dict[str, Any], rank: int, num_ranks: int) -> None:
+    """Seed every generator from a state that `rng_state` returned: other numbers on each rank, and the same in each run."""
+    text = state["torch"].numpy().tobytes() + f"rank {rank} of {num_ranks}".encode()
+    seed_everything(int.from_bytes(hashlib.sha256(text).digest()[:7], "big"))

@@ -18,7 +18,9 @@ from torch import Tensor
 from halfstep.backends.ranks import Ranks
 from halfstep.checkpoint.atomic import check_target
 from halfstep.checkpoint.contents import Contents, checkpoint_contents, write_contents
+from halfstep.checkpoint.files import OWN_OF_RANKS
 from halfstep.checkpoint.snapshot import Snapshot
+from halfstep.checkpoint.tree import tree_to_json
 from halfstep.events import log_warning
 
 __all__ = ["Saver"]
@@ -27,10 +29,14 @@ _T = TypeVar("_T")
 
 
 class Saver:
-    """Saves into checkpoint directories; every rank must call the same methods in the same order."""
+    """Saves into checkpoint directories; every rank must call the same methods in the same order.
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
+    With `sharded`, each of several ranks writes the tensors that it stores; without, all have the same ones and rank 0 writes.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, *, sharded: bool = True) -> None:
         self.ranks = ranks or Ranks()
+        self._sharded = sharded
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -54,10 +60,8 @@ class Saver:
         """
         self.finish()
         path = Path(path)
-        contents = self._on_all(
-            lambda: checkpoint_contents(weights=weights, state=state, own=own, meta=meta, ranks=self.ranks)
-        )
-        self.ranks.lead(lambda: check_target(path, overwrite=overwrite))
+        contents = self._contents(weights=weights, state=state, own=own, meta=meta)
+        self.ranks.on_main(lambda: check_target(path, overwrite=overwrite))
         if wait:
             self._write(contents, path, overwrite, then)
             return path
@@ -74,6 +78,20 @@ class Saver:
         self._thread = threading.Thread(target=work, name=f"halfstep-save-{path.name}")
         self._thread.start()
         return path
+
+    def _contents(self, *, state: Any, own: Mapping[str, Any], **others: Any) -> Contents:
+        """What this rank writes."""
+        if self._sharded or not self.ranks.several:
+            return self._on_all(lambda: checkpoint_contents(state=state, own=own, **others, ranks=self.ranks))
+        self._on_all(lambda: tree_to_json(dict(own), "state"))  # raises for what cannot be stored, before it is sent
+        owns = self.ranks.gather(dict(own))
+        return self._on_all(
+            lambda: (
+                checkpoint_contents(state=state, own={**own, OWN_OF_RANKS: owns}, **others, ranks=Ranks())
+                if self.ranks.is_main
+                else Contents({}, {})
+            )
+        )
 
     def _on_all(self, work: Callable[[], _T]) -> _T:
         """Do work of this rank; if it fails on any rank, all raise, so that none waits for the others."""
@@ -98,4 +116,4 @@ class Saver:
     def _write(self, contents: Contents, path: Path, overwrite: bool, then: Callable[[], None] | None) -> None:
         write_contents(contents, path, overwrite=overwrite, ranks=self.ranks)
         if then is not None:
-            self.ranks.lead(then)
+            self.ranks.on_main(then)

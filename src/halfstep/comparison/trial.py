@@ -286,7 +286,7 @@ class Trial:
         try:
             for _ in range(NUM_SAMPLED):
                 restore_rng(random_numbers)
-                numerics = self.member.ranks.from_main(self._sample_step(epoch, batch, not_zero))
+                numerics = self.member.ranks.broadcast(self._sample_step(epoch, batch, not_zero))
                 if numerics.overflowed in {None, "forward", "data", "weights"}:  # what a lower scale cannot change
                     break
         finally:

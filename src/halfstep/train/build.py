@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from halfstep.backends.base import Backend
-from halfstep.backends.consistency import describe_model
+from halfstep.backends.consistency import compare_ranks, describe_model
 from halfstep.backends.context import RunContext
 from halfstep.backends.fsdp import FSDP
+from halfstep.backends.ranks import Ranks
 from halfstep.checkpoint.rng import seed_everything
 from halfstep.engine.engine import Engine
 from halfstep.errors import SettingError
@@ -22,8 +23,6 @@ from halfstep.jobs.data.loader import mix
 from halfstep.jobs.job import Job
 from halfstep.precision.choice import resolve
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig
-from halfstep.train.equality import check_equal
-from halfstep.train.ranks import Ranks
 from halfstep.train.sharded import build_on_rank_0, shard_model
 
 __all__ = ["batch_per_rank", "build_engine", "resolve_backend", "run_context", "seed_rank"]
@@ -61,10 +60,10 @@ def batch_per_rank(batch: int, world_size: int) -> int:
     return batch // world_size
 
 
-def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Give every rank except rank 0 random numbers of its own; with `step`, of a run that resumes, rank 0 too."""
-    if rank or step:
-        seed_everything(mix("rank", seed, rank, step))
+def seed_rank(seed: int, rank: int) -> None:
+    """Give every rank except rank 0 random numbers of its own."""
+    if rank:
+        seed_everything(mix("rank", seed, rank))
 
 
 def build_engine(
@@ -75,8 +74,7 @@ def build_engine(
     policy = resolve(precision)[0]
     shards = backend == FSDP.name
     model = build_on_rank_0(job, run, ranks) if shards else job.call("model", run).to(run.device)
-    if ranks.several:
-        check_equal(ranks, describe_model(model) | {"policy": str(policy)})
+    compare_ranks(describe_model(model) | {"policy": str(policy)}, ranks)
     if shards:
         backend = shard_model(model, job, run, policy)
     optimizer = job.call("optimizer", run, model=model)

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from halfstep.backends.ranks import Ranks as OpenRanks
+from halfstep.backends.consistency import compare_ranks
+from halfstep.backends.ranks import Ranks
 from halfstep.checkpoint.directory import open_checkpoint
 from halfstep.checkpoint.retention import CheckpointFolder
-from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.checkpoint.saver import Saver
 from halfstep.checkpoint.score import Score, read_score
 from halfstep.engine.engine import Engine
 from halfstep.engine.saved.checkpoint import checkpoint_parts, nonfinite_weights
 from halfstep.errors import SettingError
-from halfstep.events import log_info, log_warning
+from halfstep.events import log_warning
 from halfstep.hardware.units import few
-from halfstep.train.build import seed_rank
 from halfstep.train.config import TrainConfig, changed_fields
-from halfstep.train.equality import check_equal
-from halfstep.train.ranks import Ranks
 from halfstep.train.resume import RUN_FILE
 from halfstep.train.stream import DataStream
 from halfstep.watching.watch import Watch
@@ -63,17 +59,6 @@ def check_out(out: Path) -> None:
         raise SettingError(f"--out {out}: no permission to write to {existing}; pass another --out.")
 
 
-class _OpenTogether(OpenRanks):
-    """The ranks of a run as those that open a checkpoint."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.rank, self.size, self._ranks = ranks.rank, ranks.num_ranks, ranks
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every rank."""
-        return self._ranks.gather(value)
-
-
 class RunCheckpoints:
     """Finds, restores and writes the checkpoints of one run; `latest` is the newest healthy one."""
 
@@ -84,10 +69,8 @@ class RunCheckpoints:
         self._out, self._config, self._ranks, self._has_metric = out, config, ranks, has_metric
         self._folder = CheckpointFolder(out / CHECKPOINTS, config.keep_last, config.keep_best)
         self.latest = ranks.on_main(lambda: self._find(resume=resume))
-        check_equal(
-            ranks,
-            {"the checkpoint": f"{self.latest} {'exists' if self.latest and self.latest.exists() else 'missing'}"},
-        )
+        state = "exists" if self.latest and self.latest.exists() else "missing"
+        compare_ranks({"the checkpoint": f"{self.latest} {state}"}, ranks)
         self.saved_at = -1  # the step of the last checkpoint that this process wrote, healthy or not
         self.nonfinite: list[str] = []  # parameters that were not finite at that save
         self._watch: Watch | None = None
@@ -110,17 +93,14 @@ class RunCheckpoints:
         self._watch = watch
         if self.latest is None:
             return Progress()
-        with open_checkpoint(self.latest, _OpenTogether(self._ranks)) as checkpoint:
+        with open_checkpoint(self.latest, self._ranks) as checkpoint:
             changed = changed_fields(checkpoint.state["extra"]["config"], self._config)
             if changed:
                 raise SettingError(
                     f"The run in {self._out} was started with other settings ({'; '.join(changed)}); resume with the same ones."
                 )
-            # Where each rank loads alone, what it reads of a sharded checkpoint is its own all the same.
-            is_own = checkpoint.num_ranks == self._ranks.num_ranks
-            size = engine.saver.ranks.size if is_own else checkpoint.num_ranks
-            extra = engine.load(dataclasses.replace(checkpoint, num_ranks=size))
-        data.restore(self._own_state(extra, engine.progress.attempts))
+            extra = engine.load(checkpoint)
+        data.restore(extra["data"])
         if watch is not None and extra.get("watch") is not None:
             watch.load_state_dict(extra["watch"])
         self.saved_at = engine.progress.attempts
@@ -129,22 +109,6 @@ class RunCheckpoints:
             return Progress(extra["epoch"], score.values)
         return Progress(extra["epoch"], extra["values"], extra.get("unvalidated"))
 
-    def _own_state(self, extra: dict[str, Any], step: int) -> Any:
-        """The position in the data of this rank; restores its random numbers.
-
-        Ranks that wrote the checkpoint together have each their own `extra`, and their random numbers are restored already.
-        """
-        states, rank, num_ranks = extra.get("ranks"), self._ranks.rank, self._ranks.num_ranks
-        num_saved = extra.get("num_ranks", 1 if states is None else len(states))
-        if num_saved != num_ranks:
-            log_info(f"The checkpoint was saved on {num_saved} ranks and is resumed on {num_ranks}.")
-            seed_rank(self._config.seed, rank, step)
-            return extra["data"]
-        if states is None:
-            return extra["data"]
-        restore_rng(states[rank]["rng"])
-        return states[rank]["data"]
-
     def save(self, engine: Engine, data: DataStream, progress: Progress, *, epoch_done: bool) -> Path | None:
         """Write a checkpoint; `epoch_done` if `progress` is between two epochs. None if its weights are not finite.
 
@@ -152,40 +116,31 @@ class RunCheckpoints:
         """
         self.finish(engine)
         position = _BETWEEN_EPOCHS if epoch_done else data.state()
-        is_one_file = self._ranks.several and engine.saver.ranks.size == 1  # that rank 0 writes for all
         extra = {
             "epoch": progress.epoch,
             "values": progress.values,
             "unvalidated": progress.unvalidated,
             "config": dataclasses.asdict(self._config),
             "data": position,
-            "num_ranks": self._ranks.num_ranks,
-            "ranks": self._ranks.gather({"rng": rng_state(), "data": position}) if is_one_file else None,
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
         step, saver = engine.progress.attempts, engine.saver
         saved = engine.state_to_save()
-        self.nonfinite = self._together(engine, lambda: list(nonfinite_weights(saved, saver.ranks)))
+        self.nonfinite = list(nonfinite_weights(saved, saver.ranks))
         self.saved_at = step
         parts = checkpoint_parts(saved, extra, {})
         if self.nonfinite:
-            self._together(engine, lambda: self._write_aside(step, saver, parts))
+            self._write_aside(step, saver, parts)
             return None
         _, higher = self._rank({})
         wait = not self._config.async_save
-        path = self._together(
-            engine, lambda: self._folder.save(step, **parts, higher_is_better=higher, saver=saver, wait=wait)
-        )
+        path = self._folder.save(step, **parts, higher_is_better=higher, saver=saver, wait=wait)
         self.latest, self._pending = (path, None) if wait else (self.latest, path)
         return path
 
-    def _together(self, engine: Engine, work: Callable[[], T]) -> T:
-        """Do what saves on all ranks where each writes its own part, else on rank 0."""
-        return work() if engine.saver.ranks.size > 1 else self._ranks.on_main(work)
-
     def _write_aside(self, step: int, saver: Saver, parts: dict[str, Any]) -> None:
         """Write the first checkpoint whose weights are not finite."""
-        names = saver.ranks.lead(lambda: sorted(path.name for path in self._folder.root.glob(f"{ASIDE}*")))
+        names = saver.ranks.on_main(lambda: sorted(path.name for path in self._folder.root.glob(f"{ASIDE}*")))
         earlier = self._folder.root / names[0] if names else None
         path = earlier or saver.save(self._folder.root / f"{ASIDE}{step:08d}", **parts)
         log_warning(
@@ -202,7 +157,7 @@ class RunCheckpoints:
         """Wait for a save in the background, if there is one, and return its checkpoint, which is the latest now."""
         path, self._pending = self._pending, None
         if path is not None:
-            self._together(engine, engine.finish_save)
+            engine.finish_save()
         self.latest = path or self.latest
         return path
 

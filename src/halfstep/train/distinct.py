@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from halfstep.backends.context import RunContext
-from halfstep.backends.messages import Messages
+from halfstep.backends.ranks import Ranks
 from halfstep.errors import SettingError
 from halfstep.events import log_warning
 from halfstep.jobs.job import Job, read_arguments
@@ -46,10 +46,10 @@ def check_sampler(job: Job, loader: Any, run: RunContext) -> None:
             )
 
 
-def check_distinct(job: Job, loader: Any, first: str | None, messages: Messages) -> None:
+def check_distinct(job: Job, loader: Any, first: str | None, ranks: Ranks) -> None:
     """Compare the ranks' data by the fingerprint of their first batch; None for a rank without one."""
     entire = _samples_of_all(loader)
-    answers = messages.gather((first, entire))
+    answers = ranks.gather((first, entire))
     prints = [each for each, _ in answers if each is not None]
     equal, whole = len(set(prints)) < len(prints), entire is not None and all(each == entire for _, each in answers)
     names = read_arguments(job.data).names
@@ -58,13 +58,13 @@ def check_distinct(job: Job, loader: Any, first: str | None, messages: Messages)
         pair = [rank for rank, (each, _) in enumerate(answers) if each is not None and prints.count(each) > 1][:2]
         problem = f"{job.describe('data')} gave ranks {pair[0]} and {pair[1]} the same first batch"
     elif whole and not aware:
-        problem = f"{job.describe('data')} gives every one of the {messages.num_ranks} ranks a DataLoader over all {entire} samples"
+        problem = f"{job.describe('data')} gives every one of the {ranks.num_ranks} ranks a DataLoader over all {entire} samples"
     else:
         return
     if aware:
         log_warning(f"{problem}. If the data is not constant on purpose, ranks repeat each other's work. {_REMEDY}")
     else:
-        raise SettingError(f"{problem}: every example would count {messages.num_ranks} times in an epoch. {_REMEDY}")
+        raise SettingError(f"{problem}: every example would count {ranks.num_ranks} times in an epoch. {_REMEDY}")
 
 
 def _samples_of_all(loader: Any) -> int | None:

@@ -1,12 +1,17 @@
-"""Whether a run is healthy: finite weights, a finite loss, and at least one step that was applied."""
+"""Whether a run is healthy: finite weights, a finite loss on every rank, and at least one step that was applied."""
 
 from __future__ import annotations
 
 import math
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.backends.context import RunContext
 from halfstep.hardware.units import few
 
-__all__ = ["describe_problem"]
+__all__ = ["describe_problem", "mean_loss"]
 
 
 def describe_problem(
@@ -31,3 +36,17 @@ def describe_problem(
     if not math.isfinite(validation.get("loss", 0.0)):
         return f"the validation loss is {validation['loss']}"
     return None
+
+
+def mean_loss(loss: Tensor, weight: float, run: RunContext) -> Tensor:
+    """The weighted mean over ranks, and the first rank whose loss is not finite, or -1; the host does not wait for them."""
+    own = torch.stack((loss.detach().float(), loss.new_full((), weight, dtype=torch.float32)))
+    if run.world_size == 1:
+        return torch.stack((own[0], own.new_full((), -1.0)))
+    message = [torch.empty_like(own) for _ in range(run.world_size)]
+    dist.all_gather(message, own, group=run.process_group)
+    losses, weights = torch.stack(message).unbind(1)
+    counted = torch.where(weights > 0, losses, 0)  # a rank without examples computes some other batch again
+    broken = ~counted.isfinite()
+    first = torch.where(broken.any(), broken.float().argmax(), -1)
+    return torch.stack(((counted * weights).sum() / weights.sum(), first.float()))

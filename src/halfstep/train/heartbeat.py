@@ -170,10 +170,11 @@ def watch_ranks(context: RunContext, timeout_seconds: float) -> Iterator[Heartbe
     try:
         yield heartbeat
     except BaseException as error:
-        if context.world_size == 1 or isinstance(error, HalfstepError) or not is_communication_error(error):
+        if context.world_size == 1 or not is_communication_error(error):
             heartbeat.fail(f"{type(error).__name__}: {error}")
             raise
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = error.__cause__ or error if isinstance(error, RankError) else error
+        first_line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         explanation = heartbeat.explain()
         heartbeat.fail(explanation)
         raise RankError(
@@ -187,6 +188,10 @@ def watch_ranks(context: RunContext, timeout_seconds: float) -> Iterator[Heartbe
 
 def is_communication_error(error: BaseException) -> bool:
     """Whether a message between ranks failed."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | RankError):
         return True
-    return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, HalfstepError)
+        and _COMMUNICATION.search(str(error)) is not None
+    )

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from halfstep.backends.context import RunContext
 from halfstep.backends.group import open_group, pick_rank_device
 from halfstep.backends.launch import Launch
+from halfstep.backends.ranks import ranks_of
 from halfstep.checkpoint.runlog import read_runlog
 from halfstep.events import log_info, quiet
 from halfstep.train.build import resolve_backend
 from halfstep.train.config import TrainConfig
-from halfstep.train.ranks import Ranks
 from halfstep.train.resume import RUN_FILE
 
-__all__ = ["open_ranks", "restarted", "same_path"]
+__all__ = ["describe_ranks", "open_ranks", "restarted", "same_path"]
 
 # NCCL's own timeout ends the process without a message; the heartbeat comes first.
 _NCCL_MARGIN_SECONDS = 60.0
@@ -38,7 +39,7 @@ def open_ranks(launch: Launch, config: TrainConfig) -> Iterator[RunContext | Non
 
 def same_path(path: Path, ranks: RunContext | None, timeout_seconds: float) -> Path:
     """Rank 0's path: names with a time differ between ranks."""
-    return path if ranks is None else Path(Ranks(ranks, timeout_seconds=timeout_seconds).from_main(str(path)))
+    return path if ranks is None else Path(ranks_of(ranks, timeout_seconds).broadcast(str(path)))
 
 
 def restarted(out: Path, launch: Launch) -> bool:
@@ -54,3 +55,13 @@ def restarted(out: Path, launch: Launch) -> bool:
     if (same or launch.restarts) and launch.is_main:
         log_info(f"The run in {out} was restarted by {launch.launcher} and resumes from its last checkpoint.")
     return same or launch.restarts > 0
+
+
+def describe_ranks(context: RunContext, backend: str) -> dict[str, Any]:
+    """The ranks of a run, for its run file; logged where there are several."""
+    if context.world_size > 1:
+        log_info(
+            f"{context.world_size} ranks ({backend}), micro-batch {context.batch_size * context.world_size}: {context.batch_size} "
+            "on each."
+        )
+    return {"backend": backend, "world_size": context.world_size, "batch_per_rank": context.batch_size}

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.backends.consistency import compare_ranks
 from halfstep.backends.context import RunContext
+from halfstep.backends.ranks import ranks_of
 from halfstep.checkpoint.rng import seed_everything
 from halfstep.checkpoint.runlog import RunLog
 from halfstep.engine.result import StepResult
@@ -31,18 +33,18 @@ from halfstep.jobs.job import Job
 from halfstep.train.batches import WindowBatches
 from halfstep.train.build import build_engine, run_context, seed_rank
 from halfstep.train.checkpoints import Progress, RunCheckpoints
+from halfstep.train.code import code_facts
 from halfstep.train.config import DEFAULT_BATCH, TrainConfig, total_steps
-from halfstep.train.equality import check_equal, code_facts
-from halfstep.train.health import describe_problem
+from halfstep.train.health import describe_problem, mean_loss
 from halfstep.train.heartbeat import Heartbeat, watch_ranks
+from halfstep.train.launched import describe_ranks
 from halfstep.train.memory import PeakCounter, compare_memory
 from halfstep.train.numerics import summary_of, watch_of
 from halfstep.train.outcome import TrainOutcome
-from halfstep.train.ranks import AgreedStop, Ranks, describe_ranks
 from halfstep.train.recorder import Observer, Recorder, SilentLog, SilentObserver
 from halfstep.train.resume import RUN_FILE, Source
 from halfstep.train.schedule import check_validation, reject_metric_schedulers, step_on_metric
-from halfstep.train.stop import StopRequest
+from halfstep.train.stop import AgreedStop, StopRequest
 from halfstep.train.stream import DataStream, to_device
 from halfstep.train.validation import ValidationStopped, validate
 from halfstep.watching.events import Event
@@ -118,9 +120,9 @@ class _Run:
     ) -> None:
         self.job, self.config, self.out, self.resumed = job, config, out, resume
         self.context, self.heartbeat = context, heartbeat
-        self.ranks = Ranks(context, timeout_seconds=config.timeout)
-        if self.ranks.several:
-            check_equal(self.ranks, code_facts(job, config, precision))
+        self.ranks = ranks_of(context, config.timeout)
+        if self.ranks.several:  # reading the files of the package takes a moment
+            compare_ranks(code_facts(job, config, precision), self.ranks)
         self.checkpoints = RunCheckpoints(out, config, self.ranks, resume=resume, has_metric=job.metric is not None)
         seed_everything(config.seed)
         self.memory = PeakCounter(self.context.device)
@@ -281,7 +283,7 @@ class _Run:
         self._recorded = result.step
         self.recorder.push(
             result,
-            self.ranks.mean_loss(self._loss_sum / self._num_losses, self._samples),
+            mean_loss(self._loss_sum / self._num_losses, self._samples, self.context),
             epoch=epoch,
             micro_batch=self.engine.progress.micro_batches,
             samples=self._all_samples,

@@ -15,14 +15,14 @@ from halfstep.backends.base import unwrap
 from halfstep.backends.context import RunContext
 from halfstep.backends.fsdp import FSDP, is_sharded_model
 from halfstep.backends.fsdp.initial import InitialValues, allocate, meta_problem
+from halfstep.backends.ranks import Ranks
 from halfstep.checkpoint.rng import seed_everything
 from halfstep.engine.setup import check_module
-from halfstep.errors import HalfstepError, SettingError
+from halfstep.errors import SettingError
 from halfstep.events import log_info
 from halfstep.hardware.units import few
 from halfstep.jobs.job import Job, read_arguments
 from halfstep.precision.policy import Policy
-from halfstep.train.ranks import Ranks
 
 __all__ = ["build_on_rank_0", "shard_model"]
 
@@ -35,28 +35,20 @@ def build_on_rank_0(job: Job, run: RunContext, ranks: Ranks) -> nn.Module:
     A failure on one rank is an error on all of them.
     """
     _check_fields(job)
-    model: nn.Module | None = None
-    error: Exception | None = None
-    reason = ""
-    try:
-        if run.rank:
-            model, reason = _build_on_meta(job, run)
-        model = model if model is not None else job.call("model", run)
-    except Exception as raised:
-        error = raised
-    outcomes = ranks.gather((None if error is None else f"{type(error).__name__}: {error}", reason))
-    if error is not None:
-        raise error
-    for rank, (problem, _) in enumerate(outcomes):
-        if problem is not None:
-            raise HalfstepError(f"Rank {rank} could not build the model, so this one stopped as well: {problem}")
-    if reasons := [each for _, each in outcomes if each]:
+    built: list[nn.Module] = []
+
+    def build() -> str:
+        model, reason = _build_on_meta(job, run) if run.rank else (None, "")
+        built.append(job.call("model", run) if model is None else model)
+        return reason
+
+    outcomes = ranks.together(build)
+    if reasons := [each for each in outcomes if each]:
         log_info(
             f"{len(reasons)} of {len(outcomes)} ranks built the whole model on the CPU, as rank 0 does: {few(list(dict.fromkeys(reasons)), 1)}. "
             "It needs more host memory and is not an error."
         )
-    assert model is not None
-    return model
+    return built[0]
 
 
 def _build_on_meta(job: Job, run: RunContext) -> tuple[nn.Module | None, str]:

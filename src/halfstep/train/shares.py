@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.backends.messages import Messages
+from halfstep.backends.ranks import Ranks
 from halfstep.errors import SettingError
 
 __all__ = ["Share", "share_batches"]
@@ -35,14 +35,14 @@ class Share:
 
 
 def share_batches(
-    batches: Iterator[Any], messages: Messages, *, index: int, length: int | None, count: Callable[[Any], int]
+    batches: Iterator[Any], ranks: Ranks, *, index: int, length: int | None, count: Callable[[Any], int]
 ) -> Iterator[tuple[Any, Share]]:
     """The batches of this rank, each with its share, as many on every rank.
 
     `index` is the number of the first batch in its epoch, `length` the number of batches of the whole epoch on this rank,
     if it is known, and `count` returns the number of examples of a batch.
     """
-    lengths = [each for (each,) in messages.gather_numbers(-1 if length is None else length)]
+    lengths = ranks.gather(-1 if length is None else length)
     # Up to here every rank has a batch and nothing is exchanged.
     quiet = min(lengths) - 1
     last: Any = _END
@@ -51,14 +51,14 @@ def share_batches(
         if index < quiet:
             if batch is _END:
                 raise SettingError(
-                    f"The training data of rank {messages.rank} ended after {index} batches, but its len() is {length}. On several ranks "
+                    f"The training data of rank {ranks.rank} ended after {index} batches, but its len() is {length}. On several ranks "
                     "len() must be right: the other ranks wait for this one. Correct it, or remove __len__."
                 )
             size = count(batch)
-            share = Share(size, size * messages.num_ranks)
+            share = Share(size, size * ranks.num_ranks)
         else:
             size = 0 if batch is _END else count(batch)
-            numbers = messages.gather_numbers(batch is not _END, size, last is not _END)
+            numbers = ranks.gather((batch is not _END, size, last is not _END))
             if not any(has_batch for has_batch, _, _ in numbers):
                 return
             sizes = [each for _, each, _ in numbers]
@@ -68,10 +68,10 @@ def share_batches(
             # A rank that has neither examples nor a batch to compute again borrows one.
             if any(not each and not has_last for _, each, has_last in numbers):
                 lender = next(rank for rank, each in enumerate(sizes) if each)
-                lent = messages.broadcast(batch if messages.rank == lender else None, lender)
+                lent = ranks.broadcast(batch if ranks.rank == lender else None, lender)
                 last = lent if last is _END else last
             total = sum(sizes)
-            share = Share(size, total, None if len(set(sizes)) == 1 else size * messages.num_ranks / total)
+            share = Share(size, total, None if len(set(sizes)) == 1 else size * ranks.num_ranks / total)
             if not size:
                 batch = last
         if index >= quiet - 1:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from halfstep.backends.context import RunContext
-from halfstep.backends.messages import messages_of
+from halfstep.backends.ranks import Ranks, ranks_of
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.errors import SettingError
 from halfstep.events import log_info
@@ -84,8 +84,8 @@ class DataStream:
         self._loader: Any = None
         self._made_for = -1  # the epoch of the loader
         # Validation data may be the same on all ranks, and their numbers of batches may differ.
-        self._messages = messages_of(run) if split == "train" else None
-        self._is_checked = self._messages is None  # that ranks have different data
+        self._ranks = ranks_of(run) if split == "train" else Ranks()
+        self._is_checked = not self._ranks.several  # that ranks have different data
         self.epoch = self.batch = 0
         self._examples = 0  # of this epoch, used by all ranks
         self.share = Share(0, 0)  # of the last batch
@@ -125,9 +125,9 @@ class DataStream:
             with self._job.guard("data"):
                 batch = next(batches, _END)
             has_batch = batch is not _END
-            if not self._is_checked and self._messages is not None:
+            if not self._is_checked:
                 self._is_checked = True
-                check_distinct(self._job, loader, fingerprint(batch) if has_batch else None, self._messages)
+                check_distinct(self._job, loader, fingerprint(batch) if has_batch else None, self._ranks)
             if not has_batch:
                 return
             if self._first is None:
@@ -139,9 +139,9 @@ class DataStream:
         def count(batch: Any) -> int:
             return batch_size_of(batch, self._run.batch_size)
 
-        if self._messages is not None:
+        if self._ranks.several:
             length = self.num_batches(epoch)
-            yield from share_batches(batches, self._messages, index=self.batch, length=length, count=count)
+            yield from share_batches(batches, self._ranks, index=self.batch, length=length, count=count)
             return
         for batch in batches:
             size = count(batch)

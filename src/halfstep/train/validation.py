@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from halfstep.backends.context import RunContext
+from halfstep.backends.ranks import Ranks
 from halfstep.checkpoint.rng import restore_rng, rng_state
 from halfstep.engine.engine import Engine
 from halfstep.events import log_warning
 from halfstep.jobs.job import Job
-from halfstep.train.ranks import Ranks
 from halfstep.train.stream import DataStream, batch_size_of, to_device
 
 __all__ = ["MAX_UNSIZED_BATCHES", "ValidationStopped", "padded_batches", "validate"]

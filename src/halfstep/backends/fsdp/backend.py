@@ -44,7 +44,7 @@ from halfstep.backends.ranks import ProcessRanks, Ranks
 from halfstep.errors import SettingError
 from halfstep.events import log_once
 from halfstep.optim.shards import is_sharded, local
-from halfstep.precision.formats import COMPUTE_DTYPES
+from halfstep.precision.formats import COMPUTE_DTYPES, format_name
 from halfstep.precision.policy import Policy
 
 __all__ = ["FSDP"]
@@ -127,7 +127,7 @@ class FSDP(Backend):
         if dist.get_world_size() > 1:
             described = describe_model(module) | describe_optimizers(optimizers, module)
             device = next(module.parameters()).device
-            compare_ranks({"torch": torch.__version__} | self._compared | described, dist.group.WORLD, device)
+            compare_ranks({"torch": torch.__version__} | self._compared | described, ProcessRanks(device=device))
         if not is_sharded_model(module):
             check_rebindable(module, optimizers)
             broadcast_tensors((*module.parameters(), *module.buffers()), dist.group.WORLD)
@@ -178,7 +178,14 @@ class FSDP(Backend):
         """The weights have their dtypes: choose the dtypes of gradients and their reduction."""
         assert self._groups is not None
         assert self._policy is not None
-        self._groups.set_reduction(COMPUTE_DTYPES.get(self._policy.reduce, torch.float32), widens=widens)
+        reduce = COMPUTE_DTYPES.get(self._policy.reduce, torch.float32)
+        self._groups.set_reduction(reduce, widens=widens)
+        num_replicas, dtype = self._groups.replicas_of(reduce)
+        if num_replicas > 1 and dtype is not reduce:
+            log_once(
+                f"reduce={self._policy.reduce} is the format of the reductions to shards. FSDP2 sums the {num_replicas} replicas of each shard in "
+                f"the format in which it accumulates, {format_name(dtype)}."
+            )
         if self._agreement is not None:
             self._overflows.install(self._groups)
 
@@ -313,8 +320,14 @@ class FSDP(Backend):
     def truth_rows(self) -> Mapping[str, str]:
         """What is summed over ranks in which format."""
         assert self._policy is not None
-        size = self._context.world_size
-        return {"reduction": f"{self._policy.reduce} over {size} ranks, to shards" if size > 1 else "none, one rank"}
+        size, reduce = self._context.world_size, self._policy.reduce
+        if size == 1:
+            return {"reduction": "none, one rank"}
+        num_replicas, dtype = self._live_groups().replicas_of(COMPUTE_DTYPES.get(reduce, torch.float32))
+        num_shards = size // num_replicas
+        parts = [f"{reduce} over {num_shards} ranks, to shards"] if num_shards > 1 else []
+        parts += [f"{format_name(dtype)} over {num_replicas} replicas"] if num_replicas > 1 else []
+        return {"reduction": "; ".join(parts)}
 
     def _live_groups(self) -> Groups:
         assert self._groups is not None

@@ -79,6 +79,7 @@ class Groups:
         self._states = list(_states(model))
         self.units = [Unit(names[id(group.modules[0])], group) for state in self._states for group in _groups(state)]
         self._grad_dtypes: dict[int, torch.dtype] = {}
+        self._native = True  # whether all groups sum over ranks in the dtype of their weights
 
     def data_parallel_groups(self) -> list[Any]:
         """The process groups whose ranks have the same weights and other data: those of the outermost unit."""
@@ -96,6 +97,7 @@ class Groups:
         for unit in self.units:
             stored = {p.dtype for p in unit.trained}
             native = stored == {dtype} and not widens
+            self._native = self._native and native
             wide = None if native else torch.float32
             unit.group.mp_policy = replace(unit.group.mp_policy, reduce_dtype=wide)
             if hasattr(unit.group, "_orig_dtype"):  # an Engine before this one has trained it
@@ -104,6 +106,14 @@ class Groups:
                 unit.group._reduce_scatter_comm = narrow_reduce_scatter(dtype)  # noqa: SLF001 - as its public setter does
             if widens and stored != {torch.float32}:
                 self._grad_dtypes[id(unit.group)] = torch.float32
+
+    def replicas_of(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """How many copies of each shard there are (of HSDP several), and the dtype of their sum where groups reduce in `dtype`.
+
+        FSDP2 sends the result of the reduce-scatter as it is, in the dtype in which a group sums, and has no hook to narrow it.
+        """
+        sizes = (getattr(unit.group.mesh_info, "replicate_mesh_size", 1) for unit in self.units)
+        return max(sizes, default=1), dtype if self._native else torch.float32
 
     def keep_gradient_dtypes(self) -> None:
         """Before a backward: groups that were initialised in the meantime round to the right dtype."""

@@ -19,12 +19,12 @@ from halfstep.backends.context import RunContext
 from halfstep.backends.fsdp import FSDP
 from halfstep.backends.group import open_group, pick_rank_device
 from halfstep.backends.launch import read_launch
+from halfstep.backends.ranks import ranks_of
 from halfstep.comparison.measurements import Measurements
 from halfstep.comparison.settings import CompareSettings
 from halfstep.comparison.spec import TrialSpec
 from halfstep.jobs.job import Job
 from halfstep.train.build import batch_per_rank
-from halfstep.train.ranks import Ranks
 
 __all__ = ["Member", "backend_of", "join_ranks", "single_member"]
 
@@ -34,7 +34,7 @@ class Member:
 
     def __init__(self, context: RunContext, timeout_seconds: float = 600) -> None:
         self.context = context
-        self.ranks = Ranks(context, timeout_seconds=timeout_seconds)
+        self.ranks = ranks_of(context, timeout_seconds)
 
     @property
     def several(self) -> bool:

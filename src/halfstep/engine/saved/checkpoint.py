@@ -14,7 +14,7 @@ from torch import Tensor
 from halfstep.backends.ranks import Ranks
 from halfstep.checkpoint.boxes import is_first_copy
 from halfstep.checkpoint.directory import Checkpoint
-from halfstep.checkpoint.rng import restore_rng, rng_state
+from halfstep.checkpoint.rng import derive_rng, restore_rng, rng_state
 from halfstep.checkpoint.stored import StoredTensor, read_all
 from halfstep.errors import SettingError
 from halfstep.events import log_info
@@ -77,14 +77,20 @@ def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
     return state
 
 
-def restore_extra(checkpoint: Checkpoint, num_ranks: int = 1) -> dict[str, Any]:
-    """Restore the random-number state of a checkpoint; returns the extra values that were saved with it."""
-    if checkpoint.num_ranks == num_ranks:
-        restore_rng(read_all(checkpoint.state["rng"], StoredTensor.read))
+def restore_extra(checkpoint: Checkpoint, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Restore the random-number state of this rank; returns the extra values that were saved with it.
+
+    Another number of ranks than that of the checkpoint gets new random numbers, other ones on every rank.
+    """
+    ranks = ranks or Ranks()
+    saved = read_all(checkpoint.state["rng"], StoredTensor.read)
+    if checkpoint.num_ranks == ranks.num_ranks:
+        restore_rng(saved)
     else:
+        derive_rng(saved, ranks.rank, ranks.num_ranks)
         log_info(
-            f"Checkpoint has RNG state for {checkpoint.num_ranks} ranks but {num_ranks} are running; RNG state was not restored, and "
-            "the extra values are those of rank 0."
+            f"Checkpoint has RNG state for {checkpoint.num_ranks} ranks but {ranks.num_ranks} are running; every rank continues with other "
+            "random numbers, seeded from the state of rank 0, and the extra values are those of rank 0."
         )
     extra: dict[str, Any] = read_all(checkpoint.state["extra"], StoredTensor.read)
     return extra

@@ -71,7 +71,7 @@ class SavedEngine(ABC):
     @cached_property
     def saver(self) -> Saver:
         """What writes this engine's checkpoints; `close` waits for it."""
-        saver = Saver(self.backend.ranks())
+        saver = Saver(self.backend.ranks(), sharded=self.backend.shards)
         self._run.undo.callback(saver.finish)
         return saver
 
@@ -86,15 +86,15 @@ class SavedEngine(ABC):
     ) -> Path:
         """Write a checkpoint directory: weights under the model's own names, state, random-number state.
 
-        With `wait=False`, return as soon as the state is copied and write in the background; see `finish_save`. Where the
-        backend shards tensors, every rank calls it, and each writes its own part; of ranks that have the same state the first
-        writes, and the others do not wait for it.
+        With `wait=False`, return as soon as the state is copied and write in the background; see `finish_save`. Every rank
+        calls it: where the backend shards tensors each writes its own part, else rank 0 writes for all. Each rank's
+        random-number state and `extra` are part of it.
         """
         state = self.state_to_save()
         bad = {} if allow_nonfinite else nonfinite_weights(state, self.saver.ranks)
         parts = checkpoint_parts(state, extra, bad)
-        if self.saver.ranks.size == 1 and self.backend.context().rank > 0:
-            return Path(path)  # rank 0 has the same state and writes it alone
+        if not self.saver.ranks.several and self.backend.context().rank > 0:
+            return Path(path)  # the backend does not connect its ranks: rank 0 has the same state and writes it alone
         return self.saver.save(path, **parts, overwrite=overwrite, wait=wait)
 
     def state_to_save(self) -> dict[str, Any]:
@@ -114,11 +114,11 @@ class SavedEngine(ABC):
     def load(self, path: str | Path | Checkpoint) -> dict[str, Any]:
         """Continue from a checkpoint directory; returns what `save` was given as extra.
 
-        Any number of ranks may have saved it. Where the backend shards tensors, every rank calls it and reads its own part.
+        Any number of ranks may have saved it. Every rank calls it; where the backend shards tensors, each reads its own part.
         """
         self.finish_save()
         ranks = self.saver.ranks
         opened = contextlib.nullcontext(path) if isinstance(path, Checkpoint) else open_checkpoint(path, ranks)
         with opened as checkpoint:
             ranks.together(lambda: self.load_state_dict(engine_state(checkpoint)))
-            return restore_extra(checkpoint, ranks.size)
+            return restore_extra(checkpoint, ranks)

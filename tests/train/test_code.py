@@ -1,34 +1,8 @@
-"""What ranks compare before they train."""
+"""The code of a run in words."""
 
-import pytest
-
-from halfstep.errors import SettingError
+from halfstep.train.code import code_facts
 from halfstep.train.config import TrainConfig
-from halfstep.train.equality import check_equal, code_facts
 from launch_job import make_job
-
-
-class OfThree:
-    """Ranks whose facts differ from this one's in the last."""
-
-    def __init__(self, **changed):
-        self._changed = changed
-
-    def gather(self, value):
-        return [value, value, value | self._changed]
-
-
-def test_equal_ranks_pass():
-    """Nothing is raised."""
-    check_equal(OfThree(), {"torch": "2.13"})
-
-
-def test_a_difference_names_the_values_and_their_ranks():
-    """The same text on every rank."""
-    with pytest.raises(SettingError, match=r"torch: 2.13 on rank 0, 1, 2.11 on rank 2"):
-        check_equal(OfThree(torch="2.11"), {"torch": "2.13"})
-    with pytest.raises(SettingError, match=r"file job.py: missing on rank 0, 1, abc on rank 2"):
-        check_equal(OfThree(**{"file job.py": "abc"}), {"torch": "2.13"})
 
 
 def test_the_facts_cover_code_and_settings():

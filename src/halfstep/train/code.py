@@ -1,8 +1,4 @@
-"""Whether all ranks are about to do the same: code, settings, model and data are compared before the first step.
-
-Ranks that differ would train apart or wait for each other for ever, so the comparison ends in the same error on every
-rank, with the values of the ranks that differ.
-"""
+"""The code of a run in words: versions, settings and files, which ranks compare before the first step."""
 
 from __future__ import annotations
 
@@ -11,42 +7,18 @@ import functools
 import hashlib
 import inspect
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import halfstep
-from halfstep.errors import SettingError
-from halfstep.hardware.units import few
 from halfstep.jobs.job import FIELDS, Job
 from halfstep.train.config import TrainConfig
-from halfstep.train.ranks import Ranks
 
-__all__ = ["check_equal", "code_facts"]
+__all__ = ["code_facts"]
 
 _DIGITS = 12
-_MOST_SHOWN = 3
-
-
-def check_equal(ranks: Ranks, facts: Mapping[str, str]) -> None:
-    """Raise on every rank if a fact differs between ranks."""
-    gathered = ranks.gather(dict(facts))
-    problems = []
-    for name in dict.fromkeys(name for each in gathered for name in each):
-        values: dict[str, list[int]] = {}
-        for rank, each in enumerate(gathered):
-            values.setdefault(each.get(name, "missing"), []).append(rank)
-        if len(values) > 1:
-            shown = ", ".join(f"{value} on rank {few(list(map(str, on)))}" for value, on in values.items())
-            problems.append(f"{name}: {shown}")
-    if problems:
-        more = f" and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
-        raise SettingError(
-            f"The ranks of this run differ in {'; '.join(problems[:_MOST_SHOWN])}{more}. They must run the same command with the same code and data: "
-            "update the machines that differ, and start the run again."
-        )
 
 
 def code_facts(job: Job, config: TrainConfig, precision: str) -> dict[str, str]:
