@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cached_property
@@ -25,11 +26,13 @@ from torch.utils import _pytree as pytree
 
 from halfstep.backends.context import RunContext
 from halfstep.errors import HalfstepError, RankError, SettingError
+from halfstep.events import log_once
 from halfstep.hardware.units import few
 
 __all__ = ["ProcessRanks", "Ranks", "ranks_of"]
 
 T = TypeVar("T")
+_PATIENCE_SECONDS = 30  # before a rank that waits for a message logs whose it is
 
 
 class Ranks:
@@ -163,6 +166,9 @@ class ProcessRanks(Ranks):
     def _message(self) -> Iterator[None]:
         """A block that sends one message; an error of torch.distributed becomes one that names the ranks to blame."""
         self._num_messages += 1
+        timer = threading.Timer(_PATIENCE_SECONDS, self._report_waiting)
+        timer.daemon = True
+        timer.start()
         try:
             self._counts.set(str(self.rank), str(self._num_messages))
             yield
@@ -173,17 +179,32 @@ class ProcessRanks(Ranks):
                 f"calls, Engine.save and Engine.load included. See the output of each rank for the first error, and continue from the last "
                 f"checkpoint. ({first_line})"
             ) from error
+        finally:
+            timer.cancel()
+
+    def _report_waiting(self) -> None:
+        """Name the ranks that are waited for, once; called in a thread of its own."""
+        with contextlib.suppress(RuntimeError):  # the message itself reports a store that has gone
+            behind = self._behind()
+            if behind:
+                log_once(
+                    f"Rank {self.rank} of {self.num_ranks} has waited {_PATIENCE_SECONDS} s for rank {few(behind)}. If that rank never makes the "
+                    "same call, this one ends with an error after the group's timeout: Engine.save and Engine.load are called on every rank."
+                )
+
+    def _behind(self) -> list[str]:
+        """The ranks that have not sent this message."""
+        counts = {
+            rank: int(self._counts.get(str(rank))) if self._counts.check([str(rank)]) else 0
+            for rank in range(self.num_ranks)
+        }
+        return [str(rank) for rank, count in counts.items() if count < self._num_messages]
 
     def _missing(self) -> str:
-        """Which ranks have not sent this message."""
         try:
-            counts = {
-                rank: int(self._counts.get(str(rank))) if self._counts.check([str(rank)]) else 0
-                for rank in range(self.num_ranks)
-            }
+            behind = self._behind()
         except RuntimeError:
             return "The store of the process group does not answer: rank 0's process or the launcher has ended."
-        behind = [str(rank) for rank, count in counts.items() if count < self._num_messages]
         if behind:
             return f"Rank {few(behind)} did not send its part: it has ended, hangs or does something else."
         return "All of them had sent their part, and one has ended since then."
