@@ -110,7 +110,9 @@ def test_the_mean_is_exact_in_the_long_run():
     ranks = on_threads(2, lambda wire: repeated(wire, [(8,)] * 4, steps)[0])
     total = sum(step[3] for step in ranks[0])
     expected = sum(tensors([(8,)] * 4, s, r)[3] for s in range(steps) for r in range(2)) / 2
-    assert (total - expected).abs().max() < 12  # the errors that remain, about one scale each: not sqrt(steps) = 20 times more
+    assert (
+        total - expected
+    ).abs().max() < 12  # the errors that remain, about one scale each: not sqrt(steps) = 20 times more
     assert (total - expected).abs().mean() < 4
 
 

@@ -126,10 +126,10 @@ class _Transfer:
         values = torch.zeros(sum(padded), dtype=torch.float32, device=self._device)
         for target, tensor, error in zip(self._parts(values), self._flat(), self._flat_errors(), strict=True):
             torch.add(tensor, error, out=target)
-        elements = [part[:size] for part, size in zip(values.split(padded), plan.sizes, strict=True)]
+        elements = [part[:size] for part, size in zip(torch.split(values, padded), plan.sizes, strict=True)]
         scales = self._scales(elements)
         self._lost = values - self._spread(scales, padded) * sign_of(values)
-        chunks = [c.view(num_ranks, -1) for c in pack_signs(values).split([p // 8 for p in padded])]
+        chunks = [c.view(num_ranks, -1) for c in torch.split(pack_signs(values), [p // 8 for p in padded])]
         self._pending = self._wire.exchange(torch.cat([*chunks, _as_bytes(scales).expand(num_ranks, -1)], dim=1))
 
     def serve(self) -> None:
@@ -151,7 +151,7 @@ class _Transfer:
         """The means of every chunk, as tensors of the input's shapes."""
         plan, num_ranks = self._plan, self._wire.num_ranks
         signs, scales = self._arrived()
-        by_unit = [part.reshape(-1) for part in signs.split(plan.chunk_bytes, dim=1)]
+        by_unit = [part.reshape(-1) for part in torch.split(signs, list(plan.chunk_bytes), dim=1)]
         repeats = [size for size in plan.chunk_sizes for _ in range(num_ranks)]
         means = unpack_signs(torch.cat(by_unit)) * self._spread(scales.t().reshape(-1), repeats)
         results, lost = iter(self._parts(means)), iter(self._parts(self._lost))
@@ -189,7 +189,9 @@ class _Transfer:
     def _served(self, values: Tensor) -> list[Tensor]:
         """The elements that this rank serves, by unit, in a buffer of one chunk of each."""
         counts = self._plan.served(self._wire.rank)
-        return [part[:count] for part, count in zip(values.split(self._plan.chunk_sizes), counts, strict=True)]
+        return [
+            part[:count] for part, count in zip(torch.split(values, list(self._plan.chunk_sizes)), counts, strict=True)
+        ]
 
     def _scales(self, parts: Sequence[Tensor]) -> Tensor:
         """The root mean square of each part, 0 where it is empty."""

@@ -105,9 +105,6 @@ class Wire:
     def _needs_device(self) -> bool:
         return "gloo" not in str(dist.get_backend_config(self.group))
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise SettingError("A process group cannot be pickled; save optimizer.state_dict() instead of the optimizer.")
-
 
 def dense_bytes(num_bytes: int, num_ranks: int) -> int:
     """What each rank sends in a ring all-reduce of a tensor of `num_bytes`."""
