@@ -3,6 +3,18 @@
 import torch
 
 SHAPES = [(5, 7), (16,), (3,), (9, 4), (1,)]
+ALIGNED = [(4, 8), (16,), (2, 16)]  # multiples of 16: no padding on two ranks
+
+# What is compared with DeepSpeed 0.19.6: settings and number of steps.
+_COMMON = {"lr": 1e-2, "weight_decay": 0.01}
+COMPARED = {
+    "OneBitAdam": (_COMMON | {"freeze_step": 20}, 60),
+    "ZeroOneAdam": (
+        _COMMON | {"var_freeze_step": 40, "var_update_scaler": 8, "local_step_scaler": 10, "local_step_clipper": 4},
+        90,
+    ),
+    "OneBitLamb": (_COMMON | {"freeze_step": 20}, 60),
+}
 
 
 def start(shapes=SHAPES):
@@ -11,7 +23,7 @@ def start(shapes=SHAPES):
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def GRADIENTS(step, rank, shapes=SHAPES):  # noqa: N802 - reads as the constant that it is
+def gradients(step, rank, shapes=SHAPES):
     """The gradients of a rank at a step: a part that all ranks share, and noise of its own."""
     shared = torch.Generator().manual_seed(31 * step + 5)
     own = torch.Generator().manual_seed(1009 * step + rank + 3)
@@ -28,7 +40,7 @@ def run(wire, kind, settings, steps, shapes=SHAPES):
     optimizer._wire = wire
     history = []
     for step in range(steps):
-        for param, grad in zip(params, GRADIENTS(step, wire.rank, shapes), strict=True):
+        for param, grad in zip(params, gradients(step, wire.rank, shapes), strict=True):
             param.grad = grad
         optimizer.step()
         history.append([p.detach().clone() for p in params])

@@ -162,16 +162,16 @@ class ZeroOne(Simulation):
             else:
                 for i in self.ranks:
                     self.m[i][k] = b1 * self.m[i][k] + (1 - b1) * grads[i][k]
-            D = self.denominator(self.v[k], self.updates)
+            den = self.denominator(self.v[k], self.updates)
             for i in self.ranks:
-                d = self.m[i][k] / self.first_factor() / D + h.weight_decay * self.p[i][k]
+                d = self.m[i][k] / self.first_factor() / den + h.weight_decay * self.p[i][k]
                 self.p[i][k] = self.p[i][k] - h.lr * d
                 if self.frozen:
                     self.u[i][k] = self.u[i][k] - h.lr * d
             if synchronizes:
-                z = self.reduce(k, [self.u[i][k] * D for i in self.ranks])
+                z = self.reduce(k, [self.u[i][k] * den for i in self.ranks])
                 for i in self.ranks:
-                    self.p[i][k] = self.p[i][k] - self.u[i][k] + z / D
+                    self.p[i][k] = self.p[i][k] - self.u[i][k] + z / den
                     self.m[i][k] = -z / self.lrs * self.first_factor()
                     self.u[i][k] = np.zeros_like(z)
         self.lrs = 0.0 if synchronizes else self.lrs

@@ -57,4 +57,9 @@ def on_threads(num_ranks, function):
             raise
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(run, range(num_ranks)))
+        futures = [pool.submit(run, rank) for rank in range(num_ranks)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    # Not that of a rank which only waited for the one that failed.
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]

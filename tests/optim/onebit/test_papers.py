@@ -6,7 +6,7 @@ import torch
 
 import onebit_simulation as simulation
 from halfstep.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
-from onebit_cases import GRADIENTS, SHAPES, run, start
+from onebit_cases import SHAPES, gradients, run, start
 from thread_ranks import on_threads
 
 COMMON = {"lr": 1e-2, "weight_decay": 0.01}
@@ -31,7 +31,7 @@ def test_runs_are_those_of_the_paper(name, num_ranks):
     history = on_threads(num_ranks, lambda wire: run(wire, kind, settings, steps))
     expected = paper([w.numpy() for w in start()], num_ranks, simulation.Settings(**settings))
     for step in range(steps):
-        expected.step([[g.double().numpy().reshape(-1) for g in GRADIENTS(step, r)] for r in range(num_ranks)])
+        expected.step([[g.double().numpy().reshape(-1) for g in gradients(step, r)] for r in range(num_ranks)])
         for rank in range(num_ranks):
             for k, shape in enumerate(SHAPES):
                 wanted = torch.from_numpy(expected.p[rank][k]).reshape(shape)

@@ -51,6 +51,7 @@ class OneBitAdam(FreezingOptimizer):
         local_gradients: bool = True,
         compute: str | None = None,
         allow_unverified: bool = False,
+        deepspeed_compat: bool = False,
         master: str = "policy",
         states: str = "policy",
     ) -> None:
@@ -75,6 +76,7 @@ class OneBitAdam(FreezingOptimizer):
             local_gradients=local_gradients,
             compute=compute,
             allow_unverified=allow_unverified,
+            deepspeed_compat=deepspeed_compat,
         )
 
     def update(self, group: dict[str, Any], state: dict[str, Tensor], master: Tensor, grad: Tensor) -> Tensor:

@@ -11,14 +11,18 @@ A step of all parameters:
 With `local_gradients=True` gradients are those of this rank alone, as after `backward()` without DDP, or under
 `model.no_sync()`: the optimizer averages them in its dense steps, and agrees with the other ranks on the flag. With False the
 caller does both: gradients must be averaged whenever `needs_dense_gradients` is true before a backward.
+
+`deepspeed_compat=True` reproduces the trajectories of DeepSpeed 0.19.6, two defects included: the first call drops its gradient and
+counts as a step, and padding is compressed like elements. It is for comparisons.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
@@ -30,7 +34,7 @@ from halfstep.errors import RankError, SettingError
 from halfstep.events import log_warning
 from halfstep.kernels.lean import lean_step
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.onebit.allreduce import Reduced, compressed_allreduce
+from halfstep.optim.onebit.allreduce import compressed_allreduce
 from halfstep.optim.onebit.precision import check_compute, unverified_precision
 from halfstep.optim.onebit.schedule import FreezeSchedule, ZeroOneSchedule, schedule_from
 from halfstep.optim.onebit.wire import Wire
@@ -41,7 +45,7 @@ __all__ = ["Member", "OneBitOptimizer", "Rule"]
 Member: TypeAlias = tuple[dict[str, Any], Tensor]  # a group and one of its parameters
 Rule: TypeAlias = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]  # (states, master, gradient) -> new master
 
-_ERRORS = ("worker_error", "server_error")
+_ERRORS = ("worker_error", "server_error", "padding_error", "padding")  # what belongs to one rank of so many
 _REASON = "error feedback corrects the rounding of what is sent, and would not see that of the stored moments. Use states=fp32."
 _SAVED = "onebit"  # in a saved group: the schedule, and whose errors these are
 
@@ -66,8 +70,10 @@ class OneBitOptimizer(LeanOptimizer):
         local_gradients: bool,
         compute: str | None,
         allow_unverified: bool,
+        deepspeed_compat: bool,
     ) -> None:
         check_compute(compute)
+        self.deepspeed_compat = deepspeed_compat
         self.process_group, self.local_gradients = process_group, local_gradients
         self.compute, self.allow_unverified = compute, allow_unverified
         self.unverified: str | None = None  # known at the first step: what is unverified, "" if nothing
@@ -136,6 +142,9 @@ class OneBitOptimizer(LeanOptimizer):
                 self._check_supported(param)
             self._check_variance(group, param)
             self._create_state(group, param)
+        if self.deepspeed_compat and self.schedule.step == 0:
+            self.schedule = replace(self.schedule, step=1)
+            return True
         skip = self._agreed_flag()
         self.step_all(members, self._gradients(members), skip)
         self._count_step(skip, members)
@@ -197,6 +206,8 @@ class OneBitOptimizer(LeanOptimizer):
                 "same step on every rank."
             )
         self.unverified = unverified
+        if unverified and self.wire.rank == 0:
+            log_warning(f"The {unverified}: it is verified in fp16 only (allow_unverified=True).")
 
     def _check_variance(self, group: dict[str, Any], param: Tensor) -> None:
         if not self.state.get(param) and not self.schedule.dense and not group.get("non_freeze"):
@@ -248,18 +259,41 @@ class OneBitOptimizer(LeanOptimizer):
         sendable = [i for i, value in enumerate(values) if value.numel()]
         units = [sendable] if fused else [[i] for i in sendable]
         states = [self.state[param] for _, param in members]
-        results: list[tuple[Tensor, Tensor | None]] = [(value, None) for value in values]
+        owners = [states[unit[0]] for unit in units]
+        paddings = [self._padding([values[i] for i in unit], owner) for unit, owner in zip(units, owners, strict=True)]
         reduced = compressed_allreduce(
-            [[values[i] for i in unit] for unit in units],
-            [[states[i]["worker_error"] for i in unit] for unit in units],
-            [states[unit[0]].get("server_error") for unit in units],
+            [[*(values[i] for i in unit), *padding] for unit, padding in zip(units, paddings, strict=True)],
+            [
+                [*(states[i]["worker_error"] for i in unit), *(owner["padding_error"] for _ in padding)]
+                for unit, owner, padding in zip(units, owners, paddings, strict=True)
+            ],
+            [owner.get("server_error") for owner in owners],
             self.wire,
         )
-        for unit, outcome in zip(units, reduced, strict=True):
-            for i, mean, error in zip(unit, outcome.means, outcome.worker_errors, strict=True):
+        results: list[tuple[Tensor, Tensor | None]] = [(value, None) for value in values]
+        for unit, owner, padding, outcome in zip(units, owners, paddings, reduced, strict=True):
+            for i, mean, error in zip(unit, outcome.means, outcome.worker_errors, strict=False):
                 results[i] = (mean, error)
-            _store_server_error(states[unit[0]], outcome, skip)
+            _store(owner, "server_error", outcome.server_error, skip)
+            if padding:
+                _store(owner, "padding_error", outcome.worker_errors[-1], skip)
+                _store(owner, "padding", outcome.means[-1] if fused else padding[0], skip)
         return results
+
+    def _padding(self, values: Sequence[Tensor], owner: dict[str, Any]) -> list[Tensor]:
+        """With `deepspeed_compat` the elements that DeepSpeed adds to a tensor and compresses as if they were its own.
+
+        Those of a fused tensor even keep what they received, as a momentum that nothing decays.
+        """
+        num_ranks = self.wire.num_ranks
+        multiple = num_ranks * math.lcm(num_ranks, 8)
+        missing = -sum(value.numel() for value in values) % multiple
+        if not self.deepspeed_compat or not missing:
+            return []
+        for name in ("padding", "padding_error"):
+            if name not in owner:
+                owner[name] = torch.zeros(missing, device=values[0].device)
+        return [owner["padding"]]
 
     def masked(self, group: dict[str, Any], value: Tensor) -> Tensor:
         """A reduced value with zeros where the group's `exp_avg_mask` has them."""
@@ -284,7 +318,7 @@ class OneBitOptimizer(LeanOptimizer):
             for param in group["params"]:
                 if "exp_avg_sq" in self.state.get(param, {}) and not group.get("non_freeze"):
                     count += int((self.masked(group, (self.state[param]["exp_avg_sq"] == 0).float())).sum())
-        if count and self.wire.num_ranks > 1:
+        if count and self.wire.num_ranks > 1 and self.wire.rank == 0:
             log_warning(
                 f"{type(self).__name__} freezes its variance, which is 0 for {count:,} elements that never had a gradient. One bit cannot "
                 "represent a momentum of 0, so they would move by lr * scale / eps at each compressed step. Pass exp_avg_mask with "
@@ -366,9 +400,9 @@ class OneBitOptimizer(LeanOptimizer):
         )
 
 
-def _store_server_error(state: dict[str, Any], outcome: Reduced, skip: Tensor | None) -> None:
-    new, old = outcome.server_error, state.get("server_error")
+def _store(state: dict[str, Any], name: str, new: Tensor, skip: Tensor | None) -> None:
+    """Replace an entry that may not exist yet, unless the flag is set."""
     if skip is not None:
-        before = torch.zeros_like(new) if old is None else old
+        before = state.get(name, torch.zeros_like(new))
         new = torch.where(skip.to(new.device, non_blocking=True) != 0, before, new)
-    state["server_error"] = new
+    state[name] = new.clone()

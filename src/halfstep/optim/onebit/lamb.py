@@ -75,6 +75,7 @@ class OneBitLamb(FreezingOptimizer):
         local_gradients: bool = True,
         compute: str | None = None,
         allow_unverified: bool = False,
+        deepspeed_compat: bool = False,
         master: str = "policy",
         states: str = "policy",
     ) -> None:
@@ -113,6 +114,7 @@ class OneBitLamb(FreezingOptimizer):
             local_gradients=local_gradients,
             compute=compute,
             allow_unverified=allow_unverified,
+            deepspeed_compat=deepspeed_compat,
         )
 
     def initial_value(self, group: dict[str, Any], name: str) -> float:

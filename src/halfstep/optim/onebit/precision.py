@@ -1,7 +1,7 @@
 """Where the compressed optimizers may run: convergence is verified in fp16 only.
 
 The papers' runs and DeepSpeed's are fp16, with a dynamic loss scale, and DeepSpeed warned in every other precision. Here another
-precision is rejected unless `allow_unverified=True`; then it is logged once and shown in the truth table.
+precision is rejected unless `allow_unverified=True`; then rank 0 logs it once, and the truth table shows it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from halfstep.errors import SettingError
-from halfstep.events import log_warning
 from halfstep.precision.formats import format_name
 
 __all__ = ["check_compute", "unverified_precision"]
@@ -43,5 +42,4 @@ def unverified_precision(params: Iterable[Tensor], compute: str | None, name: st
             f"{name} with {place}: its convergence is verified in fp16 only. Train in fp16 (fp16 weights, or compute='fp16' where "
             "autocast computes in fp16 over fp32 weights and the loss is scaled), use AdamW, or pass allow_unverified=True."
         )
-    log_warning(f"{name} with {place}: its convergence is verified in fp16 only (allow_unverified=True).")
     return f"convergence of {name} is unverified with {place}"

@@ -65,7 +65,7 @@ class Wire:
         received = torch.empty((self.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
         self._count((self.num_ranks - 1) * own.numel())
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        return Pending(received, gather(received, own, group=self.group, async_op=True))
+        return Pending(received, gather(received, own.unsqueeze(0), group=self.group, async_op=True))
 
     def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The means over all ranks of fp32 tensors of one device, in buckets."""

@@ -52,7 +52,7 @@ class ZeroOneAdam(OneBitOptimizer):
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "worker_error", "momentum_accumulator", "anchor")
     scalars: ClassVar[tuple[str, ...]] = ("lrs",)
     unsigned: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
-    rank_states: ClassVar[tuple[str, ...]] = ("worker_error", "server_error", "exp_avg", "momentum_accumulator")
+    rank_states: ClassVar[tuple[str, ...]] = (*OneBitOptimizer.rank_states, "exp_avg", "momentum_accumulator")
     schedule: ZeroOneSchedule
 
     def __init__(
@@ -73,6 +73,7 @@ class ZeroOneAdam(OneBitOptimizer):
         local_gradients: bool = True,
         compute: str | None = None,
         allow_unverified: bool = False,
+        deepspeed_compat: bool = False,
         master: str = "policy",
         states: str = "policy",
     ) -> None:
@@ -100,6 +101,7 @@ class ZeroOneAdam(OneBitOptimizer):
             local_gradients=local_gradients,
             compute=compute,
             allow_unverified=allow_unverified,
+            deepspeed_compat=deepspeed_compat,
         )
 
     @property
