@@ -41,6 +41,8 @@ reference = weights.clone()
 dist.broadcast(reference, 0)
 assert torch.equal(weights, reference)
 if dist.get_rank() == 0:
-    print(f"loss {loss.item():.3f}; bytes sent by rank 0: {sent[10]:,} in a dense step, {sent[-1]:,} in a compressed one")
+    print(
+        f"loss {loss.item():.3f}; bytes sent by rank 0: {sent[10]:,} in a dense step, {sent[-1]:,} in a compressed one"
+    )
     print(optimizer.truth_rows()["communication"])
 dist.destroy_process_group()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from halfstep.engine.engine import Engine
 from halfstep.errors import RankError, SettingError
 from halfstep.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from onebit_cases import SHAPES, gradients, start
@@ -395,6 +396,33 @@ def test_the_state_of_torchs_adam_is_a_start():
     optimizer.load_state_dict({"state": reference.state_dict()["state"], "param_groups": own_groups})
     assert optimizer.schedule.step == 3
     assert torch.equal(optimizer.state[params[0]]["exp_avg"], reference.state[params[0]]["exp_avg"])
+
+
+@pytest.mark.parametrize("preset", ["fp16", "fp16-lean"])
+def test_an_engine_saves_and_loads_the_schedule(preset, tmp_path):
+    """One process, across the freeze step: a run that loads the checkpoint continues bit for bit."""
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        return model, Engine(model, OneBitAdam(model.parameters(), lr=1e-2, freeze_step=3, compute="fp16"), preset)
+
+    def steps(model, engine, numbers):
+        for number in numbers:
+            with engine.forward():
+                loss = model(torch.randn(8, 6, generator=torch.Generator().manual_seed(number))).pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+
+    model, engine = make()
+    steps(model, engine, range(5))
+    engine.save(tmp_path / "checkpoint")
+    steps(model, engine, range(5, 8))
+    again, resumed = make()
+    resumed.load(tmp_path / "checkpoint")
+    assert resumed.optimizers[0].schedule.frozen_at == 3
+    steps(again, resumed, range(5, 8))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 # --- rejections -----------------------------------------------------------------------------------------------------

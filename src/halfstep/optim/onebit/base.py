@@ -18,7 +18,6 @@ counts as a step, and padding is compressed like elements. It is for comparisons
 
 from __future__ import annotations
 
-import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +33,7 @@ from halfstep.errors import RankError, SettingError
 from halfstep.events import log_warning
 from halfstep.kernels.lean import lean_step
 from halfstep.optim.lean import LeanOptimizer
-from halfstep.optim.onebit.allreduce import compressed_allreduce
+from halfstep.optim.onebit.feedback import ERRORS, reduce_with_feedback
 from halfstep.optim.onebit.precision import check_compute, unverified_precision
 from halfstep.optim.onebit.schedule import FreezeSchedule, ZeroOneSchedule, schedule_from
 from halfstep.optim.onebit.wire import Wire
@@ -45,7 +44,6 @@ __all__ = ["Member", "OneBitOptimizer", "Rule"]
 Member: TypeAlias = tuple[dict[str, Any], Tensor]  # a group and one of its parameters
 Rule: TypeAlias = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]  # (states, master, gradient) -> new master
 
-_ERRORS = ("worker_error", "server_error", "padding_error", "padding")  # what belongs to one rank of so many
 _REASON = "error feedback corrects the rounding of what is sent, and would not see that of the stored moments. Use states=fp32."
 _SAVED = "onebit"  # in a saved group: the schedule, and whose errors these are
 
@@ -55,7 +53,7 @@ class OneBitOptimizer(LeanOptimizer):
 
     elementwise: ClassVar[bool] = False
     unstorable: ClassVar[Mapping[str, str]] = MappingProxyType({"bf16": _REASON, "8bit": _REASON})
-    rank_states: ClassVar[tuple[str, ...]] = _ERRORS  # state entries that differ from rank to rank
+    rank_states: ClassVar[tuple[str, ...]] = ERRORS  # state entries that differ from rank to rank
     title: ClassVar[str]  # the name in the papers
     schedule: FreezeSchedule | ZeroOneSchedule
 
@@ -250,50 +248,9 @@ class OneBitOptimizer(LeanOptimizer):
     def reduce_compressed(
         self, members: Sequence[Member], values: Sequence[Tensor], skip: Tensor | None, *, fused: bool = False
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """The mean over ranks and the new worker error of each value; one scale for all of them if `fused`.
-
-        Server errors are stored here: of each tensor in its own state, of fused ones in that of the first.
-        """
-        if self.wire.num_ranks == 1 or not values:
-            return [(value, None) for value in values]
-        sendable = [i for i, value in enumerate(values) if value.numel()]
-        units = [sendable] if fused else [[i] for i in sendable]
+        """The mean over ranks and the new worker error of each value; one scale for all of them if `fused`."""
         states = [self.state[param] for _, param in members]
-        owners = [states[unit[0]] for unit in units]
-        paddings = [self._padding([values[i] for i in unit], owner) for unit, owner in zip(units, owners, strict=True)]
-        reduced = compressed_allreduce(
-            [[*(values[i] for i in unit), *padding] for unit, padding in zip(units, paddings, strict=True)],
-            [
-                [*(states[i]["worker_error"] for i in unit), *(owner["padding_error"] for _ in padding)]
-                for unit, owner, padding in zip(units, owners, paddings, strict=True)
-            ],
-            [owner.get("server_error") for owner in owners],
-            self.wire,
-        )
-        results: list[tuple[Tensor, Tensor | None]] = [(value, None) for value in values]
-        for unit, owner, padding, outcome in zip(units, owners, paddings, reduced, strict=True):
-            for i, mean, error in zip(unit, outcome.means, outcome.worker_errors, strict=False):
-                results[i] = (mean, error)
-            _store(owner, "server_error", outcome.server_error, skip)
-            if padding:
-                _store(owner, "padding_error", outcome.worker_errors[-1], skip)
-                _store(owner, "padding", outcome.means[-1] if fused else padding[0], skip)
-        return results
-
-    def _padding(self, values: Sequence[Tensor], owner: dict[str, Any]) -> list[Tensor]:
-        """With `deepspeed_compat` the elements that DeepSpeed adds to a tensor and compresses as if they were its own.
-
-        Those of a fused tensor even keep what they received, as a momentum that nothing decays.
-        """
-        num_ranks = self.wire.num_ranks
-        multiple = num_ranks * math.lcm(num_ranks, 8)
-        missing = -sum(value.numel() for value in values) % multiple
-        if not self.deepspeed_compat or not missing:
-            return []
-        for name in ("padding", "padding_error"):
-            if name not in owner:
-                owner[name] = torch.zeros(missing, device=values[0].device)
-        return [owner["padding"]]
+        return reduce_with_feedback(values, states, self.wire, skip, fused=fused, padded=self.deepspeed_compat)
 
     def masked(self, group: dict[str, Any], value: Tensor) -> Tensor:
         """A reduced value with zeros where the group's `exp_avg_mask` has them."""
@@ -307,7 +264,7 @@ class OneBitOptimizer(LeanOptimizer):
     def zero_errors(self) -> None:
         """Forget what compression lost: for a schedule that compresses another quantity from now on."""
         for state in self.state.values():
-            for name in _ERRORS:
+            for name in ERRORS:
                 if name in state:
                     state[name].zero_()
 
@@ -378,7 +335,7 @@ class OneBitOptimizer(LeanOptimizer):
         saved = next((each for each in own if each is not None), None)
         place = {"rank": self.wire.rank, "num_ranks": self.wire.num_ranks}
         if saved is None or {name: saved[name] for name in place} != place:
-            entries = {key: {n: v for n, v in e.items() if n not in _ERRORS} for key, e in entries.items()}
+            entries = {key: {n: v for n, v in e.items() if n not in ERRORS} for key, e in entries.items()}
             if saved is not None and saved["frozen_at"] >= 0:
                 log_warning(
                     f"The state is that of rank {saved['rank']} of {saved['num_ranks']}, and this is rank {place['rank']} of "
@@ -398,11 +355,3 @@ class OneBitOptimizer(LeanOptimizer):
         raise SettingError(
             f"{type(self).__name__} cannot be pickled, because its process group cannot; save state_dict()."
         )
-
-
-def _store(state: dict[str, Any], name: str, new: Tensor, skip: Tensor | None) -> None:
-    """Replace an entry that may not exist yet, unless the flag is set."""
-    if skip is not None:
-        before = state.get(name, torch.zeros_like(new))
-        new = torch.where(skip.to(new.device, non_blocking=True) != 0, before, new)
-    state[name] = new.clone()
