@@ -1,4 +1,7 @@
-"""Ranks as threads of one process: a wire for the compressed optimizers that needs no process group, for quick tests."""
+"""Ranks as threads of one process: a wire for the compressed optimizers that needs no process group, for quick tests.
+
+Not with TRITON_INTERPRET=1: the interpreter of Triton replaces functions of a module while a kernel runs, which threads cannot share.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

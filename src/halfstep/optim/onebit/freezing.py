@@ -40,7 +40,7 @@ class FreezingOptimizer(OneBitOptimizer):
 
 def _freeze_policy(freeze_step: int | str, threshold: float, beta2s: Sequence[float]) -> FreezePolicy:
     if not 0 < threshold <= 1:
-        raise SettingError(f"freeze_threshold={threshold!r} must lie in (0, 1]; the paper uses 0.96.")
+        raise SettingError(f"freeze_threshold={threshold!r} must lie in (0, 1]; the default is 0.96.")
     stability = Stability(threshold, max((round(1 / (1 - beta2)) for beta2 in beta2s), default=1))
     if freeze_step == "auto":
         return FreezePolicy(None, stability)

@@ -19,10 +19,9 @@ __all__ = ["FreezePolicy", "FreezeSchedule", "Stability", "ZeroOnePolicy", "Zero
 class Stability:
     """When a variance is stable enough to be frozen: `freeze_step="auto"`.
 
-    The 1-bit Adam paper stops its warm-up when |v_t|_1 / |v_(t-D)|_1 passes a threshold, with D = 1 / (1 - beta2), the number of
-    steps that an average with beta2 remembers. In its runs the ratio comes from below; here the smaller of the ratio and its inverse
-    must pass, so that a growing variance does not count as stable. The norms are divided by 1 - beta2^t, without which every young
-    average grows, and both must be at least D steps old.
+    The 1-bit Adam paper stops its warm-up when |v_t|_1 / |v_(t-D)|_1 passes a threshold. A growing variance passes it as well, so here
+    the smaller of the ratio and its inverse must pass. D is 1 / (1 - beta2), the number of steps that an average with beta2
+    remembers. The norms are divided by 1 - beta2^t, without which every young average grows, and both must be at least D steps old.
     """
 
     threshold: float = 0.96
