@@ -10,7 +10,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The tests of the kernels, and those of their callers again with the kernels: Triton interprets them on the CPU.
-INTERPRETED = tests/optim/test_fused.py tests/optim/test_lean.py tests/kernels/test_gradstats.py tests/kernels/test_exponents.py tests/kernels/test_cross_entropy.py tests/engine/test_promises.py tests/watching/test_kernel.py tests/kernels/test_ranges.py
+INTERPRETED = tests/optim/test_fused.py tests/optim/test_lean.py tests/kernels/test_gradstats.py tests/kernels/test_exponents.py tests/kernels/test_cross_entropy.py tests/engine/test_promises.py tests/watching/test_kernel.py tests/kernels/test_ranges.py tests/kernels/signs/test_signs.py
 
 .PHONY: demo test test-all coverage lint type format check clean
 

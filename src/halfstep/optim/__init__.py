@@ -9,6 +9,7 @@ from halfstep.optim.asgd import ASGD
 from halfstep.optim.lean import LeanOptimizer
 from halfstep.optim.lion import Lion
 from halfstep.optim.nadam import NAdam
+from halfstep.optim.onebit import OneBitAdam, OneBitLamb, ZeroOneAdam, from_deepspeed
 from halfstep.optim.radam import RAdam
 from halfstep.optim.rmsprop import RMSprop
 from halfstep.optim.rprop import Rprop
@@ -25,8 +26,12 @@ __all__ = [
     "LeanOptimizer",
     "Lion",
     "NAdam",
+    "OneBitAdam",
+    "OneBitLamb",
     "RAdam",
     "RMSprop",
     "Rprop",
+    "ZeroOneAdam",
     "adopt",
+    "from_deepspeed",
 ]

@@ -1,0 +1,1 @@
+"""Signs of fp32 numbers as bits, 8 to a byte."""
