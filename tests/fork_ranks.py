@@ -6,7 +6,9 @@
 """
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import torch.distributed.fsdp  # noqa: F401
@@ -28,6 +30,23 @@ def fork_ranks(files):
     return pids
 
 
+def wait_for(pids):
+    """The exit code of each process; once one has failed the others have a minute."""
+    codes, deadline = {}, None
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+            continue
+        if deadline is None and any(codes.values()):
+            deadline = time.monotonic() + 60
+        if deadline is not None and time.monotonic() > deadline:
+            for running in set(pids) - set(codes):
+                os.kill(running, signal.SIGKILL)
+        time.sleep(0.05)
+    return [codes[pid] for pid in pids]
+
+
 def run_as_main(path):
     """Run a program in this module's place, as `python path` does."""
     code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
@@ -44,4 +63,4 @@ ranks = fork_ranks([[int(number) for number in pair.split(":")] for pair in desc
 if ranks is None:
     run_as_main(Path(sys.argv[0]))
 else:
-    print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks))
+    print(*wait_for(ranks))

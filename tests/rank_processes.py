@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,12 +15,19 @@ from pathlib import Path
 FORK = Path(__file__).with_name("fork_ranks.py")
 
 
+def free_port():
+    """A port that no program listens at, below those that the kernel gives to connections: one of them would take it."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def run_ranks(program, *arguments, ranks=2, timeout=600, variables=None, options=()):
     """What each rank of `python options program arguments` printed; every rank must end well."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    environment = os.environ | address
     environment |= {"OMP_NUM_THREADS": "1"} | (variables or {})
     with contextlib.ExitStack() as stack:
         # Files and not pipes: a rank whose pipe is full would stop, and the others wait for it.
