@@ -108,7 +108,14 @@ class Engine(SavedEngine):
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
         self.backend = make_backend(backend, root, self.policy)
-        settings = {"precision": self.policy, "accumulate": accumulate, "max_norm": max_norm, "ema": ema}
+        self.policy = self.backend.adapt(self.policy)
+        settings = {
+            "precision": self.policy,
+            "accumulate": accumulate,
+            "max_norm": max_norm,
+            "ema": ema,
+            "compile": compile,
+        }
         self.backend.compare(settings | watch_settings(watch, shards=self.backend.shards))
         self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:

@@ -1,0 +1,5 @@
+"""DeepSpeed: ZeRO stages 0 to 3 under the Engine, and a description of engines that others built."""
+
+from halfstep.backends.deepspeed.backend import DeepSpeed, ZeroStage0, deepspeed_backend
+
+__all__ = ["DeepSpeed", "ZeroStage0", "deepspeed_backend"]
