@@ -55,7 +55,7 @@ from halfstep.backends.deepspeed.checks import (
     check_optimizers,
     check_options,
 )
-from halfstep.backends.deepspeed.library import gathered, require_version, start_engine
+from halfstep.backends.deepspeed.library import check_process, gathered, require_version, start_engine
 from halfstep.backends.deepspeed.optimizer import ZeroOptimizer
 from halfstep.backends.deepspeed.partition import Partition, partition_of
 from halfstep.backends.deepspeed.rows import engine_rows
@@ -135,6 +135,7 @@ class DeepSpeed(Backend):
         """Reject what ZeRO would do in another precision than the policy, and settings that have no effect."""
         require_version()
         check_launched()
+        check_process()
         self._policy = policy
         check_options(self._settings, policy, self.stage)
         check_model(unwrap(model), policy, self._fp32)
@@ -191,6 +192,11 @@ class DeepSpeed(Backend):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Backpropagate through DeepSpeed's hooks, which reduce at stages 2 and 3."""
         engine = self.engine
+        if retain_graph and self.stage == 3:
+            raise SettingError(
+                "backward(retain_graph=True) at ZeRO stage 3: the weights of a module are freed after its backward, so the graph cannot be used again. "
+                "Add the losses and call backward once, or use stage 1 or 2."
+            )
         # What its forward() and the hooks on its output do, which are not used.
         engine.optimizer.clear_backward_seen_flag()
         engine.set_gradient_accumulation_boundary(False)

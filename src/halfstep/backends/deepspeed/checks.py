@@ -92,6 +92,10 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], config: Mappin
         )
     (optimizer,) = optimizers
     name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.Adagrad):
+        raise SettingError(
+            "DeepSpeed builds Adagrad again from its defaults: settings of groups and schedulers would have no effect. Use another optimizer."
+        )
     if optimizer.state:
         raise SettingError(
             f"{name} already has a state, of parameters that are not partitioned. Load a checkpoint with Engine.load after Engine(...)."
@@ -100,10 +104,6 @@ def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], config: Mappin
         raise SettingError(
             f'halfstep.optim.{name} does not work with backend="deepspeed", which has masters of its own and needs states of the size of its '
             f"partitions. Use torch.optim.{name if hasattr(torch.optim, name) else 'AdamW'}."
-        )
-    if isinstance(optimizer, torch.optim.Adagrad):
-        raise SettingError(
-            "DeepSpeed builds Adagrad again from its defaults: settings of groups and schedulers would have no effect. Use another optimizer."
         )
     if type(optimizer) in _ELEMENTWISE:
         return

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from torch import nn
 
 from halfstep.errors import MissingError, SettingError
 
-__all__ = ["OLDEST", "gathered", "require_version", "start_engine", "version"]
+__all__ = ["OLDEST", "check_process", "gathered", "require_version", "start_engine", "version"]
 
 OLDEST = (
     0,
@@ -48,6 +49,16 @@ def require_version() -> str:
             f'their own count of micro-batches. Run: pip install "deepspeed>={oldest}".'
         )
     return installed
+
+
+def check_process() -> None:
+    """Raise where another engine of this process has changed what every later one does."""
+    name = "deepspeed.runtime.torch_autocast"
+    if name in sys.modules and sys.modules[name].is_autocast_initialized():
+        raise SettingError(
+            "A DeepSpeed engine with torch_autocast was started in this process, and DeepSpeed applies its scaler and its reduction format to "
+            "every engine after it. Train with Halfstep in a process of its own."
+        )
 
 
 def start_engine(module: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:

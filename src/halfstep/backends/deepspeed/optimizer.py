@@ -32,6 +32,7 @@ class ZeroOptimizer(Fp32Masters):
         # As torch prepares an unpickled optimizer: groups and states are views, and there is nothing to build.
         torch.optim.Optimizer.__setstate__(self, {"inner": inner, "defaults": inner.defaults, "_masters": {}})
         self._partition, self._members = partition, groups
+        self._groups = inner.param_groups  # DeepSpeed replaces the list while it steps one of them
         self._own = {id(p): name for group in groups for name, p in group.items()}
         self._flats = partition.flats  # here as well, so that a load that fails can be reverted
         self.stepping = False
@@ -45,7 +46,8 @@ class ZeroOptimizer(Fp32Masters):
         """Give the groups of the user's optimizer its parameters back, without states."""
         self._hook.remove()
         self.inner.state.clear()
-        for group, members in zip(self.inner.param_groups, self._members, strict=True):
+        self.inner.param_groups = self._groups
+        for group, members in zip(self._groups, self._members, strict=True):
             group["params"] = list(members.values())
 
     # --- views ------------------------------------------------------------------------------------------------------
@@ -53,7 +55,7 @@ class ZeroOptimizer(Fp32Masters):
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
         """The groups of the user's optimizer, with the model's parameters."""
-        pairs = zip(self.inner.param_groups, self._members, strict=True)
+        pairs = zip(self._groups, self._members, strict=True)
         return [_Group(group, list(members.values())) for group, members in pairs]
 
     @property
@@ -119,7 +121,7 @@ class ZeroOptimizer(Fp32Masters):
                 states[number]["master"] = part.whole(name, part.flats).cpu()
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[n] for n in members]}
-            for group, members in zip(self.inner.param_groups, self._members, strict=True)
+            for group, members in zip(self._groups, self._members, strict=True)
         ]
         return {"state": {number: entry for number, entry in states.items() if entry}, "param_groups": groups}
 
@@ -144,7 +146,7 @@ class ZeroOptimizer(Fp32Masters):
             if states.get(index):
                 self.inner.state[flat] = states[index]
         part.relink()
-        for group, loaded in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
+        for group, loaded in zip(self._groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in loaded.items() if key not in {"params", "param_names"}})
 
     def _numbers(self) -> dict[str, int]:

@@ -78,13 +78,9 @@ def _formats(tensors: Iterable[Tensor]) -> str:
 
 
 def _loss_scale(engine: Any) -> str:
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
     if not engine.fp16_enabled():
         return "torch's GradScaler" if _grad_scaler(engine) is not None else "none"
-    if scaler is None:  # the wrappers of stage 0
-        dynamic = getattr(engine.optimizer, "dynamic_loss_scale", False)
-        return f"{'dynamic' if dynamic else 'static'}, now {engine.optimizer.cur_scale:g}"
-    return f"{'dynamic' if getattr(scaler, 'dynamic', False) else 'static'}, now {scaler.loss_scale:g}"
+    return f"{'dynamic' if engine.dynamic_loss_scale() else 'static'}, now {engine.optimizer.loss_scale:g}"
 
 
 def _grad_scaler(engine: Any) -> Any:

@@ -47,6 +47,11 @@ class Reached:
         """Whether they agree but for rounding."""
         return self.distance <= LIMIT
 
+    def joined(self, other: Reached) -> Reached:
+        """Of two parts of a model, the one that is farther off, with the elements of both."""
+        worse = max(self, other, key=lambda part: part.distance)
+        return Reached(worse.ratio, worse.distance, self.num_elements + other.num_elements)
+
     def __str__(self) -> str:
         return f"{self.ratio:.6g} times the true gradient (relative distance {self.distance:.3g}, {self.num_elements:,} elements)"
 
@@ -142,7 +147,7 @@ class FirstStep:
         reached = compare(pairs, part.flats[0].device)
         if reached is None:
             return
-        self.outcome = reached
+        self.outcome = reached if self.outcome is None else self.outcome.joined(reached)
         if not reached.is_right:
             raise HalfstepError(wrong_gradient(reached, part.engine))
 
@@ -165,6 +170,6 @@ class FirstStep:
 def wrong_gradient(reached: Reached, engine: Any) -> str:
     """The message for a gradient that is wrong."""
     return (
-        f"The first update was stopped: {type(engine.optimizer).__name__} of DeepSpeed gave the optimizer {reached}. Weights are unchanged. "
+        f"The first update was stopped: {type(engine.optimizer).__name__} of DeepSpeed gave the optimizer {reached}. "
         'Use another version of DeepSpeed (docs/deepspeed.md lists the known faults), another ZeRO stage, or backend="fsdp".'
     )
