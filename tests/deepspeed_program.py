@@ -6,6 +6,7 @@ RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tests/deepspe
 import importlib
 import logging
 import math
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -425,6 +426,7 @@ def bare(stage, mode=None, *, optimizer=adamw, model=None, **config):
         {mode: {"enabled": True}} if mode else {}
     )
     settings |= config
+    os.environ.setdefault("LOCAL_RANK", "0")
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=settings)
     return engine
 

@@ -109,14 +109,8 @@ class Engine(SavedEngine):
         self.policy, self.notes = resolve(precision, self.hardware)
         self.backend = make_backend(backend, root, self.policy)
         self.policy = self.backend.adapt(self.policy)
-        settings = {
-            "precision": self.policy,
-            "accumulate": accumulate,
-            "max_norm": max_norm,
-            "ema": ema,
-            "compile": compile,
-        }
-        self.backend.compare(settings | watch_settings(watch, shards=self.backend.shards))
+        settings = {"accumulate": accumulate, "max_norm": max_norm, "ema": ema, "compile": compile}
+        self.backend.compare({"precision": self.policy} | settings | watch_settings(watch, shards=self.backend.shards))
         self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile), backend=self.backend.name)
@@ -125,15 +119,8 @@ class Engine(SavedEngine):
         for note in self.notes:
             log_once(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
-        run = self._run = prepare_run(
-            module,
-            optimizers,
-            self.policy,
-            accumulate=accumulate,
-            compiled=bool(compile),
-            backend=self.backend,
-            **options,
-        )
+        options |= {"accumulate": accumulate, "compiled": bool(compile)}
+        run = self._run = prepare_run(module, optimizers, self.policy, backend=self.backend, **options)
         self.device, self.optimizers, self.schedulers = run.device, run.optimizers, schedulers
         reject_foreign_steps(self.optimizers, run.undo)
         self.ema = None if ema is None else Ema(run.params, ema, run.master_of)

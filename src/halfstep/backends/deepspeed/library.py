@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import io
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import MissingError, SettingError
+from halfstep.events import log_info
 
 __all__ = ["OLDEST", "check_process", "gathered", "require_version", "start_engine", "version"]
 
@@ -64,7 +66,9 @@ def check_process() -> None:
 def start_engine(module: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
     """The DeepSpeedEngine of `deepspeed.initialize`; its optimizer steps the user's on fp32 partitions."""
     deepspeed: Any = importlib.import_module("deepspeed")
-    with _quiet(), _without_compiled_op(next(module.parameters()).device):
+    device = next(module.parameters()).device
+    _set_local_rank(device)
+    with _quiet(), _without_compiled_op(device):
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=dict(config))
     return engine
 
@@ -90,6 +94,15 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def _set_local_rank(device: torch.device) -> None:
+    """Let DeepSpeed use the device that the model is on: it reads the index from LOCAL_RANK, at any time."""
+    before = os.environ.get("LOCAL_RANK")
+    index = str(device.index) if device.index is not None else before or "0"
+    if before is not None and before != index:
+        log_info(f"LOCAL_RANK={before} was set to {index}, the device of the model, for DeepSpeed.")
+    os.environ["LOCAL_RANK"] = index
 
 
 @contextlib.contextmanager
