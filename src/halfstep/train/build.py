@@ -14,6 +14,7 @@ from torch import nn
 from halfstep.backends.base import Backend
 from halfstep.backends.consistency import describe_model
 from halfstep.backends.context import RunContext
+from halfstep.backends.deepspeed import deepspeed_backend
 from halfstep.backends.fsdp import FSDP
 from halfstep.checkpoint.rng import seed_everything
 from halfstep.engine.engine import Engine
@@ -77,6 +78,8 @@ def build_engine(
     model = build_on_rank_0(job, run, ranks) if shards else job.call("model", run).to(run.device)
     if ranks.several:
         check_equal(ranks, describe_model(model) | {"policy": str(policy)})
+    if backend == "deepspeed":
+        backend = deepspeed_backend(config.ds_config)
     if shards:
         backend = shard_model(model, job, run, policy)
     optimizer = job.call("optimizer", run, model=model)

@@ -7,13 +7,13 @@ thing otherwise is an error; one that agrees, or has no effect here, is dropped 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from halfstep.errors import SettingError
 from halfstep.events import log_once
+from halfstep.precision.json_tree import load_json
 from halfstep.precision.policy import Policy
 
 __all__ = ["engine_config", "read_config", "stage_of"]
@@ -34,7 +34,10 @@ _NEVER = {  # keys of zero_optimization that the backend cannot carry out, by th
     "zero_quantized_weights": "weights would be quantised when they are gathered",
     "zenflow": "it steps a part of the parameters at other times",
 }
-_FORMATS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_NAMES = {
+    "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "half": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16",
+    "torch.float16": "fp16", "torch.bfloat16": "bf16",
+}  # fmt: skip
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -43,11 +46,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
         return {}
     if isinstance(config, Mapping):
         return dict(config)
-    path = Path(config)
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingError(f"DeepSpeed(config={str(config)!r}) cannot be read: {error}.") from error
+    values = load_json(Path(config))
     if not isinstance(values, dict):
         raise SettingError(f"DeepSpeed(config={str(config)!r}) has a {type(values).__name__}, not an object of keys.")
     return values
@@ -95,7 +94,7 @@ def engine_config(
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # `checks` decides which optimizers may be divided
         "data_types": {**_block(rest, "data_types"), "grad_accum_dtype": "fp32"},
-        "communication_data_type": _FORMATS[policy.reduce],
+        "communication_data_type": policy.reduce,
     }
     if policy.params == "bf16":
         decided["bf16"] = {"enabled": True}
@@ -116,10 +115,10 @@ def _check_precision(config: dict[str, Any], policy: Policy) -> None:
     """Drop the blocks about precision; raise for one that asks for another than the policy."""
     for key, weights in _BLOCKS.items():
         block = config.pop(key, None)
-        enabled = isinstance(block, Mapping) and block.get("enabled") is True
-        if not enabled:
+        if not (isinstance(block, Mapping) and block.get("enabled") is True):
             continue
-        if weights is None or weights != policy.params:
+        cast = key == "torch_autocast" and _NAMES.get(str(block.get("dtype")), policy.compute)
+        if weights != policy.params if weights else policy.is_lean or cast != policy.compute:
             advice = f'precision="{weights}-lean"' if weights else 'precision="bf16" or "fp16", which autocast'
             raise SettingError(
                 f"DeepSpeed's {key}.enabled asks for another precision than {policy}, which the Engine decides. Use {advice}, or remove the "
@@ -138,16 +137,14 @@ def _check_number(config: dict[str, Any], key: str, own: float, setting: str) ->
 
 def _check_formats(config: dict[str, Any], policy: Policy) -> None:
     """Raise for formats of sums and reductions that are not the policy's."""
-    names = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "half": "fp16", "float16": "fp16"}
-    names |= {"bf16": "bf16", "bfloat16": "bf16"}
     reduction = config.pop("communication_data_type", None)
-    if reduction not in (None, "auto") and names.get(str(reduction)) != policy.reduce:
+    if reduction not in (None, "auto") and _NAMES.get(str(reduction)) != policy.reduce:
         raise SettingError(
             f"DeepSpeed's communication_data_type={reduction!r}, but the precision reduces in {policy.reduce}. Write "
-            f"{policy},reduce={names.get(str(reduction), 'fp32')} in the precision, or remove the key."
+            f"{policy},reduce={_NAMES.get(str(reduction), 'fp32')} in the precision, or remove the key."
         )
     sums = _block(config, "data_types").get("grad_accum_dtype")
-    if sums not in (None, "auto") and names.get(str(sums)) != "fp32":
+    if sums not in (None, "auto") and _NAMES.get(str(sums)) != "fp32":
         raise SettingError(
             f"DeepSpeed's data_types.grad_accum_dtype={sums!r} adds gradients up in 16 bits, where sums stagnate; remove it, and they are fp32."
         )
