@@ -172,11 +172,13 @@ def test_gradients_are_added_up_in_fp32(ranks):
 
 
 @pytest.mark.slow
-def test_one_overflow_skips_one_update(ranks):
-    """D63: under torch_autocast fp16 DeepSpeed skips every update after the first overflow; D71: later engines inherit its scaler."""
+def test_the_scale_falls_after_an_overflow(ranks):
+    """D63: torch_autocast fp16 of DeepSpeed skips for ever, as its scale never falls; D71: later engines inherit its scaler."""
     for rank in ranks["endless_skips"]:
-        assert rank["applied"]["bare"] == [True, False, False, False, False, False]
-        assert rank["applied"]["halfstep"] == [True, False, True, True, True, True]
+        assert rank["applied"]["bare"] == [False] * 8
+        ours = rank["applied"]["halfstep"]
+        assert not ours[0]
+        assert ours[-4:] == [True] * 4
         assert "torch_autocast" in rank["message"]
 
 

@@ -68,8 +68,9 @@ def _common(engine: Any, partition: Partition | None) -> dict[str, str]:
         inner = engine.optimizer.optimizer
         states = [t for flat in partition.flats for k, t in inner.state.get(flat, {}).items() if k != "step"]
         tensors = [t for t in states if isinstance(t, Tensor)]
-        rows["master"] = f"{_formats(partition.flats)} copies, 1/{size} of them on each rank"
-        rows["optimizer states"] = f"{_formats(tensors)}, 1/{size} of them on each rank" if tensors else "none yet"
+        share = f", 1/{size} of them on each rank" if size > 1 else ""
+        rows["master"] = f"{_formats(partition.flats)} copies{share}"
+        rows["optimizer states"] = f"{_formats(tensors)}{share}" if tensors else "none yet"
     return rows
 
 
