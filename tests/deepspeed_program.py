@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.backends import deepspeed_backend
@@ -209,6 +210,51 @@ def _trained_numbers(engine):
     for number, entry in state["optimizers"][0]["state"].items():
         tensors |= {f"state {number} {key}": torch.as_tensor(value) for key, value in entry.items()}
     return {name: t.clone() for name, t in tensors.items()}
+
+
+class Tied(nn.Module):
+    """An embedding that is also the output layer, a recomputed layer, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mid, self.frozen = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.out = nn.Linear(6, 11, bias=False)
+        self.out.weight = self.embed.weight
+        self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(self, tokens):
+        hidden = checkpoint(self._recomputed, self.embed(tokens).mean(1), use_reentrant=False)
+        return self.out(self.frozen(hidden))
+
+    def _recomputed(self, x):
+        return torch.tanh(self.mid(x))
+
+
+@case
+def tied_and_frozen():
+    """Tied, frozen and recomputed weights against one process, also after a checkpoint was loaded."""
+    far = {}
+    for precision in ("fp32", "bf16-lean"):
+        runs = {}
+        for stage in ("single", 1, 2, 3):
+            model = Tied()
+            settings = {"backend": "single", "accumulate": 2} if stage == "single" else {"backend": zero(stage)}
+            with halfstep.Engine(model, torch.optim.AdamW(model.parameters(), 1e-2), precision, **settings) as engine:
+                generator = torch.Generator().manual_seed(3)
+                for number in range(4):
+                    pair = [torch.randint(0, 11, (4, 3), generator=generator) for _ in range(2)]
+                    for tokens in inputs_of(engine, pair):
+                        with engine.forward():
+                            loss = nn.functional.cross_entropy(model(tokens).float(), tokens[:, 0])
+                        engine.backward(loss)
+                        engine.step()
+                    if number == 1 and stage != "single":
+                        engine.load(engine.save(FOLDER / f"tied-{precision}-{stage}"))
+                runs[stage] = masters(engine)
+        reference = runs.pop("single")
+        far |= {f"{precision} {stage}": distance(own, reference) for stage, own in runs.items()}
+    return {"far": far}
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------
@@ -536,7 +582,7 @@ def endless_skips():
     """A loss scale that is too large for the losses, under torch_autocast fp16: which updates were applied, here too."""
     autocast = {"enabled": True, "dtype": "float16"}
     engine = bare(2, torch_autocast=autocast)
-    comparison = drive(engine, 8)  # its loss scale starts at 65536
+    comparison = drive(engine, 8, size=8.0)  # its loss scale starts at 65536
     applied = {"bare": [step is not None for step in comparison.steps]}
     engine.destroy()
     try:

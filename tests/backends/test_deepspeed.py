@@ -75,6 +75,14 @@ def test_windows_are_those_of_one_process(ranks):
 
 
 @pytest.mark.slow
+def test_tied_and_frozen_weights_train_as_in_one_process(ranks):
+    """With a recomputed layer, and a checkpoint that is saved and loaded on the way."""
+    for rank in ranks["tied_and_frozen"]:
+        for setting, far in rank["far"].items():
+            assert far < (1e-3 if "lean" in setting else 1e-6), setting
+
+
+@pytest.mark.slow
 def test_evaluation_and_ema_follow_one_process(ranks):
     """Validation on the EMA at stages 1 and 2, and validation between updates at stage 3."""
     for rank in ranks["evaluation_and_ema"]:

@@ -85,7 +85,8 @@ class RunParts:
         """The fp32 value of every trainable parameter, by name; of the trained weights, also inside `evaluate(ema=True)`."""
         run = self.run
         if self.ema is None or self.ema.trained is None:
-            return {name: run.master_of(p) for name, p in run.params.items()}
+            with self.backend.whole_weights():  # frozen ones have no master
+                return {name: run.master_of(p) for name, p in run.params.items()}
         with self.ema.swapped_back():
             return {name: run.master_of(p).clone() for name, p in run.params.items()}
 
