@@ -47,9 +47,10 @@ class Net(nn.Module):
 
 
 def batches(count, size=4):
-    """For each update the inputs of both ranks."""
+    """For each update the inputs of all ranks."""
     generator = torch.Generator().manual_seed(1)
-    return [[torch.randn(size, 5, generator=generator) for _ in range(2)] for _ in range(count)]
+    ranks = range(dist.get_world_size())
+    return [[torch.randn(size, 5, generator=generator) for _ in ranks] for _ in range(count)]
 
 
 def adamw(model, **settings):
@@ -251,6 +252,32 @@ def tied_and_frozen():
                         engine.step()
                     if number == 1 and stage != "single":
                         engine.load(engine.save(FOLDER / f"tied-{precision}-{stage}"))
+                runs[stage] = masters(engine)
+        reference = runs.pop("single")
+        far |= {f"{precision} {stage}": distance(own, reference) for stage, own in runs.items()}
+    return {"far": far}
+
+
+@case
+def few_elements():
+    """A model of 5 elements, so that of four ranks some step nothing, against one process."""
+    far = {}
+    for precision in ("fp32", "bf16-lean"):
+        runs = {}
+        for stage in ("single", 1, 2, 3):
+            torch.manual_seed(0)
+            model = nn.Linear(5, 1, bias=False)
+            settings = (
+                {"backend": "single", "accumulate": dist.get_world_size()}
+                if stage == "single"
+                else {"backend": zero(stage)}
+            )
+            with halfstep.Engine(
+                model, torch.optim.AdamW(model.parameters(), 1e-2), precision, max_norm=0.1, **settings
+            ) as engine:
+                advance(engine, batches(4))
+                if stage != "single":
+                    engine.load(engine.save(FOLDER / f"few-{precision}-{stage}"))
                 runs[stage] = masters(engine)
         reference = runs.pop("single")
         far |= {f"{precision} {stage}": distance(own, reference) for stage, own in runs.items()}

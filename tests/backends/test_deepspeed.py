@@ -27,6 +27,15 @@ def ranks(tmp_path_factory):
     return {line[0]["case"]: line for line in map(list, zip(*lines, strict=True))}
 
 
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """A few cases on four ranks."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install halfstep[deepspeed]")
+    names = ("few_elements", "windows", "overflows")
+    lines = cases_of_ranks(PROGRAM, tmp_path_factory.mktemp("four"), *names, ranks=4, timeout=1200)
+    return {line[0]["case"]: line for line in map(list, zip(*lines, strict=True))}
+
+
 # --- the same numbers as one process ----------------------------------------------------------------------------------
 
 
@@ -80,6 +89,17 @@ def test_tied_and_frozen_weights_train_as_in_one_process(ranks):
     for rank in ranks["tied_and_frozen"]:
         for setting, far in rank["far"].items():
             assert far < (1e-3 if "lean" in setting else 1e-6), setting
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one_process(four_ranks):
+    """Also where some of them have nothing to step."""
+    for few, windows, overflows in zip(
+        *(four_ranks[name] for name in ("few_elements", "windows", "overflows")), strict=True
+    ):
+        assert max(few["far"].values()) < 1e-3
+        assert max(windows["far"].values()) < 1e-6
+        assert all(outcomes == overflows["expected"] for outcomes in overflows["outcomes"].values())
 
 
 @pytest.mark.slow

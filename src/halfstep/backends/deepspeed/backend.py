@@ -220,12 +220,13 @@ class DeepSpeed(Backend):
         self._live().close_window()
 
     def gradients(self) -> dict[str, Tensor] | None:
-        """The gradients of this rank's fragments."""
-        return self._live().gradients()
+        """The gradients of this rank's fragments; a 0 on a rank that has none, as of a model with few elements."""
+        part = self._live()
+        return part.gradients() or {next(iter(part.params)): self._zero().reshape(1)}
 
     def norm_of(self, gradients: Mapping[str, Tensor], weight: float | Tensor, tables: dict[Any, Any]) -> Tensor:
         """The norm over all ranks, whose fragments are disjoint; the window's weight travels with it."""
-        own = total_norm(list(gradients.values()), self._context.device, tables) if gradients else self._zero()
+        own = total_norm(list(gradients.values()), self._context.device, tables)
         if self._agreement is None:
             return own
         self._agreement.norm(own)
@@ -249,8 +250,9 @@ class DeepSpeed(Backend):
         assert self._optimizer is not None
         skip, divisor = torch.stack((decision.found_inf, decision.divisor)).tolist()
         if not skip:
-            if divisor != 1:
-                torch._foreach_div_(list(self._live().gradients().values()), decision.divisor)
+            gradients = list(self._live().gradients().values())
+            if divisor != 1 and gradients:
+                torch._foreach_div_(gradients, decision.divisor)
             self._tested().begin(decision.divisor)
             with self._optimizer.own_step():
                 self.engine.optimizer.step()
