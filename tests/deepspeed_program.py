@@ -93,7 +93,7 @@ def advance(engine, pairs, *, spoil=None, weigh=False):
             owner = rank if engine.backend.name == "single" else dist.get_rank()
             if spoil is not None and number in spoil and owner == number % 2:
                 loss = loss * math.inf
-            engine.backward(loss, 1.0 + number % 3 if weigh else None)
+            engine.backward(loss, 1.0 + (3 * number + 5 * owner) % 7 if weigh else None)
             result = engine.step()
         if result.boundary:
             outcomes.append({"norm": result.grad_norm, "skipped": result.skipped, "scale": result.scale})

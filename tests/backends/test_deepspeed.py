@@ -1,5 +1,6 @@
 """ZeRO under the Engine, and DeepSpeed's own faults, on two gloo ranks; settings and rejections without DeepSpeed."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import torch
 from halfstep.backends import make_backend
 from halfstep.backends.deepspeed import DeepSpeed, ZeroStage0, deepspeed_backend
 from halfstep.backends.deepspeed.checks import adapt_policy, check_optimizers
+from halfstep.backends.deepspeed.library import require_version
 from halfstep.backends.deepspeed.selftest import LIMIT, Reached, sample
 from halfstep.backends.deepspeed.settings import engine_config, read_config, stage_of
-from halfstep.errors import SettingError
+from halfstep.errors import MissingError, SettingError
 from halfstep.precision.policy import Policy
 from rank_processes import cases_of_ranks
 
@@ -253,6 +255,22 @@ def test_the_stage_comes_from_the_argument_or_the_configuration(tmp_path):
     backend = make_backend("deepspeed", torch.nn.Linear(1, 1))
     assert isinstance(backend, DeepSpeed)
     assert backend.stage == 2
+
+
+def test_an_old_or_missing_deepspeed_is_named(monkeypatch):
+    """With the line that installs it."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.18.2")
+    with pytest.raises(SettingError, match=r"0\.18\.2.*deepspeed>=0\.19\.8"):
+        require_version()
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.20.0+cpu")
+    assert require_version() == "0.20.0+cpu"
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(MissingError, match=r"halfstep\[deepspeed\]"):
+        require_version()
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
