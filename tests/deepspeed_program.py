@@ -187,6 +187,20 @@ def overflows():
 
 
 @case
+def hard_stops():
+    """The message of a run in which every update overflows, on this rank."""
+    messages = {}
+    for stage in (1, 2, 3):
+        engine = build(stage, "fp16", scaler=halfstep.LossScaler(max_skips=3))
+        try:
+            advance(engine, batches(4), spoil=(0, 1, 2, 3))
+        except halfstep.OverflowStop as stop:
+            messages[str(stage)] = str(stop)
+        engine.close()
+    return {"messages": messages}
+
+
+@case
 def skips_change_nothing():
     """Every number of the run, buffers included, before and after a skipped update; afterwards it trains on."""
     equal = {}

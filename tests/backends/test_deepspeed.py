@@ -79,6 +79,16 @@ def test_a_skipped_update_changes_nothing(ranks):
 
 
 @pytest.mark.slow
+def test_a_hard_stop_names_the_gradients_of_this_rank(ranks):
+    """After max_skips skipped updates, at every stage."""
+    for rank in ranks["hard_stops"]:
+        assert len(rank["messages"]) == len(STAGES)
+        for message in rank["messages"].values():
+            assert "3 steps in a row were skipped" in message
+            assert "Parameters with non-finite gradients: " in message
+
+
+@pytest.mark.slow
 def test_windows_are_those_of_one_process(ranks):
     """Short windows, two losses of one micro-batch, and a window that is dropped."""
     for rank in ranks["windows"]:

@@ -138,7 +138,8 @@ class Engine(SavedEngine):
         self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, losses, self.ema, self.replays)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
-        self._delivery = Delivery(self.progress, Schedules(schedulers), self.scaler, run.params, callbacks)
+        schedules, own = Schedules(schedulers), self.backend.gradients
+        self._delivery = Delivery(self.progress, schedules, self.scaler, run.params, callbacks, own)
         average_masters(run)
         self._frozen = FrozenWatch(run, () if ema is None else run.params.values())
         if deterministic:

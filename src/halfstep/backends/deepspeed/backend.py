@@ -222,6 +222,8 @@ class DeepSpeed(Backend):
     def gradients(self) -> dict[str, Tensor] | None:
         """The gradients of this rank's fragments; a 0 on a rank that has none, as of a model with few elements."""
         part = self._live()
+        if not part.is_closed:
+            return {}
         return part.gradients() or {next(iter(part.params)): self._zero().reshape(1)}
 
     def norm_of(self, gradients: Mapping[str, Tensor], weight: float | Tensor, tables: dict[Any, Any]) -> Tensor:

@@ -49,6 +49,7 @@ class Partition(ABC):
         self.engine, self.zero = engine, engine.optimizer
         self.params = dict(params)
         self.fragments: dict[str, Fragment] = {}
+        self.is_closed = False  # whether the gradients of a window are reduced and not dropped yet
 
     @abstractmethod
     def gradient(self, name: str) -> Tensor:
@@ -59,8 +60,13 @@ class Partition(ABC):
         """Gradients of an open window that are not in `param.grad`."""
 
     @abstractmethod
+    def clear(self) -> None:
+        """Clear DeepSpeed's gradients, as it does after an overflow."""
+
     def drop(self) -> None:
         """Forget the gradients of a window."""
+        self.is_closed = False
+        self.clear()
 
     def close_window(self) -> None:
         """Reduce what no backward has reduced."""
@@ -70,6 +76,7 @@ class Partition(ABC):
         else:
             self.engine.allreduce_gradients()
         self.engine.set_gradient_accumulation_boundary(False)
+        self.is_closed = True
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of this rank's fragments by name."""
@@ -145,7 +152,7 @@ class _Stage1And2(_Flattened):
         flats = [getattr(tiles, "flat_partition", None) for tiles in self.zero.averaged_gradients.values()]
         return [*sums, *pieces, *(flat for flat in flats if flat is not None)]
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """As DeepSpeed does after an overflow."""
         self.zero.zero_grad(set_to_none=True)
         self.zero._release_preflattened_grad_buffers()  # noqa: SLF001 - as its own step does
@@ -169,7 +176,7 @@ class _Bf16Stage1(_Flattened):
         """The whole gradients."""
         return list(self.zero.fp32_groups_gradients_flat)
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """As DeepSpeed does after an overflow."""
         self.zero.clear_hp_grads()
         self.zero.clear_lp_grads()
@@ -210,7 +217,7 @@ class _Stage3(Partition):
         """The buffers of all parameters."""
         return [buffer for group in self.zero.averaged_gradients.values() for buffer in group or ()]
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """As DeepSpeed does after an overflow; and clear the buffers.
 
         DeepSpeed keeps them, and a parameter that the next window does not use would be given its old gradient again.
