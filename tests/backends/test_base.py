@@ -14,7 +14,7 @@ from halfstep.errors import SettingError
 from halfstep.precision.policy import Policy
 
 HOOKS = (
-    "compare", "check_together", "suggest_units", "check", "prepare", "context", "settle", "forward_context", "agree_reference", "backward", "retained_gradients",
+    "adapt", "compare", "check_together", "suggest_units", "check", "prepare", "context", "own", "settle", "gradients", "whole_weights", "forward_context", "agree_reference", "backward", "retained_gradients",
     "reduce_gradients", "norm_of", "reduce_weight", "total_norm", "agree", "watch_overflows", "step", "share_buffers", "reset", "drop_copies", "local", "gather",
     "scatter", "ranks", "truth_rows", "close",
 )  # fmt: skip
@@ -65,6 +65,8 @@ def test_every_hook_is_right_for_one_process():
     assert backend.gather(state) is backend.scatter(state) is state
     assert backend.ranks().num_ranks == 1
     assert backend.step(None, None) is False
+    assert backend.gradients() is None
+    assert backend.adapt(Policy()) == Policy()
     assert backend.truth_rows() == {}
     with backend.forward_context(last=False):
         backend.close()
@@ -75,12 +77,14 @@ def test_the_engine_calls_the_hooks_in_their_order(tmp_path):
     """Check comes before any change, prepare once, and each step decides over all ranks before it updates."""
     backend, model = Recording(), nn.Linear(3, 2)
     with Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", max_norm=1.0, backend=backend) as engine:
-        assert backend.calls[:5] == ["compare", "check_together", "suggest_units", "check", "prepare"]
+        assert backend.calls[:6] == ["adapt", "compare", "check_together", "suggest_units", "check", "prepare"]
         backend.calls.clear()
         step(engine, model)
-        order = [name for name in dict.fromkeys(backend.calls) if name not in {"context", "truth_rows", "drop_copies"}]
+        anytime = {"context", "truth_rows", "drop_copies", "local"}
+        order = [name for name in dict.fromkeys(backend.calls) if name not in anytime]
         update = [
             "reduce_gradients",
+            "gradients",
             "norm_of",
             "total_norm",
             "reduce_weight",

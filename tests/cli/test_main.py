@@ -55,7 +55,7 @@ def test_flags_are_few_and_listed():
         ],
         "probe": ["--gpu", "--json", "--measure"],
         "train": [
-            "--backend", "--batch", "--data", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",
+            "--backend", "--batch", "--data", "--ds-config", "--epochs", "--json", "--out", "--precision", "--resume", "--set", "--steps", "-p",
         ],
         "watch": ["--html", "--interval", "--once"],
     }  # fmt: skip

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from halfstep.checkpoint.directory import load_checkpoint
 from halfstep.cli import cli, main
+from halfstep.cli.train import _read_deepspeed
 from halfstep.errors import HalfstepError
 
 
@@ -234,6 +235,8 @@ LAUNCH = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE":
         (LAUNCH, ("-p", "fp32", "-p", "bf16"), "at most one --precision"),
         ({}, ("--backend", "dpp"), "Did you mean 'ddp'"),
         ({}, ("--backend", "ddp", "--set", "backend=ddp"), "backend is set twice"),
+        ({}, ("--backend", "deepspeed", "--ds-config", "missing.json"), "missing.json"),
+        ({}, ("--backend", "ddp", "--set", "ds_config=x.json"), "x.json"),
     ],
 )
 def test_launches_that_cannot_work_are_rejected(job_file, monkeypatch, tmp_path, variables, options, message):
@@ -244,6 +247,17 @@ def test_launches_that_cannot_work_are_rejected(job_file, monkeypatch, tmp_path,
     result = run("train", job_file, *out, "--steps", 1, *(each for each in options if each != "--no-out"))
     assert message in str(result.exception)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_deepspeed_configuration_decides_what_the_command_leaves_open(tmp_path):
+    """Precision, norm and accumulation come from the file, unless the command line has them."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"fp16": {"enabled": true}, "gradient_clipping": 0.5, "gradient_accumulation_steps": 4}')
+    overrides = {"ds_config": str(file)}
+    assert _read_deepspeed(overrides, ()) == ("fp16-lean",)
+    assert overrides == {"ds_config": str(file), "backend": "deepspeed", "max_norm": 0.5, "accumulate": 4}
+    overrides = {"ds_config": str(file), "max_norm": None, "accumulate": 1, "backend": "deepspeed"}
+    assert _read_deepspeed(dict(overrides), ("fp32",)) == ("fp32",)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 The Engine, the trainer and the planner call these hooks and know nothing else about ranks. Every hook is a no-op that is
 right for one process, so a backend overrides only what differs:
 
-    once              compare -> check_together (suggest_units -> check) -> prepare -> context -> settle
+    once              adapt -> compare -> check_together (suggest_units -> check) -> prepare -> context -> own -> settle
     each micro-batch  forward_context(last) around the forward, agree_reference -> backward(loss)
-    each update       agree_reference -> reduce_gradients -> norm_of (total_norm) -> reduce_weight -> agree -> step -> share_buffers
+    each update       agree_reference -> reduce_gradients -> gradients -> norm_of (total_norm) -> reduce_weight -> agree -> step -> share_buffers
     each window       reset
-    state             gather before saving, scatter before loading, ranks for who does it together
+    state             whole_weights around both, gather before saving, scatter before loading, ranks for who does it together
     always            local, truth_rows, close
 
 `check` runs before anything is changed and raises for what the backend cannot do. `prepare` may replace the model's
@@ -37,12 +37,17 @@ class Backend:
     """The hooks, each a no-op that is right for one process."""
 
     name = "single"
-    shards = False  # whether parameters may be DTensors, of which each rank stores and steps a part
+    shards = False  # whether each rank may store and step a part of a parameter
+    owns_optimizers = False  # whether `own` replaces the optimizers, with masters and gradients that the backend stores
 
     def __init__(self, context: RunContext | None = None) -> None:
         self._context = context or RunContext()
 
     # --- once ---------------------------------------------------------------------------------------------------
+
+    def adapt(self, policy: Policy) -> Policy:
+        """The policy as this backend carries it out; raises a SettingError for one that it cannot."""
+        return policy
 
     def suggest_units(self, blocks: Sequence[nn.Module], fp32: Sequence[nn.Module], replicated: set[Tensor]) -> None:
         """The repeated blocks of the model, its modules that stay in fp32, and parameters that are not worth sharding."""
@@ -67,6 +72,10 @@ class Backend:
         if first is not None:
             self._context = replace(self._context, device=first.device)
         return module
+
+    def own(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """The optimizers that stand for the user's, once the weights have the policy's dtypes; called with `owns_optimizers` only."""
+        return list(optimizers)
 
     def settle(self, *, widens: bool) -> None:
         """The weights have the policy's dtypes now; `widens` if 16-bit ones have fp32 gradients."""
@@ -101,6 +110,10 @@ class Backend:
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that no backward of this window has reduced."""
+
+    def gradients(self) -> dict[str, Tensor] | None:
+        """The reduced gradients by name, where this rank's parts are not in `param.grad`; else None."""
+        return None
 
     def reduce_weight(self, weight: float | Tensor) -> float | Tensor:
         """The weight of a window, agreed over ranks; gradients are divided by it."""
@@ -157,6 +170,10 @@ class Backend:
     def local(self, tensor: Tensor) -> Tensor:
         """The part of a parameter, gradient or state that this rank stores, as a plain tensor."""
         return tensor
+
+    def whole_weights(self, *, write: bool = False) -> AbstractContextManager[None]:
+        """Inside this block parameters are whole, on every rank; with `write`, values set there stay."""
+        return contextlib.nullcontext()
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state of this rank as it is written to a checkpoint."""

@@ -4,17 +4,21 @@ a model in DistributedDataParallel    its own reducer where it can carry the pol
 a model that is sharded               `fsdp`
 several ranks, a plain model          `ddp`: replicas that nobody synchronises would drift apart without an error
 one process                           `single`
+
+"deepspeed" is never chosen by itself.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import nn
 
 from halfstep.backends.base import Backend
 from halfstep.backends.ddp import DataParallel
+from halfstep.backends.deepspeed import deepspeed_backend
 from halfstep.backends.fsdp import FSDP, is_sharded_model
 from halfstep.backends.single import SingleDevice
 from halfstep.backends.wrapped import WrappedDDP, find_ddp, reduces_by_itself
@@ -26,7 +30,12 @@ __all__ = ["BACKENDS", "make_backend"]
 
 # What `Engine(backend=...)` accepts by name, in addition to "auto". WrappedDDP is not among them: it needs a model that the
 # user has wrapped, which "auto" and "ddp" recognise.
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (SingleDevice, DataParallel, FSDP)}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    SingleDevice.name: SingleDevice,
+    DataParallel.name: DataParallel,
+    FSDP.name: FSDP,
+    "deepspeed": deepspeed_backend,
+}
 
 
 def make_backend(backend: Backend | str, model: nn.Module, policy: Policy | None = None) -> Backend:

@@ -32,7 +32,15 @@ _EXIT = {"SIGINT": 130, "SIGTERM": 143}
 @click.option("--epochs", type=int, metavar="N", help="Stop after N epochs.")
 @click.option("--batch", type=int, metavar="N", help="Micro-batch size, of all ranks together.")
 @click.option(
-    "--backend", metavar="NAME", help="On several ranks: ddp or fsdp (default: auto, which is ddp; single with one)."
+    "--backend",
+    metavar="NAME",
+    help="On several ranks: ddp, fsdp or deepspeed (default: auto, which is ddp; single with one).",
+)
+@click.option(
+    "--ds-config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="DeepSpeed configuration: ZeRO, and unless set here the precision, clipping and accumulation.",
 )
 @click.option("--set", "settings", multiple=True, metavar="K=V", help="Set a field of TrainConfig; may be repeated.")
 @click.option(
@@ -54,6 +62,7 @@ def command(
     epochs: int | None,
     batch: int | None,
     backend: str | None,
+    ds_config: Path | None,
     settings: tuple[str, ...],
     data_dir: Path | None,
     resume: bool,
@@ -71,6 +80,7 @@ def command(
     halfstep train job.py --precision bf16-lean --epochs 10 --set max_norm=1.0
     halfstep train --resume --out runs/digits-bf16-20261115-101500
     torchrun --nproc-per-node 8 -m halfstep train job.py --backend ddp --out runs/job
+    torchrun --nproc-per-node 8 -m halfstep train job.py --backend deepspeed --ds-config ds_config.json
     """
     require_packages("halfstep train", "numpy", "safetensors")
     from halfstep.backends.launch import read_launch
@@ -83,11 +93,19 @@ def command(
 
     launch = read_launch()
     overrides = parse_settings(settings)
-    for name, value in (("steps", steps), ("epochs", epochs), ("batch", batch), ("backend", backend)):
+    for name, value in (
+        ("steps", steps),
+        ("epochs", epochs),
+        ("batch", batch),
+        ("backend", backend),
+        ("ds_config", ds_config and str(ds_config)),
+    ):
         if value is not None:
             if name in overrides:
                 raise SettingError(f"{name} is set twice, by --{name} and by --set; remove one.")
             overrides[name] = value
+    if overrides.get("ds_config") is not None:
+        precision = _read_deepspeed(overrides, precision)
     if resume and out is None:
         raise SettingError("--resume needs --out DIR, the directory of the run to resume.")
     if resume and len(precision) > 1:
@@ -130,6 +148,21 @@ def command(
         sys.exit(_EXIT[outcomes[-1].stopped_by])
     if any(outcome.problem for outcome in outcomes):
         sys.exit(1)
+
+
+def _read_deepspeed(overrides: dict[str, Any], precision: tuple[str, ...]) -> tuple[str, ...]:
+    """Let a DeepSpeed configuration decide what the command line leaves open; returns the precisions."""
+    from halfstep.events import log_info
+    from halfstep.precision.policy import read_deepspeed
+
+    reading = read_deepspeed(Path(overrides["ds_config"]))
+    for note in reading.notes:
+        log_info(note)
+    overrides.setdefault("backend", "deepspeed")
+    overrides.setdefault("max_norm", reading.max_norm)
+    if reading.accumulate is not None:
+        overrides.setdefault("accumulate", reading.accumulate)
+    return precision or (str(reading.policy),)
 
 
 def _folder(out: Path | None, name: str, policy: str, *, alone: bool) -> Path:

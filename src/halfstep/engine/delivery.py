@@ -7,8 +7,10 @@ overflows stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +46,12 @@ class Delivery:
         scaler: Scaler,
         params: Mapping[str, Tensor],
         callbacks: list[Callable[[StepResult], None]],
+        gradients: Callable[[], Mapping[str, Tensor] | None] = lambda: None,
     ) -> None:
+        """`gradients` returns those that are not in `param.grad`, where the backend stores them."""
         self._progress, self.schedules, self._scaler = progress, schedules, scaler
         self._params, self._callbacks = params, callbacks
+        self._gradients = gradients
         self._readback = Readback()
 
     def push(self, decision: Decision, scale: Tensor, result: StepResult) -> None:
@@ -63,7 +68,15 @@ class Delivery:
                 self.schedules.advance(self._progress.applied)
             for callback in self._callbacks:
                 callback(result)
-            stop_if_stuck(int(consecutive), self._scaler.settings, self._scaler.get_scale, self._params.items())
+            stop_if_stuck(int(consecutive), self._scaler.settings, self._scaler.get_scale, self._named())
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """The parameters by name, or what has their gradients in `grad`; evaluated only if the run stops."""
+        own = self._gradients()
+        if own is None:
+            yield from self._params.items()
+        else:
+            yield from ((name, SimpleNamespace(grad=grad)) for name, grad in own.items())
 
     def discard(self) -> None:
         """Forget the outcomes of a run that another state replaces."""

@@ -108,8 +108,9 @@ class Engine(SavedEngine):
         self.hardware: Hardware = probe()
         self.policy, self.notes = resolve(precision, self.hardware)
         self.backend = make_backend(backend, root, self.policy)
-        settings = {"precision": self.policy, "accumulate": accumulate, "max_norm": max_norm, "ema": ema}
-        self.backend.compare(settings | watch_settings(watch, shards=self.backend.shards))
+        self.policy = self.backend.adapt(self.policy)
+        settings = {"accumulate": accumulate, "max_norm": max_norm, "ema": ema, "compile": compile}
+        self.backend.compare({"precision": self.policy} | settings | watch_settings(watch, shards=self.backend.shards))
         self.scaler = choose_scaler(scaler, self.policy)
         if gradient_release:
             check_release(self.policy, max_norm, accumulate, compiled=bool(compile), backend=self.backend.name)
@@ -118,15 +119,8 @@ class Engine(SavedEngine):
         for note in self.notes:
             log_once(note)
         self.model, self.max_norm, self.accumulate = model, max_norm, accumulate
-        run = self._run = prepare_run(
-            module,
-            optimizers,
-            self.policy,
-            accumulate=accumulate,
-            compiled=bool(compile),
-            backend=self.backend,
-            **options,
-        )
+        options |= {"accumulate": accumulate, "compiled": bool(compile)}
+        run = self._run = prepare_run(module, optimizers, self.policy, backend=self.backend, **options)
         self.device, self.optimizers, self.schedulers = run.device, run.optimizers, schedulers
         reject_foreign_steps(self.optimizers, run.undo)
         self.ema = None if ema is None else Ema(run.params, ema, run.master_of)
@@ -144,7 +138,8 @@ class Engine(SavedEngine):
         self._blocks = Blocks(run, self.backend, self._buffers, self._gradients, losses, self.ema, self.replays)
         self._update = Update(run, self.backend, self.scaler, self._buffers, self.ema, self._release, max_norm, watch)
         callbacks = [hook_of(watch, "delivered"), *([] if on_step is None else [on_step])]
-        self._delivery = Delivery(self.progress, Schedules(schedulers), self.scaler, run.params, callbacks)
+        schedules, own = Schedules(schedulers), self.backend.gradients
+        self._delivery = Delivery(self.progress, schedules, self.scaler, run.params, callbacks, own)
         average_masters(run)
         self._frozen = FrozenWatch(run, () if ema is None else run.params.values())
         if deterministic:

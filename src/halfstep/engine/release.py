@@ -61,6 +61,8 @@ def check_release(
         reason = "gradients are averaged over ranks after they would have been used, and the ranks would drift apart"
     elif backend == "fsdp":
         reason = "FSDP2 reduces the gradients of a whole unit after its backward, and agrees on them over ranks when the window closes"
+    elif backend == "deepspeed":
+        reason = "DeepSpeed partitions the gradients of a whole window, and ranks agree on them when it closes"
     elif compiled:
         reason = "compile=True returns all gradients of the compiled backward at once, so none would be released early"
     if reason is not None:

@@ -94,8 +94,9 @@ def check_run(
     gradient_release: bool = False,
     recompute: str | float | None = None,
     shards: bool = False,
+    owned: bool = False,
 ) -> None:
-    """Raise for what `prepare_run` cannot train; changes nothing. `shards`: the backend knows sharded parameters."""
+    """Raise for what `prepare_run` cannot train; changes nothing. The backend: `shards` parameters, or has `owned` optimizers."""
     if policy.compute == "fp8":
         raise SettingError("precision fp8 is not implemented yet. Use bf16-lean, which stores weights the same way.")
     check_optimizers(optimizers)
@@ -105,7 +106,7 @@ def check_run(
     check_residual(module, policy)
     check_recompute(recompute)
     check_recomputable(module, recompute)
-    layout = _lean_layout(policy, always=gradient_release)
+    layout = None if owned else _lean_layout(policy, always=gradient_release)
     if layout is not None:
         for optimizer in optimizers:
             check_masters(optimizer, **layout, release=gradient_release)
@@ -124,8 +125,9 @@ def prepare_run(
     backend: Backend | None = None,
 ) -> PreparedRun:
     """Cast, wrap and adopt so that `module` trains under `policy`; raises before it changes anything."""
-    shards = backend is not None and backend.shards
-    check_run(module, optimizers, policy, gradient_release=gradient_release, recompute=recompute, shards=shards)
+    shards, owned = backend is not None and backend.shards, backend is not None and backend.owns_optimizers
+    options: dict[str, Any] = {"gradient_release": gradient_release, "recompute": recompute}
+    check_run(module, optimizers, policy, shards=shards, owned=owned, **options)
     params, layout = named_trainables(module, optimizers), _lean_layout(policy, always=gradient_release)
     masters = cast_model(module, policy)
     if policy.compute in {"fp32", "tf32"} and next(iter(params.values())).device.type == "cuda":
@@ -139,12 +141,15 @@ def prepare_run(
         widen_residual(module, policy, undo)
         undo.enter_context(recognise_tables(fp32_buffers(module, policy).values()))
     recompute_blocks(module, recompute, undo, compiled=compiled)
-    stepped = [_stepped(o, layout) for o in optimizers]
+    if backend is not None and owned:
+        stepped = backend.own(module, optimizers)
+    else:
+        stepped = [_stepped(o, layout) for o in optimizers]
     for optimizer in stepped:
         if isinstance(optimizer, WithMasters):
             for param in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
                 optimizer.start_master(param, masters.get(param))
-    if policy.widens_grads(accumulate):
+    if policy.widens_grads(accumulate) and not owned:
         sum_gradients_in_fp32(params.values(), policy)
     if backend is not None:
         backend.settle(widens=policy.widens_grads(accumulate))
@@ -194,7 +199,7 @@ def prepare_module(
                 f"compile={compile!r} records CUDA graphs, whose addresses FSDP2 changes whenever it gathers and frees parameters. Use compile=True "
                 'or compile="blocks".'
             )
-        check_run(module, optimizers, policy, shards=backend.shards, **options)
+        check_run(module, optimizers, policy, shards=backend.shards, owned=backend.owns_optimizers, **options)
         if backend.name != SingleDevice.name:  # which changes nothing before `cast_model` has checked the same
             check_castable(module, policy)
 

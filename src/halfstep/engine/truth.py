@@ -20,7 +20,6 @@ from halfstep.engine.setup import PreparedRun
 from halfstep.events import log_once
 from halfstep.hardware.probe import Hardware
 from halfstep.hardware.units import bytes_text, few
-from halfstep.optim.shards import local
 from halfstep.precision.formats import BF16, FP16, format_name
 from halfstep.precision.policy import Policy
 from halfstep.scaling.scaler import Scaler
@@ -228,7 +227,7 @@ def truth_of(
     known = hardware.kind == run.device.type
     return build_truth(
         policy=run.policy,
-        params=[local(p) for p in run.params.values()],
+        params=[backend.local(p) for p in run.params.values()],
         num_total=sum(p.numel() for p in run.params.values()),
         grads=census(grads),
         grad_bytes=sum(g.numel() * g.element_size() for g in grads),

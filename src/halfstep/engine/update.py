@@ -21,6 +21,7 @@ from halfstep.engine.setup import PreparedRun
 from halfstep.engine.steps import Decision, decide, gradients_of, take_step, unscale_in_place, widen
 from halfstep.engine.watch import hook_of
 from halfstep.engine.window import Window
+from halfstep.errors import SettingError
 from halfstep.kernels.gradstats import dense_values
 from halfstep.optim.shards import local
 from halfstep.scaling.scaler import Scaler
@@ -56,10 +57,16 @@ class Update:
         if reference is not window.reference:
             self._multiply(window, window.adopt(reference))
         self.backend.reduce_gradients()
-        return gradients_of(self.run.params)
+        own = self.backend.gradients()
+        return gradients_of(self.run.params) if own is None else own
 
     def unscale(self, window: Window) -> None:
         """Divide the gradients in place, and remember in the window whether all were finite."""
+        if self.backend.owns_optimizers:
+            raise SettingError(
+                f"unscale() with backend={self.backend.name!r}: each rank has a part of the gradients, and none are in param.grad. Clip with "
+                "Engine(max_norm=...); watch= shows the gradients of each step."
+            )
         self.gradients(window)
         widen(self.run.params.values())
         gradients = gradients_of(self.run.params)

@@ -14,6 +14,7 @@ from torch import nn
 from halfstep.backends.base import Backend
 from halfstep.backends.consistency import compare_ranks, describe_model
 from halfstep.backends.context import RunContext
+from halfstep.backends.deepspeed import deepspeed_backend
 from halfstep.backends.fsdp import FSDP
 from halfstep.backends.ranks import Ranks
 from halfstep.checkpoint.rng import seed_everything
@@ -75,6 +76,8 @@ def build_engine(
     shards = backend == FSDP.name
     model = build_on_rank_0(job, run, ranks) if shards else job.call("model", run).to(run.device)
     compare_ranks(describe_model(model) | {"policy": str(policy)}, ranks)
+    if backend == "deepspeed":
+        backend = deepspeed_backend(config.ds_config)
     if shards:
         backend = shard_model(model, job, run, policy)
     optimizer = job.call("optimizer", run, model=model)

@@ -16,7 +16,7 @@ from halfstep.events import log_info
 
 __all__ = ["BACKENDS", "DEFAULT_BATCH", "TrainConfig", "changed_fields", "parse_settings", "total_steps"]
 
-BACKENDS = ("auto", "single", "ddp", "fsdp")
+BACKENDS = ("auto", "single", "ddp", "fsdp", "deepspeed")
 DEFAULT_BATCH = 64  # examples in a micro-batch of a job that has no default of its own
 # Settings that determine the trajectory: a resumed run must have the same values.
 FIXED = ("batch", "seed", "accumulate", "max_norm", "ema", "deterministic")
@@ -45,7 +45,8 @@ class TrainConfig:
     keep_best: int = 1
     higher_is_better: bool = True  # of the job's metric; without a metric, the lowest validation loss is best
     device: str = "auto"
-    backend: str = "auto"  # single, ddp or fsdp; auto: ddp on several ranks
+    backend: str = "auto"  # single, ddp, fsdp or deepspeed; auto: ddp on several ranks
+    ds_config: str | None = None  # the path of a DeepSpeed configuration, for backend=deepspeed
     timeout: int = 600  # seconds that a rank waits for another one
     watch: int | None = 100  # steps between samples of gradients and weights; None: neither samples nor autopsies
     watch_activations: bool = False  # also of the outputs of modules
@@ -60,6 +61,10 @@ class TrainConfig:
         _at_least("timeout", self.timeout, 1)
         if self.backend not in BACKENDS:
             raise unknown("backend", self.backend, BACKENDS)
+        if self.ds_config is not None and self.backend != "deepspeed":
+            raise SettingError(
+                f"ds_config={self.ds_config} has no effect with backend={self.backend}; use backend=deepspeed."
+            )
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise SettingError(f"seed={self.seed} is too large for torch's generators; use a number below 2^63.")

@@ -85,7 +85,8 @@ class RunParts:
         """The fp32 value of every trainable parameter, by name; of the trained weights, also inside `evaluate(ema=True)`."""
         run = self.run
         if self.ema is None or self.ema.trained is None:
-            return {name: run.master_of(p) for name, p in run.params.items()}
+            with self.backend.whole_weights():  # frozen ones have no master
+                return {name: run.master_of(p) for name, p in run.params.items()}
         with self.ema.swapped_back():
             return {name: run.master_of(p).clone() for name, p in run.params.items()}
 
@@ -97,10 +98,15 @@ def state_of(parts: RunParts, truth: dict[str, Any]) -> dict[str, Any]:
             f"The engine is inside a window ({parts.window.num_micro_batches} of {parts.run.accumulate} micro-batches stepped) and its "
             "gradients would be lost. Save after a step whose result.boundary is True, or close the window with step(last=True)."
         )
+    with parts.backend.whole_weights():
+        return parts.backend.gather(_state_of(parts, truth))
+
+
+def _state_of(parts: RunParts, truth: dict[str, Any]) -> dict[str, Any]:
     module, progress = parts.run.module, parts.progress
     names = ModelNames.of(module)
     model, extra = _module_state(parts)
-    state = {
+    return {
         "version": STATE_VERSION,
         "policy": str(parts.policy),
         "truth": truth,
@@ -124,7 +130,6 @@ def state_of(parts: RunParts, truth: dict[str, Any]) -> dict[str, Any]:
             "largest_weight": float(parts.window.largest),
         },
     }
-    return parts.backend.gather(state)
 
 
 def _module_state(parts: RunParts) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -167,6 +172,11 @@ class _Fit:
 
 def load_state(parts: RunParts, state: dict[str, Any]) -> None:
     """Restore a state; everything is checked before the first change, and a failure after that is reverted."""
+    with parts.backend.whole_weights(write=True):
+        _load_whole(parts, state)
+
+
+def _load_whole(parts: RunParts, state: dict[str, Any]) -> None:
     state = read_state(parts.backend.scatter(state), parts.run.module)
     fit = _fit(parts, state)
     others = [*parts.schedulers, parts.scaler, parts.progress, parts.window]
