@@ -254,13 +254,13 @@ def _run_closure(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Run the closure of a step, and return its loss and the arguments without it.
 
-    torch's optimizers run it once, before anything else, so it can run before the gradients are checked.
+    torch's optimizers and ours run it once, before anything else, so it can run before the gradients are checked.
     """
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
         return None, args, kwargs
     name = type(optimizer).__name__
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not type(optimizer).__module__.startswith(("torch.optim", "halfstep.optim")):
         raise SettingError(
             f"{name}.step(closure) may use the closure in its own way, so Guard cannot check the gradients in between. Call backward "
             "first and step() without a closure."

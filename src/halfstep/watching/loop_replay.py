@@ -69,6 +69,7 @@ class LoopReplays:
         self._autopsies = Autopsies(outlet)
         self._autopsies.attach(self)
         self._window: list[MicroBatch | None] = []
+        self.is_replaying = False
 
     @property
     def autopsies(self) -> list[Autopsy]:
@@ -76,7 +77,9 @@ class LoopReplays:
         return self._autopsies.autopsies
 
     def record(self, compute_loss: Callable[[], Any], factor: float) -> None:
-        """Before a forward: keep the state of the generators and the function."""
+        """Before a forward: keep the state of the generators and the function; does nothing in a replay."""
+        if self.is_replaying:
+            return
         self.replays.is_used = True
         module = self.replays.run.module
         self._window.append(MicroBatch(Generators.now(self.device), factor, module.training, compute_loss))
@@ -93,7 +96,11 @@ class LoopReplays:
             return
         result = StepResult(step, boundary=True, lr=0.0)
         result.fill(float(skipped), float("nan"), scale)
-        self._autopsies.delivered(result)
+        self.is_replaying = True
+        try:
+            self._autopsies.delivered(result)
+        finally:
+            self.is_replaying = False
 
 
 def _context(device: torch.device) -> RunContext:

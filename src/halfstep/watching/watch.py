@@ -164,6 +164,11 @@ class Watch:
         self._streams.append(stream)
         return stream
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a step of a loop of your own is being computed again: its hooks on forwards should do nothing then."""
+        return self._replays is not None and self._replays.is_replaying
+
     # --- the Engine's calls -----------------------------------------------------------------------------------------
 
     def before_step(self, gradients: Mapping[str, Tensor], divisor: Tensor) -> None:
