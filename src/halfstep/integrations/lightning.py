@@ -58,7 +58,7 @@ class HalfstepPrecision(Precision):
             )
         accumulate = model.trainer.accumulate_grad_batches
         self._run = prepare_run(model, optimizers, self.policy, accumulate=accumulate)
-        self.scaler = scaler_of(self.policy, self._run)
+        self.scaler = scaler_of(self.policy, self._run.device, self._run.params)
         if self.scaler is not None and self._loaded:
             self.scaler.load_state_dict(self._loaded)
         return model, list(self._run.optimizers), lr_schedulers

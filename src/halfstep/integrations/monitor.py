@@ -7,13 +7,15 @@ The rest is `halfstep.Watch` on the optimizer and the scaler that the library ma
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import OverflowStop
+from halfstep.errors import OverflowStop, SettingError
 from halfstep.events import log_once
 from halfstep.optim.shards import is_sharded
 from halfstep.scaling.readback import Readback
@@ -49,7 +51,8 @@ class Monitor:
         outlets: Sequence[Outlet] = (),
     ) -> None:
         self._max_skips, self._outlets = max_skips, tuple(outlets)
-        self._readback, self._loss, self._step = Readback(), None, 0
+        self._readback, self._step, self._undo = Readback(), 0, contextlib.ExitStack()
+        self._loss: Tensor | None = None  # of the step in progress
         optimizers = [own_optimizer(each) for each in optimizers]
         sharded = any(is_sharded(p) for each in optimizers for group in each.param_groups for p in group["params"])
         group = torch.distributed.group.WORLD if sharded else None
@@ -69,10 +72,31 @@ class Monitor:
         if self._can_record:
             self.watch.record(compute_loss, factor)
 
+    def follow(self, model: nn.Module, accumulate: int = 1) -> None:
+        """Record every training forward of a model that returns its loss, as those of transformers do, until `close()`.
+
+        `accumulate` is the number that the loop divides each loss by, unless the model has divided it by the items of the step.
+        """
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._is_training(model):
+                factor = 1.0 if "num_items_in_batch" in kwargs else 1.0 / accumulate
+                self.record(functools.partial(_loss_of, model, args, kwargs), factor)
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            if self._is_training(model):
+                self.add_loss(_loss_in(output))
+
+        self.on_close(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self.on_close(model.register_forward_hook(after).remove)
+
     @property
     def is_replaying(self) -> bool:
         """Whether a forward that runs now is that of a replay."""
         return self.watch.is_replaying
+
+    def _is_training(self, model: nn.Module) -> bool:
+        return not self.is_replaying and model.training and torch.is_grad_enabled()
 
     @torch.no_grad()
     def add_loss(self, loss: Any) -> None:
@@ -80,6 +104,15 @@ class Monitor:
         if isinstance(loss, Tensor):
             part = loss.detach().float().reshape(-1).sum()
             self._loss = part if self._loss is None else self._loss + part
+
+    def add_other_loss(self, loss: Any) -> None:
+        """The loss that a loop has made itself, unless the model returned one that was added already."""
+        if self._loss is None:
+            self.add_loss(loss)
+
+    def on_close(self, undo: Callable[[], Any]) -> None:
+        """Call this, too, when the Monitor is closed."""
+        self._undo.callback(undo)
 
     def end_step(self) -> None:
         """A step is over: its loss is read when it has arrived."""
@@ -91,6 +124,7 @@ class Monitor:
 
     def close(self) -> None:
         """Deliver what is pending, and remove every hook and Guard."""
+        self._undo.close()
         self._observe_losses(wait=True)
         self.watch.close()
         for guard in self._guards:
@@ -120,3 +154,15 @@ def own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = inner
     found: torch.optim.Optimizer = optimizer
     return found
+
+
+def _loss_in(output: Any) -> Any:
+    """The loss in a model's output, if it has one."""
+    return output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+
+
+def _loss_of(model: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    loss = _loss_in(model(*args, **kwargs))
+    if not isinstance(loss, Tensor):
+        raise SettingError("the model returned no loss: the loop computes one of its own, which Halfstep does not know")
+    return loss

@@ -6,7 +6,11 @@ settings of another rule are rejected.
 
 from __future__ import annotations
 
-from halfstep.engine.setup import PreparedRun
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
 from halfstep.errors import SettingError
 from halfstep.precision.loss_scale import LossScale
 from halfstep.precision.policy import Policy
@@ -15,13 +19,13 @@ from halfstep.scaling.gradscaler import GradScaler
 __all__ = ["scaler_of"]
 
 
-def scaler_of(policy: Policy, run: PreparedRun) -> GradScaler | None:
-    """A GradScaler with the policy's settings, or None where the policy has no loss scale."""
+def scaler_of(policy: Policy, device: torch.device, params: Mapping[str, Tensor]) -> GradScaler | None:
+    """A GradScaler with the policy's settings, or None where the policy has no loss scale; `params` provide names for its stop."""
     if policy.loss_scale == "none":
         return None
-    names = list(run.params.items())
+    names = list(params.items())
     if policy.loss_scale == "dynamic":
-        return GradScaler(run.device.type, named_parameters=names)
+        return GradScaler(device.type, named_parameters=names)
     rule = LossScale.parse(policy.loss_scale)
     if rule.mode != "dynamic" or rule.semantics != "torch":
         raise SettingError(
@@ -29,7 +33,7 @@ def scaler_of(policy: Policy, run: PreparedRun) -> GradScaler | None:
             "loss_scale=dynamic(semantics=torch;...) with its settings."
         )
     return GradScaler(
-        run.device.type,
+        device.type,
         rule.init_scale,
         rule.growth_factor,
         rule.backoff_factor,
