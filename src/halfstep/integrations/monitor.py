@@ -83,7 +83,7 @@ class Monitor:
                 factor = 1.0 if "num_items_in_batch" in kwargs else 1.0 / accumulate
                 self.record(functools.partial(_loss_of, model, args, kwargs), factor)
 
-        def after(_: nn.Module, args: Any, output: Any) -> None:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
             if self._is_training(model):
                 self.add_loss(_loss_in(output))
 

@@ -109,7 +109,7 @@ class LeanOptimizer(torch.optim.Optimizer, ABC):
     # --- the step ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, or none at all if `found_inf` is set.
 
         A `closure` computes the gradients first, as with torch's optimizers; its result is returned.

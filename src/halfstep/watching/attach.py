@@ -54,7 +54,11 @@ class LoopHooks:
     """Calls a stream around the steps of one optimizer, until `close()`."""
 
     def __init__(
-        self, stream: Any, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, replays: LoopReplays | None
+        self,
+        stream: Any,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        replays: LoopReplays | None,
     ) -> None:
         self._stream, self._step, self._replays = stream, 0, replays
         # Weak: the hooks are stored in the optimizer and the scaler.
