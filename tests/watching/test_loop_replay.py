@@ -112,5 +112,8 @@ def test_record_is_rejected_where_it_would_have_no_effect():
     with pytest.raises(SettingError, match="one optimizer"):
         halfstep.Watch(model).attach([first, second]).record(lambda: None)
     watch = halfstep.Watch()
-    with halfstep.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=watch), pytest.raises(SettingError, match="engine.step"):
+    with (
+        halfstep.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32", watch=watch),
+        pytest.raises(SettingError, match="engine.step"),
+    ):
         watch.record(lambda: None)
