@@ -37,7 +37,7 @@ from torch import Tensor
 from halfstep.kernels.signs.signs import pack_signs, sign_of, unpack_signs
 from halfstep.optim.onebit.wire import Pending, Wire
 
-__all__ = ["ChunkPlan", "Reduced", "compressed_allreduce", "compressed_bytes"]
+__all__ = ["ChunkPlan", "Reduced", "compressed_allreduce", "compressed_bytes", "server_bytes"]
 
 _BUCKET = 1 << 24  # elements that are compressed together: 64 MiB of fp32 and 2 MiB on the wire
 _SCALE_BYTES = 4
@@ -85,6 +85,12 @@ def compressed_bytes(sizes: Sequence[int], num_ranks: int) -> int:
     """What each rank sends in one compressed all-reduce of tensors of these sizes, scales included."""
     plan = ChunkPlan(tuple(size for size in sizes if size), num_ranks)
     return 2 * (num_ranks - 1) * plan.message_bytes
+
+
+def server_bytes(sizes: Sequence[int], num_ranks: int) -> int:
+    """The errors that a rank stores as a server of tensors of these sizes, at most: about 4 / n bytes per element."""
+    plan = ChunkPlan(tuple(size for size in sizes if size), num_ranks)
+    return 4 * sum(plan.served(0)) if num_ranks > 1 else 0
 
 
 def compressed_allreduce(
