@@ -105,6 +105,11 @@ def check_exchange(
             f"backend={backend!r} trains this process alone, and {name} exchanges values with {optimizer.num_ranks} ranks. Use "
             'backend="ddp".'
         )
+    if num_ranks > 1 and not optimizer.synchronized:
+        raise SettingError(
+            f"{name} is between two synchronizations, when each rank has its own weights, and the Engine starts with those of rank 0. Build "
+            "it after a synchronization (optimizer.synchronized), or restore the run with engine.load."
+        )
     optimizer.check_place(_format(compute))
 
 
