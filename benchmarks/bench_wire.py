@@ -5,7 +5,8 @@
 
 Each rank is a process in a network namespace of its own (root is needed), connected by veth pairs to a bridge in another one. `tc` limits both
 directions of every link with a token bucket, so that gloo's sockets see the bandwidth of an Ethernet. `none` leaves the links as fast as
-the kernel copies. Bytes are those that the kernel counted on the rank's own interface, headers included.
+the kernel copies. Bytes are those that the kernel counted on the rank's own interface, headers included. CPU seconds are those of rank 0's
+process; they show what a step computes where other programs use the machine at the same time.
 
 The model is ViT-S/16 (22 M parameters) on 32 x 32 images, four to a batch: little compute for its parameters, so that the network is
 what is measured. Every row trains the same batches in fp32 from the same weights; compressed rows are timed after their freeze step, and PowerSGD
@@ -130,16 +131,18 @@ def _measure(build: Callable[[nn.Module], Step], *, num_steps: int, skipped: int
     for number in range(WARM + skipped):
         step(number)
     dist.barrier()
-    before, started = _sent(interface), time.perf_counter()
+    before, started, used = _sent(interface), time.perf_counter(), time.process_time()
     losses = [step(WARM + skipped + number) for number in range(num_steps)]
     dist.barrier()
     seconds, sent = time.perf_counter() - started, _sent(interface) - before
+    cpu_seconds = time.process_time() - used
     x, y = _batch(0, dist.get_rank())
     with torch.no_grad():
         loss = F.cross_entropy(model(x), y)
     dist.all_reduce(loss)
     return {
         "seconds": seconds / num_steps,
+        "cpu_seconds": cpu_seconds / num_steps,
         "bytes": sent / num_steps,
         "loss": loss.item() / dist.get_world_size(),
         "train_loss": losses[-1],
@@ -242,12 +245,14 @@ def _launch(args: argparse.Namespace, num_ranks: int) -> list[dict[str, Any]]:
 def _table(results: list[dict[str, Any]]) -> str:
     base = next((r["seconds"] for r in results if r["row"] == "ddp fp32"), None)
     lines = [
-        "| row | MB sent per step | s per step | times ddp fp32 | loss |",
-        "|---|---|---|---|---|",
+        "| row | MB sent per step | s per step | times ddp fp32 | CPU s per step | loss |",
+        "|---|---|---|---|---|---|",
     ]
     for r in results:
         ratio = f"{base / r['seconds']:.2f}" if base else "-"
-        lines.append(f"| {r['row']} | {r['bytes'] / 1e6:.3g} | {r['seconds']:.2f} | {ratio} | {r['loss']:.3f} |")
+        lines.append(
+            f"| {r['row']} | {r['bytes'] / 1e6:.3g} | {r['seconds']:.2f} | {ratio} | {r['cpu_seconds']:.2f} | {r['loss']:.3f} |"
+        )
     return "\n".join(lines)
 
 

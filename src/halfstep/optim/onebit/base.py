@@ -132,6 +132,12 @@ class OneBitOptimizer(JoinedOptimizer):
             self.schedule = replace(self.schedule, step=1)
             return True
         skip = self._agreed_flag()
+        if (
+            skip is not None and skip.device.type == "cpu"
+        ):  # known here, and the same on all ranks: a skip sends nothing
+            if skip.item():
+                return True
+            skip = None
         self.step_all(members, self._gradients(members), skip)
         self._count_step(skip, members)
         return True
